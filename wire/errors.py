@@ -1,0 +1,153 @@
+"""Every error that crosses a process, and its one mapping to gRPC and HTTP.
+
+BatonError                INTERNAL             500
+├── InvalidRequest        INVALID_ARGUMENT     400   names the parameter
+├── Unsupported           UNIMPLEMENTED        400
+├── ModelNotFound         NOT_FOUND            404
+├── RequestNotFound       NOT_FOUND            404
+├── WorkerNotFound        NOT_FOUND            404
+├── RequestExists         ALREADY_EXISTS       409
+├── Overloaded            RESOURCE_EXHAUSTED   429   may carry a delay after which to retry
+├── Unauthenticated       UNAUTHENTICATED      401
+├── PairRefused           FAILED_PRECONDITION  400   workers that do not fit together
+├── Unavailable           UNAVAILABLE          503
+├── DeadlineExceeded      DEADLINE_EXCEEDED    504
+├── Cancelled             CANCELLED            499
+├── AttemptsExhausted     ABORTED              409   the request outlived as many workers as it may
+├── WireError             INTERNAL             500   a message or frame of ours that cannot be what it claims
+├── StoreError            INTERNAL             500   a tier failed; callers count a miss
+└── ConfigError           FAILED_PRECONDITION  400   refused at start, exit code 78
+    └── ModelError                                   a model folder that is not one
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Status:
+    """How an error looks from outside: gRPC code name, HTTP status, and whether the same request may succeed later."""
+
+    grpc: str
+    http: int
+    retryable: bool
+
+
+class BatonError(Exception):
+    """The root. `message` is fit for clients: no paths, no exception text of libraries, at most 64 chars of input."""
+
+    status = Status("INTERNAL", 500, False)
+
+    def __init__(self, message: str, **ids: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.ids = ids
+
+    @property
+    def reason(self) -> str:
+        """Stable, upper-case name for ErrorInfo, e.g. INVALID_REQUEST."""
+        name = type(self).__name__
+        return "".join("_" + c if c.isupper() and i else c for i, c in enumerate(name)).upper()
+
+
+class InvalidRequest(BatonError):
+    """A parameter of the request is wrong."""
+
+    status = Status("INVALID_ARGUMENT", 400, False)
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(f"{param}: {message}", param=param)
+
+
+class Unsupported(BatonError):
+    """A known feature that is not offered."""
+
+    status = Status("UNIMPLEMENTED", 400, False)
+
+
+class ModelNotFound(BatonError):
+    """No model of that name is served."""
+
+    status = Status("NOT_FOUND", 404, False)
+
+
+class RequestNotFound(BatonError):
+    """No such request, or not the caller's."""
+
+    status = Status("NOT_FOUND", 404, False)
+
+
+class WorkerNotFound(BatonError):
+    """No worker of that id."""
+
+    status = Status("NOT_FOUND", 404, False)
+
+
+class RequestExists(BatonError):
+    """A request of that id is running."""
+
+    status = Status("ALREADY_EXISTS", 409, False)
+
+
+class Overloaded(BatonError):
+    """A bound is reached; retry after `retry_after_s`."""
+
+    status = Status("RESOURCE_EXHAUSTED", 429, True)
+
+    def __init__(self, message: str, retry_after_s: float | None = None, **ids: str) -> None:
+        super().__init__(message, **ids)
+        self.retry_after_s = retry_after_s
+
+
+class Unauthenticated(BatonError):
+    """The call lacks the cluster's token."""
+
+    status = Status("UNAUTHENTICATED", 401, False)
+
+
+class PairRefused(BatonError):
+    """Two workers differ in fingerprint, layout or protocol version."""
+
+    status = Status("FAILED_PRECONDITION", 400, False)
+
+
+class Unavailable(BatonError):
+    """Nobody is there to serve it now."""
+
+    status = Status("UNAVAILABLE", 503, True)
+
+
+class DeadlineExceeded(BatonError):
+    """The request's deadline has passed."""
+
+    status = Status("DEADLINE_EXCEEDED", 504, True)
+
+
+class Cancelled(BatonError):
+    """The client, or Abort, ended the request."""
+
+    status = Status("CANCELLED", 499, False)
+
+
+class AttemptsExhausted(BatonError):
+    """The request was tried on as many workers as it may be."""
+
+    status = Status("ABORTED", 409, False)
+
+
+class WireError(BatonError):
+    """Bytes that are not the message they claim to be."""
+
+
+class StoreError(BatonError):
+    """A tier of the store failed or timed out."""
+
+
+class ConfigError(BatonError):
+    """A setting is wrong; nothing was started."""
+
+    status = Status("FAILED_PRECONDITION", 400, False)
+    exit_code = 78
+
+
+class ModelError(ConfigError):
+    """A model folder that cannot be served, and why."""

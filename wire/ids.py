@@ -1,0 +1,18 @@
+"""Identifiers. Distinct types, so that one is not passed for another."""
+
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+WorkerId = NewType("WorkerId", str)
+
+BlockKey = NewType("BlockKey", bytes)
+"""32 bytes: the chained hash of all tokens up to and including a block, under a namespace root."""
+
+NamespaceRoot = NewType("NamespaceRoot", bytes)
+"""32 bytes: what separates the keys of one tenant, model, layout and adapter from those of another."""
+
+PageId = NewType("PageId", int)
+"""Index of a page in a device pool, or of a slot in an arena."""
+
+PROTOCOL_VERSION = 1
+"""Of everything workers, routers and directories say to one another."""

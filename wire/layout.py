@@ -1,0 +1,55 @@
+"""The shape of one KV block, as all processes know it: sizes and names, no tensor."""
+
+from dataclasses import asdict, dataclass
+
+import msgpack
+
+from wire.errors import WireError
+
+PAGE_ALIGNMENT = 4096
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """`[num_layers, 2, num_kv_heads, block_size, head_dim]` of `dtype`, contiguous; the 2 is key and value."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    quantization: str = "none"
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def item_bytes(self) -> int:
+        return _ITEM_BYTES[self.dtype]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of KV in a block."""
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * self.item_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes a block takes in a pool or an arena: the payload, padded to 4 KiB."""
+        return -(-self.payload_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+
+    def encode(self) -> bytes:
+        """The same bytes for equal layouts, on every machine."""
+        return bytes(msgpack.packb(sorted(asdict(self).items())))
+
+    @classmethod
+    def decode(cls, data: bytes) -> "KVLayout":
+        """Raises WireError if `data` is not an encoded layout."""
+        try:
+            layout = cls(**dict(msgpack.unpackb(data)))
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise WireError("not a KV layout") from error
+        if layout.dtype not in _ITEM_BYTES:
+            raise WireError("KV layout of unknown dtype")
+        return layout

@@ -1,0 +1,248 @@
+from wire.pb import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerInfo(_message.Message):
+    __slots__ = ("worker_id", "role", "protocol_version", "epoch", "fingerprint", "layout", "max_context_len", "num_blocks", "num_arena_blocks", "vocab_size", "eos_token_ids", "pid")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_LEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ARENA_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: str
+    protocol_version: int
+    epoch: str
+    fingerprint: bytes
+    layout: bytes
+    max_context_len: int
+    num_blocks: int
+    num_arena_blocks: int
+    vocab_size: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    pid: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., epoch: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., layout: _Optional[bytes] = ..., max_context_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_arena_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class GetWorkerStatusRequest(_message.Message):
+    __slots__ = ("check",)
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    check: bool
+    def __init__(self, check: _Optional[bool] = ...) -> None: ...
+
+class BlockCounts(_message.Message):
+    __slots__ = ("free", "owned", "published", "cached", "draining", "total")
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    OWNED_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    free: int
+    owned: int
+    published: int
+    cached: int
+    draining: int
+    total: int
+    def __init__(self, free: _Optional[int] = ..., owned: _Optional[int] = ..., published: _Optional[int] = ..., cached: _Optional[int] = ..., draining: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "host", "redis", "problems")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    REDIS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: str
+    pid: int
+    state: str
+    blocks: BlockCounts
+    computed_prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    host: HostTierStatus
+    redis: RedisTierStatus
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., host: _Optional[_Union[HostTierStatus, _Mapping]] = ..., redis: _Optional[_Union[RedisTierStatus, _Mapping]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class HostTierStatus(_message.Message):
+    __slots__ = ("blocks", "block_bytes", "num_leases", "num_holds", "epoch")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOLDS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    blocks: BlockCounts
+    block_bytes: int
+    num_leases: int
+    num_holds: int
+    epoch: str
+    def __init__(self, blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., block_bytes: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_holds: _Optional[int] = ..., epoch: _Optional[str] = ...) -> None: ...
+
+class RedisTierStatus(_message.Message):
+    __slots__ = ("state", "hits", "misses", "errors", "corrupt", "written")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    hits: int
+    misses: int
+    errors: int
+    corrupt: int
+    written: int
+    def __init__(self, state: _Optional[str] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., errors: _Optional[int] = ..., corrupt: _Optional[int] = ..., written: _Optional[int] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "namespace_root", "prompt", "sampling_params")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ROOT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    namespace_root: bytes
+    prompt: _inference_pb2.TokenIds
+    sampling_params: _inference_pb2.SamplingParams
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+
+class PrefillResponse(_message.Message):
+    __slots__ = ("attempt", "choices", "cached_tokens", "computed_tokens", "num_held_blocks", "spans")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    choices: _containers.RepeatedCompositeFieldContainer[ChoiceTokens]
+    cached_tokens: _inference_pb2.TierCounts
+    computed_tokens: int
+    num_held_blocks: int
+    spans: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Span]
+    def __init__(self, attempt: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., cached_tokens: _Optional[_Union[_inference_pb2.TierCounts, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_inference_pb2.Span, _Mapping]]] = ...) -> None: ...
+
+class DecodeRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "namespace_root", "prompt", "sampling_params", "choices")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ROOT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    namespace_root: bytes
+    prompt: _inference_pb2.TokenIds
+    sampling_params: _inference_pb2.SamplingParams
+    choices: _containers.RepeatedCompositeFieldContainer[ChoiceSoFar]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceSoFar, _Mapping]]] = ...) -> None: ...
+
+class ChoiceSoFar(_message.Message):
+    __slots__ = ("index", "output")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    output: _inference_pb2.TokenIds
+    def __init__(self, index: _Optional[int] = ..., output: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ...) -> None: ...
+
+class DecodeUpdate(_message.Message):
+    __slots__ = ("attempt", "choices", "fetched", "summary")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    choices: _containers.RepeatedCompositeFieldContainer[ChoiceTokens]
+    fetched: Fetched
+    summary: DecodeSummary
+    def __init__(self, attempt: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., summary: _Optional[_Union[DecodeSummary, _Mapping]] = ...) -> None: ...
+
+class ChoiceTokens(_message.Message):
+    __slots__ = ("index", "first_position", "token_ids", "logprobs", "finish_reason", "stop_token_id")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    first_position: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    finish_reason: _inference_pb2.FinishReason
+    stop_token_id: int
+    def __init__(self, index: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
+
+class Fetched(_message.Message):
+    __slots__ = ("fetched_tokens", "computed_tokens")
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    fetched_tokens: _inference_pb2.TierCounts
+    computed_tokens: int
+    def __init__(self, fetched_tokens: _Optional[_Union[_inference_pb2.TierCounts, _Mapping]] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
+
+class DecodeSummary(_message.Message):
+    __slots__ = ("spans",)
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    spans: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Span]
+    def __init__(self, spans: _Optional[_Iterable[_Union[_inference_pb2.Span, _Mapping]]] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RenewResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StartDrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StartDrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
