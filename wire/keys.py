@@ -1,8 +1,8 @@
 """Names of KV blocks: who computed what from which tokens. The only module that makes keys.
 
-    root   = HMAC-SHA-256(secret, tenant, fingerprint, layout, adapter)
-    key[i] = SHA-256(key[i-1] || tokens of block i as little-endian u32),  key[-1] = root
-    tail   = SHA-256(key[i] || "tail" || number of tokens || tokens)       a last block, partly filled
+root   = HMAC-SHA-256(secret, tenant, fingerprint, layout, adapter)
+key[i] = SHA-256(key[i-1] || tokens of block i as little-endian u32),  key[-1] = root
+tail   = SHA-256(key[i] || "tail" || number of tokens || tokens)       a last block, partly filled
 """
 
 import hashlib
@@ -26,7 +26,9 @@ class BlockName:
     tokens_digest: bytes
 
 
-def namespace_root(secret: bytes, tenant: str, fingerprint: bytes, layout: bytes, adapter: str) -> NamespaceRoot:
+def namespace_root(
+    secret: bytes, tenant: str, fingerprint: bytes, layout: bytes, adapter: str
+) -> NamespaceRoot:
     """The root under which all keys of one tenant, model, layout and adapter stand. Fields are length-prefixed."""
     return NamespaceRoot(hmac.digest(secret, msgpack.packb([tenant, fingerprint, layout, adapter]), "sha256"))
 

@@ -1,0 +1,89 @@
+"""What an engine reports from a step. Every request ends with one Finished per choice, one HandedOff, or one Failed."""
+
+from dataclasses import dataclass
+
+from wire.errors import BatonError
+from wire.ids import RequestId
+from wire.sampling import FinishReason, Logprobs
+
+
+@dataclass(frozen=True)
+class TierTokens:
+    """Prompt tokens by where their KV came from. `computed` is what was left to compute."""
+
+    device: int = 0
+    host: int = 0
+    redis: int = 0
+    computed: int = 0
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A choice left the queue: it has pages, and its fetch, if any, starts."""
+
+    request_id: RequestId
+    choice: int
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A choice has from the store what it will get, and joins the running batch; `tokens` covers prompt tokens only.
+
+    Reported again, with what was found then, each time the choice comes back from preemption.
+    """
+
+    request_id: RequestId
+    choice: int
+    tokens: TierTokens
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A choice gained one token, its `position`-th output token counted from 0."""
+
+    request_id: RequestId
+    choice: int
+    position: int
+    token_id: int
+    logprobs: Logprobs | None
+    reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A choice ended; its pages are free. Comes right after the Emitted that carries the reason."""
+
+    request_id: RequestId
+    choice: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True)
+class HandedOff:
+    """Every unfinished choice has its first token, and all blocks of the prompt are in the store under a hold.
+
+    `num_held` may be less than the prompt's blocks where the store had no room; what is missing will be recomputed.
+    """
+
+    request_id: RequestId
+    num_held: int
+
+
+@dataclass(frozen=True)
+class Preempted:
+    """A choice lost its pages to an older one and went back to the queue."""
+
+    request_id: RequestId
+    choice: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The request ended with an error; its pages are free. Other requests are not touched."""
+
+    request_id: RequestId
+    error: BatonError
+
+
+Event = Scheduled | Fetched | Emitted | Finished | HandedOff | Preempted | Failed

@@ -1,0 +1,59 @@
+"""Between our dataclasses and protobuf messages. The one place that knows both."""
+
+from collections.abc import Iterable
+
+from wire.pb import inference_pb2 as pb
+from wire.sampling import FinishReason, Logprobs, SamplingParams
+
+_SCALARS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "min_tokens",
+    "seed",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprobs",
+    "n",
+)
+_REASON_TO_PB = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+_REASON_FROM_PB = {value: reason for reason, value in _REASON_TO_PB.items()}
+
+
+def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
+    """Settings as given; what is not set takes its default. Checks nothing."""
+    given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    return SamplingParams(**given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids))
+
+
+def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
+    """Every scalar set, except `logprobs` where they are off."""
+    scalars = {name: getattr(params, name) for name in _SCALARS}
+    return pb.SamplingParams(**scalars, stop=params.stop, stop_token_ids=params.stop_token_ids)
+
+
+def reason_to_pb(reason: FinishReason | None) -> pb.FinishReason:
+    """None, a choice that goes on, is UNSPECIFIED."""
+    return pb.FINISH_REASON_UNSPECIFIED if reason is None else _REASON_TO_PB[reason]
+
+
+def reason_from_pb(value: pb.FinishReason) -> FinishReason | None:
+    return _REASON_FROM_PB.get(value)
+
+
+def logprobs_to_pb(tokens: Iterable[int], logprobs: Iterable[Logprobs]) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            token_id=token,
+            logprob=one.chosen,
+            top=[pb.TopLogprob(token_id=other, logprob=value) for other, value in one.top],
+        )
+        for token, one in zip(tokens, logprobs, strict=True)
+    ]
