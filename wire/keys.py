@@ -3,14 +3,17 @@
 root   = HMAC-SHA-256(secret, tenant, fingerprint, layout, adapter)
 key[i] = SHA-256(key[i-1] || tokens of block i as little-endian u32),  key[-1] = root
 tail   = SHA-256(key[i] || "tail" || number of tokens || tokens)       a last block, partly filled
+
+The parent of a first block is the root itself: frames that leave the node carry a digest in its place.
 """
 
 import hashlib
 import hmac
 import struct
+import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgpack
 
@@ -19,84 +22,87 @@ from wire.ids import BlockKey, NamespaceRoot
 
 @dataclass(frozen=True)
 class BlockName:
-    """A block's key and what vouches for it: its parent's key and a digest of its own token ids."""
+    """A block's key and what vouches for it: its parent's key, and digests of its own token ids and of its root.
+
+    A tail is a last block that is partly filled: it is never indexed on a device, never sent to Redis, evicted first.
+    """
 
     key: BlockKey
     parent: bytes
     tokens_digest: bytes
+    root_digest: bytes
+    is_tail: bool = False
 
 
-def namespace_root(
-    secret: bytes, tenant: str, fingerprint: bytes, layout: bytes, adapter: str
-) -> NamespaceRoot:
+def namespace_root(secret: bytes, tenant: str, fingerprint: bytes, layout: bytes, adapter: str) -> NamespaceRoot:
     """The root under which all keys of one tenant, model, layout and adapter stand. Fields are length-prefixed."""
     return NamespaceRoot(hmac.digest(secret, msgpack.packb([tenant, fingerprint, layout, adapter]), "sha256"))
 
 
 class KeyChain:
-    """The keys of a growing sequence of tokens, each full block hashed once.
+    """The names of a growing sequence of tokens, each full block hashed once.
 
-    >>> chain = KeyChain(root, block_size=16); chain.extend(tokens); chain.full, chain.tail()
+    >>> chain = KeyChain(root, block_size=16); chain.extend(prompt_ids); chain.cover(len(prompt_ids) - 1)
     """
 
     def __init__(self, root: NamespaceRoot, block_size: int) -> None:
         self._root = root
+        self._root_digest = hashlib.sha256(root).digest()
         self._block_size = block_size
-        self._pending: list[int] = []
-        self.full: list[BlockName] = []
-
-    @property
-    def tip(self) -> bytes:
-        """Key of the last full block, or the root."""
-        return self.full[-1].key if self.full else self._root
+        self._tokens: list[int] = []
+        self._full: list[BlockName] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens; names every block they fill."""
-        self._pending.extend(tokens)
+        self._tokens.extend(tokens)
         size = self._block_size
-        num_full = len(self._pending) // size
-        for start in range(0, num_full * size, size):
-            self.full.append(_full_name(self.tip, self._pending[start : start + size]))
-        del self._pending[: num_full * size]
+        for end in range((len(self._full) + 1) * size, len(self._tokens) + 1, size):
+            data = token_bytes(self._tokens[end - size : end])
+            self._full.append(self._name(self._parent(len(self._full)), data, data))
 
-    def tail(self) -> BlockName | None:
-        """Name of the last block if it is partly filled, under a key that covers its length too."""
-        return _tail_name(self.tip, self._pending) if self._pending else None
+    def full(self, num_tokens: int) -> list[BlockName]:
+        """Names of the full blocks of the first `num_tokens` tokens."""
+        return self._full[: num_tokens // self._block_size]
+
+    def tail(self, num_tokens: int) -> BlockName | None:
+        """Name of the last block of the first `num_tokens` tokens if they fill it partly."""
+        index, num_in_tail = divmod(num_tokens, self._block_size)
+        if num_in_tail == 0:
+            return None
+        data = token_bytes(self._tokens[index * self._block_size : num_tokens])
+        covered = b"tail" + struct.pack("<I", num_in_tail) + data
+        return replace(self._name(self._parent(index), covered, data), is_tail=True)
+
+    def cover(self, num_tokens: int) -> list[BlockName]:
+        """Names of all blocks of the first `num_tokens` tokens, a partly filled last one included."""
+        tail = self.tail(num_tokens)
+        return self.full(num_tokens) if tail is None else [*self.full(num_tokens), tail]
+
+    def _parent(self, index: int) -> bytes:
+        return self._full[index - 1].key if index else self._root
+
+    def _name(self, parent: bytes, covered: bytes, data: bytes) -> BlockName:
+        key = BlockKey(hashlib.sha256(parent + covered).digest())
+        return BlockName(key, parent, hashlib.sha256(data).digest(), self._root_digest)
 
 
 def chain(root: NamespaceRoot, tokens: Sequence[int], block_size: int) -> list[BlockName]:
     """Names of all full blocks of `tokens`."""
     keys = KeyChain(root, block_size)
     keys.extend(tokens)
-    return keys.full
+    return keys.full(len(tokens))
 
 
 def cover(root: NamespaceRoot, tokens: Sequence[int], block_size: int) -> list[BlockName]:
     """Names of all blocks of `tokens`, a partly filled last one included."""
     keys = KeyChain(root, block_size)
     keys.extend(tokens)
-    tail = keys.tail()
-    return keys.full if tail is None else [*keys.full, tail]
+    return keys.cover(len(tokens))
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """Token ids as little-endian u32. Raises OverflowError for ids outside of that."""
     ids = array("I", tokens)
-    if ids.itemsize != 4 or struct.pack("=I", 1) != struct.pack("<I", 1):
-        return struct.pack(f"<{len(tokens)}I", *tokens)
+    if sys.byteorder == "big":
+        ids.byteswap()
     return ids.tobytes()
-
-
-def _full_name(parent: bytes, tokens: Sequence[int]) -> BlockName:
-    data = token_bytes(tokens)
-    return BlockName(BlockKey(hashlib.sha256(parent + data).digest()), parent, _digest(data))
-
-
-def _tail_name(parent: bytes, tokens: Sequence[int]) -> BlockName:
-    data = token_bytes(tokens)
-    covered = parent + b"tail" + struct.pack("<I", len(tokens)) + data
-    return BlockName(BlockKey(hashlib.sha256(covered).digest()), parent, _digest(data))
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
