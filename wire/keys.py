@@ -4,7 +4,7 @@ root   = HMAC-SHA-256(secret, tenant, fingerprint, layout, adapter)
 key[i] = SHA-256(key[i-1] || tokens of block i as little-endian u32),  key[-1] = root
 tail   = SHA-256(key[i] || "tail" || number of tokens || tokens)       a last block, partly filled
 
-The parent of a first block is the root itself: frames that leave the node carry a digest in its place.
+The root itself never leaves the server's processes: a first block names the root's digest as its parent.
 """
 
 import hashlib
@@ -83,7 +83,8 @@ class KeyChain:
 
     def _name(self, parent: bytes, covered: bytes, data: bytes) -> BlockName:
         key = BlockKey(hashlib.sha256(parent + covered).digest())
-        return BlockName(key, parent, hashlib.sha256(data).digest(), self._root_digest)
+        shown = self._root_digest if parent == self._root else parent
+        return BlockName(key, shown, hashlib.sha256(data).digest(), self._root_digest)
 
 
 def chain(root: NamespaceRoot, tokens: Sequence[int], block_size: int) -> list[BlockName]:
