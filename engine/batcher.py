@@ -1,6 +1,6 @@
 """Who runs in the next step, and how much of it. Pure: values in, a plan out.
 
-The roles bring their own batchers; `ContinuousBatcher` is the plain one: every running choice that only lacks its last
+The roles bring their own batchers. `ContinuousBatcher` is the plain one: every running choice that only lacks its last
 token decodes, what is left of the step's tokens goes to prompts in order of arrival, and the youngest yields its pages
 when the pool is full. Source: Orca (OSDI '22) for iteration-level batching, Sarathi-Serve (OSDI '24) for chunking.
 """
@@ -21,20 +21,25 @@ class Candidate:
 
     @property
     def num_missing(self) -> int:
-        """Tokens to run before the next one can be sampled; 1 while decoding."""
+        """Tokens to run before the next one can be sampled: 1 while decoding, 0 while fetching."""
         return self.num_known - self.num_computed
 
 
 @dataclass(frozen=True)
 class Pages:
-    """What is left of a pool: pages that can be allocated now, and the size of one in tokens."""
+    """What a pool has: pages that can be allocated now, pages that soon can, and the size of one in tokens."""
 
     num_allocatable: int
+    num_draining: int
     block_size: int
 
     def needed(self, candidate: Candidate, num_tokens: int) -> int:
         """Pages to add before `num_tokens` more tokens of a candidate can be run."""
         return max(0, -(-(candidate.num_computed + num_tokens) // self.block_size) - candidate.num_blocks)
+
+    def affordable(self, candidate: Candidate, num_pages: int) -> int:
+        """Tokens of a candidate that can be run with `num_pages` more pages."""
+        return (candidate.num_blocks + num_pages) * self.block_size - candidate.num_computed
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,10 @@ class Plan:
 
 
 class Batcher(Protocol):
-    """Decides a step. `waiting` and `running` are in order of arrival; sequences that fetch are in neither."""
+    """Decides a step. `waiting` and `running` are in order of arrival; those that fetch are running, with nothing missing.
+
+    A plan is an intention: shared pages and pages that drain may make it fall short, and the engine then runs what fits.
+    """
 
     def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan: ...
 
@@ -64,10 +72,65 @@ class ContinuousBatcher:
     max_running: int = 128
 
     def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
-        run, preempt, left = fit(running, pages, self.max_step_tokens)
-        admit = () if preempt else admissible(waiting, left, self.max_running - len(running))
-        return Plan(preempt, admit, run)
+        fitted = fit(running, pages, self.max_step_tokens)
+        if fitted.preempt:
+            return Plan(fitted.preempt, (), fitted.run)
+        room = self.max_running - len(running)
+        return Plan((), admissible(waiting[: max(room, 0)], pages, fitted.num_allocatable - len(running)), fitted.run)
 
 
-def fit(running: Sequence[Candidate], pages: Pages, max_step_tokens: int) -> tuple[dict[int, int], tuple[int, ...], Pages]:
-    raise NotImplementedError
+@dataclass(frozen=True)
+class Fit:
+    """What of the running can run, who must yield for it, and how many pages are then left."""
+
+    run: dict[int, int]
+    preempt: tuple[int, ...]
+    num_allocatable: int
+
+
+def fit(running: Sequence[Candidate], pages: Pages, max_step_tokens: int) -> Fit:
+    """Gives tokens to those that decode first and pages to the older first; a chunk shrinks before anyone is preempted.
+
+    While pages drain nobody is preempted: what is coming free may do.
+    """
+    num_decoding = sum(candidate.num_missing == 1 for candidate in running)
+    for_chunks = max(0, max_step_tokens - num_decoding)
+    left = pages.num_allocatable
+    run: dict[int, int] = {}
+    yielding: list[Candidate] = []
+    for age, candidate in enumerate(running):
+        if candidate in yielding:
+            continue
+        wanted = 1 if candidate.num_missing == 1 else min(candidate.num_missing, for_chunks)
+        if wanted and pages.affordable(candidate, left) < 1 and not pages.num_draining:
+            victims = _youngest(running[age + 1 :], yielding, pages.needed(candidate, 1) - left)
+            yielding += victims
+            left += sum(victim.num_blocks for victim in victims)
+        granted = max(0, min(wanted, pages.affordable(candidate, left)))
+        if granted:
+            run[candidate.handle] = granted
+            left -= pages.needed(candidate, granted)
+            for_chunks -= granted if candidate.num_missing > 1 else 0
+    return Fit(run, tuple(victim.handle for victim in yielding), left)
+
+
+def _youngest(younger: Sequence[Candidate], yielding: Sequence[Candidate], num_pages: int) -> list[Candidate]:
+    """The youngest that together hold `num_pages`, or all there are."""
+    victims: list[Candidate] = []
+    for candidate in reversed(younger):
+        if sum(victim.num_blocks for victim in victims) >= num_pages:
+            break
+        if candidate not in yielding and candidate.num_missing and candidate.num_blocks:
+            victims.append(candidate)
+    return victims
+
+
+def admissible(waiting: Sequence[Candidate], pages: Pages, num_allocatable: int) -> tuple[int, ...]:
+    """Those from the head of the queue whose known tokens, and the next one, find pages."""
+    admitted = []
+    for candidate in waiting:
+        num_allocatable -= pages.needed(candidate, candidate.num_missing + 1)
+        if num_allocatable < 0:
+            break
+        admitted.append(candidate.handle)
+    return tuple(admitted)

@@ -1,0 +1,76 @@
+"""One choice of a request while an engine has it: its tokens, its pages, how far its KV is computed."""
+
+from enum import Enum
+
+from engine.batcher import Candidate
+from engine.request import ChoiceSoFar, EngineRequest, HandOff
+from wire.ids import PageId
+from wire.keys import BlockName, KeyChain
+
+
+class State(Enum):
+    """Where a sequence stands. HANDING_OFF has its first token and keeps its pages until the store has them."""
+
+    WAITING = "waiting"
+    FETCHING = "fetching"
+    RUNNING = "running"
+    HANDING_OFF = "handing_off"
+    ENDED = "ended"
+
+
+class Sequence:
+    """Known tokens are prompt plus output; `num_computed` of them have KV in `pages`; the last known one never has."""
+
+    def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, block_size: int) -> None:
+        self.handle = handle
+        self.request = request
+        self.choice = choice.index
+        self.output_ids = list(choice.output_ids)
+        self.pages: list[PageId] = []
+        self.num_computed = 0
+        self.state = State.WAITING
+        self._block_size = block_size
+        self._keys = KeyChain(request.root, block_size)
+        self._keys.extend(request.prompt_ids)
+        self._keys.extend(choice.output_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_known(self) -> int:
+        return self.num_prompt + len(self.output_ids)
+
+    @property
+    def is_handed_off(self) -> bool:
+        return isinstance(self.request, HandOff)
+
+    @property
+    def candidate(self) -> Candidate:
+        """As batchers see it: a sequence that fetches has nothing to run and nothing to yield."""
+        missing = 0 if self.state is State.FETCHING else self.num_known - self.num_computed
+        return Candidate(self.handle, self.num_known, self.num_known - missing, len(self.pages))
+
+    def append(self, token_id: int) -> None:
+        self.output_ids.append(token_id)
+        self._keys.extend((token_id,))
+
+    def tokens(self, start: int, num_tokens: int) -> list[int]:
+        """`num_tokens` known tokens from position `start` on."""
+        from_prompt = self.request.prompt_ids[start : start + num_tokens]
+        first_output = max(0, start - self.num_prompt)
+        return [*from_prompt, *self.output_ids[first_output : first_output + num_tokens - len(from_prompt)]]
+
+    def cover(self, num_tokens: int) -> list[BlockName]:
+        """Names of the blocks of the first `num_tokens` known tokens, a partly filled last one included."""
+        return self._keys.cover(num_tokens)
+
+    def full_blocks(self, start: int, stop: int) -> list[tuple[BlockName, PageId]]:
+        """Blocks that became full as the computed tokens went from `start` to `stop`."""
+        first, last = start // self._block_size, stop // self._block_size
+        return list(zip(self._keys.full(stop)[first:], self.pages[first:last], strict=True))
+
+    def slot(self, position: int) -> int:
+        """Where the KV of a position goes: page * block_size + offset."""
+        return self.pages[position // self._block_size] * self._block_size + position % self._block_size
