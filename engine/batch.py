@@ -44,5 +44,5 @@ class Model(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        """Writes the KV of the batch's tokens into `kv` [num_pages, *layout.shape] and returns float32 logits [R, V]."""
+        """Writes the KV of the batch's tokens into `kv` [num_pages, *layout.shape]; returns float32 logits [R, V]."""
         ...

@@ -52,9 +52,9 @@ class Plan:
 
 
 class Batcher(Protocol):
-    """Decides a step. `waiting` and `running` are in order of arrival; those that fetch are running, with nothing missing.
+    """Decides a step. `waiting` and `running` are in order of arrival; those that fetch are running and lack nothing.
 
-    A plan is an intention: shared pages and pages that drain may make it fall short, and the engine then runs what fits.
+    A plan is an intention: pages that are shared or drain may make it fall short, and the engine then runs what fits.
     """
 
     def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan: ...

@@ -46,17 +46,16 @@ class Emitted:
     position: int
     token_id: int
     logprobs: Logprobs | None
-    reason: FinishReason | None = None
-    stop_token_id: int | None = None
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A choice ended; its pages are free. Comes right after the Emitted that carries the reason."""
+    """A choice ended with the token just emitted, a stop token if `stop_token_id` is set; its pages are free."""
 
     request_id: RequestId
     choice: int
     reason: FinishReason
+    stop_token_id: int | None = None
 
 
 @dataclass(frozen=True)

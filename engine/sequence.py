@@ -66,6 +66,10 @@ class Sequence:
         """Names of the blocks of the first `num_tokens` known tokens, a partly filled last one included."""
         return self._keys.cover(num_tokens)
 
+    def tail(self, num_tokens: int) -> BlockName | None:
+        """Name of the last block of the first `num_tokens` known tokens if they fill it partly."""
+        return self._keys.tail(num_tokens)
+
     def full_blocks(self, start: int, stop: int) -> list[tuple[BlockName, PageId]]:
         """Blocks that became full as the computed tokens went from `start` to `stop`."""
         first, last = start // self._block_size, stop // self._block_size

@@ -1,0 +1,82 @@
+"""A JSON object from a model folder, read field by field with types and bounds."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from wire.errors import ModelError
+
+MAX_COUNT = 1 << 31
+
+
+def parse_object(data: bytes, source: str) -> dict[str, Any]:
+    """The object that `data` holds; `source` names it in errors. Raises ModelError for anything else."""
+    try:
+        parsed = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{source} is not valid JSON") from error
+    if not isinstance(parsed, dict):
+        raise ModelError(f"{source} is not a JSON object")
+    return parsed
+
+
+class JsonFields:
+    """Typed reads from a JSON object. A field that is absent or null has the default; a wrong one raises ModelError."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = values
+        self._source = source
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def raw(self, name: str) -> Any:
+        """The field as JSON gave it, None where absent."""
+        return self._values.get(name)
+
+    def wrong(self, name: str, expected: str) -> ModelError:
+        """The error for a field that is not what it must be."""
+        found = "is missing" if name not in self else f"is {str(self._values[name])[:64]}"
+        return ModelError(f"{self._source}: {name} {found}, expected {expected}")
+
+    def count(self, name: str, default: int | None = None, most: int = MAX_COUNT) -> int:
+        """An integer from 1 to `most`; required where there is no default."""
+        value = self._values.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self.wrong(name, f"an integer from 1 to {most}")
+        return value
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0, as the int or float that it is; required where there is no default."""
+        value = self._values.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+            raise self.wrong(name, "a number above 0")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self._values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, str):
+            raise self.wrong(name, "a string")
+        return value
+
+    def section(self, name: str) -> "JsonFields":
+        """The object of that name, empty where absent."""
+        value = self._values.get(name)
+        if not isinstance(value, dict | None):
+            raise self.wrong(name, "an object")
+        return JsonFields(value or {}, f"{self._source}: {name}")
+
+
+MAX_NUMBER = math.ldexp(1.0, 100)
+"""Keeps what is derived from a number finite in float32."""

@@ -1,0 +1,172 @@
+"""The pages of an engine's sequences: who gets them, what is found in the store, what is published there.
+
+The only place of the engine that touches the pool's ledger and the transfers. All of it runs on the engine's thread.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from engine.batcher import Pages
+from engine.events import TierTokens
+from engine.sequence import Sequence, State
+from kv_store.device_pool import DevicePool
+from kv_store.ledger import OutOfBlocks
+from kv_store.tier import Tier
+from kv_store.transfers import FetchDone, PublishDone, Transfers
+from wire.ids import PageId, RequestId
+from wire.keys import BlockName
+
+
+@dataclass(frozen=True)
+class FetchedInto:
+    """A sequence got from pool and store what there was, and can run."""
+
+    sequence: Sequence
+    tokens: TierTokens
+
+
+@dataclass(frozen=True)
+class PublishedFor:
+    """The blocks of a request to hand off are in the store: so many of them."""
+
+    request_id: RequestId
+    num_held: int
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    sequence: Sequence
+    names: list[BlockName]
+    pages: list[PageId]
+    num_device: int
+
+
+@dataclass(frozen=True)
+class _Publish:
+    pages: list[PageId]
+    hold: RequestId | None
+
+
+class KVCache:
+    """Pages of sequences over one pool, with the store behind it."""
+
+    def __init__(self, pool: DevicePool, transfers: Transfers) -> None:
+        self.pool = pool
+        self._ledger = pool.ledger
+        self._transfers = transfers
+        self._block_size = pool.layout.block_size
+        self._in_flight: dict[int, _Fetch | _Publish] = {}
+        self._next_ticket = 0
+
+    @property
+    def pages(self) -> Pages:
+        return Pages(self._ledger.num_allocatable, self._ledger.counts().draining, self._block_size)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Gives a waiting sequence the pages of its known prefix and starts the fetch of those it must fill.
+
+        False, and nothing changed, if there are not enough. Known - 1 tokens are covered at most: the last is always run.
+        """
+        names = sequence.cover(sequence.num_known - 1)
+        hits = self._ledger.index.longest([name.key for name in names if not name.is_tail])
+        for page in hits:
+            self._ledger.acquire(page)
+        try:
+            to_fill = self._ledger.allocate(len(names) - len(hits))
+        except OutOfBlocks:
+            self._free(hits)
+            return False
+        sequence.pages = [*hits, *to_fill]
+        sequence.state = State.FETCHING
+        fetch = _Fetch(sequence, names[len(hits) :], to_fill, len(hits))
+        self._transfers.start_fetch(self._begin(fetch), fetch.names, fetch.pages)
+        return True
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Makes room for the next `num_tokens` tokens; False, and nothing changed, if there is none."""
+        num_blocks = -(-(sequence.num_computed + num_tokens) // self._block_size)
+        try:
+            sequence.pages += self._ledger.allocate(max(0, num_blocks - len(sequence.pages)))
+        except OutOfBlocks:
+            return False
+        return True
+
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """Counts tokens as computed and publishes the blocks they filled: on the device, and through to the store."""
+        start = sequence.num_computed
+        sequence.num_computed += num_tokens
+        filled = sequence.full_blocks(start, sequence.num_computed)
+        for name, page in filled:
+            self._ledger.publish(page, name.key)
+        self._publish([name for name, _ in filled], [page for _, page in filled], None)
+
+    def hand_off(self, sequence: Sequence) -> None:
+        """Publishes all blocks of a sequence's prompt, tail included, under a hold; PublishedFor tells when it is done."""
+        names = sequence.cover(sequence.num_prompt)
+        self._publish(names, sequence.pages[: len(names)], sequence.request.request_id)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """Takes a sequence's pages away; what it has computed can be found again, its tail in the store."""
+        tail = sequence.tail(sequence.num_computed)
+        if tail is not None and sequence.num_computed == sequence.num_known - 1:
+            self._publish([tail], [sequence.pages[sequence.num_computed // self._block_size]], None)
+        self.free(sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        """Gives a sequence's pages back; those with a transfer under way drain first."""
+        self._free(sequence.pages)
+        sequence.pages = []
+        sequence.num_computed = 0
+
+    def poll(self) -> list[FetchedInto | PublishedFor]:
+        """What transfers have finished since the last time."""
+        done: list[FetchedInto | PublishedFor] = []
+        for result in self._transfers.poll():
+            job = self._in_flight.pop(result.ticket)
+            for page in job.pages:
+                self._ledger.end_transfer(page)
+            if isinstance(job, _Fetch) and isinstance(result, FetchDone):
+                if job.sequence.state is State.FETCHING:
+                    done.append(self._fetched(job, result.tiers))
+            elif isinstance(job, _Publish) and isinstance(result, PublishDone) and job.hold is not None:
+                done.append(PublishedFor(job.hold, result.num_resident))
+        return done
+
+    def _fetched(self, job: _Fetch, tiers: Seq[Tier]) -> FetchedInto:
+        sequence, num_hits = job.sequence, job.num_device + len(tiers)
+        self._free(sequence.pages[num_hits:])
+        sequence.pages = sequence.pages[:num_hits]
+        sequence.num_computed = min(num_hits * self._block_size, sequence.num_known - 1)
+        sequence.state = State.RUNNING
+        for name, page in zip(job.names, sequence.pages[job.num_device :], strict=False):
+            if not name.is_tail:
+                self._ledger.publish(page, name.key)
+        return FetchedInto(sequence, self._prompt_tokens(sequence, [Tier.DEVICE] * job.num_device + list(tiers)))
+
+    def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> TierTokens:
+        """Prompt tokens by the tier of their block; the covered length ends at num_computed or the prompt's end."""
+        covered = min(sequence.num_computed, sequence.num_prompt)
+        by_tier = dict.fromkeys(Tier, 0)
+        for index, tier in enumerate(tiers):
+            by_tier[tier] += max(0, min(covered - index * self._block_size, self._block_size))
+        return TierTokens(by_tier[Tier.DEVICE], by_tier[Tier.HOST], by_tier[Tier.REDIS], sequence.num_prompt - covered)
+
+    def _publish(self, names: list[BlockName], pages: list[PageId], hold: RequestId | None) -> None:
+        if names:
+            self._transfers.start_publish(self._begin(_Publish(pages, hold)), names, pages, hold)
+
+    def _begin(self, job: _Fetch | _Publish) -> int:
+        for page in job.pages:
+            self._ledger.begin_transfer(page)
+        self._next_ticket += 1
+        self._in_flight[self._next_ticket] = job
+        return self._next_ticket
+
+    def _free(self, pages: Seq[PageId]) -> None:
+        """Last page first, so that a prefix's end is evicted before its start."""
+        for page in reversed(pages):
+            self._ledger.free(page)

@@ -1,0 +1,65 @@
+"""Who is here: the sequences of all requests, in order of arrival."""
+
+from collections.abc import Iterator
+from itertools import count
+
+from engine.request import EngineRequest
+from engine.sequence import Sequence, State
+from wire.ids import RequestId
+
+_WITH_PAGES = (State.FETCHING, State.RUNNING)
+
+
+class Roster:
+    """Sequences by request and by handle; handles grow with arrival, so that a preempted one keeps its place.
+
+    The first of a request's sequences is its leader: it computes or fetches the prompt, and the others find it.
+    """
+
+    def __init__(self) -> None:
+        self._by_request: dict[RequestId, list[Sequence]] = {}
+        self._by_handle: dict[int, Sequence] = {}
+        self._handles = count()
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._by_request
+
+    def __getitem__(self, handle: int) -> Sequence:
+        return self._by_handle[handle]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._by_request)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return [sequence for sequence in self._by_handle.values() if sequence.state is State.WAITING]
+
+    @property
+    def admissible(self) -> list[Sequence]:
+        """Those that wait and would find their prompt, or be the ones to compute it."""
+        return [sequence for sequence in self.waiting if self._finds_prompt(sequence)]
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [sequence for sequence in self._by_handle.values() if sequence.state in _WITH_PAGES]
+
+    def add(self, request: EngineRequest, block_size: int) -> None:
+        sequences = [Sequence(next(self._handles), request, choice, block_size) for choice in request.choices]
+        self._by_request[request.request_id] = sequences
+        self._by_handle |= {sequence.handle: sequence for sequence in sequences}
+
+    def siblings(self, request_id: RequestId) -> Iterator[Sequence]:
+        """A request's sequences that have not ended; none if the request is not here."""
+        return (one for one in self._by_request.get(request_id, ()) if one.state is not State.ENDED)
+
+    def remove(self, request_id: RequestId) -> list[Sequence]:
+        """Takes a request out and returns its sequences."""
+        sequences = self._by_request.pop(request_id, [])
+        for sequence in sequences:
+            del self._by_handle[sequence.handle]
+        return sequences
+
+    def _finds_prompt(self, sequence: Sequence) -> bool:
+        leader = next(self.siblings(sequence.request.request_id))
+        return sequence is leader or leader.num_computed >= leader.num_prompt

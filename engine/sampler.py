@@ -1,0 +1,125 @@
+"""From logits to tokens. Random numbers come from a counter, never from a state: the same seed, choice and position
+give the same draw in whatever batch, process or attempt it is made.
+
+Order: penalties, min_tokens, temperature, top_k, top_p, min_p. Log-probabilities are of the model's own distribution,
+before all of these. Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC '11).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from wire.sampling import Logprobs, SamplingParams
+
+_NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One row of logits and how to choose from it. `banned` are the tokens that may not come yet (min_tokens)."""
+
+    params: SamplingParams
+    choice: int
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    banned: Sequence[int] = ()
+
+    @property
+    def position(self) -> int:
+        """Of the token to be drawn, counted over prompt and output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token, or None where the row had a value that is no number."""
+
+    token_id: int | None
+    logprobs: Logprobs | None = None
+
+
+def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    """One token per row of `logits` [R, V] float32, which may be modified. Rows do not influence one another."""
+    is_finite = torch.isfinite(logits).all(dim=-1).tolist()
+    logprobs = _logprobs_wanted(logits, draws)
+    _penalize(logits, draws)
+    tokens = _greedy(logits) if all(draw.params.is_greedy for draw in draws) else _mixed(logits, draws)
+    return [
+        Drawn(token, _logprobs_of(logprobs.get(row), token, draws[row])) if is_finite[row] else Drawn(None)
+        for row, token in enumerate(tokens)
+    ]
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """The random number in [0, 1) of a seed, a choice and an absolute position (Philox 4x64)."""
+    bits = int(np.random.Philox(key=[seed, choice], counter=position).random_raw())
+    return (bits >> 11) * 2.0**-53
+
+
+def _greedy(logits: torch.Tensor) -> list[int]:
+    return [int(token) for token in logits.argmax(dim=-1).tolist()]
+
+
+def _mixed(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    greedy = _greedy(logits)
+    rows = [row for row, draw in enumerate(draws) if not draw.params.is_greedy]
+    for row, token in zip(rows, _random(logits[rows], [draws[row] for row in rows]), strict=True):
+        greedy[row] = token
+    return greedy
+
+
+def _random(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Inverse of the cumulative distribution over tokens by falling probability, cut by top_k, top_p and min_p."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
+
+    scaled = logits.double() / column([draw.params.temperature for draw in draws])
+    probs, order = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(probs.shape[1], device=logits.device)
+    probs = probs * (ranks < column([draw.params.top_k if draw.params.top_k > 0 else _NO_LIMIT for draw in draws]))
+    probs = probs / probs.sum(dim=-1, keepdim=True)
+    before = probs.cumsum(dim=-1) - probs
+    in_nucleus = (before < column([draw.params.top_p for draw in draws])) | (ranks == 0)
+    kept = in_nucleus & (probs >= column([draw.params.min_p for draw in draws]) * probs[:, :1]) & (probs > 0)
+    cumulative = (probs * kept).cumsum(dim=-1)
+    aim = column([uniform(draw.params.seed, draw.choice, draw.position) for draw in draws]) * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, aim, right=True)
+    last_kept = (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0)
+    return [int(token) for token in order.gather(1, torch.minimum(chosen, last_kept)).squeeze(1).tolist()]
+
+
+def _penalize(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
+    for row, draw in enumerate(draws):
+        if draw.params.has_penalties:
+            _penalize_row(logits[row], draw)
+        if draw.banned:
+            logits[row, list(draw.banned)] = -torch.inf
+
+
+def _penalize_row(row: torch.Tensor, draw: Draw) -> None:
+    """Repetition over prompt and output (Keskar et al., 2019); presence and frequency over output only."""
+    params = draw.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*draw.prompt_ids, *draw.output_ids}), device=row.device)
+        values = row[seen]
+        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if draw.output_ids:
+        ids, counts = torch.unique(torch.tensor(draw.output_ids, device=row.device), return_counts=True)
+        row[ids] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _logprobs_wanted(logits: torch.Tensor, draws: Sequence[Draw]) -> dict[int, torch.Tensor]:
+    rows = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
+    if not rows:
+        return {}
+    return dict(zip(rows, torch.log_softmax(logits[rows], dim=-1), strict=True))
+
+
+def _logprobs_of(row: torch.Tensor | None, token: int, draw: Draw) -> Logprobs | None:
+    if row is None or draw.params.logprobs is None:
+        return None
+    values, ids = row.topk(min(draw.params.logprobs, row.shape[0]))
+    return Logprobs(float(row[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
