@@ -69,7 +69,7 @@ class KVCache:
     def admit(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence the pages of its known prefix and starts the fetch of those it must fill.
 
-        False, and nothing changed, if there are not enough. Known - 1 tokens are covered at most: the last is always run.
+        False, and nothing changed, if there are not enough. At most known - 1 tokens are covered: one is always run.
         """
         names = sequence.cover(sequence.num_known - 1)
         hits = self._ledger.index.longest([name.key for name in names if not name.is_tail])
@@ -105,7 +105,7 @@ class KVCache:
         self._publish([name for name, _ in filled], [page for _, page in filled], None)
 
     def hand_off(self, sequence: Sequence) -> None:
-        """Publishes all blocks of a sequence's prompt, tail included, under a hold; PublishedFor tells when it is done."""
+        """Publishes all blocks of a sequence's prompt, tail included, under a hold; PublishedFor tells the end."""
         names = sequence.cover(sequence.num_prompt)
         self._publish(names, sequence.pages[: len(names)], sequence.request.request_id)
 

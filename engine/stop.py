@@ -16,7 +16,7 @@ class End:
 
 
 def end_of(sequence: Sequence, model: Model) -> End | None:
-    """Whether the last output token is the last one: an end-of-sequence or stop token, max_tokens, or a full context."""
+    """Whether the last token so far is the last of all: an end or stop token, max_tokens, or a full context."""
     sampling, last = sequence.request.sampling, sequence.output_ids[-1]
     if last in sampling.stop_token_ids or (last in model.eos_token_ids and not sampling.ignore_eos):
         return End(FinishReason.STOP, last)

@@ -1,0 +1,107 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batcher import Candidate, ContinuousBatcher, Pages, fit
+
+BLOCK = 16
+
+
+def decoding(handle: int, num_known: int) -> Candidate:
+    return Candidate(handle, num_known, num_known - 1, -(-(num_known - 1) // BLOCK))
+
+
+def prompt(handle: int, num_known: int, num_computed: int = 0) -> Candidate:
+    return Candidate(handle, num_known, num_computed, -(-num_computed // BLOCK))
+
+
+def fetching(handle: int, num_known: int) -> Candidate:
+    return Candidate(handle, num_known, num_known, -(-num_known // BLOCK))
+
+
+def pages(num_allocatable: int, num_draining: int = 0) -> Pages:
+    return Pages(num_allocatable, num_draining, BLOCK)
+
+
+def test_decodes_come_before_chunks_and_chunks_take_what_is_left() -> None:
+    plan = ContinuousBatcher(max_step_tokens=40).plan((), (prompt(0, 100), decoding(1, 20), decoding(2, 30)), pages(99))
+    assert plan.run == {0: 38, 1: 1, 2: 1}
+
+
+def test_chunk_shrinks_to_the_pages_there_are() -> None:
+    plan = ContinuousBatcher().plan((), (prompt(0, 100),), pages(2))
+    assert plan.run == {0: 2 * BLOCK}
+    assert plan.preempt == ()
+
+
+def test_youngest_yields_to_a_decode_that_needs_a_page() -> None:
+    running = (decoding(0, BLOCK + 1), decoding(1, 40), decoding(2, 40))
+    plan = ContinuousBatcher().plan((), running, pages(0))
+    assert plan.preempt == (2,)
+    assert plan.run == {0: 1, 1: 1}
+
+
+def test_nobody_yields_while_pages_drain() -> None:
+    plan = ContinuousBatcher().plan((), (decoding(0, BLOCK + 1), decoding(1, 40)), pages(0, num_draining=1))
+    assert plan.preempt == ()
+    assert plan.run == {1: 1}
+
+
+def test_nobody_yields_to_a_younger_one() -> None:
+    plan = ContinuousBatcher().plan((), (decoding(0, 40), decoding(1, BLOCK + 1)), pages(0))
+    assert plan.preempt == ()
+    assert plan.run == {0: 1}
+
+
+def test_one_that_fetches_neither_runs_nor_yields() -> None:
+    plan = ContinuousBatcher().plan((), (decoding(0, BLOCK + 1), fetching(1, 64)), pages(0))
+    assert plan.preempt == ()
+    assert plan.run == {}
+
+
+def test_admits_in_order_and_stops_at_the_first_that_does_not_fit() -> None:
+    waiting = (prompt(5, 31), prompt(6, 200), prompt(7, 3))
+    assert ContinuousBatcher().plan(waiting, (), pages(10)).admit == (5,)
+
+
+def test_admits_nobody_while_somebody_must_yield() -> None:
+    plan = ContinuousBatcher().plan((prompt(9, 1),), (decoding(0, BLOCK + 1), decoding(1, 40)), pages(0))
+    assert plan.preempt == (1,)
+    assert plan.admit == ()
+
+
+def test_admits_no_more_than_may_run() -> None:
+    plan = ContinuousBatcher(max_running=2).plan((prompt(5, 3), prompt(6, 3)), (decoding(0, 20),), pages(100))
+    assert plan.admit == (5,)
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> list[Candidate]:
+    made = []
+    for handle in range(draw(st.integers(1, 12))):
+        known = draw(st.integers(1, 150))
+        make = draw(st.sampled_from([prompt, decoding, fetching]))
+        made.append(make(handle, known))
+    return made
+
+
+@given(candidates(), st.integers(0, 20), st.integers(1, 300))
+def test_fit_never_spends_more_than_there_is(running: list[Candidate], num_allocatable: int, max_tokens: int) -> None:
+    room = pages(num_allocatable)
+    fitted = fit(running, room, max_tokens)
+    by_handle = {candidate.handle: candidate for candidate in running}
+    freed = sum(by_handle[handle].num_blocks for handle in fitted.preempt)
+    spent = sum(room.needed(by_handle[handle], num) for handle, num in fitted.run.items())
+    assert spent + fitted.num_allocatable == num_allocatable + freed
+    assert fitted.num_allocatable >= 0
+    assert not set(fitted.run) & set(fitted.preempt)
+    assert all(0 < num <= by_handle[handle].num_missing for handle, num in fitted.run.items())
+
+
+@given(candidates(), st.integers(0, 20), st.integers(64, 300))
+def test_the_oldest_progresses_unless_fetches_hold_the_pages(
+    running: list[Candidate], num_allocatable: int, max_tokens: int
+) -> None:
+    runnable = [candidate for candidate in running if candidate.num_missing]
+    others = sum(candidate.num_blocks for candidate in runnable[1:])
+    if runnable and pages(0).needed(runnable[0], 1) <= num_allocatable + others:
+        assert runnable[0].handle in fit(running, pages(num_allocatable), max_tokens).run
