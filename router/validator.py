@@ -1,0 +1,195 @@
+"""The one place where a client's request is checked. What passes is within every documented range."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from wire.convert import sampling_from_pb
+from wire.errors import InvalidRequest, ModelNotFound
+from wire.ids import RequestId
+from wire.pb import inference_pb2 as pb
+from wire.sampling import SamplingParams
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 16
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 16
+MAX_REPETITION_PENALTY = 10.0
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the served model and its workers can take. `num_blocks` is the smallest pool that a request may meet."""
+
+    model: str
+    vocab_size: int
+    max_context_len: int
+    num_blocks: int
+    block_size: int
+
+    @property
+    def max_sequence_len(self) -> int:
+        """Tokens, prompt and output, that one choice may have."""
+        return min(self.max_context_len, self.num_blocks * self.block_size)
+
+
+@dataclass(frozen=True)
+class ValidRequest:
+    """A request whose every field is in range. The prompt is text still to be tokenized, or token ids."""
+
+    request_id: RequestId | None
+    prompt: str | tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens_given: bool
+    seed_given: bool
+
+
+def validate(message: pb.GenerateRequest, limits: Limits) -> ValidRequest:
+    """Everything that can be said before tokenizing. Raises InvalidRequest or ModelNotFound."""
+    _require_model(message, limits)
+    given = message.sampling_params
+    return ValidRequest(
+        request_id=_request_id(message),
+        prompt=_prompt(message, limits),
+        sampling=_sampling(sampling_from_pb(given), given, limits),
+        max_tokens_given=given.HasField("max_tokens"),
+        seed_given=given.HasField("seed"),
+    )
+
+
+def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: Limits, seed: int) -> SamplingParams:
+    """The settings to run with, once the prompt's tokens are known; `seed` is taken if the client gave none.
+
+    Raises InvalidRequest if prompt and output do not fit into the context or into the smallest pool.
+    """
+    room = _room(prompt_ids, limits)
+    sampling = valid.sampling
+    if not valid.max_tokens_given:
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+    _require(
+        sampling.max_tokens <= room,
+        "max_tokens",
+        f"{len(prompt_ids)} prompt tokens and {sampling.max_tokens} more exceed the {limits.max_sequence_len} that fit",
+    )
+    _require(
+        sampling.min_tokens <= sampling.max_tokens,
+        "min_tokens",
+        f"{sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}",
+    )
+    return sampling if valid.seed_given else replace(sampling, seed=seed)
+
+
+def _room(prompt_ids: Sequence[int], limits: Limits) -> int:
+    """How many output tokens fit after the prompt, at least one."""
+    num_tokens = len(prompt_ids)
+    _require(num_tokens > 0, "prompt", "has no tokens")
+    _require(max(prompt_ids) < limits.vocab_size, "prompt", "has a token that is not in the model's vocabulary")
+    _require_room(num_tokens, limits)
+    return limits.max_sequence_len - num_tokens
+
+
+def _require_room(num_tokens: int, limits: Limits) -> None:
+    _require(
+        num_tokens < limits.max_context_len,
+        "prompt",
+        f"{num_tokens} tokens leave no room in a context of {limits.max_context_len}",
+    )
+    _require(
+        num_tokens < limits.max_sequence_len,
+        "prompt",
+        f"{num_tokens} tokens need more blocks than the {limits.num_blocks} of the smallest pool",
+    )
+
+
+def _require_model(message: pb.GenerateRequest, limits: Limits) -> None:
+    if message.HasField("model") and message.model != limits.model:
+        raise ModelNotFound("model: no model of that name is served")
+
+
+def _request_id(message: pb.GenerateRequest) -> RequestId | None:
+    if not message.HasField("request_id"):
+        return None
+    valid = _REQUEST_ID.fullmatch(message.request_id) is not None
+    _require(valid, "request_id", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
+    return RequestId(message.request_id)
+
+
+def _prompt(message: pb.GenerateRequest, limits: Limits) -> str | tuple[int, ...]:
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("prompt", "missing: give text or token_ids")
+    if kind == "text":
+        _require(message.text != "", "text", "must not be empty")
+        return message.text
+    return _token_ids(message.token_ids.ids, limits)
+
+
+def _token_ids(ids: Sequence[int], limits: Limits) -> tuple[int, ...]:
+    _require(len(ids) > 0, "token_ids", "must not be empty")
+    _require_room(len(ids), limits)
+    _require(max(ids) < limits.vocab_size, "token_ids", f"must be below the vocabulary's size, {limits.vocab_size}")
+    return tuple(ids)
+
+
+def _sampling(sampling: SamplingParams, given: pb.SamplingParams, limits: Limits) -> SamplingParams:
+    _check_distribution(sampling)
+    _check_penalties(sampling)
+    _check_lengths(sampling, given, limits)
+    _check_stops(sampling, limits)
+    _require_between("n", sampling.n, 1, MAX_CHOICES)
+    _require(sampling.seed >= 0, "seed", "must not be negative")
+    if sampling.logprobs is not None:
+        _require_between("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
+    return replace(sampling, top_k=min(max(sampling.top_k, 0), limits.vocab_size))
+
+
+def _check_distribution(sampling: SamplingParams) -> None:
+    _require_between("temperature", sampling.temperature, 0, 2)
+    _require(0 < sampling.top_p <= 1, "top_p", "must be above 0 and at most 1")
+    _require(sampling.top_k >= -1, "top_k", "must be at least 1, or 0 or -1 for off")
+    _require_between("min_p", sampling.min_p, 0, 1)
+
+
+def _check_penalties(sampling: SamplingParams) -> None:
+    _require_between("presence_penalty", sampling.presence_penalty, -2, 2)
+    _require_between("frequency_penalty", sampling.frequency_penalty, -2, 2)
+    penalty = sampling.repetition_penalty
+    _require(
+        0 < penalty <= MAX_REPETITION_PENALTY,
+        "repetition_penalty",
+        f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}",
+    )
+
+
+def _check_lengths(sampling: SamplingParams, given: pb.SamplingParams, limits: Limits) -> None:
+    _require(sampling.min_tokens >= 0, "min_tokens", "must not be negative")
+    _require(sampling.max_tokens >= 1, "max_tokens", "must be at least 1")
+    if given.HasField("max_tokens"):
+        _require(
+            sampling.max_tokens < limits.max_context_len,
+            "max_tokens",
+            f"must be below the context's length, {limits.max_context_len}",
+        )
+        _require(sampling.min_tokens <= sampling.max_tokens, "min_tokens", "must not be more than max_tokens")
+
+
+def _check_stops(sampling: SamplingParams, limits: Limits) -> None:
+    _require(len(sampling.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
+    for stop in sampling.stop:
+        _require_between("stop", len(stop), 1, MAX_STOP_CHARS, unit=" characters")
+    _require(len(sampling.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+    known = all(token_id < limits.vocab_size for token_id in sampling.stop_token_ids)
+    _require(known, "stop_token_ids", f"must be below the vocabulary's size, {limits.vocab_size}")
+
+
+def _require_between(param: str, value: float, low: int, high: int, unit: str = "") -> None:
+    valid = math.isfinite(value) and low <= value <= high
+    _require(valid, param, f"must be from {low} to {high}{unit}")
+
+
+def _require(valid: bool, param: str, message: str) -> None:
+    if not valid:
+        raise InvalidRequest(param, message)
