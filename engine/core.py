@@ -1,0 +1,228 @@
+"""The engine's core: requests in, events out, one step at a time. No threads of its own, no text.
+
+WAITING -> FETCHING -> RUNNING -> ENDED
+   ^                   |     \\-> HANDING_OFF -> ENDED
+   \\--- preempted -----/
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.batch import Model
+from engine.batcher import Batcher, Plan
+from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, Preempted, Scheduled
+from engine.kv_cache import FetchedInto, KVCache, PublishedFor
+from engine.request import EngineRequest, HandOff
+from engine.roster import Roster
+from engine.runner import Chunk, Runner
+from engine.sampler import Draw, Drawn, sample
+from engine.sequence import Sequence, State
+from engine.stop import end_of, may_not_come_yet
+from kv_store.device_pool import DevicePool
+from kv_store.ledger import BlockCounts
+from kv_store.transfers import Transfers
+from wire.errors import BatonError, InvalidRequest, RequestExists
+from wire.ids import RequestId
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts since the start, and pages and sequences as they are."""
+
+    blocks: BlockCounts
+    num_running: int = 0
+    num_waiting: int = 0
+    computed_prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class EngineCore:
+    """Runs a model for many requests at once.
+
+    Not thread-safe: one thread calls it. `transfers` may work on others; `step` polls it. `Engine` is the one to use by hand.
+    """
+
+    def __init__(self, model: Model, pool: DevicePool, batcher: Batcher, transfers: Transfers) -> None:
+        self.model = model
+        self._pool = pool
+        self._cache = KVCache(pool, transfers)
+        self._batcher = batcher
+        self._runner = Runner(model, pool.kv)
+        self._roster = Roster()
+        self._events: list[Event] = []
+        self._is_stalled = False
+        self._counted = EngineStats(pool.ledger.counts())
+
+    @property
+    def has_requests(self) -> bool:
+        return self._roster.num_requests > 0
+
+    @property
+    def can_step(self) -> bool:
+        """False: nothing will happen before the next `add`, `abort` or finished transfer."""
+        return self.has_requests and not self._is_stalled
+
+    def add(self, request: EngineRequest) -> None:
+        """Queues a request. InvalidRequest if it can never run here, RequestExists if its id is taken."""
+        self._check(request)
+        self._roster.add(request, self._pool.layout.block_size)
+        self._is_stalled = False
+
+    def abort(self, request_id: RequestId) -> None:
+        """Ends a request without a further event. Does nothing if there is none."""
+        for sequence in self._roster.remove(request_id):
+            self._end(sequence)
+        self._is_stalled = False
+
+    def step(self) -> list[Event]:
+        """One iteration: finish transfers, plan, run, sample, report. Cheap when there is nothing to do."""
+        num_finished = self._finish_transfers()
+        plan = self._plan()
+        chunks = self._make_room(plan)
+        if chunks:
+            self._collect(chunks, self._sample(chunks, self._runner.run(chunks)))
+        self._is_stalled = not (num_finished or chunks or self._events)
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> EngineStats:
+        return replace(
+            self._counted,
+            blocks=self._pool.ledger.counts(),
+            num_running=len(self._roster.running),
+            num_waiting=len(self._roster.waiting),
+        )
+
+    def check(self) -> list[str]:
+        """What is wrong with the pool's books; nothing, if all is well."""
+        problems = self._pool.ledger.check()
+        counts = self._pool.ledger.counts()
+        if not self.has_requests and not self._cache.num_in_flight and counts.owned + counts.published:
+            problems.append(f"{counts.owned + counts.published} pages have references though no request is here")
+        return problems
+
+    def _check(self, request: EngineRequest) -> None:
+        if request.request_id in self._roster:
+            raise RequestExists("a request of this id is running", request_id=request.request_id)
+        num_tokens = len(request.prompt_ids) + request.sampling.max_tokens
+        if num_tokens > self.model.max_context_len:
+            raise InvalidRequest("max_tokens", f"{num_tokens} tokens exceed the context ({self.model.max_context_len})")
+        capacity = self._pool.ledger.num_pages * self._pool.layout.block_size
+        if num_tokens > capacity:
+            raise InvalidRequest("max_tokens", f"{num_tokens} tokens exceed what the pool holds ({capacity})")
+
+    def _finish_transfers(self) -> int:
+        finished = self._cache.poll()
+        for done in finished:
+            if isinstance(done, FetchedInto):
+                self._report_fetch(done)
+            elif isinstance(done, PublishedFor) and done.request_id in self._roster:
+                self._close(done.request_id)
+                self._events.append(HandedOff(done.request_id, done.num_held))
+        return len(finished)
+
+    def _report_fetch(self, done: FetchedInto) -> None:
+        sequence, tokens = done.sequence, done.tokens
+        cached = tokens.device + tokens.host + tokens.redis
+        self._counted = replace(self._counted, cached_prompt_tokens=self._counted.cached_prompt_tokens + cached)
+        self._events.append(Fetched(sequence.request.request_id, sequence.choice, tokens))
+
+    def _plan(self) -> Plan:
+        waiting = [sequence.candidate for sequence in self._roster.admissible]
+        running = [sequence.candidate for sequence in self._roster.running]
+        return self._batcher.plan(waiting, running, self._cache.pages)
+
+    def _make_room(self, plan: Plan) -> list[Chunk]:
+        """Carries out a plan up to the run: those that decode come first, as the runner wants them."""
+        for handle in plan.preempt:
+            self._preempt(self._roster[handle])
+        chunks = [Chunk(self._roster[handle], num_tokens) for handle, num_tokens in plan.run.items()]
+        chunks = [chunk for chunk in chunks if self._cache.grow(chunk.sequence, chunk.num_tokens)]
+        for handle in plan.admit:
+            if not self._cache.admit(self._roster[handle]):
+                break
+            sequence = self._roster[handle]
+            self._events.append(Scheduled(sequence.request.request_id, sequence.choice))
+        return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._cache.set_aside(sequence)
+        sequence.state = State.WAITING
+        self._counted = replace(self._counted, num_preemptions=self._counted.num_preemptions + 1)
+        self._events.append(Preempted(sequence.request.request_id, sequence.choice))
+
+    def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Drawn | None]:
+        """What each chunk's sequence gained: None for those that have not reached their last known token."""
+        draws = [_draw(chunk.sequence, self.model) for chunk in chunks if chunk.samples]
+        drawn = iter(sample(logits, draws) if draws else ())
+        return [next(drawn) if chunk.samples else None for chunk in chunks]
+
+    def _collect(self, chunks: list[Chunk], drawn: list[Drawn | None]) -> None:
+        for chunk, gained in zip(chunks, drawn, strict=True):
+            sequence = chunk.sequence
+            if gained is not None and gained.token_id is None:
+                self._fail(sequence.request.request_id, BatonError("the model's output is not a number"))
+            if sequence.state is State.ENDED:
+                continue
+            self._count_prompt(sequence, chunk)
+            self._cache.advance(sequence, chunk.num_tokens)
+            if gained is not None and gained.token_id is not None:
+                self._emit(sequence, gained.token_id, gained)
+
+    def _count_prompt(self, sequence: Sequence, chunk: Chunk) -> None:
+        num_prompt = min(chunk.context_len, sequence.num_prompt) - min(sequence.num_computed, sequence.num_prompt)
+        computed = self._counted.computed_prompt_tokens + num_prompt
+        self._counted = replace(self._counted, computed_prompt_tokens=computed)
+
+    def _emit(self, sequence: Sequence, token_id: int, drawn: Drawn) -> None:
+        request_id, position = sequence.request.request_id, len(sequence.output_ids)
+        sequence.append(token_id)
+        end = end_of(sequence, self.model)
+        self._counted = replace(self._counted, generated_tokens=self._counted.generated_tokens + 1)
+        self._events.append(Emitted(request_id, sequence.choice, position, token_id, drawn.logprobs))
+        if end is not None:
+            self._end(sequence)
+            self._events.append(Finished(request_id, sequence.choice, end.reason, end.stop_token_id))
+        if isinstance(sequence.request, HandOff):
+            self._park(sequence)
+        elif not any(self._roster.siblings(request_id)):
+            self._close(request_id)
+
+    def _park(self, sequence: Sequence) -> None:
+        """After its first token a sequence to hand off waits for its siblings; one keeps the prompt's pages for all."""
+        request_id = sequence.request.request_id
+        parked = [one for one in self._roster.siblings(request_id) if one.state is State.HANDING_OFF]
+        if sequence.state is State.RUNNING and not parked:
+            sequence.state = State.HANDING_OFF
+            parked = [sequence]
+        elif sequence.state is State.RUNNING:
+            self._end(sequence)
+        if list(self._roster.siblings(request_id)) == parked:
+            self._hand_off(request_id, parked)
+
+    def _hand_off(self, request_id: RequestId, parked: list[Sequence]) -> None:
+        if parked:
+            self._cache.hand_off(parked[0])
+        else:
+            self._close(request_id)
+
+    def _fail(self, request_id: RequestId, error: BatonError) -> None:
+        self._close(request_id)
+        self._events.append(Failed(request_id, error))
+
+    def _close(self, request_id: RequestId) -> None:
+        for sequence in self._roster.remove(request_id):
+            self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        self._cache.free(sequence)
+        sequence.state = State.ENDED
+
+
+def _draw(sequence: Sequence, model: Model) -> Draw:
+    request = sequence.request
+    banned = may_not_come_yet(sequence, model)
+    return Draw(request.sampling, sequence.choice, request.prompt_ids, sequence.output_ids, banned)
