@@ -42,7 +42,7 @@ class EngineStats:
 class EngineCore:
     """Runs a model for many requests at once.
 
-    Not thread-safe: one thread calls it. `transfers` may work on others; `step` polls it. `Engine` is the one to use by hand.
+    Not thread-safe: one thread calls it. `transfers` may work on others; `step` polls it.
     """
 
     def __init__(self, model: Model, pool: DevicePool, batcher: Batcher, transfers: Transfers) -> None:

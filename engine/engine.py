@@ -47,7 +47,7 @@ class Completion:
 
 
 class Engine:
-    """A model in this process with its tokenizer and `num_blocks` pages of KV. Prompts given together run as one continuous batch."""
+    """A model in this process, its tokenizer and its pages of KV. Prompts given together run in continuous batches."""
 
     def __init__(self, core: EngineCore, tokenizer: Tokenizer) -> None:
         self.core = core
