@@ -2,14 +2,14 @@
 
 One decoder serves four architectures, which differ in data only:
 
-| architecture       | head_dim default    | biases               | q/k norm | sliding window                      |
-|--------------------|---------------------|----------------------|----------|-------------------------------------|
-| LlamaForCausalLM   | hidden size / heads | `attention_bias` for q, k, v, o; `mlp_bias` | no | never          |
-| MistralForCausalLM | hidden size / heads | none                 | no       | all layers                          |
-| Qwen2ForCausalLM   | hidden size / heads | q, k, v              | no       | `layer_types` or `max_window_layers` |
-| Qwen3ForCausalLM   | 128                 | `attention_bias` for q, k, v, o | yes | as Qwen2                      |
+| architecture       | biases                                     | q/k norm | sliding window                          |
+|--------------------|--------------------------------------------|----------|-----------------------------------------|
+| LlamaForCausalLM   | `attention_bias`: q, k, v, o; `mlp_bias`   | no       | no layer                                |
+| MistralForCausalLM | none                                       | no       | all layers                              |
+| Qwen2ForCausalLM   | q, k, v                                    | no       | by `layer_types` or `max_window_layers` |
+| Qwen3ForCausalLM   | `attention_bias`: q, k, v, o               | yes      | by `layer_types` or `max_window_layers` |
 
-Keys are read as transformers 4 and 5 spell them, and what is absent has the default of transformers' configuration class.
+Keys are read as transformers 4 and 5 spell them; what is absent has the default of transformers' configuration class.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Attention of all layers. `windows` has one entry a layer: how many tokens back it sees, itself included, or None."""
+    """Attention of all layers. `windows`: a layer each, how many tokens one sees, itself included, or None."""
 
     num_heads: int
     num_kv_heads: int
@@ -73,7 +73,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only model. `dtype` is that of its authors; `eos_token_ids` may be overruled by generation_config.json."""
+    """A decoder-only model. `dtype` is that of its authors; generation_config.json may overrule `eos_token_ids`."""
 
     architecture: str
     vocab_size: int
@@ -170,9 +170,9 @@ def _parse_sliding_layers(fields: JsonFields, num_layers: int, window: int | Non
         if isinstance(first, bool) or not isinstance(first, int):
             raise fields.wrong("max_window_layers", "an integer")
         return [layer >= first for layer in range(num_layers)]
-    known = {"full_attention": False, "sliding_attention": True}
+    known = ("full_attention", "sliding_attention")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers or any(t not in known for t in layer_types):
         raise fields.wrong("layer_types", f"full_attention or sliding_attention for each of {num_layers} layers")
     if window is None and "sliding_attention" in layer_types:
         raise ModelError("config.json: layer_types names sliding_attention, but no sliding window is in use")
-    return [known[layer_type] for layer_type in layer_types]
+    return [layer_type == "sliding_attention" for layer_type in layer_types]

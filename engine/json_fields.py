@@ -2,18 +2,36 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from wire.errors import ModelError
 
 MAX_COUNT = 1 << 31
+MAX_NUMBER = math.ldexp(1.0, 100)
+"""Keeps what is derived from a number finite in float32."""
 
 
 def parse_object(data: bytes, source: str) -> dict[str, Any]:
     """The object that `data` holds; `source` names it in errors. Raises ModelError for anything else."""
+    return _parse(data, source, dict)
+
+
+def parse_strict_object(data: bytes, source: str) -> dict[str, Any]:
+    """As `parse_object`, and refuses an object, nested ones included, that names a key twice."""
+    return _parse(data, source, _distinct)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    named = dict(pairs)
+    if len(named) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return named
+
+
+def _parse(data: bytes, source: str, make_object: Callable[[list[tuple[str, Any]]], dict[str, Any]]) -> dict[str, Any]:
     try:
-        parsed = json.loads(data)
+        parsed = json.loads(data, object_pairs_hook=make_object)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{source} is not valid JSON") from error
     if not isinstance(parsed, dict):
@@ -76,7 +94,3 @@ class JsonFields:
         if not isinstance(value, dict | None):
             raise self.wrong(name, "an object")
         return JsonFields(value or {}, f"{self._source}: {name}")
-
-
-MAX_NUMBER = math.ldexp(1.0, 100)
-"""Keeps what is derived from a number finite in float32."""

@@ -1,9 +1,9 @@
 """How a model stretches its rotary angles beyond the length it was trained on.
 
 A scaling turns the periods of the unscaled embedding, `theta ** (2i / head_dim)` for i in [0, head_dim / 2), into the
-inverse frequencies that positions are multiplied with. Formulas and their order of operations are those of transformers,
-so that angles are equal bit by bit. Those that depend on how long a request is in the end are not here: with them a key
-is no function of the tokens before it.
+inverse frequencies that positions are multiplied with. The order of operations is that of transformers, so that angles
+are equal bit by bit. Scalings that depend on how long a request is in the end are not here: with them a key is no
+function of the tokens before it.
 """
 
 import math
@@ -49,7 +49,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Long wavelengths divided by a factor, short ones kept, a smooth passage between. Source: Llama 3.1's model code."""
+    """Long wavelengths divided by a factor, short ones kept, a passage between. Source: Llama 3.1's model code."""
 
     factor: float
     low_freq_factor: float

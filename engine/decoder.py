@@ -1,0 +1,124 @@
+"""The native decoder: Llama, Mistral, Qwen2, Qwen3 and what differs from them in data only.
+
+Numerics follow transformers step by step (norms, angles and softmax in float32, the rest in the model's dtype), so that
+greedy tokens in float32 are the same.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from engine.attention import PagedAttention
+from engine.batch import Batch
+from engine.checkpoint import Checkpoint
+from engine.config import DTYPES, ModelConfig
+from engine.decoder_weights import DecoderWeights, LayerWeights, WeightLoader
+from engine.rope import Rope, Rotation
+from kernels.backend import KernelBackend, select_backend
+from wire.errors import ConfigError
+from wire.layout import KVLayout
+
+logger = logging.getLogger(__name__)
+
+
+class Decoder:
+    """A `Model` that computes. Its twin is `engine.hash_model.HashModel`."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, block_size: int, backend: KernelBackend) -> None:
+        """Runs where, and in the dtype in which, the weights are."""
+        attention = config.attention
+        dtype = weights.embedding.dtype
+        self.config = config
+        self.layout = KVLayout(
+            num_layers=config.num_layers,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            block_size=block_size,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        self._weights = weights
+        self._backend = backend
+        self._rope = Rope(config.rope, attention.head_dim, dtype, weights.embedding.device)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        dtype: str | None,
+        device: torch.device,
+        block_size: int,
+        backend: KernelBackend | None = None,
+    ) -> "Decoder":
+        """From a checkpoint folder. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere.
+
+        Raises ModelError for a folder that cannot be served, ConfigError for an unknown dtype.
+        """
+        checkpoint = Checkpoint(folder)
+        weights = WeightLoader(checkpoint, compute_dtype(dtype, checkpoint.config, device), device).load()
+        if checkpoint.unread:
+            logger.warning("%d tensors are no part of the model: %s", len(checkpoint.unread), min(checkpoint.unread))
+        return cls(checkpoint.config, weights, block_size, backend or select_backend(device))
+
+    @property
+    def device(self) -> torch.device:
+        return self._weights.embedding.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_context_len(self) -> int:
+        return self.config.max_context_len
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.config.eos_token_ids
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        """See `engine.batch.Model`. Returns an inference tensor, not to be changed in place outside that mode."""
+        attention = PagedAttention(self._backend, batch, self.config.attention.head_dim**-0.5)
+        rotation = self._rope.rotation(batch.positions)
+        states = F.embedding(batch.token_ids, self._weights.embedding)
+        for index, layer in enumerate(self._weights.layers):
+            window = self.config.attention.windows[index]
+            states = states + self._attend(
+                layer, layer.attention_norm(states), rotation, attention, kv[:, index], window
+            )
+            states = states + _feed_forward(layer, layer.mlp_norm(states))
+        return self._weights.head(self._weights.norm(states[batch.sample_rows])).float()
+
+    def _attend(
+        self,
+        layer: LayerWeights,
+        states: torch.Tensor,
+        rotation: Rotation,
+        attention: PagedAttention,
+        kv_layer: torch.Tensor,
+        window: int | None,
+    ) -> torch.Tensor:
+        shape = self.config.attention
+        heads = layer.qkv(states).view(len(states), -1, shape.head_dim)
+        query, key, value = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+        if layer.query_norm and layer.key_norm:
+            query, key = layer.query_norm(query), layer.key_norm(key)
+        attended = attention(rotation.apply(query), rotation.apply(key), value, kv_layer, window)
+        return layer.attention_output(attended.flatten(1))
+
+
+def _feed_forward(layer: LayerWeights, states: torch.Tensor) -> torch.Tensor:
+    gate, up = layer.gate_up(states).chunk(2, dim=-1)
+    return layer.down(F.silu(gate) * up)
+
+
+def compute_dtype(dtype: str | None, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """What a model computes in: as asked, else float32 on a CPU and the checkpoint's own dtype elsewhere."""
+    name = dtype or ("float32" if device.type == "cpu" else config.dtype)
+    if name not in DTYPES:
+        raise ConfigError(f"unknown dtype {name[:64]}; known: {', '.join(DTYPES)}")
+    resolved = getattr(torch, name)
+    assert isinstance(resolved, torch.dtype)
+    return resolved

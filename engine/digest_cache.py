@@ -1,0 +1,63 @@
+"""SHA-256 of large files, computed once as long as a file's path, size and time stay the same."""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from engine.regular_file import open_regular
+
+logger = logging.getLogger(__name__)
+
+
+class DigestCache:
+    """Digests kept in a JSON file, which may be lost or damaged at any time: that costs reading the files again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    def of_user(cls) -> "DigestCache":
+        """The one in $XDG_CACHE_HOME/baton, by default ~/.cache/baton."""
+        root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return cls(Path(root).expanduser() / "baton" / "digests.json")
+
+    def digest(self, file: Path) -> str:
+        """Hex SHA-256 of a file's content. Raises ModelError if it cannot be read."""
+        with open_regular(file) as content:
+            name, stamp = str(file.resolve()), _stamp(content)
+            match self._load().get(name):
+                case [size, mtime_ns, str(digest)] if [size, mtime_ns] == stamp:
+                    return digest
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+            if _stamp(content) == stamp:
+                self._store(name, [*stamp, digest])
+        return digest
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            known = json.loads(self._path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+    def _store(self, name: str, entry: list[int | str]) -> None:
+        """Replaces the file in one step: a reader sees the old one or the new one, whoever else writes."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=self._path.parent)
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(self._load() | {name: entry}, file)
+            os.replace(temporary, self._path)
+        except OSError as error:
+            logger.warning("digests of the weights cannot be kept: %s", error)
+
+
+def _stamp(file: FileIO) -> list[int]:
+    """Size and time of the last change."""
+    found = os.fstat(file.fileno())
+    return [found.st_size, found.st_mtime_ns]

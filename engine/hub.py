@@ -1,0 +1,40 @@
+"""Checkpoints by their name on the Hugging Face hub."""
+
+import re
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from wire.errors import ModelError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_FILES = [
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+]
+
+
+def download(name: str) -> Path:
+    """The folder of `owner/model` in the hub's cache, fetched if it is not there: configuration, weights, tokenizer.
+
+    Blocks for as long as that takes. Raises ModelError where there is no such model, or no way to it.
+    """
+    if not _NAME.fullmatch(name):
+        raise ModelError(f"{name[:64]} is neither a folder nor a name on the hub (owner/model)")
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except GatedRepoError as error:
+        raise ModelError(f"{name[:64]} is gated on the hub: ask for access, then set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"{name[:64]} is no folder here, and the hub knows no such model") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(f"{name[:64]} is no folder here, and the hub cannot be reached") from error
+    except Exception as error:  # of the hub client's HTTP library, which is another in each of its major versions
+        raise ModelError(f"{name[:64]} could not be fetched from the hub: {type(error).__name__}") from error

@@ -1,0 +1,37 @@
+"""Files of a model folder, opened with care.
+
+Hub snapshots are links, so links are followed, but what stands at their end must be a regular file of a sensible size:
+a pipe or a device could block for ever or never end.
+"""
+
+import os
+import stat
+from io import FileIO
+from pathlib import Path
+
+from wire.errors import ModelError
+
+
+def open_regular(path: Path) -> FileIO:
+    """Opens for reading, unbuffered. Raises ModelError where the file is missing, unreadable or not a regular file."""
+    try:
+        # Without O_NONBLOCK, opening a pipe that nobody writes to would never return.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.name} is missing", folder=str(path.parent)) from error
+    except OSError as error:
+        raise ModelError(f"{path.name} cannot be read: {error.strerror}", folder=str(path.parent)) from error
+    file = FileIO(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise ModelError(f"{path.name} is not a regular file", folder=str(path.parent))
+    return file
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """The whole content. Raises ModelError as `open_regular` does, and for more than `max_bytes`."""
+    with open_regular(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ModelError(f"{path.name} is larger than {max_bytes} bytes", folder=str(path.parent))
+    return data
