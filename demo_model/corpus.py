@@ -1,22 +1,22 @@
-"""Generated text for the demo model: lists of facts with questions about them, and plain English sentences."""
+"""The demo model's generated language: facts about names, and plain English sentences.
+
+Both come in two splits that share nothing: a name has a given value in one split only, and a sentence occurs in one
+split only. What a model answers about held-out facts it can therefore only have read in its prompt.
+"""
 
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from demo_model import words
 
-END = "<|end|>"
-USER = "<|user|>"
-ASSISTANT = "<|assistant|>"
-
 _SPLIT_MODULUS = 8
 
 
 class Split(Enum):
-    """Which part of the generated language a text is drawn from; no fact or sentence is in both."""
+    """Which part of the generated language a text is drawn from."""
 
     TRAIN = "train"
     HELD_OUT = "held_out"
@@ -24,7 +24,7 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Topic:
-    """What a list of facts is about: its heading, how one asks about a name, and the possible values."""
+    """What a list of facts is about: its heading, a question that a name completes, and the possible values."""
 
     heading: str
     question: str
@@ -33,18 +33,10 @@ class Topic:
 
 @dataclass(frozen=True)
 class Fact:
-    """A name and the value that a prompt gives it."""
+    """A name and the value that a text gives it."""
 
     name: str
     value: str
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of training text and how much its tokens count in the loss."""
-
-    text: str
-    weight: float
 
 
 TOPICS = (
@@ -57,12 +49,69 @@ TOPICS = (
 )
 
 
-def split_of_fact(name: str, value: str, values: tuple[str, ...]) -> Split:
-    """The only split in which `name` may have `value`: every eighth diagonal of the table is held out."""
-    diagonal = words.NAMES.index(name) + values.index(value)
+def split_of_fact(fact: Fact, topic: Topic) -> Split:
+    """The only split that the fact occurs in: every eighth diagonal of the table of names and values is held out."""
+    diagonal = zlib.crc32(fact.name.encode()) + topic.values.index(fact.value)
     return Split.HELD_OUT if diagonal % _SPLIT_MODULUS == 0 else Split.TRAIN
 
 
 def split_of_sentence(sentence: str) -> Split:
-    """The only split in which `sentence` may occur."""
+    """The only split that the sentence occurs in."""
     return Split.HELD_OUT if zlib.crc32(sentence.encode()) % _SPLIT_MODULUS == 0 else Split.TRAIN
+
+
+def invent_names(rng: random.Random, max_names: int) -> tuple[str, ...]:
+    """Up to `max_names` different names that nobody has, such as Bakoru."""
+    return tuple(dict.fromkeys(_invent_name(rng) for _ in range(max_names)))
+
+
+def make_facts(rng: random.Random, split: Split, topic: Topic, names: Sequence[str]) -> tuple[Fact, ...]:
+    """A fact of the split about each name."""
+    return tuple(_make_fact(rng, split, topic, name) for name in names)
+
+
+def make_sentence(rng: random.Random, split: Split) -> str:
+    """One English sentence of the split; it never holds a name that a fact could be about."""
+    while True:
+        sentence = rng.choice(_SENTENCE_MAKERS)(rng)
+        if split_of_sentence(sentence) is split:
+            return sentence
+
+
+def _invent_name(rng: random.Random) -> str:
+    syllables = (rng.choice(words.CONSONANTS) + rng.choice(words.VOWELS) for _ in range(rng.randint(2, 3)))
+    return "".join(syllables).capitalize()
+
+
+def _make_fact(rng: random.Random, split: Split, topic: Topic, name: str) -> Fact:
+    while True:
+        fact = Fact(name, rng.choice(topic.values))
+        if split_of_fact(fact, topic) is split:
+            return fact
+
+
+def _person(rng: random.Random) -> str:
+    return f"the {rng.choice(words.ADJECTIVES)} {rng.choice(words.PEOPLE)}"
+
+
+def _going(rng: random.Random) -> str:
+    person = _person(rng).capitalize()
+    return f"{person} {rng.choice(words.MOTIONS)} {rng.choice(words.DIRECTIONS)} {rng.choice(words.PLACES)}."
+
+
+def _doing(rng: random.Random) -> str:
+    person = _person(rng).capitalize()
+    return f"{person} {rng.choice(words.DEEDS)} a {rng.choice(words.THINGS)} {rng.choice(words.TIMES)}."
+
+
+def _being(rng: random.Random) -> str:
+    thing, place = rng.choice(words.THINGS), rng.choice(words.PLACES)
+    return f"The {thing} in the {place} is {rng.choice(words.COLOURS)} and {rng.choice(words.QUALITIES)}."
+
+
+def _keeping_company(rng: random.Random) -> str:
+    time, animal = rng.choice(words.TIMES).capitalize(), rng.choice(words.ANIMALS)
+    return f"{time} the {animal} {rng.choice(words.MOTIONS)} with {_person(rng)}."
+
+
+_SENTENCE_MAKERS: tuple[Callable[[random.Random], str], ...] = (_going, _doing, _being, _keeping_company)

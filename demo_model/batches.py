@@ -1,0 +1,55 @@
+"""What one training step sees."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from demo_model.corpus import Split
+from demo_model.documents import Piece, make_document
+
+_MIN_PERIOD = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`token_ids` [num_rows, length] int64, and `weights` of the same shape: how much guessing each token counts."""
+
+    token_ids: torch.Tensor
+    weights: torch.Tensor
+
+
+def make_repeats(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows: int, length: int) -> Batch:
+    """Rows that repeat random tokens with a period of their own, counted from the second round on.
+
+    To guess them a model has to find the last place where the current token stood and look at what followed: the skill
+    that recall needs, and one that it learns from nothing else as fast.
+    """
+    token_ids = torch.empty(num_rows, length, dtype=torch.int64)
+    weights = torch.zeros(num_rows, length)
+    for row in range(num_rows):
+        period = rng.randint(_MIN_PERIOD, length // 2)
+        tokens = torch.tensor(rng.sample(range(len(tokenizer)), period))
+        token_ids[row] = tokens.repeat(length // period + 1)[:length]
+        weights[row, period + 1 :] = 1.0
+    return Batch(token_ids, weights)
+
+
+def make_texts(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows: int, length: int) -> Batch:
+    """A training document a row, cut at `length`."""
+    token_ids = torch.empty(num_rows, length, dtype=torch.int64)
+    weights = torch.empty(num_rows, length)
+    for row in range(num_rows):
+        token_ids[row], weights[row] = _encode(tokenizer, make_document(rng, Split.TRAIN, length), length)
+    return Batch(token_ids, weights)
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerFast, pieces: list[Piece], length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The document's first `length` tokens and their weights, each [length]."""
+    encoded = tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
+    token_ids = [token for tokens in encoded for token in tokens]
+    weights = [piece.weight for piece, tokens in zip(pieces, encoded, strict=True) for _ in tokens]
+    return torch.tensor(token_ids[:length]), torch.tensor(weights[:length])
