@@ -1,0 +1,1 @@
+"""Blocks of KV: own them, find them, move them."""

@@ -1,0 +1,60 @@
+"""A worker's own pages of KV, on its device."""
+
+from contextlib import nullcontext
+
+import torch
+
+from kv_store.ledger import Ledger
+from wire.ids import PageId
+from wire.layout import KVLayout
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class DevicePool:
+    """`num_pages` pages of `layout.block_bytes` each in one zeroed buffer, and the ledger over them.
+
+    kv: view `[num_pages, num_layers, 2, num_kv_heads, block_size, head_dim]` of the layout's dtype; each page is
+    contiguous, and one follows the other after `layout.block_bytes`.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
+        self.layout = layout
+        self.ledger = Ledger(num_pages)
+        buffer = torch.zeros((num_pages, layout.block_bytes), dtype=torch.uint8, device=device)
+        self._pages = buffer[:, : layout.payload_bytes]
+        self.kv = self._pages.view(_DTYPES[layout.dtype]).view(num_pages, *layout.shape)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def page_bytes(self, page: PageId) -> torch.Tensor:
+        """View `uint8[layout.payload_bytes]` of a page."""
+        return self._pages[page]
+
+    def fence(self) -> None:
+        """Copies from now on wait for what is queued so far on the calling thread's stream. Does not block.
+
+        To be called by the thread that computes, before it lets another one copy to or from pages that it has used.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def write_page(self, page: PageId, data: memoryview) -> None:
+        """Copies `data`, `layout.payload_bytes` of host memory, into a page. Returns when it is there."""
+        self._copy(self.page_bytes(page), _as_tensor(data))
+
+    def read_page(self, page: PageId, into: memoryview) -> None:
+        """Copies a page into `layout.payload_bytes` of writable host memory. Returns when it is there."""
+        self._copy(_as_tensor(into), self.page_bytes(page))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if target.numel() != source.numel():
+            raise ValueError(f"{source.numel()} bytes do not fill a target of {target.numel()}")
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            target.copy_(source, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _as_tensor(data: memoryview) -> torch.Tensor:
+    """The same memory as `uint8`. Read-only memory is copied, as torch has no tensors over it."""
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)

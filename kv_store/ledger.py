@@ -1,0 +1,211 @@
+"""Who has which page of a pool: counts of references and of transfers, and what follows from them.
+
+                      findable by key    not findable
+references            PUBLISHED          OWNED
+none, but transfers   CACHED             DRAINING
+none                  CACHED             FREE
+
+A page is given out only from FREE, or from CACHED while no transfer touches it. Serves a worker's device pages and an
+arena's slots alike.
+"""
+
+from collections import Counter, OrderedDict
+from enum import Enum, IntEnum
+from itertools import islice
+
+from kv_store.prefix_index import PrefixIndex
+from wire.block_counts import BlockCounts as BlockCounts
+from wire.errors import StoreError
+from wire.ids import BlockKey, PageId
+
+
+class OutOfBlocks(StoreError):
+    """Fewer pages can be given out than were asked for; nothing was changed."""
+
+
+class PageState(Enum):
+    """Derived from a page's counts, never stored."""
+
+    FREE = "free"
+    OWNED = "owned"
+    PUBLISHED = "published"
+    CACHED = "cached"
+    DRAINING = "draining"
+
+
+class Worth(IntEnum):
+    """What is lost with a cached page. The cheapest are evicted first, within a worth the least recently used."""
+
+    TAIL = 0
+    COPIED = 1
+    ONLY_COPY = 2
+
+
+class Ledger:
+    """The books of `num_pages` pages. Not thread-safe.
+
+    A page joins the least-recently-used order when its last reference goes, so whoever frees the pages of a sequence
+    frees the last page first: a prefix's end is then evicted before its start.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.num_evicted = 0
+        self.index = PrefixIndex()
+        self._references = [0] * num_pages
+        self._transfers = [0] * num_pages
+        self._worth = [Worth.ONLY_COPY] * num_pages
+        self._num = Counter({PageState.FREE: num_pages})
+        self._free = dict.fromkeys(PageId(page) for page in reversed(range(num_pages)))
+        self._cached: dict[Worth, OrderedDict[PageId, None]] = {worth: OrderedDict() for worth in Worth}
+        self._busy: set[PageId] = set()
+
+    @property
+    def num_allocatable(self) -> int:
+        """Pages that `allocate` can give out now: free ones, and cached ones that no transfer touches."""
+        return self._num[PageState.FREE] + self._num[PageState.CACHED] - len(self._busy)
+
+    def allocate(self, num_pages: int) -> list[PageId]:
+        """Pages with one reference each: free ones, then evicted ones. OutOfBlocks if there are fewer."""
+        if num_pages > self.num_allocatable:
+            raise OutOfBlocks(f"{num_pages} pages wanted, {self.num_allocatable} to be had")
+        for page in self._victims(num_pages - len(self._free)):
+            self.withdraw(page)
+            self.num_evicted += 1
+        pages = list(islice(reversed(self._free), num_pages))
+        for page in pages:
+            self._change(page, self._references, 1)
+        return pages
+
+    def acquire(self, page: PageId) -> None:
+        """One more reference to a page that somebody has or that can be found."""
+        if self.state(page) in (PageState.FREE, PageState.DRAINING):
+            raise ValueError(f"page {page} is {self.state(page).value}: nothing to share")
+        self._change(page, self._references, 1)
+
+    def free(self, page: PageId) -> None:
+        """One reference less. The last one leaves a page cached, draining or free."""
+        if not self._references[page]:
+            raise ValueError(f"page {page} has no reference to give back")
+        self._change(page, self._references, -1)
+
+    def publish(self, page: PageId, key: BlockKey, worth: Worth = Worth.ONLY_COPY) -> bool:
+        """Makes a page findable. False if another page is found under that key: this one then stays as it is."""
+        if self.state(page) is PageState.FREE:
+            raise ValueError(f"page {page} is free: nothing to publish")
+        known = self.index.find(key)
+        if known is not None:
+            return known == page
+        before = self.state(page)
+        self.index.add(key, page)
+        self._worth[page] = worth
+        self._settle(page, before)
+        return True
+
+    def withdraw(self, page: PageId) -> None:
+        """Makes a page unfindable. Does nothing if it is."""
+        if self.index.key_of(page) is None:
+            return
+        before = self.state(page)
+        self.index.remove(page)
+        self._settle(page, before)
+
+    def find(self, key: BlockKey) -> PageId | None:
+        """The page of a key, without a reference and without counting as a use."""
+        return self.index.find(key)
+
+    def begin_transfer(self, page: PageId) -> None:
+        """Something copies to or from a page: it is not given out before `end_transfer`, whoever frees it."""
+        if self.state(page) is PageState.FREE:
+            raise ValueError(f"page {page} is free: nothing to transfer")
+        self._change(page, self._transfers, 1)
+
+    def end_transfer(self, page: PageId) -> None:
+        """One transfer less."""
+        if not self._transfers[page]:
+            raise ValueError(f"page {page} has no transfer to end")
+        self._change(page, self._transfers, -1)
+
+    def touch(self, page: PageId) -> None:
+        """Counts as a use: a cached page becomes the last of its worth to be evicted."""
+        if self.state(page) is PageState.CACHED:
+            self._cached[self._worth[page]].move_to_end(page)
+
+    def revalue(self, page: PageId, worth: Worth) -> None:
+        """Changes what is lost with a findable page."""
+        if self.state(page) is PageState.CACHED:
+            del self._cached[self._worth[page]][page]
+            self._cached[worth][page] = None
+        self._worth[page] = worth
+
+    def oldest(self, worth: Worth, num_pages: int) -> list[PageId]:
+        """Up to `num_pages` cached pages of a worth that no transfer touches, least recently used first."""
+        return list(islice((page for page in self._cached[worth] if page not in self._busy), num_pages))
+
+    def num_cached(self, worth: Worth) -> int:
+        return len(self._cached[worth])
+
+    def state(self, page: PageId) -> PageState:
+        """A page's state, from its counts."""
+        findable = self.index.key_of(page) is not None
+        if self._references[page]:
+            return PageState.PUBLISHED if findable else PageState.OWNED
+        if findable:
+            return PageState.CACHED
+        return PageState.DRAINING if self._transfers[page] else PageState.FREE
+
+    def counts(self) -> BlockCounts:
+        return BlockCounts(**{state.value: self._num[state] for state in PageState}, total=self.num_pages)
+
+    def check(self) -> list[str]:
+        """What is wrong with the books, recounted page by page; nothing, if all is well."""
+        pages = [PageId(page) for page in range(self.num_pages)]
+        states = {page: self.state(page) for page in pages}
+        cached = [page for order in self._cached.values() for page in order]
+        found = {state: sorted(page for page in pages if states[page] is state) for state in PageState}
+        rules = {
+            "a count is negative": min(self._references + self._transfers, default=0) >= 0,
+            "the states do not sum to the pool": self._num.total() == self.num_pages,
+            "the counts differ from the pages": all(self._num[state] == len(found[state]) for state in PageState),
+            "the free list differs from the free pages": sorted(self._free) == found[PageState.FREE],
+            "the eviction order differs from the cached pages": sorted(cached) == found[PageState.CACHED],
+            "a page stands under a worth that is not its own": all(
+                self._worth[page] is worth for worth, order in self._cached.items() for page in order
+            ),
+            "a busy page is missing": self._busy == {page for page in cached if self._transfers[page]},
+        }
+        return [problem for problem, holds in rules.items() if not holds]
+
+    def _victims(self, num_pages: int) -> list[PageId]:
+        in_order = (page for worth in Worth for page in self._cached[worth] if page not in self._busy)
+        return list(islice(in_order, max(0, num_pages)))
+
+    def _change(self, page: PageId, count: list[int], by: int) -> None:
+        before = self.state(page)
+        count[page] += by
+        self._settle(page, before)
+
+    def _settle(self, page: PageId, before: PageState) -> None:
+        """Moves a page to where its state wants it."""
+        after = self.state(page)
+        if after is not before:
+            self._leave(page, before)
+            self._enter(page, after)
+        if after is PageState.CACHED and self._transfers[page]:
+            self._busy.add(page)
+        else:
+            self._busy.discard(page)
+
+    def _leave(self, page: PageId, state: PageState) -> None:
+        self._num[state] -= 1
+        if state is PageState.CACHED:
+            del self._cached[self._worth[page]][page]
+        elif state is PageState.FREE:
+            del self._free[page]
+
+    def _enter(self, page: PageId, state: PageState) -> None:
+        self._num[state] += 1
+        if state is PageState.CACHED:
+            self._cached[self._worth[page]][page] = None
+        elif state is PageState.FREE:
+            self._free[page] = None
