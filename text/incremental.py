@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from text.codec import Detokenizer
 from text.stop_strings import StopMatcher
-from text.tokenizer import Detokenizer
 from text.window import Window
 
 

@@ -14,7 +14,7 @@ class Scanned:
 class StopMatcher:
     """Holds back text that may be the start of a stop string, and releases the rest.
 
-    Linear in the text (Knuth, Morris, Pratt, 1977). The match that is complete first wins; of several that are complete with the
+    Linear in the text (Knuth, Morris, Pratt, 1977). The match that is complete first wins; of several complete with the
     same character, the longest.
     """
 

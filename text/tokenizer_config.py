@@ -1,7 +1,6 @@
-"""What tokenizer_config.json adds to tokenizer.json: which tokens are special, and whether BOS and EOS are put in."""
+"""tokenizer_config.json: the tokens and the chat template that it adds to tokenizer.json."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,19 @@ MAX_CONFIG_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """Fields as transformers 5 understands them; all empty where the file is missing."""
+    """What transformers 5 takes from the file where there is a tokenizer.json; `add_bos_token` and the like are not."""
 
-    added_tokens: tuple[AddedToken, ...] = ()
+    declared_tokens: tuple[AddedToken, ...] = ()
+    """In order of their ids."""
     special_tokens: tuple[AddedToken, ...] = ()
-    bos_token: str | None = None
-    eos_token: str | None = None
-    adds_bos: bool = False
-    adds_eos: bool = False
-    states_bos_or_eos: bool = False
+    """Those with a role (`eos_token`, ...), and extra ones."""
+    special_texts: tuple[tuple[str, str], ...] = ()
+    """Role and text of those with a role."""
     chat_template: str | None = None
 
     @classmethod
     def load(cls, folder: Path) -> "TokenizerConfig":
-        """Raises ModelError if the file is there and malformed."""
+        """Empty where there is no such file. Raises ModelError if it is malformed."""
         content = read_model_file(folder, "tokenizer_config.json", MAX_CONFIG_BYTES)
         if content is None:
             return cls()
@@ -40,34 +38,23 @@ class TokenizerConfig:
 
     @classmethod
     def _parse(cls, raw: dict[str, Any]) -> "TokenizerConfig":
-        added = {int(index): _token(value) for index, value in raw.get("added_tokens_decoder", {}).items()}
+        declared = {int(index): _token(value) for index, value in raw.get("added_tokens_decoder", {}).items()}
+        extra = raw.get("extra_special_tokens") or raw.get("additional_special_tokens") or []
+        named = {
+            role: value for role, value in raw.items() if role.endswith("_token") and isinstance(value, str | dict)
+        }
+        named |= extra if isinstance(extra, dict) else {}
+        unnamed = [] if isinstance(extra, dict) else extra
         template = raw.get("chat_template")
         return cls(
-            added_tokens=tuple(token for _, token in sorted(added.items())),
-            special_tokens=tuple(_special_tokens(raw, {token.content: token for token in added.values()})),
-            bos_token=_content(raw.get("bos_token")),
-            eos_token=_content(raw.get("eos_token")),
-            adds_bos=bool(raw.get("add_bos_token", False)),
-            adds_eos=bool(raw.get("add_eos_token", False)),
-            states_bos_or_eos="add_bos_token" in raw or "add_eos_token" in raw,
+            declared_tokens=tuple(token for _, token in sorted(declared.items())),
+            special_tokens=tuple(_token(value) for value in [*named.values(), *unnamed]),
+            special_texts=tuple((role, _token(value).content) for role, value in named.items()),
             chat_template=template if isinstance(template, str) else None,
         )
 
 
-def _special_tokens(raw: dict[str, Any], declared: dict[str, AddedToken]) -> Iterator[AddedToken]:
-    """Tokens in fields named *_token, and the extra ones; as declared among the added tokens where they are."""
-    named = [value for name, value in raw.items() if name.endswith("_token") and isinstance(value, (str, dict))]
-    extra = raw.get("extra_special_tokens") or raw.get("additional_special_tokens") or []
-    for value in [*named, *(extra.values() if isinstance(extra, dict) else extra)]:
-        token = _token(value)
-        yield declared.get(token.content, token)
-
-
 def _token(value: str | dict[str, Any]) -> AddedToken:
     if isinstance(value, str):
-        return AddedToken(value, special=True, normalized=False)
+        return AddedToken(value, special=True)
     return AddedToken(**{name: field for name, field in value.items() if name != "__type"})
-
-
-def _content(value: str | dict[str, Any] | None) -> str | None:
-    return value["content"] if isinstance(value, dict) else value

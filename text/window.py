@@ -1,6 +1,6 @@
 """Detokenization token by token, in time linear in the tokens."""
 
-from text.tokenizer import Detokenizer, TokenKind
+from text.codec import Detokenizer, TokenKind
 
 REPLACEMENT = "\ufffd"
 _MAX_WINDOW = 16

@@ -1,0 +1,26 @@
+"""The in-memory twin of a tokenizer: a token is a byte of UTF-8."""
+
+from collections.abc import Sequence
+
+from text.codec import TokenKind
+from wire.errors import InvalidRequest
+
+NUM_BYTES = 256
+
+
+class ByteTokenizer:
+    """Ids from 256 on, which models with larger outputs emit, are silent."""
+
+    vocab_size = NUM_BYTES
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("text", "not valid Unicode") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token_id for token_id in ids if token_id < NUM_BYTES).decode(errors="replace")
+
+    def kind(self, token_id: int) -> TokenKind:
+        return TokenKind.TEXT if token_id < NUM_BYTES else TokenKind.SILENT

@@ -1,0 +1,35 @@
+"""Between text and token ids: what the router and incremental text need of a tokenizer."""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+
+class TokenKind(Enum):
+    """What one token adds to text."""
+
+    TEXT = "text"
+    BYTE = "byte"
+    """A raw byte of a byte-fallback vocabulary: its text is known only when the run of such tokens has ended."""
+    SILENT = "silent"
+    """Nothing: a special token, or an id that no token has."""
+
+
+class Detokenizer(Protocol):
+    """Token ids to text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens; ids that no token has add nothing."""
+
+    def kind(self, token_id: int) -> TokenKind: ...
+
+
+class Codec(Detokenizer, Protocol):
+    """Both ways. Implementations are `Tokenizer` and its twin `ByteTokenizer`; both may be shared between threads."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest token id; the model's output may be wider."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens that belong around a text. Raises InvalidRequest for lone surrogates."""
