@@ -34,13 +34,13 @@ class Runner:
         self._model = model
         self._kv = kv
 
+    @torch.inference_mode()
     def run(self, chunks: Seq[Chunk]) -> torch.Tensor:
         """Computes the KV of all chunks; returns float32 logits [R, V], a row for each chunk that samples, in order.
 
         Chunks of one token must come first.
         """
-        with torch.inference_mode():
-            return self._model.forward(self._batch(chunks), self._kv)
+        return self._model.forward(self._batch(chunks), self._kv)
 
     def _batch(self, chunks: Seq[Chunk]) -> Batch:
         ends = list(accumulate(chunk.num_tokens for chunk in chunks))

@@ -40,6 +40,7 @@ class Drawn:
     logprobs: Logprobs | None = None
 
 
+@torch.inference_mode()
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     """One token per row of `logits` [R, V] float32, which may be modified. Rows do not influence one another."""
     is_finite = torch.isfinite(logits).all(dim=-1).tolist()

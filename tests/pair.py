@@ -1,0 +1,114 @@
+"""A prefill engine and a decode engine in this process with a node's store between them: everything but the wire."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from engine.batch import Model
+from engine.batcher import Batcher, ContinuousBatcher
+from engine.core import EngineCore
+from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, TierTokens
+from engine.request import ChoiceSoFar, EngineRequest, HandOff
+from kv_store.arena import Arena
+from kv_store.device_pool import DevicePool
+from kv_store.directory import Directory
+from kv_store.memory_tier import MemoryTier
+from kv_store.node_store import NodeStore
+from kv_store.transfers import InlineTransfers, NoStore, Transfers
+from wire.ids import NamespaceRoot, RequestId
+from wire.sampling import SamplingParams
+
+ROOT = NamespaceRoot(b"r" * 32)
+_request_numbers = count()
+
+
+@dataclass
+class Run:
+    """What became of one request on one engine."""
+
+    request: EngineRequest
+    outputs: dict[int, list[int]]
+    fetched: dict[int, TierTokens] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    is_over: bool = False
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Emitted):
+            assert event.position == len(self.outputs[event.choice])
+            self.outputs[event.choice].append(event.token_id)
+        elif isinstance(event, Fetched):
+            self.fetched.setdefault(event.choice, event.tokens)
+        elif isinstance(event, Finished):
+            self.ended.add(event.choice)
+            self.is_over = len(self.ended) == len(self.request.choices)
+        elif isinstance(event, HandedOff):
+            self.is_over = True
+
+
+class Node:
+    """The store of one node: arena, directory and, if given, a cold tier that outlives it."""
+
+    def __init__(self, model: Model, num_slots: int = 512, cold: MemoryTier | None = None) -> None:
+        self.directory = Directory(num_slots)
+        self.arena = Arena.anonymous(model.layout.block_bytes, num_slots)
+        self.cold = cold
+        self._layout = model.layout
+
+    def transfers(self, pool: DevicePool) -> Transfers:
+        return InlineTransfers(NodeStore(self._layout, self.arena, self.directory, self.cold, pool))
+
+
+def make_core(
+    model: Model, node: Node | None = None, num_blocks: int = 256, batcher: Batcher | None = None
+) -> EngineCore:
+    pool = DevicePool(model.layout, num_blocks, model.device)
+    return EngineCore(model, pool, batcher or ContinuousBatcher(), node.transfers(pool) if node else NoStore())
+
+
+def drive(core: EngineCore, requests: Sequence[EngineRequest]) -> list[Run]:
+    """Runs requests together to their end; the books are checked after every step."""
+    runs = {
+        request.request_id: Run(request, {one.index: list(one.output_ids) for one in request.choices})
+        for request in requests
+    }
+    for request in requests:
+        core.add(request)
+    while core.has_requests:
+        for event in core.step():
+            runs[event.request_id].take(event)
+        assert core.check() == []
+    core.step()
+    assert core.check() == []
+    assert all(run.is_over for run in runs.values())
+    return list(runs.values())
+
+
+def request(prompt_ids: Sequence[int], sampling: SamplingParams) -> EngineRequest:
+    choices = tuple(ChoiceSoFar(index) for index in range(sampling.n))
+    return EngineRequest(_next_id(), ROOT, tuple(prompt_ids), sampling, choices)
+
+
+def serve(core: EngineCore, prompt_ids: Sequence[int], sampling: SamplingParams) -> Run:
+    """One request on one engine, from prompt to end."""
+    return drive(core, [request(prompt_ids, sampling)])[0]
+
+
+def prefill(core: EngineCore, prompt_ids: Sequence[int], sampling: SamplingParams) -> Run:
+    """The prefill half of a request: one token per choice, the prompt's blocks published."""
+    asked = request(prompt_ids, sampling)
+    return drive(core, [HandOff(asked.request_id, asked.root, asked.prompt_ids, asked.sampling, asked.choices)])[0]
+
+
+def resume(core: EngineCore, run: Run) -> Run:
+    """The decode half: goes on with what a run has emitted so far."""
+    asked = run.request
+    choices = tuple(
+        ChoiceSoFar(index, tuple(output)) for index, output in run.outputs.items() if index not in run.ended
+    )
+    return drive(core, [EngineRequest(asked.request_id, asked.root, asked.prompt_ids, asked.sampling, choices)])[0]
+
+
+def _next_id() -> RequestId:
+    return RequestId(f"request-{next(_request_numbers)}")
