@@ -1,0 +1,205 @@
+"""Paged decode attention in Triton: one new token per sequence against its pages.
+
+Flash-decoding: each sequence's visible tokens are cut into splits that run in parallel, so that one long sequence
+fills a GPU; a second kernel merges the splits by their log-sum-exp. All heads of a group share one read of their KV.
+Source: T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+TILE_LEN = 64
+MIN_SPLIT_LEN = 4 * TILE_LEN
+MAX_SPLITS = 128
+PROGRAMS_PER_PROCESSOR = 4
+MIN_DOT_ROWS = 16
+INTERPRETED_PROCESSORS = 4
+
+
+@triton.jit
+def attend_split(
+    query_ptr,  # [num_seqs, num_heads, head_dim]
+    kv_ptr,  # [num_pages, 2, num_kv_heads, block_size, head_dim]
+    block_tables_ptr,  # [num_seqs, max_blocks] int32
+    context_lens_ptr,  # [num_seqs] int32
+    partial_ptr,  # [num_seqs, num_heads, num_splits, head_dim], each split's own attention
+    log_sum_ptr,  # [num_seqs, num_heads, num_splits] float32, log2 of each split's sum of exponentials
+    log2_scale,
+    window,
+    query_seq_stride,
+    query_head_stride,
+    kv_page_stride,
+    kv_plane_stride,
+    kv_head_stride,
+    kv_offset_stride,
+    table_seq_stride,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    # One program attends with the query heads of one KV head over one split of one sequence's visible tokens.
+    seq = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    num_heads = tl.num_programs(1) * GROUP_SIZE
+    num_splits = tl.num_programs(2)
+
+    context_len = tl.load(context_lens_ptr + seq)
+    first = tl.maximum(context_len - window, 0)
+    split_len = tl.cdiv(tl.cdiv(context_len - first, num_splits), TILE) * TILE
+    begin = first + split * split_len
+    end = tl.minimum(begin + split_len, context_len)
+
+    group = tl.arange(0, PADDED_GROUP)
+    heads = kv_head * GROUP_SIZE + group
+    dims = tl.arange(0, PADDED_DIM)
+    in_group = (group < GROUP_SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
+    query_rows = query_ptr + seq * query_seq_stride + heads[:, None] * query_head_stride
+    query = tl.load(query_rows + dims[None, :], mask=in_group, other=0.0)
+
+    table_ptr = block_tables_ptr + seq * table_seq_stride
+    head_ptr = kv_ptr + kv_head.to(tl.int64) * kv_head_stride
+    running_max = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
+    running_sum = tl.zeros([PADDED_GROUP], tl.float32)
+    attended = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
+
+    for tile_begin in range(begin, end, TILE):
+        positions = tile_begin + tl.arange(0, TILE)
+        live = positions < end
+        # Tokens past the end are never loaded: 0 * NaN is NaN, so a weight of 0 does not keep a stale V out.
+        pages = tl.load(table_ptr + positions // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        rows = pages * kv_page_stride + positions % BLOCK_SIZE * kv_offset_stride
+        key_ptrs = head_ptr + rows[:, None] + dims[None, :]
+        loaded = live[:, None] & (dims < HEAD_DIM)[None, :]
+        key = tl.load(key_ptrs, mask=loaded, other=0.0)
+        value = tl.load(key_ptrs + kv_plane_stride, mask=loaded, other=0.0)
+
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * log2_scale
+        scores = tl.where(live[None, :], scores, float("-inf"))
+        tile_max = tl.maximum(running_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - tile_max[:, None])
+        correction = tl.exp2(running_max - tile_max)
+        running_sum = running_sum * correction + tl.sum(weights, 1)
+        attended = attended * correction[:, None]
+        attended = tl.dot(weights.to(value.dtype), value, attended, input_precision="ieee")
+        running_max = tile_max
+
+    # A split of no tokens (a context shorter than its splits) leaves zeros of weight 2^-inf.
+    divisor = tl.where(running_sum == 0.0, 1.0, running_sum)
+    out_rows = (seq * num_heads + heads) * num_splits + split
+    partial = attended / divisor[:, None]
+    tl.store(partial_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], partial, mask=in_group)
+    tl.store(log_sum_ptr + out_rows, running_max + tl.log2(divisor), mask=group < GROUP_SIZE)
+
+
+@triton.jit
+def merge_splits(
+    partial_ptr,  # [num_seqs, num_heads, num_splits, head_dim] float32
+    log_sum_ptr,  # [num_seqs, num_heads, num_splits] float32
+    output_ptr,  # [num_seqs, num_heads, head_dim]
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    # One program merges the splits of one head of one sequence.
+    row = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, PADDED_SPLITS)
+    dims = tl.arange(0, PADDED_DIM)
+    is_split = splits < num_splits
+    in_split = is_split[:, None] & (dims < HEAD_DIM)[None, :]
+    split_rows = row * num_splits + splits
+
+    log_sum = tl.load(log_sum_ptr + split_rows, mask=is_split, other=float("-inf"))
+    partial = tl.load(partial_ptr + split_rows[:, None] * HEAD_DIM + dims[None, :], mask=in_split, other=0.0)
+
+    largest = tl.max(log_sum, 0)
+    # Of a sequence without tokens every split weighs 2^-inf; its partials are zeros already.
+    weights = tl.exp2(log_sum - tl.where(largest == float("-inf"), 0.0, largest))
+    total = tl.sum(weights, 0)
+    merged = tl.sum(partial * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(output_ptr + row * HEAD_DIM + dims, merged, mask=dims < HEAD_DIM)
+
+
+def paged_decode_attention(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """`kernels.reference.paged_decode_attention`, on the current GPU, accumulating in float32.
+
+    `query`, `kv_layer` and `block_tables` may have any strides in front of a contiguous last dimension. The number of
+    splits follows from the shapes alone, never from the contexts' lengths: nothing waits for the GPU.
+    """
+    num_seqs, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = kv_layer.shape[2:4]
+    output = query.new_empty(query.shape)
+    if num_seqs == 0:
+        return output
+    max_context_len = block_tables.shape[1] * block_size
+    window = max_context_len if sliding_window is None else min(sliding_window, max_context_len)
+    num_splits = choose_num_splits(num_seqs * num_kv_heads, window, _num_processors(query.device))
+
+    # One split needs no merging: its own attention is the output.
+    partial_shape = (num_seqs, num_heads, num_splits, head_dim)
+    partial = output if num_splits == 1 else query.new_empty(partial_shape, dtype=torch.float32)
+    log_sum = query.new_empty(partial_shape[:3], dtype=torch.float32)
+    attend_split[(num_seqs, num_kv_heads, num_splits)](
+        query,
+        kv_layer,
+        block_tables,
+        context_lens,
+        partial,
+        log_sum,
+        scale * LOG2_E,
+        window,
+        *query.stride()[:2],
+        *kv_layer.stride()[:4],
+        block_tables.stride(0),
+        GROUP_SIZE=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        TILE=TILE_LEN,
+        PADDED_GROUP=max(MIN_DOT_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
+        PADDED_DIM=triton.next_power_of_2(head_dim),
+        num_warps=4,
+        num_stages=3,
+    )
+    if num_splits > 1:
+        merge_splits[(num_seqs * num_heads,)](
+            partial,
+            log_sum,
+            output,
+            num_splits,
+            HEAD_DIM=head_dim,
+            PADDED_SPLITS=triton.next_power_of_2(num_splits),
+            PADDED_DIM=triton.next_power_of_2(head_dim),
+            num_warps=4,
+        )
+    return output
+
+
+def choose_num_splits(num_rows: int, max_visible_len: int, num_processors: int) -> int:
+    """Splits per row (sequence and KV head) that fill `num_processors`, none of them shorter than pays."""
+    wanted: int = triton.cdiv(PROGRAMS_PER_PROCESSOR * num_processors, num_rows)
+    worthwhile: int = triton.cdiv(max_visible_len, MIN_SPLIT_LEN)
+    return max(1, min(wanted, worthwhile, MAX_SPLITS))
+
+
+@lru_cache
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

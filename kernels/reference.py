@@ -1,0 +1,124 @@
+"""The three kernels in plain torch: what a CPU serves with, and the oracle of the Triton kernels.
+
+They share their signatures with `kernels.kv_write` and `kernels.paged_decode`. KV is read a sequence at a time, cut to
+the tokens that a query may see before anything is computed: what stands in the rest of a page, or in other pages, is
+never an operand, so not even NaN leaks out of it. docs/decisions/0003-attention-on-a-cpu.md has the figures.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def write_kv(key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+    """Write the K and V of new tokens into their slots of one layer, in place.
+
+    `key` and `value` [num_tokens, num_kv_heads, head_dim] have the dtype of `kv_layer` [num_pages, 2, num_kv_heads,
+    block_size, head_dim], which may have any strides. `slot_mapping` [num_tokens] int64 holds page * block_size +
+    offset, no slot twice, or -1 for a token that is skipped.
+    """
+    block_size = kv_layer.shape[3]
+    kept = slot_mapping >= 0
+    if not kept.all():
+        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
+    pages, offsets = slot_mapping // block_size, slot_mapping % block_size
+    layer_keys, layer_values = kv_layer.unbind(1)
+    layer_keys[pages, :, offsets] = key
+    layer_values[pages, :, offsets] = value
+
+
+def paged_decode_attention(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Attention of one new token per sequence over that sequence's pages.
+
+    `query` [num_seqs, num_heads, head_dim]; `kv_layer` as in `write_kv`, already holding the new tokens; query head h
+    reads KV head h // (num_heads // num_kv_heads). `block_tables` [num_seqs, max_blocks] int32 holds each sequence's
+    pages; entries beyond its context do not matter. `context_lens` [num_seqs] int32 counts its tokens, the new one
+    included; a sequence of none gets zeros. A query at position p sees the keys at p - sliding_window + 1 to p.
+
+    Returns [num_seqs, num_heads, head_dim] in the dtype of `query`.
+    """
+    num_seqs, num_heads, head_dim = query.shape
+    num_kv_heads = kv_layer.shape[2]
+    grouped = query.view(num_seqs, 1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    output = query.new_zeros(grouped.shape)
+    for seq, context_len in enumerate(context_lens.tolist()):
+        if context_len:
+            begin = _first_visible(context_len - 1, sliding_window)
+            keys, values = _gather_kv(kv_layer, block_tables[seq], begin, context_len)
+            output[seq] = scaled_dot_product_attention(grouped[seq], keys[None], values[None], scale=scale)
+    return output.view(num_seqs, num_heads, head_dim)
+
+
+def paged_prefill_attention(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_query_lens: Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Causal attention of each sequence's last tokens over its pages, in one ragged batch.
+
+    `query` [num_tokens, num_heads, head_dim] is cut into sequences by `cu_query_lens` [num_seqs + 1] int32: token j of
+    sequence s stands at position context_lens[s] - query_len[s] + j, so a chunk attends to the chunks before it. The
+    rest is as in `paged_decode_attention`; `context_lens` counts the chunk's own tokens.
+
+    Returns [num_tokens, num_heads, head_dim] in the dtype of `query`.
+    """
+    output = torch.empty_like(query)
+    bounds = cu_query_lens.tolist()
+    for seq, context_len in enumerate(context_lens.tolist()):
+        chunk = slice(bounds[seq], bounds[seq + 1])
+        query_len = chunk.stop - chunk.start
+        if query_len:
+            begin = _first_visible(context_len - query_len, sliding_window)
+            keys, values = _gather_kv(kv_layer, block_tables[seq], begin, context_len)
+            output[chunk] = _attend_causally(query[chunk], keys, values, scale, sliding_window)
+    return output
+
+
+def _first_visible(position: int, sliding_window: int | None) -> int:
+    return 0 if sliding_window is None else max(0, position - sliding_window + 1)
+
+
+def _gather_kv(kv_layer: Tensor, block_table: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """K and V [num_kv_heads, end - begin, head_dim] of the positions begin to end - 1 of one sequence."""
+    _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+    first_block, last_block = begin // block_size, (end - 1) // block_size
+    pages = kv_layer.index_select(0, block_table[first_block : last_block + 1])
+    visible = slice(begin - first_block * block_size, end - first_block * block_size)
+    keys, values = (plane.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, visible] for plane in pages.unbind(1))
+    return keys, values
+
+
+def _attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+    """Attention [query_len, num_heads, head_dim] of queries that stand at the last positions of `keys`."""
+    query_len, num_heads, head_dim = query.shape
+    num_kv_heads, num_keys, _ = keys.shape
+    group_size = num_heads // num_kv_heads
+    grouped = query.view(query_len, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
+    # KV heads take the batch's place, so that a group reads its keys through a zero stride, never a copy.
+    shape = (num_kv_heads, group_size, num_keys, head_dim)
+    attended = scaled_dot_product_attention(
+        grouped,
+        keys[:, None].expand(shape),
+        values[:, None].expand(shape),
+        attn_mask=_causal_mask(query_len, num_keys, sliding_window, query.device),
+        scale=scale,
+    )
+    return attended.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)
+
+
+def _causal_mask(query_len: int, num_keys: int, sliding_window: int | None, device: torch.device) -> Tensor:
+    """[query_len, num_keys], true where the query may look; the last query stands at the last key."""
+    seen = torch.ones(query_len, num_keys, dtype=torch.bool, device=device)
+    visible = seen.tril(num_keys - query_len)
+    return visible if sliding_window is None else visible.triu(num_keys - query_len - sliding_window + 1)
