@@ -28,9 +28,10 @@ from wire.ids import RequestId
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts since the start, and pages and sequences as they are."""
+    """Counts since the start, and pages and sequences as they are. `kv_tokens` have KV in pages of those that run."""
 
     blocks: BlockCounts
+    kv_tokens: int = 0
     num_running: int = 0
     num_waiting: int = 0
     computed_prompt_tokens: int = 0
@@ -92,6 +93,7 @@ class EngineCore:
         return replace(
             self._counted,
             blocks=self._pool.ledger.counts(),
+            kv_tokens=sum(sequence.num_computed for sequence in self._roster.running),
             num_running=len(self._roster.running),
             num_waiting=len(self._roster.waiting),
         )

@@ -1,0 +1,194 @@
+import pytest
+import torch
+
+from engine.batch import Batch
+from engine.batcher import ContinuousBatcher
+from engine.events import Emitted, Failed, Fetched, Finished, Preempted, Scheduled
+from engine.hash_model import HashModel
+from engine.request import ChoiceSoFar, EngineRequest
+from tests.pair import ROOT, drive, make_core, request, serve
+from wire.errors import InvalidRequest, RequestExists
+from wire.ids import RequestId
+from wire.layout import KVLayout
+from wire.sampling import FinishReason, SamplingParams
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+PROMPT = tuple(range(1, 40))
+
+
+@pytest.fixture
+def model() -> HashModel:
+    return HashModel(LAYOUT, 997)
+
+
+def greedy(max_tokens: int, **settings: object) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **settings})  # type: ignore[arg-type]
+
+
+def test_tokens_are_the_oracles_and_pages_come_back(model: HashModel) -> None:
+    core = make_core(model)
+    run = serve(core, PROMPT, greedy(50))
+    assert run.outputs[0] == model.oracle(PROMPT, 50)
+    counts = core.stats().blocks
+    assert (counts.owned, counts.published, counts.draining) == (0, 0, 0)
+    assert counts.cached == (len(PROMPT) + 49) // 16
+
+
+def test_events_come_in_order(model: HashModel) -> None:
+    core = make_core(model)
+    core.add(request(PROMPT, greedy(2)))
+    events = [event for _ in range(8) for event in core.step()]
+    assert [type(event) for event in events] == [Scheduled, Fetched, Emitted, Emitted, Finished]
+    assert not core.has_requests
+
+
+def test_a_second_turn_finds_the_first(model: HashModel) -> None:
+    core = make_core(model)
+    first = serve(core, PROMPT, greedy(30))
+    prompt = (*PROMPT, *first.outputs[0], 7, 8, 9)
+    second = serve(core, prompt, greedy(10))
+    assert second.outputs[0] == model.oracle(prompt, 10)
+    assert second.fetched[0].device == (len(PROMPT) + 29) // 16 * 16
+    assert second.fetched[0].device + second.fetched[0].computed == len(prompt)
+
+
+def test_chunks_change_nothing(model: HashModel) -> None:
+    prompt = tuple(range(300))
+    for max_step_tokens in (7, 16, 100):
+        core = make_core(model, batcher=ContinuousBatcher(max_step_tokens=max_step_tokens))
+        assert serve(core, prompt, greedy(5)).outputs[0] == model.oracle(prompt, 5)
+
+
+def test_more_requests_than_pages_preempt_and_all_end_right(model: HashModel) -> None:
+    core = make_core(model, num_blocks=12)
+    requests = [request((9, number, *PROMPT), greedy(60)) for number in range(10)]
+    for run in drive(core, requests):
+        assert run.outputs[0] == model.oracle(run.request.prompt_ids, 60)
+    assert core.stats().num_preemptions > 0
+
+
+def test_preempted_sequences_give_their_pages_to_older_ones(model: HashModel) -> None:
+    core = make_core(model, num_blocks=8)
+    requests = [request((number, *PROMPT), greedy(80)) for number in range(2)]
+    for one in requests:
+        core.add(one)
+    preempted = [event for _ in range(60) for event in core.step() if isinstance(event, Preempted)]
+    assert {event.request_id for event in preempted} == {requests[1].request_id}
+
+
+def test_choices_share_the_prompt_and_differ(model: HashModel) -> None:
+    core = make_core(model)
+    prompt = tuple(range(100))
+    run = serve(core, prompt, SamplingParams(temperature=1.0, seed=5, n=4, max_tokens=12, ignore_eos=True))
+    assert len({tuple(output) for output in run.outputs.values()}) == 4
+    assert core.stats().computed_prompt_tokens <= len(prompt) + 3 * 16
+    assert run.fetched[0].computed == len(prompt)
+
+
+def test_goes_on_from_emitted_tokens(model: HashModel) -> None:
+    emitted = model.oracle(PROMPT, 20)
+    asked = EngineRequest(RequestId("r"), ROOT, PROMPT, greedy(40), (ChoiceSoFar(0, tuple(emitted)),))
+    assert drive(make_core(model), [asked])[0].outputs[0] == model.oracle(PROMPT, 40)
+
+
+def test_abort_frees_everything_at_every_step(model: HashModel) -> None:
+    for num_steps in range(12):
+        core = make_core(model, batcher=ContinuousBatcher(max_step_tokens=16))
+        asked = request(PROMPT, greedy(50, n=2))
+        core.add(asked)
+        for _ in range(num_steps):
+            core.step()
+        core.abort(asked.request_id)
+        assert core.step() == []
+        assert core.check() == []
+        assert not core.has_requests
+
+
+def test_aborting_one_leaves_the_others_alone(model: HashModel) -> None:
+    core = make_core(model)
+    doomed, kept = request(PROMPT, greedy(50)), request((5, *PROMPT), greedy(20))
+    core.add(doomed)
+    core.add(kept)
+    for _ in range(5):
+        core.step()
+    core.abort(doomed.request_id)
+    core.abort(doomed.request_id)
+    events = [event for _ in range(30) for event in core.step()]
+    assert {event.request_id for event in events} == {kept.request_id}
+    assert isinstance(events[-1], Finished)
+
+
+@pytest.mark.parametrize("max_tokens", [2000, 100])
+def test_refuses_what_can_never_fit(model: HashModel, max_tokens: int) -> None:
+    core = make_core(model, num_blocks=8)
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        core.add(request(PROMPT, greedy(max_tokens)))
+    assert not core.has_requests
+
+
+def test_runs_what_just_fits(model: HashModel) -> None:
+    core = make_core(model, num_blocks=8)
+    num = 8 * 16 - len(PROMPT)
+    assert serve(core, PROMPT, greedy(num)).outputs[0] == model.oracle(PROMPT, num)
+
+
+def test_refuses_a_second_request_of_one_id(model: HashModel) -> None:
+    core = make_core(model)
+    asked = request(PROMPT, greedy(5))
+    core.add(asked)
+    with pytest.raises(RequestExists):
+        core.add(asked)
+
+
+def test_stops_at_a_stop_token_and_says_which(model: HashModel) -> None:
+    expected = model.oracle(PROMPT, 30)
+    stop = expected[10]
+    core = make_core(model)
+    core.add(request(PROMPT, greedy(30, stop_token_ids=(stop,))))
+    events = [event for _ in range(40) for event in core.step()]
+    assert [event.token_id for event in events if isinstance(event, Emitted)] == expected[: expected.index(stop) + 1]
+    (finished,) = [event for event in events if isinstance(event, Finished)]
+    assert (finished.reason, finished.stop_token_id) == (FinishReason.STOP, stop)
+
+
+def test_min_tokens_keeps_stop_tokens_away(model: HashModel) -> None:
+    stop = model.oracle(PROMPT, 1)[0]
+    run = serve(make_core(model), PROMPT, greedy(10, stop_token_ids=(stop,), min_tokens=4))
+    assert stop not in run.outputs[0][:4]
+    assert len(run.outputs[0]) >= 4
+
+
+class Poisoned(HashModel):
+    """Its logits are no numbers for one sequence of a batch, or it fails for all."""
+
+    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(batch, kv)
+        firsts = batch.token_ids[batch.cu_query_lens[:-1].long()]
+        logits[firsts[: len(logits)] == 13] = torch.nan
+        return logits
+
+
+def test_logits_that_are_no_numbers_end_their_request_only() -> None:
+    core = make_core(Poisoned(LAYOUT, 997))
+    bad, good = request((13, *PROMPT), greedy(5)), request(PROMPT, greedy(5))
+    core.add(bad)
+    core.add(good)
+    events = [event for _ in range(20) for event in core.step()]
+    assert [event.request_id for event in events if isinstance(event, Failed)] == [bad.request_id]
+    assert [event.request_id for event in events if isinstance(event, Finished)] == [good.request_id]
+    assert core.stats().blocks.cached == (len(PROMPT) + 4) // 16, "blocks of the failed request must not be found"
+    assert core.check() == []
+
+
+def test_unused_slots_are_few_at_steady_load(model: HashModel) -> None:
+    """Of the slots in pages that sequences hold, at most 4 % are empty, for requests of 300 tokens and more."""
+    core = make_core(model, num_blocks=1200)
+    for number in range(32):
+        core.add(request((number, *range(300 + 7 * number)), greedy(200 + number)))
+    shares = []
+    for _ in range(150):
+        core.step()
+        stats = core.stats()
+        shares.append(1 - stats.kv_tokens / ((stats.blocks.owned + stats.blocks.published) * LAYOUT.block_size))
+    assert stats.num_running == 32
+    assert max(shares[20:]) <= 0.04
