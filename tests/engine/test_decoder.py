@@ -1,0 +1,105 @@
+"""The decoder over paged KV gives, token by token, what transformers gives."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.decoder import Decoder
+from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, choose_prompt, make_checkpoint, shard
+from tests.paged_run import PagedRun, generate
+from wire.errors import ConfigError
+
+LENGTHS = (1, 15, 16, 17, 100, 700)
+NUM_TOKENS = 64
+CPU = torch.device("cpu")
+
+Checkpoints = Callable[[str], Path]
+
+
+def load(folder: Path, dtype: str | None = None) -> Decoder:
+    return Decoder.load(folder, dtype, CPU, block_size=16)
+
+
+@pytest.mark.parametrize("chunk_len", [700, 37])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_batch_gives_the_tokens_of_transformers(checkpoint: Checkpoints, arch: str, chunk_len: int) -> None:
+    chosen = [choose_prompt(checkpoint(arch), length) for length in LENGTHS]
+    others = torch.randint(VOCAB_SIZE, (16 - len(chosen), 40), generator=torch.Generator().manual_seed(1)).tolist()
+    prompts = [one.prompt_ids for one in chosen] + others
+    outputs = generate(load(checkpoint(arch)), prompts, NUM_TOKENS, chunk_len)
+    assert outputs[: len(chosen)] == [list(one.token_ids) for one in chosen]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_prompt_alone_gives_the_tokens_of_transformers(checkpoint: Checkpoints, arch: str) -> None:
+    model = load(checkpoint(arch))
+    for length in LENGTHS:
+        chosen = choose_prompt(checkpoint(arch), length)
+        assert generate(model, [chosen.prompt_ids], NUM_TOKENS) == [list(chosen.token_ids)]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_zeroing_or_swapping_one_block_changes_the_output(checkpoint: Checkpoints, arch: str) -> None:
+    """What makes the tests above worth anything: they would notice."""
+    model = load(checkpoint(arch))
+    chosen = [choose_prompt(checkpoint(arch), length) for length in (100, 700)]
+    for corrupt in (zero_block, swap_blocks):
+        run = PagedRun(model, [one.prompt_ids for one in chosen], NUM_TOKENS)
+        run.prefill(700)
+        corrupt(run)
+        outputs = zip(run.decode(NUM_TOKENS), chosen, strict=True)
+        assert [output == list(one.token_ids) for output, one in outputs] == [False, corrupt is zero_block]
+
+
+def zero_block(run: PagedRun) -> None:
+    run.kv[run.rows[0].pages[4]] = 0
+
+
+def swap_blocks(run: PagedRun) -> None:
+    """Of two prompts: attention over two blocks of one prompt would be the same in any order."""
+    first, second = run.rows[0].pages[4], run.rows[1].pages[42]
+    run.kv[[first, second]] = run.kv[[second, first]]
+
+
+def test_sharded_weights_are_the_same_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    chosen = choose_prompt(checkpoint("llama-gqa"), 17)
+    folder = shard(checkpoint("llama-gqa"), tmp_path / "sharded")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert generate(load(folder), [chosen.prompt_ids], NUM_TOKENS) == [list(chosen.token_ids)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close_to_float32(checkpoint: Checkpoints, dtype: str) -> None:
+    folder = checkpoint("qwen3")
+    prompt = choose_prompt(folder, 100).prompt_ids
+    exact, rounded = (first_logits(load(folder, name), prompt) for name in ("float32", dtype))
+    assert exact.dtype == rounded.dtype == torch.float32
+    assert 0 < (exact - rounded).abs().max() < 0.1 * exact.abs().max()
+
+
+def first_logits(model: Decoder, prompt: tuple[int, ...]) -> torch.Tensor:
+    run = PagedRun(model, [prompt], 1)
+    return model.forward(run.batch([(run.rows[0], len(prompt))]), run.kv)
+
+
+def test_dtype_is_float32_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama-gqa", tmp_path, dtype="bfloat16")
+    assert load(folder).layout.dtype == "float32"
+    assert load(folder, "bfloat16").layout.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="float32, bfloat16, float16"):
+        load(folder, "int4")
+
+
+def test_layout_and_limits_are_those_of_the_model(checkpoint: Checkpoints) -> None:
+    model = load(checkpoint("llama-mqa"))
+    assert model.layout.shape == (2, 2, 1, 16, 32)
+    assert (model.vocab_size, model.max_context_len, model.eos_token_ids) == (VOCAB_SIZE, 1024, ())
+
+
+def test_only_sampled_rows_have_logits(checkpoint: Checkpoints) -> None:
+    model = load(checkpoint("llama-gqa"))
+    run = PagedRun(model, [range(20), range(30)], 1)
+    batch = run.batch([(run.rows[0], 20), (run.rows[1], 10)])
+    assert model.forward(batch, run.kv).shape == (1, VOCAB_SIZE)
