@@ -1,0 +1,153 @@
+"""All settings of a cluster, from a TOML file and the command line. `baton.example.toml` says what each one means."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deploy.settings import build, merge
+from wire.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+MAX_WORKERS = 64
+MIB = 1 << 20
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+_REDIS_URL = re.compile(r"own|off|(redis|rediss|unix)://.+")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What is served. Without a path it is the demo model."""
+
+    path: str | None = None
+    dtype: str = "auto"
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPES, "model.dtype", f"one of {', '.join(DTYPES)}", self.dtype)
+        sizes = ", ".join(map(str, BLOCK_SIZES))
+        _require(self.block_size in BLOCK_SIZES, "model.block_size", f"one of {sizes}", self.block_size)
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """Number of workers of each role. Without prefill workers, decode workers prefill."""
+
+    prefill: int = 1
+    decode: int = 1
+
+    def __post_init__(self) -> None:
+        _require_range(self.prefill, "pools.prefill", 0, MAX_WORKERS)
+        _require_range(self.decode, "pools.decode", 1, MAX_WORKERS)
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What each worker gets. What is None is decided from what the machine has."""
+
+    pool_bytes: int | None = None
+    num_threads: int | None = None
+    num_gpus: float | None = None
+    num_cpus: float = 0.0
+    drain_grace_s: int = 30
+
+    def __post_init__(self) -> None:
+        _require_range(self.pool_bytes or MIB, "worker.pool_bytes", MIB, 1 << 50)
+        _require_range(self.num_threads or 1, "worker.num_threads", 1, 1024)
+        _require_range(self.num_gpus or 0, "worker.num_gpus", 0, 1)
+        _require_range(self.num_cpus, "worker.num_cpus", 0, 1024)
+        _require_range(self.drain_grace_s, "worker.drain_grace_s", 0, 3600)
+
+
+@dataclass(frozen=True)
+class ArenaSettings:
+    """The host tier: blocks in shared memory, one arena a node."""
+
+    size_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_range(self.size_bytes or MIB, "arena.size_bytes", MIB, 1 << 50)
+
+
+@dataclass(frozen=True)
+class RedisSettings:
+    """The cold tier: `own` starts a server, `off` goes without, a URL uses a server that is there."""
+
+    url: str = "own"
+    max_bytes: int = 256 * MIB
+
+    def __post_init__(self) -> None:
+        _require(_REDIS_URL.fullmatch(self.url), "redis.url", "own, off, or a redis://, rediss:// or unix:// URL", "")
+        _require_range(self.max_bytes, "redis.max_bytes", 16 * MIB, 1 << 50)
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """Where clients connect, on 127.0.0.1. Port 0 is any free one."""
+
+    grpc_port: int = 50051
+    max_open_requests: int = 2048
+    max_queued_requests: int = 512
+
+    def __post_init__(self) -> None:
+        _require_range(self.grpc_port, "router.grpc_port", 0, 65535)
+        _require_range(self.max_open_requests, "router.max_open_requests", 1, 1 << 20)
+        _require_range(self.max_queued_requests, "router.max_queued_requests", 1, 1 << 20)
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """The Ray cluster to join. Without an address, one is started on this machine and belongs to the Baton cluster."""
+
+    address: str | None = None
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Validated when it is made, and never changed afterwards."""
+
+    name: str = "default"
+    model: ModelSettings = field(default_factory=ModelSettings)
+    pools: PoolSettings = field(default_factory=PoolSettings)
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    arena: ArenaSettings = field(default_factory=ArenaSettings)
+    redis: RedisSettings = field(default_factory=RedisSettings)
+    router: RouterSettings = field(default_factory=RouterSettings)
+    ray: RaySettings = field(default_factory=RaySettings)
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+
+    @classmethod
+    def load(cls, file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
+        """From a TOML file, if there is one, with the nested table `flags` over it. Raises ConfigError."""
+        return build(cls, merge(_read(file) if file is not None else {}, flags))
+
+
+def check_name(name: str) -> str:
+    """A cluster's name, which is part of paths. Raises ConfigError if it is none."""
+    _require(_NAME.fullmatch(name), "name", "1 to 32 of a-z, 0-9 and -, beginning with a letter or digit", name[:64])
+    return name
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as content:
+            return tomllib.load(content)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from error
+
+
+def _require(holds: object, name: str, what: str, value: object) -> None:
+    if not holds:
+        given = f", not {value!r}" if value != "" else ""
+        raise ConfigError(f"{name} must be {what}{given}")
+
+
+def _require_range(value: float, name: str, least: float, most: float) -> None:
+    _require(least <= value <= most, name, f"between {least} and {most}", value)

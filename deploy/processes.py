@@ -1,0 +1,119 @@
+"""Processes that outlive the command that started them, told apart from later ones with the same number."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class ProcessRef:
+    """A process: its number, its start time in seconds of the epoch, and the boot of the machine it belongs to."""
+
+    pid: int
+    started: float
+    boot: str
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessRef":
+        """Raises psutil.NoSuchProcess if there is none."""
+        return cls(pid, psutil.Process(pid).create_time(), _boot())
+
+    @property
+    def is_alive(self) -> bool:
+        """False also for a zombie, and for another process that has the number now."""
+        return self._same() and _runs(self.pid)
+
+    def session(self) -> list[int]:
+        """Numbers of the living processes of the session that this process leads or led, itself among them.
+
+        A number is not given out again while a session of that number has members, so a stranger under it means that
+        our session is empty.
+        """
+        if self.boot != _boot() or (psutil.pid_exists(self.pid) and not self._same()):
+            return []
+        return [pid for pid in psutil.pids() if _session_of(pid) == self.pid and _runs(pid)]
+
+    def _same(self) -> bool:
+        try:
+            return self.boot == _boot() and abs(psutil.Process(self.pid).create_time() - self.started) < 0.1
+        except psutil.NoSuchProcess:
+            return False
+
+
+def spawn_leader(command: Sequence[str], log: Path, stdin: int | None = None, stdout: int | None = None) -> ProcessRef:
+    """Starts a program, found on PATH, that leads a session of its own and outlives its parent. It writes to `log`.
+
+    stdin, stdout: descriptors to be the program's own, in place of /dev/null and of the log.
+    """
+    with log.open("ab") as output, open(os.devnull, "rb") as nothing:
+        source = nothing.fileno() if stdin is None else stdin
+        sink = output.fileno() if stdout is None else stdout
+        actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate((source, sink, output.fileno()))]
+        pid = os.posix_spawnp(command[0], command, os.environ, file_actions=actions, setsid=True)
+    return ProcessRef.of(pid)
+
+
+def end_session(leader: ProcessRef, grace_s: float) -> None:
+    """Ends a session: SIGTERM to its leader, and SIGKILL to all that is left after `grace_s`. Blocks until it is empty.
+
+    Raises TimeoutError if something survives SIGKILL for 10 s.
+    """
+    if leader.is_alive:
+        _signal(leader.pid, signal.SIGTERM)
+        _wait_until_empty(leader, grace_s)
+    for pid in leader.session():
+        _signal(pid, signal.SIGKILL)
+    if not _wait_until_empty(leader, 10.0):
+        raise TimeoutError(f"processes {leader.session()} cannot be ended")
+
+
+def wait_for_end(pid: int, timeout_s: float) -> bool:
+    """Whether a process is gone within that time."""
+    deadline = time.monotonic() + timeout_s
+    while _runs(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _wait_until_empty(leader: ProcessRef, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while leader.session():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _runs(pid: int) -> bool:
+    """False for a zombie too, which nobody but its parent can remove."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,30 @@
+"""The folder with what lives as long as a cluster: sockets, logs, Ray's session."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+# Unix socket paths may have 107 bytes, and Ray appends up to 75: a short place, whatever TMPDIR says.
+ROOT = Path("/tmp")
+PREFIX = "baton-"
+
+
+def create() -> Path:
+    """A new, empty folder that only its owner may enter."""
+    return Path(tempfile.mkdtemp(dir=ROOT, prefix=PREFIX))
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder made by `create`, if it is there. Raises ValueError for any other path, and removes nothing."""
+    if folder.parent != ROOT or not folder.name.startswith(PREFIX):
+        raise ValueError(f"{folder} is no run folder")
+    if folder.exists() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def log_tail(log: Path, num_lines: int = 15) -> str:
+    """The last lines of a log, for a message; empty if there is none."""
+    if not log.exists():
+        return ""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])

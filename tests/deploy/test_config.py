@@ -1,0 +1,116 @@
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.byte_size import format_bytes, parse_bytes
+from deploy.config import ClusterConfig
+from wire.errors import ConfigError
+
+EXAMPLE = Path("deploy/baton.example.toml")
+
+
+def test_the_example_holds_the_defaults() -> None:
+    assert ClusterConfig.load(EXAMPLE, {}) == ClusterConfig()
+
+
+def test_the_example_names_every_setting(tmp_path: Path) -> None:
+    text = EXAMPLE.read_text()
+    for section in dataclasses.fields(ClusterConfig):
+        value = getattr(ClusterConfig(), section.name)
+        if dataclasses.is_dataclass(value):
+            body = re.search(rf"^\[{section.name}\]\n(.*?)(?=^\[|\Z)", text, re.M | re.S)
+            assert body is not None, section.name
+            named = re.findall(r"^(?:# )?(\w+) = ", body[1], re.M)
+            assert named == [one.name for one in dataclasses.fields(value)]
+
+
+def test_the_example_loads_with_all_its_settings(tmp_path: Path) -> None:
+    file = tmp_path / "all.toml"
+    file.write_text(re.sub(r"^# (\w+ = )", r"\1", EXAMPLE.read_text(), flags=re.M))
+    config = ClusterConfig.load(file, {})
+    assert config.arena.size_bytes == 1 << 30
+    assert config.worker.num_gpus == 1.0
+    assert config.ray.address == "auto"
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text('[model]\npath = "a"\ndtype = "float16"\n[pools]\nprefill = 3\n')
+    config = ClusterConfig.load(file, {"model": {"path": "b"}, "worker": {"pool_bytes": "64MiB"}})
+    assert (config.model.path, config.model.dtype) == ("b", "float16")
+    assert config.pools.prefill == 3
+    assert config.worker.pool_bytes == 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("nmae = 'x'", "unknown setting nmae"),
+        ("[pools]\nprefil = 1", "unknown setting pools.prefil"),
+        ("[pools]\nprefill = '1'", "pools.prefill must be a whole number"),
+        ("[pools]\nprefill = true", "pools.prefill must be a whole number"),
+        ("[pools]\nprefill = -1", "pools.prefill must be between 0 and 64"),
+        ("[pools]\ndecode = 0", "pools.decode must be between 1 and 64"),
+        ("pools = 3", "pools must be a table"),
+        ("name = '../x'", "name must be"),
+        ("name = ''", "name must be"),
+        ("[model]\nblock_size = 17", "model.block_size must be one of"),
+        ("[model]\ndtype = 'int8'", "model.dtype must be one of"),
+        ("[arena]\nsize_bytes = '1 GB'", "is not a size"),
+        ("[arena]\nsize_bytes = 1", "arena.size_bytes must be between"),
+        ("[redis]\nurl = 'http://x'", "redis.url must be"),
+        ("[router]\ngrpc_port = 70000", "router.grpc_port must be between"),
+        ("[worker]\nnum_gpus = 2", "worker.num_gpus must be between"),
+        ("[worker]\npool_bytes = true", "worker.pool_bytes must be a whole number"),
+        ("name = ", "is not TOML"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        ClusterConfig.load(file, {})
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "baton.toml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        ClusterConfig.load(file, {})
+
+
+def test_a_password_in_a_wrong_redis_url_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as raised:
+        ClusterConfig.load(None, {"redis": {"url": "redsi://:secret@host"}})
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("0", 0), ("4096", 4096), ("1KiB", 1024), ("1.5 MiB", 3 << 19), (" 2GiB ", 2 << 30)]
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1e3", "1 GB", "MiB", "1MiBx"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB")]
+)
+def test_sizes_are_shown(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_settings_cannot_be_changed() -> None:
+    config: Any = ClusterConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.name = "other"
