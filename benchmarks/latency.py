@@ -1,0 +1,123 @@
+"""From what the client saw of each request to the figures that are reported. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class Record:
+    """One request as the client saw it. Times in seconds from the start of the round.
+
+    `chunks` has when each message with tokens came and how many tokens it had; `error` is the status of a failure.
+    """
+
+    scheduled_s: float
+    sent_s: float
+    chunks: tuple[tuple[float, int], ...]
+    ended_s: float
+    prompt_len: int
+    cached_len: int
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for _, count in self.chunks)
+
+    @property
+    def ttft_s(self) -> float:
+        """From when it should have been sent: a late client is no excuse for the server, nor a help to it."""
+        return self.chunks[0][0] - self.scheduled_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of a token after the first message; 0 where there was one message only."""
+        later = self.num_tokens - self.chunks[0][1]
+        return (self.chunks[-1][0] - self.chunks[0][0]) / later if later else 0.0
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between messages; a message may have several tokens."""
+        return [after - before for (before, _), (after, _) in pairwise(self.chunks)]
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_s - self.scheduled_s
+
+
+@dataclass(frozen=True)
+class LatencyLimits:
+    """A request is good if it ended well and kept both."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def holds_for(self, record: Record) -> bool:
+        return record.ttft_s <= self.ttft_s and record.tpot_s <= self.tpot_s
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """In milliseconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one mode did. Rates are per second of the time from the round's start to its last answer."""
+
+    num_sent: int
+    num_ended: int
+    errors: dict[str, int]
+    ttft_ms: Percentiles
+    tpot_ms: Percentiles
+    itl_ms: Percentiles
+    e2e_ms: Percentiles
+    good_share: float
+    goodput_rps: float
+    throughput_rps: float
+    output_tokens_per_s: float
+    cached_prompt_share: float
+    client_lateness_ms: Percentiles
+
+
+def summarize(rounds: Sequence[Sequence[Record]], limits: LatencyLimits) -> Summary:
+    """Of all rounds of one mode together."""
+    records = [record for one in rounds for record in one]
+    ended = [record for record in records if record.error is None and record.chunks]
+    good = [record for record in ended if limits.holds_for(record)]
+    span_s = sum(max((record.ended_s for record in one), default=0.0) for one in rounds) or 1.0
+    return Summary(
+        num_sent=len(records),
+        num_ended=len(ended),
+        errors=dict(Counter(record.error or "no tokens" for record in records if record not in ended)),
+        ttft_ms=percentiles_ms(record.ttft_s for record in ended),
+        tpot_ms=percentiles_ms(record.tpot_s for record in ended if len(record.chunks) > 1),
+        itl_ms=percentiles_ms(gap for record in ended for gap in record.gaps_s),
+        e2e_ms=percentiles_ms(record.e2e_s for record in ended),
+        good_share=len(good) / max(1, len(records)),
+        goodput_rps=len(good) / span_s,
+        throughput_rps=len(ended) / span_s,
+        output_tokens_per_s=sum(record.num_tokens for record in ended) / span_s,
+        cached_prompt_share=sum(r.cached_len for r in ended) / max(1, sum(r.prompt_len for r in ended)),
+        client_lateness_ms=percentiles_ms(record.sent_s - record.scheduled_s for record in records),
+    )
+
+
+def percentiles_ms(values_s: Iterable[float]) -> Percentiles:
+    """Interpolated linearly between the nearest ranks; NaN where there are no values."""
+    ordered = sorted(values_s)
+    return Percentiles(*(_quantile(ordered, share) * 1000 for share in (0.5, 0.9, 0.99)))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    if not ordered:
+        return float("nan")
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

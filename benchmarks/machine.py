@@ -1,0 +1,52 @@
+"""What the machine was while a figure was measured: a figure without it means nothing on a shared one."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+_NUM_BYTES = 256 << 20
+_NUM_TRIALS = 3
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Load of the last minute, cores, threads that torch is told to use, and memory bandwidth of one core in GB/s."""
+
+    load_average: float
+    num_cpus: int
+    omp_num_threads: str
+    read_gb_s: float
+    copy_gb_s: float
+
+    @classmethod
+    def measure(cls) -> "Machine":
+        """Takes about a second and half a gigabyte. A copied byte counts once."""
+        source = np.ones(_NUM_BYTES // 8, dtype=np.int64)
+        target = np.ones_like(source)
+        return cls(
+            load_average=os.getloadavg()[0],
+            num_cpus=len(os.sched_getaffinity(0)),
+            omp_num_threads=os.environ.get("OMP_NUM_THREADS", "unset"),
+            read_gb_s=_best_gb_s(lambda: source.sum()),
+            copy_gb_s=_best_gb_s(lambda: np.copyto(target, source)),
+        )
+
+    def describe(self) -> str:
+        """One line to stand beside results."""
+        return (
+            f"load average {self.load_average:.2f}, {self.num_cpus} cores, OMP_NUM_THREADS={self.omp_num_threads}, "
+            f"read {self.read_gb_s:.1f} GB/s, copy {self.copy_gb_s:.1f} GB/s"
+        )
+
+
+def _best_gb_s(work: Callable[[], object]) -> float:
+    return max(_gb_s(work) for _ in range(_NUM_TRIALS))
+
+
+def _gb_s(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return _NUM_BYTES / (time.perf_counter() - start) / 1e9

@@ -1,0 +1,49 @@
+"""When which request is sent: decided before the first one is, so that no answer can delay a later request."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.request_trace import ScaledTrace, TraceRow
+
+PROMPT_IDS = range(32, 256)
+"""Token ids that prompts are made of: every vocabulary has them, and hardly any has special tokens there."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, and when to send it, in seconds from the start of its round."""
+
+    at_s: float
+    prompt: tuple[int, ...]
+    output_len: int
+
+
+def poisson(rate: float, duration_s: float, input_len: int, output_len: int, seed: int) -> list[Arrival]:
+    """Arrivals of a Poisson process with `rate` a second; all prompts differ."""
+    draw = random.Random(seed)
+    arrivals: list[Arrival] = []
+    at_s = draw.expovariate(rate)
+    while at_s < duration_s:
+        arrivals.append(Arrival(at_s, _random_tokens(draw, input_len), output_len))
+        at_s += draw.expovariate(rate)
+    return arrivals
+
+
+def replay(trace: ScaledTrace, seed: int) -> list[Arrival]:
+    """A trace's arrivals and lengths. Prompts share prefixes as the trace's do, where it says so, and only those."""
+    draw = random.Random(seed)
+    return [Arrival(row.at_s, _trace_tokens(row, trace.block_len, draw, seed), row.output_len) for row in trace.rows]
+
+
+def _random_tokens(draw: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(draw.choices(PROMPT_IDS, k=length))
+
+
+def _trace_tokens(row: TraceRow, block_len: int, draw: random.Random, seed: int) -> tuple[int, ...]:
+    known = [token for name in row.blocks for token in _block_tokens(name, block_len, seed)][: row.input_len]
+    return (*known, *_random_tokens(draw, row.input_len - len(known)))
+
+
+def _block_tokens(name: int, length: int, seed: int) -> Sequence[int]:
+    return _random_tokens(random.Random(f"{seed} block {name}"), length)
