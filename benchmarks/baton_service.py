@@ -1,7 +1,6 @@
 """A service of ours, started and stopped by the command line as a user would."""
 
 import json
-import os
 import subprocess
 import sys
 from types import TracebackType
@@ -12,7 +11,7 @@ _CALL_TIMEOUT_S = 60.0
 
 
 class BatonService:
-    """`baton up` on entry, `baton down` on exit. Workers get one thread each, or they would fight over the cores."""
+    """`baton up` on entry, `baton down` on exit."""
 
     def __init__(self, name: str, model: str | None, num_prefill: int, num_decode: int) -> None:
         self._name = f"bench-{name}"
@@ -41,8 +40,5 @@ class BatonService:
 
     def _baton(self, *arguments: str, timeout_s: float = _CALL_TIMEOUT_S) -> str:
         command = [sys.executable, "-m", "deploy.cli", *arguments, "--name", self._name]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        done = subprocess.run(
-            command, env=environment, timeout=timeout_s, stdout=subprocess.PIPE, text=True, check=True
-        )
+        done = subprocess.run(command, timeout=timeout_s, stdout=subprocess.PIPE, text=True, check=True)
         return done.stdout

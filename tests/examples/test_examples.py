@@ -1,0 +1,56 @@
+"""The examples run as they stand."""
+
+import runpy
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from wire.pb import inference_pb2 as pb
+from wire.pb import inference_pb2_grpc as pb_grpc
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def test_in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = make_checkpoint("llama-gqa", tmp_path)
+    capsys.readouterr()
+    run("in_process.py", str(checkpoint), monkeypatch=monkeypatch)
+    printed = capsys.readouterr().out
+    assert printed.startswith("The sun rises in the")
+    assert "\nOnce upon a time" in printed
+    assert len(printed) > len("The sun rises in the\nOnce upon a time\n") + 20
+
+
+class Parrot(pb_grpc.InferenceServicer):
+    """Says the prompt back, word by word."""
+
+    def Generate(  # noqa: N802 - named by the proto
+        self, request: pb.GenerateRequest, context: Any
+    ) -> Iterator[pb.GenerateResponse]:
+        words = request.text.split()
+        for word in words[: request.sampling_params.max_tokens]:
+            yield pb.GenerateResponse(chunk=pb.Chunk(text=f"{word}!"))
+        usage = pb.Usage(prompt_tokens=len(words), completion_tokens=2)
+        yield pb.GenerateResponse(complete=pb.Complete(usage=usage, timeline=pb.Timeline(total_ms=7.2)))
+
+
+def test_client(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    pb_grpc.add_InferenceServicer_to_server(Parrot(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        run("client.py", "one two three", "--address", address, "--max-tokens", "2", monkeypatch=monkeypatch)
+    finally:
+        server.stop(None).wait(10)
+    assert capsys.readouterr().out == "one!two!\n3 tokens in, 2 out, 7 ms\n"
