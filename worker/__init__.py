@@ -1,0 +1,1 @@
+"""What both roles of worker share: loop, service, gRPC skin, Ray skin."""

@@ -1,0 +1,87 @@
+"""The requests at an engine: each is told what happened to it, and what it wants of the engine is done."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from engine.core import EngineCore
+from engine.events import Event, Failed
+from wire.errors import BatonError
+from wire.ids import RequestId
+from worker.call import Call
+from worker.commands import Begin
+from worker.instructions import AbortInEngine, AddToEngine, Close, Instruction
+from worker.lifecycle import Withdrawn
+
+log = logging.getLogger(__name__)
+
+Delivery = tuple[Call, Instruction]
+"""An instruction that concerns the caller, not the engine."""
+
+
+class Lives:
+    """At most one life for each request id. Belongs to the engine's thread."""
+
+    def __init__(self, engine: EngineCore, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._lives: dict[RequestId, Begin] = {}
+        self._deliveries: list[Delivery] = []
+
+    def begin(self, life: Begin) -> None:
+        """Starts a life. What the engine refuses ends at once, with the engine's error."""
+        self._lives[life.call.request_id] = life
+        self._carry_out(life, life.lifecycle.start())
+
+    def withdraw(self, call: Call, error: BatonError) -> None:
+        """Ends the life that belongs to this very call. Does nothing if it has ended."""
+        life = self._lives.get(call.request_id)
+        if life is not None and life.call is call:
+            self._tell_one(life, [Withdrawn(error)])
+
+    def withdraw_all(self, error: BatonError) -> list[str]:
+        """Ends every life, whatever state the engine is in; returns what went wrong with it."""
+        problems = []
+        for life in list(self._lives.values()):
+            try:
+                self.withdraw(life.call, error)
+            except Exception as failure:  # every caller has to be answered
+                log.exception("request %s cannot be taken out of the engine", life.call.request_id)
+                problems.append(f"a request cannot be taken out of the engine: {type(failure).__name__}")
+                self._do(life, Close(error))
+        return problems
+
+    def tell(self, events: Sequence[Event]) -> None:
+        """Hands the events of one step to the lives they belong to."""
+        by_request: dict[RequestId, list[Event]] = {}
+        for event in events:
+            by_request.setdefault(event.request_id, []).append(event)
+        for request_id, own in by_request.items():
+            if request_id in self._lives:
+                self._tell_one(self._lives[request_id], own)
+
+    def take_deliveries(self) -> list[Delivery]:
+        """What is to be delivered to callers since the last time."""
+        deliveries, self._deliveries = self._deliveries, []
+        return deliveries
+
+    def _tell_one(self, life: Begin, events: Sequence[Event | Withdrawn]) -> None:
+        self._carry_out(life, life.lifecycle.handle(events, self._clock()))
+
+    def _carry_out(self, life: Begin, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            self._do(life, instruction)
+
+    def _do(self, life: Begin, instruction: Instruction) -> None:
+        match instruction:
+            case AddToEngine(request):
+                try:
+                    self._engine.add(request)
+                except BatonError as error:
+                    self._tell_one(life, [Failed(request.request_id, error)])
+            case AbortInEngine(request_id):
+                self._engine.abort(request_id)
+            case Close():
+                del self._lives[life.call.request_id]
+                self._deliveries.append((life.call, instruction))
+            case _:
+                self._deliveries.append((life.call, instruction))
