@@ -18,10 +18,10 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
+        self._vocab_size = max(ids, default=-1) + 1
+        self._silent_ids = frozenset(range(self._vocab_size)) - ids | _special_ids(backend)
         self._byte_ids = _byte_fallback_ids(backend)
-        self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -55,11 +55,9 @@ class Tokenizer:
         return text
 
     def kind(self, token_id: int) -> TokenKind:
-        if token_id in self._byte_ids:
-            return TokenKind.BYTE
-        if token_id in self._special_ids or self._backend.id_to_token(token_id) is None:
+        if token_id in self._silent_ids or token_id >= self._vocab_size:
             return TokenKind.SILENT
-        return TokenKind.TEXT
+        return TokenKind.BYTE if token_id in self._byte_ids else TokenKind.TEXT
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
@@ -68,6 +66,11 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
     declared = [token for token in config.declared_tokens if repr(token) not in described]
     present = {token.content for token in (*known, *declared)}
     backend.add_tokens([*declared, *(token for token in config.special_tokens if token.content not in present)])
+
+
+def _special_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    added = backend.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
 def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
