@@ -48,8 +48,10 @@ class Checkpoint:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that decide what the model computes: configuration and weights, in a fixed order."""
-        return (self.folder / "config.json", *sorted({file.path for file in self._tensor_to_file.values()}))
+        """What makes this model another than others: configuration, weights and, where there is one, tokenizer.json."""
+        tokenizer = self.folder / "tokenizer.json"
+        weights = sorted({file.path for file in self._tensor_to_file.values()})
+        return (self.folder / "config.json", *weights, *([tokenizer] if os.path.lexists(tokenizer) else []))
 
     @property
     def unread(self) -> frozenset[str]:

@@ -19,6 +19,7 @@ from typing import Any
 from engine.json_fields import JsonFields
 from engine.rope import RopeConfig
 from wire.errors import ModelError
+from wire.layout import KVLayout
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 1024
@@ -113,6 +114,10 @@ class ModelConfig:
             attention=AttentionConfig.parse(architecture, fields, hidden_size, num_layers),
             rope=RopeConfig.parse(fields, max_context_len),
         )
+
+    def kv_layout(self, dtype: str, block_size: int) -> KVLayout:
+        """How this model's KV lies in blocks, for what it computes in."""
+        return KVLayout(self.num_layers, self.attention.num_kv_heads, self.attention.head_dim, block_size, dtype)
 
 
 def parse_eos(fields: JsonFields) -> tuple[int, ...]:

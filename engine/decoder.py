@@ -18,7 +18,6 @@ from engine.decoder_weights import DecoderWeights, LayerWeights, WeightLoader
 from engine.rope import Rope, Rotation
 from kernels.backend import KernelBackend, select_backend
 from wire.errors import ConfigError
-from wire.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -28,19 +27,12 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, block_size: int, backend: KernelBackend) -> None:
         """Runs where, and in the dtype in which, the weights are."""
-        attention = config.attention
         dtype = weights.embedding.dtype
         self.config = config
-        self.layout = KVLayout(
-            num_layers=config.num_layers,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            block_size=block_size,
-            dtype=str(dtype).removeprefix("torch."),
-        )
-        self._weights = weights
+        self.layout = config.kv_layout(str(dtype).removeprefix("torch."), block_size)
+        self.weights = weights
         self._backend = backend
-        self._rope = Rope(config.rope, attention.head_dim, dtype, weights.embedding.device)
+        self._rope = Rope(config.rope, config.attention.head_dim, dtype, weights.embedding.device)
 
     @classmethod
     def load(
@@ -63,7 +55,7 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        return self._weights.embedding.device
+        return self.weights.embedding.device
 
     @property
     def vocab_size(self) -> int:
@@ -82,14 +74,14 @@ class Decoder:
         """See `engine.batch.Model`. Returns an inference tensor, not to be changed in place outside that mode."""
         attention = PagedAttention(self._backend, batch, self.config.attention.head_dim**-0.5)
         rotation = self._rope.rotation(batch.positions)
-        states = F.embedding(batch.token_ids, self._weights.embedding)
-        for index, layer in enumerate(self._weights.layers):
+        states = F.embedding(batch.token_ids, self.weights.embedding)
+        for index, layer in enumerate(self.weights.layers):
             window = self.config.attention.windows[index]
             states = states + self._attend(
                 layer, layer.attention_norm(states), rotation, attention, kv[:, index], window
             )
             states = states + _feed_forward(layer, layer.mlp_norm(states))
-        return self._weights.head(self._weights.norm(states[batch.sample_rows])).float()
+        return self.weights.head(self.weights.norm(states[batch.sample_rows])).float()
 
     def _attend(
         self,

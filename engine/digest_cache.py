@@ -18,7 +18,7 @@ class DigestCache:
     """Digests kept in a JSON file, which may be lost or damaged at any time: that costs reading the files again."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     @classmethod
     def of_user(cls) -> "DigestCache":
@@ -40,7 +40,7 @@ class DigestCache:
 
     def _load(self) -> dict[str, Any]:
         try:
-            known = json.loads(self._path.read_bytes())
+            known = json.loads(self.path.read_bytes())
         except (OSError, ValueError, RecursionError):
             return {}
         return known if isinstance(known, dict) else {}
@@ -48,11 +48,11 @@ class DigestCache:
     def _store(self, name: str, entry: list[int | str]) -> None:
         """Replaces the file in one step: a reader sees the old one or the new one, whoever else writes."""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=self._path.parent)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=self.path.parent)
             with os.fdopen(descriptor, "w") as file:
                 json.dump(self._load() | {name: entry}, file)
-            os.replace(temporary, self._path)
+            os.replace(temporary, self.path)
         except OSError as error:
             logger.warning("digests of the weights cannot be kept: %s", error)
 

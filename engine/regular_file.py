@@ -21,11 +21,10 @@ def open_regular(path: Path) -> FileIO:
         raise ModelError(f"{path.name} is missing", folder=str(path.parent)) from error
     except OSError as error:
         raise ModelError(f"{path.name} cannot be read: {error.strerror}", folder=str(path.parent)) from error
-    file = FileIO(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
+        os.close(descriptor)
         raise ModelError(f"{path.name} is not a regular file", folder=str(path.parent))
-    return file
+    return FileIO(descriptor, "rb")
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:

@@ -1,0 +1,137 @@
+import json
+from typing import Any
+
+import pytest
+
+from engine.config import ModelConfig
+from engine.rope_scaling import Unscaled
+from tests.checkpoints import ARCHITECTURES
+from wire.errors import ModelError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
+SLIDING = {"use_sliding_window": True, "sliding_window": 48}
+
+
+def test_a_llama_of_few_words() -> None:
+    config = ModelConfig.parse(LLAMA)
+    attention = config.attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 4, 16)
+    assert (attention.qkv_bias, attention.output_bias, attention.qk_norm, config.mlp_bias) == (False,) * 4
+    assert attention.windows == (None, None, None)
+    assert config.rope.scaling == Unscaled()
+    assert (config.dtype, config.tied_embeddings, config.eos_token_ids) == ("float32", False, (2,))
+
+
+@pytest.mark.parametrize(
+    ("config", "qkv_bias", "output_bias", "qk_norm"),
+    [
+        (LLAMA | {"attention_bias": True}, True, True, False),
+        (MISTRAL | {"attention_bias": True}, False, False, False),
+        (QWEN2, True, False, False),
+        (QWEN3, False, False, True),
+        (QWEN3 | {"attention_bias": True}, True, True, True),
+    ],
+)
+def test_architectures_differ_in_biases_and_norms(
+    config: dict[str, Any], qkv_bias: bool, output_bias: bool, qk_norm: bool
+) -> None:
+    attention = ModelConfig.parse(config).attention
+    assert (attention.qkv_bias, attention.output_bias, attention.qk_norm) == (qkv_bias, output_bias, qk_norm)
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (LLAMA | SLIDING, (None, None, None)),
+        (MISTRAL, (4096, 4096, 4096)),
+        (MISTRAL | {"sliding_window": 64}, (64, 64, 64)),
+        (MISTRAL | {"sliding_window": None}, (None, None, None)),
+        (QWEN2 | {"sliding_window": 48}, (None, None, None)),
+        (QWEN2 | SLIDING, (None, None, None)),
+        (QWEN2 | SLIDING | {"max_window_layers": 1}, (None, 48, 48)),
+        (QWEN3 | SLIDING | {"layer_types": ["sliding_attention", "full_attention"] * 2}, (48, None, 48, None)),
+    ],
+)
+def test_sliding_windows(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert ModelConfig.parse(config | {"num_hidden_layers": len(windows)}).attention.windows == windows
+
+
+def test_head_size_is_explicit_or_of_the_architecture() -> None:
+    head_dims = [ModelConfig.parse(c).attention.head_dim for c in (QWEN2, QWEN3, LLAMA | {"head_dim": 20})]
+    assert head_dims == [16, 128, 20]
+
+
+def test_transformers_4_and_5_spell_the_dtype_differently() -> None:
+    assert ModelConfig.parse(LLAMA | {"torch_dtype": "bfloat16"}).dtype == "bfloat16"
+    assert ModelConfig.parse(LLAMA | {"dtype": "float16"}).dtype == "float16"
+
+
+def test_the_model_type_names_the_architecture_where_nothing_else_does() -> None:
+    assert ModelConfig.parse(LLAMA | {"architectures": None, "model_type": "llama"}) == ModelConfig.parse(LLAMA)
+
+
+@pytest.mark.parametrize(("eos", "ids"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))])
+def test_end_of_text_is_none_one_or_several_tokens(eos: object, ids: tuple[int, ...]) -> None:
+    assert ModelConfig.parse(LLAMA | {"eos_token_id": eos}).eos_token_ids == ids
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_defaults_are_those_of_transformers(arch: str) -> None:
+    """What a configuration saved by transformers leaves out means the same here."""
+    config_class, _ = ARCHITECTURES[arch]
+    name = config_class.__name__.replace("Config", "ForCausalLM")
+    full = config_class(architectures=[name]).to_dict()
+    structure = {key: full[key] for key in LLAMA}
+    theirs = ModelConfig.parse(json.loads(json.dumps(full)))
+    assert ModelConfig.parse(structure) == theirs
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, M"),
+        ({"architectures": [], "model_type": "phi3"}, "phi3 is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act is gelu, expected silu"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"vocab_size": "100"}, "vocab_size is 100"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"hidden_size": 10**40}, "hidden_size is 1000"),
+        ({"num_hidden_layers": 100_000}, "from 1 to 1024"),
+        ({"num_key_value_heads": 3}, "divisor of 4"),
+        ({"head_dim": 15}, "even"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "yes"}, "true or false"),
+        ({"torch_dtype": "int8"}, "torch_dtype is int8"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"eos_token_id": [1, -1]}, "eos_token_id"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.parse(LLAMA | change)
+
+
+@pytest.mark.parametrize(
+    "layer_types", ["sliding_attention", ["full_attention"], ["chunked_attention"] * 3, [["full_attention"]] * 3]
+)
+def test_wrong_layer_types_are_refused(layer_types: object) -> None:
+    with pytest.raises(ModelError, match="layer_types"):
+        ModelConfig.parse(QWEN2 | SLIDING | {"layer_types": layer_types})
+
+
+def test_a_sliding_layer_without_a_window_is_refused() -> None:
+    with pytest.raises(ModelError, match="no sliding window"):
+        ModelConfig.parse(QWEN2 | {"layer_types": ["sliding_attention"] * 3})
