@@ -145,6 +145,12 @@ class Ledger:
     def num_cached(self, worth: Worth) -> int:
         return len(self._cached[worth])
 
+    def num_references(self, page: PageId) -> int:
+        return self._references[page]
+
+    def num_transfers(self, page: PageId) -> int:
+        return self._transfers[page]
+
     def state(self, page: PageId) -> PageState:
         """A page's state, from its counts."""
         findable = self.index.key_of(page) is not None

@@ -6,8 +6,11 @@ A process says Hello first. Times are durations in seconds, counted by the direc
 from dataclasses import dataclass
 
 from wire.block_counts import BlockCounts
+from wire.errors import WireError
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
+
+MAX_TTL_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,9 @@ class Hold:
 
     request_id: RequestId
     ttl_s: float
+
+    def __post_init__(self) -> None:
+        _check_ttl(self.ttl_s)
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,9 @@ class TakeLease:
     keys: list[BlockKey]
     ttl_s: float
 
+    def __post_init__(self) -> None:
+        _check_ttl(self.ttl_s)
+
 
 @dataclass(frozen=True)
 class ReleaseLease:
@@ -121,6 +130,9 @@ class RenewHolds:
 
     request_ids: list[RequestId]
     ttl_s: float
+
+    def __post_init__(self) -> None:
+        _check_ttl(self.ttl_s)
 
 
 @dataclass(frozen=True)
@@ -236,3 +248,8 @@ MESSAGES = (
     Problems,
     Failed,
 )
+
+
+def _check_ttl(ttl_s: float) -> None:
+    if not 0 < ttl_s <= MAX_TTL_S:
+        raise WireError(f"a time to live of {ttl_s} s")

@@ -1,0 +1,37 @@
+"""When to stop asking a service that does not answer."""
+
+from collections.abc import Callable
+
+
+class Breaker:
+    """Opens after `max_errors` in a row; then lets one call through every `probe_every_s` until one succeeds.
+
+    Around each call: `allows()` before, then `succeeded()` or `failed()`. `clock` is monotonic, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float], max_errors: int = 3, probe_every_s: float = 2.0) -> None:
+        self._clock = clock
+        self._max_errors = max_errors
+        self._probe_every_s = probe_every_s
+        self._num_errors = 0
+        self._next_probe = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._num_errors >= self._max_errors
+
+    def allows(self) -> bool:
+        """Whether to call now. While open, a True is the probe: the next one comes no sooner than its time."""
+        if not self.is_open:
+            return True
+        if self._clock() < self._next_probe:
+            return False
+        self._next_probe = self._clock() + self._probe_every_s
+        return True
+
+    def succeeded(self) -> None:
+        self._num_errors = 0
+
+    def failed(self) -> None:
+        self._num_errors += 1
+        self._next_probe = self._clock() + self._probe_every_s

@@ -1,0 +1,82 @@
+"""The host tier as one process uses it: the arena's bytes, by leave of its directory."""
+
+import secrets
+from collections.abc import Sequence
+
+from kv_store.arena import Arena
+from kv_store.directory_port import DirectoryPort
+from wire.directory import Block, Entry, Hold, Lease, Reservation
+from wire.errors import ConfigError, StoreError
+from wire.frame import checksum_of
+from wire.ids import PageId
+from wire.keys import BlockName
+from wire.layout import KVLayout
+
+_LEASE_TTL_S = 5.0
+_LEASE_TTL_PER_BLOCK_S = 0.02
+
+
+class HostTier:
+    """Raises StoreError when the directory cannot be asked. For one thread, but for `lose`."""
+
+    def __init__(self, layout: KVLayout, arena: Arena, directory: DirectoryPort) -> None:
+        if arena.block_bytes != layout.block_bytes:
+            raise ConfigError(f"an arena of {arena.block_bytes}-byte slots for blocks of {layout.block_bytes} bytes")
+        self.num_corrupt = 0
+        self._payload_bytes = layout.payload_bytes
+        self._arena = arena
+        self._directory = directory
+        self._is_lost = False
+        self._me = secrets.token_hex(8)
+
+    def lose(self) -> None:
+        """The directory has restarted: what is mapped is the arena of another epoch."""
+        self._is_lost = True
+
+    def attach(self) -> None:
+        """Maps the directory's arena if the one that was mapped is lost. To be called before anything below."""
+        if not self._is_lost:
+            return
+        info = self._directory.attach()
+        arena = Arena.open(info.arena_path)
+        if arena.block_bytes != self._arena.block_bytes:
+            arena.close()
+            raise StoreError(f"the new arena has slots of {arena.block_bytes} bytes")
+        self._arena.close()
+        self._arena = arena
+        self._is_lost = False
+
+    def payload(self, slot: PageId) -> memoryview:
+        return self._arena.slot(slot)[: self._payload_bytes]
+
+    def exists(self, names: Sequence[BlockName]) -> list[bool]:
+        return self._directory.exists([name.key for name in names])
+
+    def lease(self, names: Sequence[BlockName]) -> Lease:
+        """For long enough to copy these blocks."""
+        ttl_s = _LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(names)
+        return self._directory.lease(self._me, [name.key for name in names], ttl_s)
+
+    def release(self, lease: Lease) -> bool:
+        return self._directory.release(lease.lease_id)
+
+    def read(self, name: BlockName, entry: Entry) -> memoryview | None:
+        """A leased block's payload if it is what its checksum says; else the block is withdrawn."""
+        payload = self.payload(entry.slot)
+        if checksum_of(payload) == entry.checksum:
+            return payload
+        self.num_corrupt += 1
+        self._directory.withdraw([Block(entry.slot, name, entry.checksum)])
+        return None
+
+    def reserve(self, names: Sequence[BlockName], hold: Hold | None) -> Reservation:
+        return self._directory.reserve(self._me, names, hold)
+
+    def commit(self, blocks: Sequence[Block], hold: Hold | None) -> int:
+        return self._directory.commit(self._me, blocks, hold) if blocks else 0
+
+    def promote(self, blocks: Sequence[Block]) -> None:
+        """Commits what came from the cold tier, and gives back what else was reserved for that."""
+        self.commit(blocks, None)
+        self._directory.mark_cold([block.name.key for block in blocks])
+        self._directory.abandon(self._me)

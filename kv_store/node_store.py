@@ -1,0 +1,181 @@
+"""The store as one process sees it: arena and cold tier under one lookup, around the process's device pages.
+
+A block is copied to a device only from bytes whose checksum is right, and what was read from the arena counts only if
+its lease held to the end.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kv_store.arena import Arena
+from kv_store.block_store import Fetched, Published, StoreStatus
+from kv_store.cold_tier import ColdTier
+from kv_store.device_pool import DevicePool
+from kv_store.directory_port import DirectoryPort, EpochChanged
+from kv_store.host_tier import HostTier
+from kv_store.tier import Tier
+from wire.directory import Block, DirectoryStatus, Entry, Hold
+from wire.errors import StoreError
+from wire.frame import checksum_of
+from wire.ids import PageId, RequestId
+from wire.keys import BlockName
+from wire.layout import KVLayout
+
+HOLD_TTL_S = 10.0
+_COLD_LOOKUPS_AT_ONCE = 128
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class NodeStore:
+    """A BlockStore. `lookup`, `fetch` and `publish` are for one thread, all else for any.
+
+    directory: the arena's. While it is out of reach everything is a miss; after its restart the new arena is mapped.
+    cold: None for no cold tier.
+    """
+
+    def __init__(
+        self, layout: KVLayout, arena: Arena, directory: DirectoryPort, cold: ColdTier | None, pool: DevicePool
+    ) -> None:
+        self._host = HostTier(layout, arena, directory)
+        self._directory = directory
+        self._cold = cold
+        self._pool = pool
+        self._block_bytes = layout.block_bytes
+        self._scratch = memoryview(bytearray(layout.payload_bytes))
+        self._num_failed = 0
+
+    def fence(self) -> None:
+        self._pool.fence()
+
+    def lookup(self, names: Sequence[BlockName]) -> list[Tier]:
+        return self._or_else([], lambda: self._lookup(names))
+
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> Fetched:
+        return self._or_else(Fetched(), lambda: self._fetch(names, pages))
+
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> Published:
+        return self._or_else(Published(), lambda: self._publish(names, pages, hold))
+
+    def hold(self, request_id: RequestId, names: Sequence[BlockName]) -> int:
+        hold = Hold(request_id, HOLD_TTL_S)
+        return self._or_else(0, lambda: self._directory.hold(hold, [name.key for name in names]))
+
+    def renew(self, request_ids: Sequence[RequestId]) -> None:
+        self._or_else(0, lambda: self._directory.renew(request_ids, HOLD_TTL_S))
+
+    def release_holds(self, request_ids: Sequence[RequestId]) -> None:
+        self._or_else(0, lambda: self._directory.release_holds(request_ids))
+
+    def status(self) -> StoreStatus:
+        ask: Callable[[], DirectoryStatus | None] = self._directory.status
+        return StoreStatus(
+            directory=self._or_else(None, ask),
+            cold=None if self._cold is None else self._cold.status(),
+            block_bytes=self._block_bytes,
+            num_corrupt=self._host.num_corrupt,
+            num_failed=self._num_failed,
+        )
+
+    def check(self) -> list[str]:
+        return self._or_else(["the directory is out of reach"], self._directory.check)
+
+    def _lookup(self, names: Sequence[BlockName]) -> list[Tier]:
+        self._host.attach()
+        in_arena = self._host.exists(names)
+        tiers = [Tier.HOST if there else Tier.REDIS for there in in_arena]
+        return tiers[: self._prefix_len(names, in_arena)]
+
+    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> Fetched:
+        self._host.attach()
+        lease = self._host.lease(names)
+        try:
+            tiers = self._copy_in(names, lease.entries, pages)
+        finally:
+            held = self._host.release(lease)
+        return Fetched(tiers if held else [])
+
+    def _publish(self, names: Sequence[BlockName], pages: Sequence[PageId], request_id: RequestId | None) -> Published:
+        self._host.attach()
+        hold = None if request_id is None else Hold(request_id, HOLD_TTL_S)
+        reservation = self._host.reserve(names, hold)
+        blocks = [
+            self._copy_out(name, page, slot)
+            for name, page, slot in zip(names, pages, reservation.slots, strict=True)
+            if slot is not None
+        ]
+        return Published(reservation.num_resident + self._host.commit(blocks, hold))
+
+    def _prefix_len(self, names: Sequence[BlockName], in_arena: Sequence[bool]) -> int:
+        """How many of `names` are there without a hole, over both tiers."""
+        holes = [index for index, there in enumerate(in_arena) if not there]
+        for start in range(0, len(holes), _COLD_LOOKUPS_AT_ONCE):
+            asked = holes[start : start + _COLD_LOOKUPS_AT_ONCE]
+            for index, there in zip(asked, self._in_cold([names[index] for index in asked]), strict=True):
+                if not there:
+                    return index
+        return len(names)
+
+    def _in_cold(self, names: Sequence[BlockName]) -> list[bool]:
+        if self._cold is None:
+            return [False] * len(names)
+        there = self._cold.exists([name.key for name in names if not name.is_tail])
+        return there + [False] * (len(names) - len(there))  # a tail comes last, and is never there
+
+    def _copy_in(
+        self, names: Sequence[BlockName], entries: Sequence[Entry | None], pages: Sequence[PageId]
+    ) -> list[Tier]:
+        """Copies the longest prefix that proves good; what comes from the cold tier goes into the arena on the way."""
+        num_blocks = self._prefix_len(names, [entry is not None for entry in entries])
+        cold_names = [name for name, entry in zip(names[:num_blocks], entries, strict=False) if entry is None]
+        slots = iter(self._host.reserve(cold_names, None).slots if cold_names else [])
+        copied: list[_Source] = []
+        for name, entry, page in zip(names[:num_blocks], entries, pages, strict=False):
+            source = self._from_cold(name, next(slots)) if entry is None else self._from_arena(name, entry)
+            if source is None:
+                break
+            self._pool.write_page(page, source.payload)
+            copied.append(source)
+        if cold_names:
+            self._host.promote([source.promoted for source in copied if source.promoted is not None])
+        return [source.tier for source in copied]
+
+    def _from_arena(self, name: BlockName, entry: Entry) -> "_Source | None":
+        payload = self._host.read(name, entry)
+        return None if payload is None else _Source(Tier.HOST, payload, None)
+
+    def _from_cold(self, name: BlockName, slot: PageId | None) -> "_Source | None":
+        into = self._scratch if slot is None else self._host.payload(slot)
+        checksum = None if self._cold is None else self._cold.get(name, into)
+        if checksum is None:
+            return None
+        return _Source(Tier.REDIS, into, None if slot is None else Block(slot, name, checksum))
+
+    def _copy_out(self, name: BlockName, page: PageId, slot: PageId) -> Block:
+        payload = self._host.payload(slot)
+        self._pool.read_page(page, payload)
+        return Block(slot, name, checksum_of(payload))
+
+    def _or_else(self, otherwise: T, action: Callable[[], T]) -> T:
+        """What the action gives, or `otherwise` and a counted failure if the directory cannot be asked."""
+        try:
+            return action()
+        except EpochChanged:
+            log.warning("the arena's directory has restarted: what was in it is lost")
+            self._host.lose()
+        except StoreError as error:
+            log.warning("the host tier is passed over: %s", error)
+        self._num_failed += 1
+        return otherwise
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a block's verified payload lies for now, and what is to be committed if it stays there."""
+
+    tier: Tier
+    payload: memoryview
+    promoted: Block | None

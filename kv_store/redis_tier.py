@@ -1,0 +1,154 @@
+"""The cold tier on a Redis or Valkey server."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+from redis.retry import Retry
+
+from kv_store.breaker import Breaker
+from kv_store.cold_tier import ColdStatus
+from wire.errors import ConfigError, WireError
+from wire.frame import frame_len, seal, unseal
+from wire.ids import BlockKey
+from wire.keys import BlockName
+from wire.layout import KVLayout
+
+_PREFIX = b"baton:kv:"
+_PROBE = b"baton:probe"
+_PROBE_TTL_MS = 1000
+_KEYS_PER_ROUND = 1024
+_READ_BYTES = 256 << 10
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class RedisTier:
+    """A ColdTier over `redis://`, `rediss://` or `unix://` URLs. A connection on which a command failed is closed.
+
+    timeout_s: for a connection to be made, and for each reply to begin and go on.
+    Raises ConfigError if the URL is none or the server refuses these credentials; one that is away is no error.
+    """
+
+    def __init__(
+        self, url: str, layout: KVLayout, timeout_s: float = 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._layout = layout
+        self._redis = _connect(url, timeout_s)
+        self._breaker = Breaker(clock)
+        self._counted = Counter[str]()
+        self._greet()
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        found: list[bool] = []
+        rest = iter(keys)
+        while batch := list(islice(rest, _KEYS_PER_ROUND)):
+            found += self._ask(partial(self._exist, batch), [False] * len(batch))
+        return found
+
+    def get(self, name: BlockName, into: memoryview) -> bytes | None:
+        num_bytes = frame_len(name, self._layout)
+        frame = self._ask(lambda: self._read(name.key, num_bytes), b"")
+        if not frame:
+            self._counted["misses"] += 1
+            return None
+        try:
+            checksum = unseal(frame, name, self._layout, into)
+        except WireError as error:
+            log.warning("the cold tier had %s: deleted", error)
+            self._counted["corrupt"] += 1
+            self._ask(lambda: self._redis.unlink(_PREFIX + name.key), 0)
+            return None
+        self._counted["hits"] += 1
+        return checksum
+
+    def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
+        frame = seal(name, self._layout, payload, checksum)
+        is_stored = bool(self._ask(lambda: self._redis.set(_PREFIX + name.key, frame), None))
+        self._counted["written"] += is_stored
+        return is_stored
+
+    def status(self) -> ColdStatus:
+        return ColdStatus("broken" if self._breaker.is_open else "up", **self._counted)
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def _exist(self, keys: list[BlockKey]) -> list[bool]:
+        pipeline = self._redis.pipeline(transaction=False)
+        for key in keys:
+            pipeline.exists(_PREFIX + key)
+        return [bool(found) for found in pipeline.execute()]
+
+    def _read(self, key: BlockKey, num_bytes: int) -> bytes:
+        """Up to one byte more than the value may have, so that an over-long one shows and is never read whole."""
+        try:
+            return bytes(self._redis.getrange(_PREFIX + key, 0, num_bytes))
+        except ResponseError as error:
+            if "WRONGTYPE" not in str(error):
+                raise
+            return b"a value of another type"
+
+    def _ask(self, command: Callable[[], T], otherwise: T) -> T:
+        """The command's answer, or `otherwise` and a counted error."""
+        if not self._breaker.allows():
+            return otherwise
+        was_open = self._breaker.is_open
+        try:
+            answer = command()
+        except RedisError as error:
+            self._breaker.failed()
+            self._counted["errors"] += 1
+            if self._breaker.is_open and not was_open:
+                log.warning("the cold tier is left alone for now: %s", error)
+            return otherwise
+        self._breaker.succeeded()
+        if was_open:
+            log.warning("the cold tier answers again")
+        return answer
+
+    def _greet(self) -> None:
+        """Tries what will be asked of the server, while a wrong password can still be told to someone."""
+        try:
+            self._redis.set(_PROBE, b"", px=_PROBE_TTL_MS)
+            self._redis.getrange(_PROBE, 0, 0)
+            self._redis.exists(_PROBE)
+            self._redis.unlink(_PROBE)
+        except (AuthenticationError, NoPermissionError) as error:
+            raise ConfigError("redis_url: the server does not take these credentials") from error
+        except RedisError as error:
+            self._breaker.failed()
+            log.warning("the cold tier does not answer yet: %s", error)
+        else:
+            self._warn_of_policy()
+
+    def _warn_of_policy(self) -> None:
+        try:
+            policy = self._redis.config_get("maxmemory-policy").get("maxmemory-policy")
+        except RedisError as error:
+            log.info("the cold tier does not tell its eviction policy: %s", error)
+            return
+        if policy == "noeviction":
+            log.warning("the cold tier never evicts (maxmemory-policy noeviction): writes will fail when it is full")
+
+
+def _connect(url: str, timeout_s: float) -> Any:
+    """Connects lazily; without the library's own retries, which would multiply the timeouts."""
+    try:
+        return redis.Redis.from_url(
+            url,
+            socket_connect_timeout=timeout_s,
+            socket_timeout=timeout_s,
+            socket_read_size=_READ_BYTES,
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError as error:
+        raise ConfigError("redis_url: it must begin with redis://, rediss:// or unix://") from error
