@@ -1,1 +1,1 @@
-"""Takes requests, chooses workers for them, drives the hand-off, streams the answer, and replays what a lost worker had."""
+"""Takes requests, chooses workers, drives the hand-off, streams the answer, replays what a lost worker had."""

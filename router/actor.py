@@ -1,0 +1,110 @@
+"""The router as a Ray actor: a plain class, which `deploy` makes an actor of, and its line to the controller."""
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from router.config import RouterConfig
+from router.controller_port import ClusterEvent, Pools
+from router.grpc_worker_client import GrpcWorkerClient
+from router.members import Role
+from router.membership import Listed
+from router.router import Router
+from router.server import RouterServer
+from text.tokenizer import Tokenizer
+from wire.errors import BatonError, Unavailable
+from wire.ids import WorkerId
+
+TELL_TIMEOUT_S = 5.0
+SCALE_TIMEOUT_S = 600.0
+_NO_ANSWER = "the controller does not answer"
+
+
+class RouterActor:
+    """Calls carry text only: what goes in and comes out is JSON."""
+
+    def __init__(self, config_json: str) -> None:
+        """Raises ConfigError."""
+        self._config = RouterConfig.from_json(config_json)
+        self._server: RouterServer | None = None
+        self._router: Router | None = None
+
+    async def start(self) -> str:
+        """Serves from now on. Returns `{"address", "operator_address", "pid"}`. Raises ConfigError or ModelError."""
+        config = self._config
+        codec = await asyncio.to_thread(Tokenizer.load, Path(config.model.folder))
+        connect = partial(GrpcWorkerClient, token=config.cluster.token)
+        port = RayController(config.cluster.controller, config.cluster.ray_namespace)
+        self._router = Router(config, codec, connect, port)
+        self._server = RouterServer(self._router)
+        addresses = await self._server.start()
+        return json.dumps({"address": addresses.public, "operator_address": addresses.operator, "pid": os.getpid()})
+
+    async def set_members(self, members_json: str) -> str:
+        """The workers there are, `[{"worker_id", "role", "address", "draining"?}]`; all others are dropped.
+
+        Returns `{worker_id: reason}` for those that were not taken in.
+        """
+        listed = [
+            Listed(WorkerId(one["worker_id"]), Role(one["role"]), one["address"], one.get("draining", False))
+            for one in json.loads(members_json)
+        ]
+        return json.dumps(await self._started.membership.set(listed))
+
+    async def stop(self) -> str:
+        """Ends what is under way and closes the ports. Returns `{}`."""
+        if self._server is not None:
+            await self._server.stop()
+        return "{}"
+
+    @property
+    def _started(self) -> Router:
+        if self._router is None:
+            raise Unavailable("the router has not started")
+        return self._router
+
+
+class RayController:
+    """The controller, found by its name. Its methods take and return text."""
+
+    def __init__(self, name: str, ray_namespace: str) -> None:
+        self._name = name
+        self._ray_namespace = ray_namespace
+        self._actor: Any = None
+
+    async def scale(self, prefill: int | None, decode: int | None) -> Pools:
+        answer = await self._call("scale", SCALE_TIMEOUT_S, json.dumps({"prefill": prefill, "decode": decode}))
+        return Pools(**json.loads(answer))
+
+    async def drain(self, worker_id: WorkerId) -> None:
+        await self._call("drain", SCALE_TIMEOUT_S, worker_id)
+
+    async def shutdown(self) -> None:
+        await self._call("shutdown", TELL_TIMEOUT_S)
+
+    async def events(self) -> Sequence[ClusterEvent]:
+        answer = await self._call("events", TELL_TIMEOUT_S)
+        return [ClusterEvent(**event) for event in json.loads(answer)]
+
+    async def worker_lost(self, worker_id: WorkerId) -> None:
+        await self._call("worker_lost", TELL_TIMEOUT_S, worker_id)
+
+    async def _call(self, method: str, timeout_s: float, *arguments: str) -> str:
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self._actor is None:
+                    self._actor = await asyncio.to_thread(ray.get_actor, self._name, self._ray_namespace)
+                answer: str = await getattr(self._actor, method).remote(*arguments)
+                return answer
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, BatonError) else Unavailable(_NO_ANSWER) from error
+        except (RayError, ValueError, TimeoutError) as error:
+            self._actor = None
+            raise Unavailable(_NO_ANSWER) from error

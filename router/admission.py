@@ -1,0 +1,60 @@
+"""Which requests may come in: bounds on how many are open, and on how many wait for their first token. Pure."""
+
+from dataclasses import dataclass
+
+from wire.errors import Overloaded, RequestExists
+from wire.ids import RequestId
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A request is queued until its first token, and running from then on."""
+
+    max_open_requests: int = 2048
+    max_queued_requests: int = 512
+    max_queued_bytes: int = 64 << 20
+    retry_after_s: float = 1.0
+
+
+class Admission:
+    """Open requests by id."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._queued_bytes: dict[RequestId, int] = {}
+        self._num_queued_bytes = 0
+        self._running: set[RequestId] = set()
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queued_bytes)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def admit(self, request_id: RequestId, num_bytes: int) -> None:
+        """Raises RequestExists if the id is taken, Overloaded if a bound is reached."""
+        bounds = self._bounds
+        if request_id in self._queued_bytes or request_id in self._running:
+            raise RequestExists("a request of that id is running", request_id=request_id)
+        self._require(self.num_queued + self.num_running < bounds.max_open_requests, "requests are open")
+        self._require(self.num_queued < bounds.max_queued_requests, "requests are queued")
+        self._require(self._num_queued_bytes + num_bytes <= bounds.max_queued_bytes, "bytes of requests are queued")
+        self._queued_bytes[request_id] = num_bytes
+        self._num_queued_bytes += num_bytes
+
+    def started(self, request_id: RequestId) -> None:
+        """The request has its first token."""
+        if request_id in self._queued_bytes:
+            self._num_queued_bytes -= self._queued_bytes.pop(request_id)
+            self._running.add(request_id)
+
+    def leave(self, request_id: RequestId) -> None:
+        """The request is over."""
+        self._num_queued_bytes -= self._queued_bytes.pop(request_id, 0)
+        self._running.discard(request_id)
+
+    def _require(self, below: bool, what: str) -> None:
+        if not below:
+            raise Overloaded(f"as many {what} as may be", self._bounds.retry_after_s)

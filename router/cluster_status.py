@@ -1,0 +1,66 @@
+"""The state of the whole cluster, put together from what its workers say."""
+
+import asyncio
+from collections.abc import Sequence
+
+from router.dispatch import Dispatcher
+from router.hold_keeper import HoldKeeper
+from router.members import Member, Members, WorkerState
+from wire.errors import BatonError
+from wire.pb import cluster_pb2, worker_pb2
+
+ASK_TIMEOUT_S = 5.0
+
+
+class StatusReader:
+    """Asks all workers at once; one that does not answer is told of as a problem."""
+
+    def __init__(self, members: Members, dispatcher: Dispatcher, holds: HoldKeeper) -> None:
+        self._members = members
+        self._dispatcher = dispatcher
+        self._holds = holds
+
+    async def read(self, request: cluster_pb2.GetStatusRequest) -> cluster_pb2.ClusterStatus:
+        """Everything but names, addresses and events. With `check`, workers and router verify their invariants."""
+        ask = worker_pb2.GetWorkerStatusRequest(check=request.check)
+        workers = await asyncio.gather(*(_ask(member, ask) for member in self._members))
+        problems = [f"{worker.worker_id}: {problem}" for worker in workers for problem in worker.problems]
+        status = cluster_pb2.ClusterStatus(
+            workers=workers,
+            num_running=self._dispatcher.num_running,
+            num_queued=self._dispatcher.num_queued,
+            problems=[*problems, *(self._violations() if request.check else [])],
+        )
+        _add_tiers(status, workers)
+        return status
+
+    def _violations(self) -> list[str]:
+        """What the router should not have when no request is open."""
+        if self._dispatcher.num_running + self._dispatcher.num_queued:
+            return []
+        busy = [member.worker_id for member in self._members if member.num_choices or member.num_tokens]
+        leaks = [f"router: worker {worker} has work of no request" for worker in busy]
+        if self._holds.num_blocks:
+            leaks.append(f"router: {self._holds.num_blocks} blocks held for no request")
+        return leaks
+
+
+async def _ask(member: Member, request: worker_pb2.GetWorkerStatusRequest) -> worker_pb2.WorkerStatus:
+    try:
+        status = await member.client.get_status(request, ASK_TIMEOUT_S)
+    except BatonError as error:
+        status = worker_pb2.WorkerStatus(
+            worker_id=member.worker_id, role=member.role.value, pid=member.info.pid, problems=[error.message]
+        )
+    if member.state is not WorkerState.READY:
+        status.state = member.state.value
+    return status
+
+
+def _add_tiers(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.WorkerStatus]) -> None:
+    """The workers of a node share the tiers below their pages; the first that tells of them speaks for all."""
+    for worker in workers:
+        if worker.HasField("host"):
+            status.host.CopyFrom(worker.host)
+            status.redis.CopyFrom(worker.redis)
+            return

@@ -1,0 +1,87 @@
+"""How the router reaches the controller, which owns the pools. Twins: `RayController` (actor.py), `LocalController`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from wire.errors import Unavailable
+from wire.ids import WorkerId
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Number of workers of each role."""
+
+    prefill: int
+    decode: int
+
+
+@dataclass(frozen=True)
+class ClusterEvent:
+    """Something an operator wants to know of, `age_s` seconds ago."""
+
+    age_s: float
+    text: str
+
+
+class ControllerPort(Protocol):
+    """Raises Unavailable where the controller does not answer in time, and BatonError as it says itself."""
+
+    async def scale(self, prefill: int | None, decode: int | None) -> Pools:
+        """Gives each pool the size asked for; None leaves it as it is. Returns when both have it."""
+        ...
+
+    async def drain(self, worker_id: WorkerId) -> None:
+        """Returns when the worker has finished what it had and is gone. Nobody takes its place."""
+        ...
+
+    async def shutdown(self) -> None:
+        """Starts to stop every actor of the cluster, the router's own among them; returns before that."""
+        ...
+
+    async def events(self) -> Sequence[ClusterEvent]:
+        """The last ones, newest last."""
+        ...
+
+    async def worker_lost(self, worker_id: WorkerId) -> None:
+        """The router cannot reach a worker. The controller finds out why, and replaces it if it is dead."""
+        ...
+
+
+class LocalController:
+    """A controller whose workers are numbers: what was asked of it can be read from it."""
+
+    def __init__(self, pools: Pools) -> None:
+        self.pools = pools
+        self.drained: list[WorkerId] = []
+        self.lost: list[WorkerId] = []
+        self.is_shut_down = False
+        self._events: list[ClusterEvent] = []
+
+    async def scale(self, prefill: int | None, decode: int | None) -> Pools:
+        self._require_running()
+        self.pools = Pools(
+            self.pools.prefill if prefill is None else prefill, self.pools.decode if decode is None else decode
+        )
+        self._events.append(ClusterEvent(0.0, f"scaled to {self.pools.prefill} prefill, {self.pools.decode} decode"))
+        return self.pools
+
+    async def drain(self, worker_id: WorkerId) -> None:
+        self._require_running()
+        self.drained.append(worker_id)
+
+    async def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    async def events(self) -> Sequence[ClusterEvent]:
+        self._require_running()
+        return tuple(self._events)
+
+    async def worker_lost(self, worker_id: WorkerId) -> None:
+        self._require_running()
+        self.lost.append(worker_id)
+        self._events.append(ClusterEvent(0.0, f"worker {worker_id} lost"))
+
+    def _require_running(self) -> None:
+        if self.is_shut_down:
+            raise Unavailable("the controller is shut down")

@@ -1,0 +1,170 @@
+"""The life of one request, decided purely: events in, instructions out; no clock, no I/O.
+
+    Tokenized ──▶ choose prefill ──▶ prefill ──▶ choose decode ──▶ decode ──▶ complete
+                       │ no worker                  ▲   ▲ │
+                       └────────────────────────────┘   └─┘ worker lost: the next attempt, with all tokens so far
+
+An attempt is one way through these steps. It ends when its worker is lost, and what it still says is dropped. Once any
+token is out, the next attempt goes straight to a decode worker: it fetches what is published and computes the rest.
+"""
+
+from collections.abc import Callable, Iterable
+
+from router.choice_stream import ChoiceStream
+from router.events import (
+    AttemptFailed,
+    CancelCall,
+    ChooseDecode,
+    ChoosePrefill,
+    DecodeChosen,
+    DecodeEnded,
+    DecodeUpdated,
+    Event,
+    Instruction,
+    KeepHold,
+    NoPrefillWorker,
+    PrefillAnswered,
+    PrefillChosen,
+    ReleaseHold,
+    SendChunk,
+    SendComplete,
+    SendError,
+    StartDecode,
+    StartPrefill,
+    Stopped,
+    Tokenize,
+    Tokenized,
+)
+from text.incremental import IncrementalText
+from wire.errors import AttemptsExhausted, BatonError, Cancelled, Unavailable, WireError
+from wire.ids import WorkerId
+from wire.pb import inference_pb2 as pb
+from wire.pb import worker_pb2
+from wire.sampling import SamplingParams
+
+MAX_ATTEMPTS = 3
+_LOSSES = (Unavailable, Cancelled, WireError)
+"""Errors that say something of the worker and nothing of the request: another worker may do better."""
+
+
+class Lifecycle:
+    """`new_text` makes the incremental text of one choice from the request's settings."""
+
+    def __init__(self, new_text: Callable[[SamplingParams], IncrementalText]) -> None:
+        self.ended = False
+        self._new_text = new_text
+        self._attempt = 1
+        self._num_prompt_tokens = 0
+        self._seed = 0
+        self._choices: list[ChoiceStream] = []
+        self._cached: pb.TierCounts | None = None
+        self._prefill_worker: WorkerId | None = None
+        self._decode_worker: WorkerId | None = None
+        self._todo: list[Instruction] = []
+
+    def start(self) -> list[Instruction]:
+        """What a new request begins with."""
+        return [Tokenize()]
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """What is to be done now, in order. What former attempts say, and anything after the end, asks for nothing."""
+        if self.ended or getattr(event, "attempt", self._attempt) != self._attempt:
+            return []
+        self._todo = []
+        self._take(event)
+        return self._todo
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Tokenized(num_prompt_tokens, sampling):
+                self._open(num_prompt_tokens, sampling)
+            case PrefillChosen(attempt, worker):
+                self._prefill_worker = worker
+                self._todo.append(StartPrefill(attempt, worker))
+            case NoPrefillWorker(attempt):
+                self._prefill_worker = None
+                self._todo.append(ChooseDecode(attempt))
+            case PrefillAnswered(_, response):
+                self._prefilled(response)
+            case DecodeChosen(attempt, worker):
+                self._decode_worker = worker
+                unfinished = tuple(choice.so_far for choice in self._choices if choice.finish is None)
+                self._todo.append(StartDecode(attempt, worker, unfinished))
+            case DecodeUpdated(_, update):
+                self._decoded(update)
+            case DecodeEnded():
+                self._attempt_over(WireError("a worker closed its stream before every choice had ended"))
+            case AttemptFailed(_, error):
+                self._attempt_over(error)
+            case Stopped(error):
+                self._end(SendError(error))
+
+    def _open(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._seed = sampling.seed
+        self._choices = [ChoiceStream(index, self._new_text(sampling)) for index in range(sampling.n)]
+        self._todo.append(ChoosePrefill(self._attempt))
+
+    def _prefilled(self, response: worker_pb2.PrefillResponse) -> None:
+        self._cached = response.cached_tokens
+        if not self._accept(response.choices):
+            self._attempt_over(WireError("a worker skipped tokens"))
+        elif self._all_ended:
+            self._complete()
+        else:
+            self._todo += [KeepHold(), ChooseDecode(self._attempt)]
+
+    def _decoded(self, update: worker_pb2.DecodeUpdate) -> None:
+        if update.HasField("fetched"):
+            self._cached = update.fetched.fetched_tokens if self._cached is None else self._cached
+            self._todo.append(ReleaseHold())
+        if not self._accept(update.choices):
+            self._attempt_over(WireError("a worker skipped tokens"))
+        elif self._all_ended and self._worker_goes_on:
+            self._complete()
+
+    def _accept(self, gained: Iterable[worker_pb2.ChoiceTokens]) -> bool:
+        """Takes tokens in order; False at the first that leave a gap or belong to no choice."""
+        for tokens in gained:
+            choice = self._choices[tokens.index] if tokens.index < len(self._choices) else None
+            if choice is None or not choice.continues(tokens):
+                return False
+            chunk = choice.accept(tokens)
+            if chunk is not None:
+                self._todo.append(SendChunk(chunk))
+        return True
+
+    @property
+    def _all_ended(self) -> bool:
+        return bool(self._choices) and all(choice.finish is not None for choice in self._choices)
+
+    @property
+    def _worker_goes_on(self) -> bool:
+        """A stop string ends a choice here only; one that its worker ended too is followed by the end of the stream."""
+        return any(choice.finish is not None and choice.finish.HasField("stop_string") for choice in self._choices)
+
+    def _attempt_over(self, error: BatonError) -> None:
+        if self._all_ended:
+            self._complete()
+        elif not isinstance(error, _LOSSES):
+            self._end(SendError(error))
+        elif self._attempt == MAX_ATTEMPTS:
+            self._end(SendError(AttemptsExhausted(f"{MAX_ATTEMPTS} workers were lost while they served this request")))
+        else:
+            self._attempt += 1
+            any_output = any(choice.token_ids for choice in self._choices)
+            self._todo += [CancelCall(), (ChooseDecode if any_output else ChoosePrefill)(self._attempt)]
+
+    def _complete(self) -> None:
+        usage = pb.Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=sum(len(choice.token_ids) for choice in self._choices),
+            cached_tokens=self._cached,
+        )
+        finishes = [choice.finish for choice in self._choices if choice.finish is not None]
+        complete = pb.Complete(choices=finishes, usage=usage, seed=self._seed)
+        self._end(SendComplete(complete, self._prefill_worker, self._decode_worker))
+
+    def _end(self, last: SendComplete | SendError) -> None:
+        self.ended = True
+        self._todo += [CancelCall(), ReleaseHold(), last]

@@ -1,0 +1,81 @@
+"""The two gRPC servers of a router: one for clients, one for the operator."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+
+from router.api import InferenceApi
+from router.operator import ClusterApi
+from router.router import Router
+from wire.errors import ConfigError
+from wire.pb import cluster_pb2, inference_pb2
+from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
+from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
+from wire.rpc import SERVER_OPTIONS, ErrorInterceptor, TokenInterceptor
+
+STOP_GRACE_S = 1.0
+_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where a router answers: clients at `public`, the command line at `operator`."""
+
+    public: str
+    operator: str
+
+
+class RouterServer:
+    """Serves from `start` to `stop`, with health and reflection on both ports; the operator's wants the token."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._health = health.HealthServicer()
+        token = TokenInterceptor(router.config.cluster.token)
+        self._public = self._server(_INFERENCE, [ErrorInterceptor()])
+        self._operator = self._server(_CLUSTER, [token, ErrorInterceptor()])
+
+    async def start(self) -> Addresses:
+        """Raises ConfigError if a port is in use."""
+        router, listeners = self._router, self._router.config.listeners
+        addresses = Addresses(
+            _listen(self._public, listeners.host, listeners.grpc_port),
+            _listen(self._operator, listeners.host, listeners.operator_port),
+        )
+        config = router.config
+        inference = InferenceApi(config.model, router.dispatcher, config.streams)
+        cluster = ClusterApi(config.model.name, addresses.public, router.statuses, router.membership, router.port)
+        add_InferenceServicer_to_server(inference, self._public)  # type: ignore[no-untyped-call]
+        add_ClusterServicer_to_server(cluster, self._operator)  # type: ignore[no-untyped-call]
+        router.start()
+        await self._public.start()
+        await self._operator.start()
+        for service in (_INFERENCE, _CLUSTER):
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        return addresses
+
+    async def stop(self) -> None:
+        """Takes no new requests, ends the open ones with Unavailable, and closes the ports."""
+        await self._health.enter_graceful_shutdown()
+        await self._router.stop()
+        await self._public.stop(STOP_GRACE_S)
+        await self._operator.stop(STOP_GRACE_S)
+
+    def _server(self, service: str, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
+        server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        return server
+
+
+def _listen(server: grpc.aio.Server, host: str, port: int) -> str:
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise ConfigError(f"port {port} of {host} cannot be had; is it in use?") from error
+    return f"{host}:{bound}"

@@ -1,0 +1,154 @@
+"""One request under way: carries out what its lifecycle asks for, and tells it what came of it."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from router.events import (
+    AttemptFailed,
+    CancelCall,
+    ChooseDecode,
+    ChoosePrefill,
+    Event,
+    Instruction,
+    KeepHold,
+    ReleaseHold,
+    SendChunk,
+    SendComplete,
+    SendError,
+    StartDecode,
+    StartPrefill,
+    Stopped,
+    Tokenize,
+)
+from router.lifecycle import Lifecycle
+from router.outbox import Outbox
+from router.steps import Order, Services, Steps
+from router.timeline import Timeline
+from text.incremental import IncrementalText
+from wire.errors import BatonError, DeadlineExceeded, Overloaded
+from wire.pb import inference_pb2 as pb
+from wire.sampling import SamplingParams
+
+Step = Callable[[], Awaitable[Event]]
+
+
+class Session:
+    """Belongs to the running event loop. At any time one task of it waits for something: a thread, a turn, a worker.
+
+    `on_first_token` is called when there is one, `on_end` once when the request is over.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        services: Services,
+        outbox: Outbox,
+        on_first_token: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.outbox = outbox
+        self._order = order
+        self._services = services
+        self._on_first_token = on_first_token
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._timeline = Timeline(order.arrived_s)
+        self._steps = Steps(order, services, self._timeline)
+        self._lifecycle = Lifecycle(self._new_text)
+        self._inbox: deque[Event] = deque()
+        self._is_working = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._deadline = self._loop.call_at(
+            order.deadline_s, self.on, Stopped(DeadlineExceeded("the request's deadline has passed"))
+        )
+
+    def start(self) -> None:
+        self._timeline.add("check", self._order.arrived_s, self._loop.time())
+        for instruction in self._lifecycle.start():
+            self._do(instruction)
+
+    def on(self, event: Event) -> None:
+        """Something happened. Events that come of carrying out instructions wait until these are all carried out."""
+        self._inbox.append(event)
+        if self._is_working:
+            return
+        self._is_working = True
+        try:
+            while self._inbox:
+                for instruction in self._lifecycle.handle(self._inbox.popleft()):
+                    self._do(instruction)
+        finally:
+            self._is_working = False
+
+    def _do(self, instruction: Instruction) -> None:
+        match instruction:
+            case Tokenize():
+                self._begin(self._steps.tokenize, Stopped)
+            case ChoosePrefill():
+                self._begin(partial(self._steps.choose_prefill, instruction), Stopped)
+            case ChooseDecode():
+                self._begin(partial(self._steps.choose_decode, instruction), Stopped)
+            case StartPrefill() | StartDecode():
+                self._call(instruction)
+            case CancelCall():
+                self._cancel()
+            case KeepHold():
+                self._services.holds.keep(self._order.request_id)
+            case ReleaseHold():
+                self._services.holds.release(self._order.request_id)
+            case SendChunk(chunk):
+                self._send(chunk)
+            case SendComplete() | SendError():
+                self._end(instruction)
+
+    def _call(self, instruction: StartPrefill | StartDecode) -> None:
+        assignment = self._steps.assign(instruction)
+        client = assignment.member.client
+        step: Step = (
+            partial(self._steps.prefill, instruction, client)
+            if isinstance(instruction, StartPrefill)
+            else partial(self._steps.decode, instruction, client, self.on)
+        )
+        task = self._begin(step, partial(AttemptFailed, instruction.attempt))
+        # Not in the task: one that is cancelled before its first step never runs.
+        task.add_done_callback(lambda _: self._services.pool.unassign(assignment))
+
+    def _begin(self, step: Step, failed: Callable[[BatonError], Event]) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._run(step, failed))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run(self, step: Step, failed: Callable[[BatonError], Event]) -> None:
+        try:
+            event = await step()
+        except BatonError as error:
+            event = failed(error)
+        except Exception as error:
+            event = Stopped(error)
+        self.on(event)
+
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _send(self, chunk: pb.Chunk) -> None:
+        self._on_first_token()
+        if not self.outbox.put(pb.GenerateResponse(request_id=self._order.request_id, chunk=chunk)):
+            self.on(Stopped(Overloaded("the client reads more slowly than its tokens come")))
+
+    def _end(self, last: SendComplete | SendError) -> None:
+        self._deadline.cancel()
+        self._on_end()
+        if isinstance(last, SendError):
+            self.outbox.fail(last.error)
+            return
+        last.complete.timeline.CopyFrom(self._timeline.finish(self._loop.time()))
+        last.complete.timeline.prefill_worker = last.prefill_worker or ""
+        last.complete.timeline.decode_worker = last.decode_worker or ""
+        self.outbox.complete(pb.GenerateResponse(request_id=self._order.request_id, complete=last.complete))
+
+    def _new_text(self, sampling: SamplingParams) -> IncrementalText:
+        return IncrementalText(self._services.codec, sampling.stop, sampling.min_tokens)
