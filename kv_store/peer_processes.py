@@ -1,0 +1,67 @@
+"""The processes at the other ends of a Unix socket, each watched until it is really gone."""
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable, Set
+
+_CREDENTIALS = struct.Struct("iII")
+
+
+class PeerProcess:
+    """One process, whatever connections it has. Names that it gives itself are made its own by `own`."""
+
+    def __init__(self, pid: int, nth: int, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.is_alive = True
+        self._id = f"{pid}.{nth}"
+        self._names: set[str] = set()
+
+    @property
+    def names(self) -> Set[str]:
+        return self._names
+
+    def own(self, name: str) -> str:
+        owned = f"{self._id}/{name}"
+        self._names.add(owned)
+        return owned
+
+
+class PeerProcesses:
+    """Tells `on_death`, on the loop, of each process that has ended: it can write to no memory any more."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[PeerProcess], None]) -> None:
+        self._loop = loop
+        self._on_death = on_death
+        self._by_pid: dict[int, PeerProcess] = {}
+        self._num_met = 0
+
+    def of(self, connection: socket.socket) -> PeerProcess:
+        """Who is connected. ProcessLookupError if it has ended already."""
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, _, _ = _CREDENTIALS.unpack(credentials)
+        return self._by_pid.get(pid) or self._meet(pid)
+
+    def close(self) -> None:
+        """Watches nobody any more."""
+        for peer in self._by_pid.values():
+            self._forget(peer)
+        self._by_pid.clear()
+
+    def _meet(self, pid: int) -> PeerProcess:
+        self._num_met += 1
+        peer = PeerProcess(pid, self._num_met, os.pidfd_open(pid))
+        self._by_pid[pid] = peer
+        self._loop.add_reader(peer.descriptor, self._bury, pid)
+        return peer
+
+    def _bury(self, pid: int) -> None:
+        peer = self._by_pid.pop(pid)
+        peer.is_alive = False
+        self._forget(peer)
+        self._on_death(peer)
+
+    def _forget(self, peer: PeerProcess) -> None:
+        self._loop.remove_reader(peer.descriptor)
+        os.close(peer.descriptor)
