@@ -1,6 +1,5 @@
 """The one place where a client's request is checked. What passes is within every documented range."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -186,8 +185,7 @@ def _check_stops(sampling: SamplingParams, limits: Limits) -> None:
 
 
 def _require_between(param: str, value: float, low: int, high: int, unit: str = "") -> None:
-    valid = math.isfinite(value) and low <= value <= high
-    _require(valid, param, f"must be from {low} to {high}{unit}")
+    _require(low <= value <= high, param, f"must be from {low} to {high}{unit}")
 
 
 def _require(valid: bool, param: str, message: str) -> None:

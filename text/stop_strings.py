@@ -23,12 +23,11 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> Scanned:
-        """Not to be called again once a stop string was reported."""
+        """Once a stop string was reported, the matcher is done: neither this nor `flush` may follow."""
         known = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             stop = self._step(char)
             if stop is not None:
-                self._held = ""
                 return Scanned(known[: end - len(stop)], stop)
         certain = len(known) - max((pattern.num_matched for pattern in self._patterns), default=0)
         self._held = known[certain:]

@@ -83,6 +83,22 @@ def test_special_tokens_in_the_middle_leave_no_trace() -> None:
     assert joined(grow(tokenizer, spread)) == "hell hell"
 
 
+class Stripping:
+    """Takes away a space at the start, and has a token without text."""
+
+    PIECES = ("a", "", " b")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.PIECES[token_id] for token_id in ids).removeprefix(" ")
+
+    def kind(self, token_id: int) -> TokenKind:
+        return TokenKind.TEXT
+
+
+def test_a_token_without_text_does_not_turn_the_next_into_the_first() -> None:
+    assert texts(Stripping(), [2, 0, 1, 2, 1, 1, 2]) == ["b", "a", "", " b", "", "", " b", ""]
+
+
 class Counting:
     """A tokenizer that counts the tokens it decodes."""
 
@@ -100,11 +116,17 @@ class Counting:
 
 def endless(name: str) -> Iterator[int]:
     """What a model without sense may say for ever."""
-    byte = {"text": [97], "broken": [0xE2, 0x82], "continuation": [0x80], "special": [97, 300, 300]}
+    byte = {
+        "text": [97],
+        "broken": [0xE2, 0x82],
+        "continuation": [0x80],
+        "unfinished": [0xF0, 0x9F, 0x98],
+        "special": [97, 300, 300],
+    }
     return itertools.cycle(byte[name])
 
 
-@pytest.mark.parametrize("name", ["text", "broken", "continuation", "special"])
+@pytest.mark.parametrize("name", ["text", "broken", "unfinished", "continuation", "special"])
 def test_work_is_linear(name: str) -> None:
     ids = list(itertools.islice(endless(name), 3000))
     tokenizer = Counting(ByteTokenizer())
@@ -137,9 +159,9 @@ class TestStop:
 
     def test_may_be_complete_only_with_the_flush(self) -> None:
         tokenizer = TOKENIZERS["byte_fallback"]
-        text = IncrementalText(tokenizer, stop=("😀",))
+        text = IncrementalText(tokenizer, stop=("l😀",))
         assert text.feed(tokenizer.encode("hell😀")).matched_stop is None
-        assert text.flush() == Piece("", "😀", 0)
+        assert text.flush() == Piece("", "l😀", 0)
 
     def test_is_not_looked_for_in_the_first_tokens(self) -> None:
         text = IncrementalText(ByteTokenizer(), stop=("aa",), min_tokens=3)

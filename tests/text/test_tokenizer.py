@@ -64,7 +64,7 @@ FOLDERS: dict[str, tuple[Callable[[], tokenizers.Tokenizer], dict[str, Any]]] = 
         byte_level,
         {
             "added_tokens_decoder": {"341": declare("<|e|>", lstrip=True), "340": declare("<tool>", special=False)},
-            "eos_token": {"__type": "AddedToken", **declare("<|e|>", lstrip=True)},
+            "eos_token": "<|e|>",
         },
     ),
     "a piece declared special": (byte_level, {"added_tokens_decoder": {"258": declare("hello")}}),
