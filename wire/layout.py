@@ -48,8 +48,10 @@ class KVLayout:
         """Raises WireError if `data` is not an encoded layout."""
         try:
             layout = cls(**dict(msgpack.unpackb(data)))
+            sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size)
+            is_one = layout.dtype in _ITEM_BYTES and isinstance(layout.quantization, str)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise WireError("not a KV layout") from error
-        if layout.dtype not in _ITEM_BYTES:
-            raise WireError("KV layout of unknown dtype")
+        if not is_one or any(type(size) is not int or size < 1 for size in sizes):
+            raise WireError("a KV layout with an impossible field")
         return layout

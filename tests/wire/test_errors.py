@@ -1,0 +1,44 @@
+import re
+
+import grpc
+import pytest
+
+from wire import errors
+from wire.errors import BatonError, InvalidRequest, ModelError, Overloaded, RequestNotFound
+
+
+def subclasses(kind: type[BatonError]) -> list[type[BatonError]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in subclasses(child))]
+
+
+OURS = [kind for kind in subclasses(BatonError) if kind.__module__ == "wire.errors"]
+
+
+def test_the_tree_is_as_drawn() -> None:
+    drawn = re.findall(r"(?m)^[│├└─ ]*(\w+) +(?:([A-Z_]+) +(\d{3})\b)?", errors.__doc__ or "")
+    table = {name: (code, http) for name, code, http in drawn if name[0].isupper() and hasattr(errors, name)}
+    assert table.keys() == {kind.__name__ for kind in OURS}
+    for kind in OURS:
+        code, http = table[kind.__name__]
+        if code:
+            assert (code, int(http)) == (kind.status.grpc, kind.status.http), kind
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_every_status_is_one_of_grpcs(kind: type[BatonError]) -> None:
+    assert kind.status.grpc in grpc.StatusCode.__members__
+    assert 400 <= kind.status.http < 600
+
+
+def test_reasons_are_stable_names() -> None:
+    assert RequestNotFound("x").reason == "REQUEST_NOT_FOUND"
+    assert ModelError("x").reason == "MODEL_ERROR"
+    assert len({kind.__name__ for kind in OURS}) == len(OURS)
+
+
+def test_errors_name_what_they_are_about() -> None:
+    error = InvalidRequest("top_p", "must be in (0, 1]")
+    assert (error.message, error.ids) == ("top_p: must be in (0, 1]", {"param": "top_p"})
+    assert str(error) == error.message
+    full = Overloaded("full", retry_after_s=0.5, request_id="r")
+    assert (full.retry_after_s, full.ids, full.status.retryable) == (0.5, {"request_id": "r"}, True)

@@ -1,0 +1,81 @@
+import hashlib
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire.ids import NamespaceRoot
+from wire.keys import KeyChain, chain, cover, namespace_root, token_bytes
+
+ROOT = NamespaceRoot(bytes(range(32)))
+OTHER = NamespaceRoot(bytes(32))
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def sha(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+def test_names_are_what_the_module_says() -> None:
+    first, second, tail = cover(ROOT, [1, 2, 3, 4, 5], 2)
+    one, two, three = struct.pack("<2I", 1, 2), struct.pack("<2I", 3, 4), struct.pack("<I", 5)
+    assert first.key == sha(ROOT, one)
+    assert second.key == sha(first.key, two)
+    assert tail.key == sha(second.key, b"tail", struct.pack("<I", 1), three)
+    assert [name.parent for name in (first, second, tail)] == [sha(ROOT), first.key, second.key]
+    assert [name.tokens_digest for name in (first, second, tail)] == [sha(one), sha(two), sha(three)]
+    assert [name.is_tail for name in (first, second, tail)] == [False, False, True]
+
+
+def test_a_root_is_what_the_module_says() -> None:
+    """Pinned: another value would make every stored block of every deployment a miss."""
+    root = namespace_root(b"secret", "default", b"fingerprint", b"layout", "")
+    assert root.hex() == "661349debc3785cf0b6c8feb1f4ba7d9297e93008a6c09310475d11bf542f47b"
+
+
+@given(tokens, tokens)
+def test_growing_bit_by_bit_names_the_same(head: list[int], rest: list[int]) -> None:
+    keys = KeyChain(ROOT, 4)
+    keys.extend(head)
+    keys.extend(rest)
+    assert keys.cover(len(head + rest)) == cover(ROOT, head + rest, 4)
+    assert keys.cover(len(head)) == cover(ROOT, head, 4)
+
+
+@given(tokens, tokens)
+def test_names_are_equal_where_the_prefixes_are(one: list[int], other: list[int]) -> None:
+    for index, (left, right) in enumerate(zip(chain(ROOT, one, 4), chain(ROOT, other, 4), strict=False)):
+        assert (left == right) == (one[: 4 * index + 4] == other[: 4 * index + 4])
+
+
+@given(tokens.filter(bool))
+def test_no_name_is_shared_between_roots_or_shows_one(ids: list[int]) -> None:
+    ours, theirs = cover(ROOT, ids, 4), cover(OTHER, ids, 4)
+    assert {name.key for name in ours}.isdisjoint(name.key for name in theirs)
+    assert all(ROOT not in (name.key, name.parent, name.root_digest) for name in ours)
+
+
+def test_a_tail_is_no_full_block_and_no_tail_of_another_length() -> None:
+    [full] = chain(ROOT, [7, 0, 0, 0], 4)
+    tails = [cover(ROOT, [7, 0, 0, 0][:length], 4)[-1] for length in (1, 2, 3)]
+    assert len({full.key, *(tail.key for tail in tails)}) == 4
+
+
+@pytest.mark.parametrize("field", range(4))
+def test_each_part_of_a_root_matters(field: int) -> None:
+    parts = ["default", b"fingerprint", b"layout", "adapter"]
+    changed = [*parts]
+    changed[field] = parts[field][:-1]
+    assert namespace_root(b"secret", *parts) != namespace_root(b"secret", *changed)  # type: ignore[arg-type]
+    assert namespace_root(b"secret", *parts) != namespace_root(b"secret2", *parts)  # type: ignore[arg-type]
+
+
+def test_parts_of_a_root_do_not_run_into_one_another() -> None:
+    assert namespace_root(b"s", "ab", b"c", b"", "") != namespace_root(b"s", "a", b"bc", b"", "")
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_an_id_that_is_no_u32_is_refused(token: int) -> None:
+    with pytest.raises(OverflowError):
+        token_bytes([token])

@@ -1,0 +1,61 @@
+from dataclasses import replace
+
+import msgpack
+import pytest
+
+from wire.errors import WireError
+from wire.layout import KVLayout
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=16, dtype="bfloat16")
+
+
+def test_sizes() -> None:
+    assert LAYOUT.shape == (2, 2, 3, 16, 5)
+    assert LAYOUT.payload_bytes == 2 * 2 * 3 * 16 * 5 * 2
+    assert LAYOUT.block_bytes == 4096
+    assert replace(LAYOUT, dtype="float32", head_dim=8).block_bytes == 8192
+    assert KVLayout(1, 1, 64, 16, "bfloat16").block_bytes == KVLayout(1, 1, 64, 16, "bfloat16").payload_bytes == 4096
+
+
+def test_it_is_the_same_after_the_wire() -> None:
+    assert KVLayout.decode(LAYOUT.encode()) == LAYOUT
+
+
+def test_every_field_shows_in_its_bytes() -> None:
+    changed = [
+        replace(LAYOUT, **{name: getattr(LAYOUT, name) + 1})
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size")
+    ]
+    changed += [replace(LAYOUT, dtype="float16"), replace(LAYOUT, quantization="int8")]
+    assert len({layout.encode() for layout in [LAYOUT, *changed]}) == 7
+
+
+FIELDS = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 5, "block_size": 16, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dtype": "float8"},
+        {"dtype": 7},
+        {"dtype": ["float32"]},
+        {"num_layers": 0},
+        {"num_layers": -1},
+        {"head_dim": "64"},
+        {"head_dim": 1.5},
+        {"block_size": True},
+        {"quantization": None},
+        {"color": "red"},
+    ],
+)
+def test_what_is_no_layout_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(WireError):
+        KVLayout.decode(msgpack.packb(sorted({**FIELDS, **wrong}.items())))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", b"\x05", msgpack.packb([1, 2]), LAYOUT.encode()[:-1], LAYOUT.encode() * 2]
+)
+def test_bytes_that_are_no_layout_are_refused(data: bytes) -> None:
+    with pytest.raises(WireError):
+        KVLayout.decode(data)
