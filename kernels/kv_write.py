@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LAUNCH_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
 
 @triton.jit
 def write_token(
@@ -29,18 +31,20 @@ def write_token(
     # One program moves one token: K and V of all its heads.
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
+    if slot < 0:
+        return
     heads = tl.arange(0, PADDED_HEADS)[:, None]
     dims = tl.arange(0, PADDED_DIM)[None, :]
-    kept = (slot >= 0) & (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
+    present = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
 
-    key = tl.load(key_ptr + token * key_token_stride + heads * key_head_stride + dims, mask=kept)
-    value = tl.load(value_ptr + token * value_token_stride + heads * value_head_stride + dims, mask=kept)
+    key = tl.load(key_ptr + token * key_token_stride + heads * key_head_stride + dims, mask=present)
+    value = tl.load(value_ptr + token * value_token_stride + heads * value_head_stride + dims, mask=present)
 
     # The slot is int64, and so is all that is derived from it: a pool may hold more than 2^31 elements.
     row_ptr = kv_ptr + slot // BLOCK_SIZE * kv_page_stride + slot % BLOCK_SIZE * kv_offset_stride
     target_ptr = row_ptr + heads * kv_head_stride + dims
-    tl.store(target_ptr, key, mask=kept)
-    tl.store(target_ptr + kv_plane_stride, value, mask=kept)
+    tl.store(target_ptr, key, mask=present)
+    tl.store(target_ptr + kv_plane_stride, value, mask=present)
 
 
 def write_kv(key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
@@ -64,5 +68,5 @@ def write_kv(key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor)
         BLOCK_SIZE=kv_layer.shape[3],
         PADDED_HEADS=triton.next_power_of_2(num_kv_heads),
         PADDED_DIM=triton.next_power_of_2(head_dim),
-        num_warps=4,
+        **LAUNCH_OPTIONS,
     )

@@ -20,6 +20,8 @@ MAX_SPLITS = 128
 PROGRAMS_PER_PROCESSOR = 4
 MIN_DOT_ROWS = 16
 INTERPRETED_PROCESSORS = 4
+# Fusing is spelled out because its default differs between Triton's versions, and with it the numbers.
+LAUNCH_OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -174,8 +176,7 @@ def paged_decode_attention(
         TILE=TILE_LEN,
         PADDED_GROUP=max(MIN_DOT_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
         PADDED_DIM=triton.next_power_of_2(head_dim),
-        num_warps=4,
-        num_stages=3,
+        **LAUNCH_OPTIONS,
     )
     if num_splits > 1:
         merge_splits[(num_seqs * num_heads,)](
@@ -186,7 +187,7 @@ def paged_decode_attention(
             HEAD_DIM=head_dim,
             PADDED_SPLITS=triton.next_power_of_2(num_splits),
             PADDED_DIM=triton.next_power_of_2(head_dim),
-            num_warps=4,
+            **LAUNCH_OPTIONS,
         )
     return output
 

@@ -1,0 +1,109 @@
+"""A random batch in a paged pool, beside the same keys and values in contiguous memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+PAGE_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many heads ask, how many answer, and how wide they are."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Sequences whose pages lie in random order in the middle layer of a pool that is NaN everywhere else.
+
+    `keys` and `values` hold each sequence's [num_kv_heads, context_len, head_dim]; `kv_layer` is the pool's view.
+    """
+
+    heads: Heads
+    kv_layer: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+
+    @property
+    def scale(self) -> float:
+        return float(self.heads.head_dim**-0.5)
+
+    def random_query(self, num_tokens: int) -> Tensor:
+        """[num_tokens, num_heads, head_dim], cut from a wider row as a fused projection would leave it."""
+        heads = self.heads
+        row = torch.randn(num_tokens, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
+        return row.to(self.kv_layer)[:, : heads.num_heads]
+
+
+def empty_layer(
+    num_pages: int, heads: Heads, block_size: int, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """One layer of a pool of three, NaN all over: [num_pages, 2, num_kv_heads, block_size, head_dim], pages padded."""
+    shape = (3, 2, heads.num_kv_heads, block_size, heads.head_dim)
+    num_elements = torch.Size(shape).numel()
+    aligned = -(-num_elements * dtype.itemsize // PAGE_ALIGNMENT) * PAGE_ALIGNMENT // dtype.itemsize
+    pool = torch.full((num_pages, aligned), torch.nan, dtype=dtype, device=device)
+    return pool[:, :num_elements].view(num_pages, *shape)[:, 1]
+
+
+def far_layer(path: Path) -> tuple[Tensor, int]:
+    """A float16 layer [num_pages, 2, 1, 16, 32] of zeros on a sparse file, and a page beyond 2^31 elements into it.
+
+    An offset of 32 bits would wrap to the zeros that are mapped in front of the layer.
+    """
+    page_stride, far_page, wrapped = 2**20, 3000, 2**31
+    file = torch.from_file(str(path), shared=True, size=wrapped + (far_page + 1) * page_stride, dtype=torch.float16)
+    return file.as_strided((far_page + 1, 2, 1, 16, 32), (page_stride, 512, 512, 32, 1), wrapped), far_page
+
+
+def make_paged_batch(
+    heads: Heads,
+    context_lens: Sequence[int],
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> PagedBatch:
+    """Fills pages with random KV; table entries beyond a context name a page of NaN."""
+    num_blocks = [-(-context_len // block_size) for context_len in context_lens]
+    kv_layer = empty_layer(sum(num_blocks) + 1, heads, block_size, dtype, device)
+    poison, *pages = torch.randperm(len(kv_layer)).tolist()
+    block_tables = torch.full((len(context_lens), max(num_blocks) + 2), poison, dtype=torch.int32, device=device)
+    keys, values = [], []
+    for seq, context_len in enumerate(context_lens):
+        own = [pages.pop() for _ in range(num_blocks[seq])]
+        block_tables[seq, : len(own)] = torch.tensor(own, dtype=torch.int32)
+        contents = torch.randn(2, heads.num_kv_heads, context_len, heads.head_dim, device=device).to(dtype)
+        positions = torch.arange(context_len, device=device)
+        pages_of = block_tables[seq, positions // block_size]
+        kv_layer[pages_of, :, :, positions % block_size] = contents.permute(2, 0, 1, 3)
+        keys.append(contents[0])
+        values.append(contents[1])
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
+    return PagedBatch(heads, kv_layer, block_tables, lens, keys, values)
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+    """The oracle: float64 attention [query_len, num_heads, head_dim] of the last positions over contiguous KV."""
+    query_len, num_heads, _ = query.shape
+    group_size = num_heads // len(key)
+    positions = torch.arange(key.shape[1], device=key.device)
+    distance = positions[-query_len:, None] - positions
+    seen = (distance >= 0) & (distance < (sliding_window or key.shape[1]))
+    attended = scaled_dot_product_attention(
+        query.transpose(0, 1).double(),
+        key.double().repeat_interleave(group_size, 0),
+        value.double().repeat_interleave(group_size, 0),
+        attn_mask=seen,
+        scale=scale,
+    )
+    return attended.transpose(0, 1)

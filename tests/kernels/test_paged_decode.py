@@ -1,0 +1,125 @@
+"""Decode attention, the torch reference and the Triton kernel alike, against dense attention over contiguous KV."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import paged_decode, reference
+from tests.kernels.paged_batch import Heads, PagedBatch, dense_attention, empty_layer, far_layer, make_paged_batch
+
+IMPLEMENTATIONS = [reference.paged_decode_attention, paged_decode.paged_decode_attention]
+GROUPED, SINGLE_KEY, FULL = Heads(4, 2, 32), Heads(3, 1, 32), Heads(2, 2, 32)
+
+both = pytest.mark.parametrize("decode", IMPLEMENTATIONS, ids=["reference", "triton"])
+
+
+def dense_decode(batch: PagedBatch, query: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+    rows = [
+        dense_attention(query[seq : seq + 1], key, value, batch.scale, sliding_window)
+        for seq, (key, value) in enumerate(zip(batch.keys, batch.values, strict=True))
+    ]
+    return torch.cat(rows).to(query)
+
+
+def check(decode, batch: PagedBatch, sliding_window: int | None = None, tolerance: float = 1e-5) -> None:
+    query = batch.random_query(len(batch.keys))
+    args = (query, batch.kv_layer, batch.block_tables, batch.context_lens, batch.scale, sliding_window)
+    expected = dense_decode(batch, query, sliding_window)
+    torch.testing.assert_close(decode(*args), expected, atol=tolerance, rtol=tolerance)
+
+
+@both
+@pytest.mark.parametrize("heads", [GROUPED, SINGLE_KEY, FULL], ids=["gqa", "mqa", "mha"])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_equals_dense_attention(decode, heads, block_size, device):
+    """The pool is NaN wherever no sequence of the batch has a token, so this is the poison test, too."""
+    check(decode, make_paged_batch(heads, [1, 15, 16, 17, 100], block_size, device=device))
+
+
+@both
+@pytest.mark.parametrize("sliding_window", [1, 5, 16, 33, 1000])
+def test_sees_the_window_only(decode, sliding_window, device):
+    check(decode, make_paged_batch(GROUPED, [1, 16, 33, 100], 16, device=device), sliding_window)
+
+
+@both
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_any_head_size(decode, head_dim, device):
+    check(decode, make_paged_batch(Heads(2, 1, head_dim), [7, 40], 16, device=device))
+
+
+@both
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
+def test_half_precision(decode, dtype, tolerance, device):
+    if (decode, dtype, device.type) == (paged_decode.paged_decode_attention, torch.bfloat16, "cpu"):
+        pytest.skip("Triton's interpreter multiplies the bits of bfloat16 matrices; tests/gpu has this case")
+    check(decode, make_paged_batch(GROUPED, [3, 50], 16, dtype, device), tolerance=tolerance)
+
+
+@both
+@pytest.mark.parametrize("sliding_window", [None, 300])
+def test_long_contexts_beside_short_ones(decode, sliding_window, device):
+    """The kernel cuts all of them into the same number of splits: most of a short context's are empty."""
+    batch = make_paged_batch(GROUPED, [1000, 3, 257], 16, device=device)
+    check(decode, batch, sliding_window)
+
+
+@both
+@pytest.mark.parametrize("max_blocks", [1, 100], ids=["one split", "many splits"])
+def test_a_sequence_of_no_tokens_gets_zeros(decode, max_blocks, device):
+    kv_layer = empty_layer(2, GROUPED, 16, torch.float32, device)
+    tables = torch.zeros(1, max_blocks, dtype=torch.int32, device=device)
+    lens = torch.zeros(1, dtype=torch.int32, device=device)
+    output = decode(torch.randn(1, 4, 32, device=device), kv_layer, tables, lens, 1.0, None)
+    assert output.count_nonzero() == 0
+
+
+@both
+def test_a_batch_of_no_sequences(decode, device):
+    batch = make_paged_batch(GROUPED, [5], 16, device=device)
+    output = decode(batch.random_query(0), batch.kv_layer, batch.block_tables[:0], batch.context_lens[:0], 1.0, None)
+    assert output.shape == (0, 4, 32)
+
+
+@both
+def test_poison_in_a_seen_token_shows(decode, device):
+    """What the other tests stand on: NaN is in the pool, and a kernel that read one token too many would return it."""
+    batch = make_paged_batch(GROUPED, [17], 16, device=device)
+    query = batch.random_query(1)
+    output = decode(query, batch.kv_layer, batch.block_tables, batch.context_lens + 1, batch.scale, None)
+    assert output.isnan().all()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    num_kv_heads=st.integers(1, 3),
+    group_size=st.integers(1, 5),
+    block_size=st.sampled_from([8, 16, 32]),
+    context_lens=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    sliding_window=st.none() | st.integers(1, 100),
+)
+def test_random_shapes(num_kv_heads, group_size, block_size, context_lens, sliding_window):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    heads = Heads(num_kv_heads * group_size, num_kv_heads, 32)
+    batch = make_paged_batch(heads, context_lens, block_size, device=device)
+    for decode in IMPLEMENTATIONS:
+        check(decode, batch, sliding_window)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu reads that far for real")
+def test_offsets_beyond_32_bits(tmp_path):
+    kv_layer, far_page = far_layer(tmp_path / "pool")
+    kv_layer[far_page] = 1.0
+    tables, lens = torch.tensor([[far_page]], dtype=torch.int32), torch.tensor([16], dtype=torch.int32)
+    query = torch.ones(1, 1, 32, dtype=torch.float16)
+    output = paged_decode.paged_decode_attention(query, kv_layer, tables, lens, 1.0, None)
+    assert output.eq(1.0).all()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "max_visible_len", "num_splits"),
+    [(8, 16, 1), (8, 32768, 66), (128, 32768, 5), (1, 10**6, 128), (1024, 32768, 1), (8, 1024, 4), (1, 0, 1)],
+)
+def test_splits_fill_the_gpu_as_far_as_the_context_allows(num_rows, max_visible_len, num_splits):
+    assert paged_decode.choose_num_splits(num_rows, max_visible_len, 132) == num_splits

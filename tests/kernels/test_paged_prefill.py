@@ -1,0 +1,86 @@
+"""Prefill attention over pages against dense causal attention over contiguous KV."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.reference import paged_decode_attention, paged_prefill_attention
+from tests.kernels.paged_batch import Heads, PagedBatch, dense_attention, make_paged_batch
+
+GROUPED, SINGLE_KEY, FULL = Heads(4, 2, 32), Heads(3, 1, 32), Heads(2, 2, 32)
+
+
+def prefill(batch: PagedBatch, query: torch.Tensor, query_lens: list[int], sliding_window: int | None) -> torch.Tensor:
+    starts = torch.tensor([0, *query_lens], device=query.device).cumsum(0, dtype=torch.int32)
+    return paged_prefill_attention(
+        query, batch.kv_layer, batch.block_tables, batch.context_lens, starts, batch.scale, sliding_window
+    )
+
+
+def check(batch: PagedBatch, query_lens: list[int], sliding_window: int | None = None, tolerance: float = 1e-5) -> None:
+    query = batch.random_query(sum(query_lens))
+    rows = [
+        dense_attention(own, key, value, batch.scale, sliding_window)
+        for own, key, value in zip(query.split(query_lens), batch.keys, batch.values, strict=True)
+    ]
+    expected = torch.cat(rows).to(query)
+    torch.testing.assert_close(
+        prefill(batch, query, query_lens, sliding_window), expected, atol=tolerance, rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize("heads", [GROUPED, SINGLE_KEY, FULL], ids=["gqa", "mqa", "mha"])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_whole_prompts(heads, block_size, device):
+    lens = [1, 15, 16, 17, 100]
+    check(make_paged_batch(heads, lens, block_size, device=device), lens)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 1, 7, 16, 40, 1000])
+def test_chunks_see_the_chunks_before_them(sliding_window, device):
+    batch = make_paged_batch(GROUPED, [100, 33, 16, 50], 16, device=device)
+    check(batch, [36, 1, 16, 20], sliding_window)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
+def test_half_precision(dtype, tolerance, device):
+    check(make_paged_batch(GROUPED, [50, 9], 16, dtype, device), [20, 9], tolerance=tolerance)
+
+
+def test_a_sequence_without_queries_is_passed_over(device):
+    check(make_paged_batch(GROUPED, [20, 30, 9], 16, device=device), [5, 0, 9])
+
+
+@pytest.mark.parametrize("sliding_window", [None, 12])
+def test_chunk_by_chunk_equals_at_once(sliding_window, device):
+    batch = make_paged_batch(GROUPED, [90], 16, device=device)
+    query = batch.random_query(90)
+    at_once = prefill(batch, query, [90], sliding_window)
+    for start, end in [(0, 40), (40, 56), (56, 90)]:
+        upto = PagedBatch(batch.heads, batch.kv_layer, batch.block_tables, batch.context_lens * 0 + end, [], [])
+        torch.testing.assert_close(prefill(upto, query[start:end], [end - start], sliding_window), at_once[start:end])
+
+
+@pytest.mark.parametrize("sliding_window", [None, 12])
+def test_one_query_each_equals_decode(sliding_window, device):
+    batch = make_paged_batch(GROUPED, [1, 30, 47], 16, device=device)
+    query = batch.random_query(3)
+    decoded = paged_decode_attention(
+        query, batch.kv_layer, batch.block_tables, batch.context_lens, batch.scale, sliding_window
+    )
+    torch.testing.assert_close(prefill(batch, query, [1, 1, 1], sliding_window), decoded)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    num_kv_heads=st.integers(1, 3),
+    group_size=st.integers(1, 4),
+    block_size=st.sampled_from([8, 16, 32]),
+    lens=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60)), min_size=1, max_size=4),
+    sliding_window=st.none() | st.integers(1, 130),
+)
+def test_random_shapes(num_kv_heads, group_size, block_size, lens, sliding_window):
+    heads = Heads(num_kv_heads * group_size, num_kv_heads, 32)
+    batch = make_paged_batch(heads, [computed + chunk for computed, chunk in lens], block_size)
+    check(batch, [chunk for _, chunk in lens], sliding_window)
