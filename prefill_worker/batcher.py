@@ -1,0 +1,40 @@
+"""How a prefill worker puts its steps together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.batcher import Candidate, Pages, Plan, admissible, fit
+
+
+@dataclass(frozen=True)
+class PrefillBatcher:
+    """The prompt with the least left to compute comes first, but each later arrival counts for the one that waits.
+
+    A prompt that would hold up short ones lets them pass, but no more than `num_missing / patience_tokens` of them.
+    Nobody is admitted without pages for the whole prompt, so prompts do not take pages from one another half-way.
+    Source: shortest remaining processing time first, with linear ageing.
+
+    max_step_tokens: tokens of one step over all sequences; the size of a chunk.
+    max_running: sequences with pages at a time.
+    patience_tokens: how many tokens an arrival before another is worth.
+    """
+
+    max_step_tokens: int = 2048
+    max_running: int = 128
+    patience_tokens: int = 512
+
+    def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
+        fitted = fit(self._by_urgency(running), pages, self.max_step_tokens)
+        if fitted.preempt:
+            return Plan(fitted.preempt, (), fitted.run)
+        room = max(0, self.max_running - len(running))
+        return Plan((), admissible(self._by_urgency(waiting)[:room], pages, _num_unclaimed(running, pages)), fitted.run)
+
+    def _by_urgency(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Handles grow with arrival."""
+        return sorted(candidates, key=lambda one: one.num_missing + one.handle * self.patience_tokens)
+
+
+def _num_unclaimed(running: Sequence[Candidate], pages: Pages) -> int:
+    """Pages left when every running sequence has those for its whole prompt."""
+    return pages.num_allocatable - sum(pages.needed(one, one.num_missing + 1) for one in running)

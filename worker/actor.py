@@ -1,0 +1,103 @@
+"""A worker as a Ray actor: a plain class, which `deploy` makes an actor of. Calls carry text and numbers only."""
+
+import asyncio
+import json
+import logging
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from wire.errors import ConfigError, Unavailable
+from worker.assembly import Assembly, assemble
+from worker.config import WorkerConfig
+from worker.grpc_skin import WorkerServer
+from worker.role import Role
+from worker.service import WorkerService
+from worker.termination import on_sigterm
+
+log = logging.getLogger(__name__)
+
+TERMINATION_GRACE_S = 30
+BROKEN_EXIT_DELAY_S = 1.0
+"""So long there is for telling the callers of a broken worker."""
+
+
+@dataclass(frozen=True)
+class _Started:
+    assembly: Assembly
+    service: WorkerService
+    server: WorkerServer
+
+
+class WorkerActor(ABC):
+    """What both roles share. `start` comes first; `stop` last, and then the end of the process."""
+
+    def __init__(self, config_json: str) -> None:
+        """Raises ConfigError."""
+        self._config = WorkerConfig.from_json(config_json)
+        self._role = self.make_role(self._config)
+        if self._config.role != self._role.name.value:
+            raise ConfigError(f"worker.role: this is a {self._role.name.value} worker")
+        self._started: _Started | None = None
+        self._leaving: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    def make_role(self, config: WorkerConfig) -> Role:
+        """The batcher and the lifecycle of the role."""
+
+    async def start(self) -> str:
+        """Loads the model and serves from now on. Returns `{"address", "pid", "epoch"}`.
+
+        Raises ModelError or ConfigError for what cannot be served, StoreError if the node's directory is not there.
+        """
+        loop = asyncio.get_running_loop()
+
+        def on_broken() -> None:
+            loop.call_soon_threadsafe(self._give_up)
+
+        parts = await asyncio.to_thread(assemble, self._config, self._role.batcher)
+        service = WorkerService(parts.info, self._role, parts.engine, parts.inbox, parts.store, on_broken)
+        server = WorkerServer(service, self._config.server)
+        self._started = _Started(parts, service, server)
+        await service.start()
+        address = await server.start()
+        on_sigterm(self._terminate)
+        return json.dumps({"address": address, "pid": os.getpid(), "epoch": parts.info.epoch})
+
+    async def drain(self, grace_s: int) -> str:
+        """Takes no new requests, and waits until the open ones have ended or the grace is over.
+
+        Returns `{"unfinished"}`: how many requests were then given back to the router.
+        """
+        started = self._require_started()
+        await started.server.refuse_new_work()
+        return json.dumps({"unfinished": await started.service.drain(grace_s)})
+
+    async def stop(self) -> str:
+        """Ends what is open and closes the port. Returns `{}`."""
+        started = self._require_started()
+        await started.service.close()
+        await started.server.stop()
+        await asyncio.to_thread(started.assembly.close)
+        return "{}"
+
+    def _require_started(self) -> _Started:
+        if self._started is None:
+            raise Unavailable("the worker has not started")
+        return self._started
+
+    def _terminate(self) -> None:
+        if self._leaving is None:
+            log.warning("SIGTERM: draining for at most %s s", TERMINATION_GRACE_S)
+            self._leaving = asyncio.create_task(self._leave())
+
+    async def _leave(self) -> None:
+        try:
+            await self.drain(TERMINATION_GRACE_S)
+            await self.stop()
+        finally:
+            os._exit(0)
+
+    def _give_up(self) -> None:
+        log.critical("the worker is broken and ends itself")
+        asyncio.get_running_loop().call_later(BROKEN_EXIT_DELAY_S, os._exit, 1)

@@ -1,0 +1,111 @@
+"""What a worker is started with, as one JSON text. Whoever starts it fills this in; nothing changes it later."""
+
+from dataclasses import dataclass, field
+
+from wire.errors import ConfigError
+from wire.settings import from_json, to_json
+from worker.role import RoleName
+
+FINGERPRINT_BYTES = 32
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What to load, and onto what. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere."""
+
+    folder: str
+    fingerprint_hex: str
+    dtype: str | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        _require(self.folder, "model.folder", "must not be empty")
+        _require(len(self.fingerprint) == FINGERPRINT_BYTES, "model.fingerprint_hex", "must be 32 bytes")
+
+    @property
+    def fingerprint(self) -> bytes:
+        try:
+            return bytes.fromhex(self.fingerprint_hex)
+        except ValueError as error:
+            raise ConfigError("model.fingerprint_hex: must be hex digits") from error
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """The worker's own pages."""
+
+    num_blocks: int
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        _require(self.num_blocks > 0, "pool.num_blocks", "must be positive")
+        _require(self.block_size > 0, "pool.block_size", "must be positive")
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """Where the node's directory listens, which knows the arena; and the cold tier, if there is one."""
+
+    directory_path: str
+    redis_url: str | None = None
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Where the router finds the worker. Port 0 takes a free one; `token` is the cluster's."""
+
+    token: str
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.token, "server.token", "must not be empty")
+        _require(0 <= self.port < 1 << 16, "server.port", "must be from 0 to 65535")
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """Bounds of a step; see PrefillBatcher and DecodeBatcher."""
+
+    max_step_tokens: int = 2048
+    max_running: int = 128
+    max_chunk_tokens: int = 256
+    patience_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_chunk_tokens", "patience_tokens"):
+            _require(getattr(self, name) > 0, f"batch.{name}", "must be positive")
+        enough = self.max_step_tokens >= self.max_running + self.max_chunk_tokens
+        _require(enough, "batch.max_step_tokens", "must be at least max_running + max_chunk_tokens")
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """`num_threads`: of torch, in this process."""
+
+    worker_id: str
+    role: str
+    model: ModelSettings
+    pool: PoolSettings
+    store: StoreSettings
+    server: ServerSettings
+    batch: BatchSettings = field(default_factory=BatchSettings)
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        _require(self.worker_id, "worker_id", "must not be empty")
+        _require(self.role in {one.value for one in RoleName}, "role", "must be prefill or decode")
+        _require(self.num_threads > 0, "num_threads", "must be positive")
+
+    def to_json(self) -> str:
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "WorkerConfig":
+        """Raises ConfigError for anything missing, unknown, of another type or out of range, and names it."""
+        return from_json(cls, text, "worker")
+
+
+def _require(holds: object, name: str, what: str) -> None:
+    if not holds:
+        raise ConfigError(f"worker.{name}: {what}")
