@@ -48,7 +48,7 @@ class EngineCore:
 
     def __init__(self, model: Model, pool: DevicePool, batcher: Batcher, transfers: Transfers) -> None:
         self.model = model
-        self._pool = pool
+        self.pool = pool
         self._cache = KVCache(pool, transfers)
         self._batcher = batcher
         self._runner = Runner(model, pool.kv)
@@ -69,7 +69,7 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queues a request. InvalidRequest if it can never run here, RequestExists if its id is taken."""
         self._check(request)
-        self._roster.add(request, self._pool.layout.block_size)
+        self._roster.add(request, self.pool.layout.block_size)
         self._is_stalled = False
 
     def abort(self, request_id: RequestId) -> None:
@@ -92,7 +92,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         return replace(
             self._counted,
-            blocks=self._pool.ledger.counts(),
+            blocks=self.pool.ledger.counts(),
             kv_tokens=sum(sequence.num_computed for sequence in self._roster.running),
             num_running=len(self._roster.running),
             num_waiting=len(self._roster.waiting),
@@ -100,8 +100,8 @@ class EngineCore:
 
     def check(self) -> list[str]:
         """What is wrong with the pool's books; nothing, if all is well."""
-        problems = self._pool.ledger.check()
-        counts = self._pool.ledger.counts()
+        problems = self.pool.ledger.check()
+        counts = self.pool.ledger.counts()
         if not self.has_requests and not self._cache.num_in_flight and counts.owned + counts.published:
             problems.append(f"{counts.owned + counts.published} pages have references though no request is here")
         return problems
@@ -112,7 +112,7 @@ class EngineCore:
         num_tokens = len(request.prompt_ids) + request.sampling.max_tokens
         if num_tokens > self.model.max_context_len:
             raise InvalidRequest("max_tokens", f"{num_tokens} tokens exceed the context ({self.model.max_context_len})")
-        capacity = self._pool.ledger.num_pages * self._pool.layout.block_size
+        capacity = self.pool.ledger.num_pages * self.pool.layout.block_size
         if num_tokens > capacity:
             raise InvalidRequest("max_tokens", f"{num_tokens} tokens exceed what the pool holds ({capacity})")
 

@@ -20,7 +20,7 @@ from engine.events import Emitted, Event, Failed, Finished
 from engine.request import ChoiceSoFar, EngineRequest
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
-from text.incremental import IncrementalText
+from text.incremental import IncrementalText, Piece
 from text.tokenizer import Tokenizer
 from wire.ids import NamespaceRoot, RequestId
 from wire.sampling import FinishReason, SamplingParams
@@ -111,9 +111,7 @@ class _Run:
         if isinstance(event, Emitted) and self.outputs[event.choice].finish_reason is None:
             self._append(self.outputs[event.choice], self._texts[event.choice], event.token_id)
         elif isinstance(event, Finished) and self.outputs[event.choice].finish_reason is None:
-            output, text = self.outputs[event.choice], self._texts[event.choice]
-            output.text += text.flush().text
-            output.finish_reason, output.matched_stop = event.reason, event.stop_token_id
+            self._end(self.outputs[event.choice], self._texts[event.choice].flush(), event)
 
     def _append(self, output: ChoiceOutput, text: IncrementalText, token_id: int) -> None:
         piece = text.feed((token_id,))
@@ -121,3 +119,10 @@ class _Run:
         output.text += piece.text
         if piece.matched_stop is not None:
             output.finish_reason, output.matched_stop = FinishReason.STOP, piece.matched_stop
+
+    def _end(self, output: ChoiceOutput, last: Piece, finished: Finished) -> None:
+        output.text += last.text
+        if last.matched_stop is not None:
+            output.finish_reason, output.matched_stop = FinishReason.STOP, last.matched_stop
+        else:
+            output.finish_reason, output.matched_stop = finished.reason, finished.stop_token_id

@@ -72,24 +72,36 @@ def _mixed(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _random(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Inverse of the cumulative distribution over tokens by falling probability, cut by top_k, top_p and min_p."""
+    """Inverse of the cumulative distribution in the order of token ids.
 
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
+    In any other order, such as that of probability, two tokens that are nearly as likely may trade places by rounding.
+    """
+    temperatures = _column([draw.params.temperature for draw in draws], logits)
+    probs = _cut(torch.softmax(logits.double() / temperatures, dim=-1), [draw.params for draw in draws])
+    cumulative = probs.cumsum(dim=-1)
+    aim = _column([uniform(draw.params.seed, draw.choice, draw.position) for draw in draws], logits)
+    # Rounding may put the aim on the very end: the last token that is possible at all is then meant.
+    below_end = torch.nextafter(cumulative[:, -1:], torch.zeros_like(cumulative[:, -1:]))
+    chosen = torch.searchsorted(cumulative, torch.minimum(aim * cumulative[:, -1:], below_end), right=True)
+    return [int(token) for token in chosen.clamp_(max=probs.shape[1] - 1).squeeze(1).tolist()]
 
-    scaled = logits.double() / column([draw.params.temperature for draw in draws])
-    probs, order = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(probs.shape[1], device=logits.device)
-    probs = probs * (ranks < column([draw.params.top_k if draw.params.top_k > 0 else _NO_LIMIT for draw in draws]))
-    probs = probs / probs.sum(dim=-1, keepdim=True)
-    before = probs.cumsum(dim=-1) - probs
-    in_nucleus = (before < column([draw.params.top_p for draw in draws])) | (ranks == 0)
-    kept = in_nucleus & (probs >= column([draw.params.min_p for draw in draws]) * probs[:, :1]) & (probs > 0)
-    cumulative = (probs * kept).cumsum(dim=-1)
-    aim = column([uniform(draw.params.seed, draw.choice, draw.position) for draw in draws]) * cumulative[:, -1:]
-    chosen = torch.searchsorted(cumulative, aim, right=True)
-    last_kept = (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0)
-    return [int(token) for token in order.gather(1, torch.minimum(chosen, last_kept)).squeeze(1).tolist()]
+
+def _cut(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Probabilities [R, V] with zeros where top_k, then top_p of what is left, then min_p cut; not normalized."""
+    if not any(one.top_k > 0 or one.top_p < 1 or one.min_p > 0 for one in params):
+        return probs
+    falling, order = probs.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(probs.shape[1], device=probs.device)
+    falling = falling * (ranks < _column([one.top_k if one.top_k > 0 else _NO_LIMIT for one in params], probs))
+    falling = falling / falling.sum(dim=-1, keepdim=True)
+    before = falling.cumsum(dim=-1) - falling
+    in_nucleus = (before < _column([one.top_p for one in params], probs)) | (ranks == 0)
+    above_floor = falling >= _column([one.min_p for one in params], probs) * falling[:, :1]
+    return torch.zeros_like(probs).scatter_(1, order, falling * (in_nucleus & above_floor))
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)
 
 
 def _penalize(logits: torch.Tensor, draws: Sequence[Draw]) -> None:

@@ -10,6 +10,7 @@ from engine.core import EngineCore
 from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, TierTokens
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from kv_store.arena import Arena
+from kv_store.cold_writer import ColdWriter
 from kv_store.device_pool import DevicePool
 from kv_store.directory import Directory
 from kv_store.memory_tier import MemoryTier
@@ -51,13 +52,24 @@ class Node:
     """The store of one node: arena, directory and, if given, a cold tier that outlives it."""
 
     def __init__(self, model: Model, num_slots: int = 512, cold: MemoryTier | None = None) -> None:
-        self.directory = Directory(num_slots)
+        self.directory = Directory(num_slots, high_water=0.0)
         self.arena = Arena.anonymous(model.layout.block_bytes, num_slots)
         self.cold = cold
         self._layout = model.layout
 
     def transfers(self, pool: DevicePool) -> Transfers:
         return InlineTransfers(NodeStore(self._layout, self.arena, self.directory, self.cold, pool))
+
+    def release(self, runs: Sequence[Run]) -> None:
+        """Ends the holds of handed-over requests, as a decode worker does once it has their blocks."""
+        self.directory.release_holds([run.request.request_id for run in runs])
+
+    def write_all_cold(self) -> None:
+        """Writes every block that nobody uses to the cold tier."""
+        assert self.cold is not None
+        writer = ColdWriter(self._layout, self.arena, self.directory, self.cold)
+        while writer.write_some():
+            pass
 
 
 def make_core(
@@ -95,19 +107,24 @@ def serve(core: EngineCore, prompt_ids: Sequence[int], sampling: SamplingParams)
     return drive(core, [request(prompt_ids, sampling)])[0]
 
 
-def prefill(core: EngineCore, prompt_ids: Sequence[int], sampling: SamplingParams) -> Run:
-    """The prefill half of a request: one token per choice, the prompt's blocks published."""
-    asked = request(prompt_ids, sampling)
-    return drive(core, [HandOff(asked.request_id, asked.root, asked.prompt_ids, asked.sampling, asked.choices)])[0]
+def prefill(core: EngineCore, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Run]:
+    """The prefill half of requests: one token per choice, the prompts' blocks published."""
+    asked = [request(prompt_ids, sampling) for prompt_ids in prompts]
+    return drive(core, [HandOff(one.request_id, one.root, one.prompt_ids, one.sampling, one.choices) for one in asked])
 
 
-def resume(core: EngineCore, run: Run) -> Run:
-    """The decode half: goes on with what a run has emitted so far."""
+def resume(core: EngineCore, runs: Sequence[Run]) -> list[Run]:
+    """The decode half: goes on with what runs have emitted so far."""
+    return drive(core, [rest_of(run) for run in runs])
+
+
+def rest_of(run: Run) -> EngineRequest:
+    """What is left of a request after a run of its prefill half."""
     asked = run.request
     choices = tuple(
         ChoiceSoFar(index, tuple(output)) for index, output in run.outputs.items() if index not in run.ended
     )
-    return drive(core, [EngineRequest(asked.request_id, asked.root, asked.prompt_ids, asked.sampling, choices)])[0]
+    return EngineRequest(asked.request_id, asked.root, asked.prompt_ids, asked.sampling, choices)
 
 
 def _next_id() -> RequestId:

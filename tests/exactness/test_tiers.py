@@ -1,0 +1,120 @@
+"""The same tokens whichever way a request goes, and transformers' tokens: every architecture, length and tier."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.decoder import Decoder
+from engine.events import Emitted, TierTokens
+from kv_store.memory_tier import MemoryTier
+from tests.checkpoints import ARCHITECTURES, Continuation, choose_prompt, make_checkpoint
+from tests.pair import Node, Run, drive, make_core, prefill, request, rest_of, resume, serve
+from wire.sampling import SamplingParams
+
+NUM_TOKENS = 64
+LENGTHS = (1, 15, 16, 17, 100, 700)
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, seed=11, n=4, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Decoder:
+    return Decoder.load(folder, None, torch.device("cpu"), 16)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[Continuation]:
+    return [choose_prompt(folder, length, NUM_TOKENS) for length in LENGTHS]
+
+
+def assert_exact(runs: Sequence[Run], expected: Sequence[Continuation]) -> None:
+    for run, continuation in zip(runs, expected, strict=True):
+        assert tuple(run.outputs[0]) == continuation.token_ids, f"prompt of {len(continuation.prompt_ids)} tokens"
+
+
+def test_co_located_alone_and_in_a_batch_of_sixteen(model: Decoder, expected: list[Continuation]) -> None:
+    for continuation in expected:
+        assert_exact([serve(make_core(model), continuation.prompt_ids, GREEDY)], [continuation])
+    sixteen = (expected * 3)[:16]
+    assert_exact(drive(make_core(model), [request(one.prompt_ids, GREEDY) for one in sixteen]), sixteen)
+
+
+def test_handed_over_then_hit_in_each_tier(model: Decoder, expected: list[Continuation]) -> None:
+    cold = MemoryTier(model.layout)
+    node = Node(model, cold=cold)
+    first, decode = make_core(model, node), make_core(model, node)
+    handed = prefill(first, [one.prompt_ids for one in expected], GREEDY)
+    assert_exact(resume(decode, handed), expected)
+    assert decode.stats().computed_prompt_tokens == 0
+
+    again = prefill(first, [one.prompt_ids for one in expected], GREEDY)
+    assert all(run.fetched[0] == hits("device", run) for run in again)
+    assert_exact(resume(make_core(model, node), again), expected)
+
+    in_host = prefill(make_core(model, node), [one.prompt_ids for one in expected], GREEDY)
+    assert all(run.fetched[0] == hits("host", run) for run in in_host)
+    assert_exact(resume(make_core(model, node), in_host), expected)
+
+    node.release([*handed, *again, *in_host])
+    assert node.directory.check() == []
+    node.write_all_cold()
+    restarted = Node(model, cold=cold)
+    in_redis = prefill(make_core(model, restarted), [one.prompt_ids for one in expected], GREEDY)
+    assert all(run.fetched[0] == hits("redis", run) for run in in_redis)
+    assert_exact(resume(make_core(model, restarted), in_redis), expected)
+
+
+def hits(tier: str, run: Run) -> TierTokens:
+    """All full blocks that end before the prompt's last token, from one tier, and the rest computed."""
+    num_prompt = len(run.request.prompt_ids)
+    num_cached = (num_prompt - 1) // 16 * 16
+    return TierTokens(**{tier: num_cached, "computed": num_prompt - num_cached})
+
+
+def test_preempted_again_and_again(model: Decoder, expected: list[Continuation]) -> None:
+    for node in (None, Node(model)):
+        core = make_core(model, node, num_blocks=60)
+        asked = [request(one.prompt_ids, GREEDY) for one in expected * 2]
+        assert_exact(drive(core, asked), expected * 2)
+        assert core.stats().num_preemptions > 0
+
+
+def test_four_seeded_samples_every_way(model: Decoder, expected: list[Continuation]) -> None:
+    prompt = expected[LENGTHS.index(100)].prompt_ids
+    alone = serve(make_core(model), prompt, SAMPLED).outputs
+    assert len({tuple(output) for output in alone.values()}) == 4
+    node = Node(model)
+    (handed,) = prefill(make_core(model, node), [prompt], SAMPLED)
+    decode = make_core(model, node)
+    (resumed,) = resume(decode, [handed])
+    assert resumed.outputs == alone
+    assert decode.stats().computed_prompt_tokens == 0
+    crowded = make_core(model, num_blocks=30)
+    others = [request(one.prompt_ids, GREEDY) for one in expected if len(one.prompt_ids) < 700]
+    assert drive(crowded, [*others, request(prompt, SAMPLED)])[-1].outputs == alone
+
+
+@pytest.mark.parametrize("spoil", ["zero", "stale"])
+def test_a_spoilt_block_shows(model: Decoder, expected: list[Continuation], spoil: str) -> None:
+    """What makes the tests above mean something: with zeros or another block in one block's place the output changes.
+
+    Two blocks that only trade places would change nothing: keys carry their positions.
+    """
+    continuation = expected[LENGTHS.index(100)]
+    node = Node(model)
+    handed = prefill(make_core(model, node), [continuation.prompt_ids], GREEDY)
+    decode = make_core(model, node)
+    decode.add(rest_of(handed[0]))
+    decode.step()  # fetches
+    kv = decode.pool.kv
+    *_, second, first, _tail = [page for page in range(len(kv)) if kv[page].any()]
+    kv[first] = kv[second] if spoil == "stale" else 0.0
+    spoilt = [event.token_id for _ in range(NUM_TOKENS) for event in decode.step() if isinstance(event, Emitted)]
+    assert spoilt != list(continuation.token_ids[1:])
