@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +46,7 @@ class ProcessRef:
             return False
 
 
-def spawn_leader(command: Sequence[str], log: Path, stdin: int | None = None, stdout: int | None = None) -> ProcessRef:
+def spawn_leader(command: list[str], log: Path, stdin: int | None = None, stdout: int | None = None) -> ProcessRef:
     """Starts a program, found on PATH, that leads a session of its own and outlives its parent. It writes to `log`.
 
     stdin, stdout: descriptors to be the program's own, in place of /dev/null and of the log.

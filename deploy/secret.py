@@ -17,9 +17,7 @@ def load_secret() -> Path:
     if not path.exists():
         _create(path)
     if path.stat().st_size != NUM_BYTES or path.stat().st_mode & 0o077:
-        raise ConfigError(
-            f"{path} must hold {NUM_BYTES} bytes that only you can read: remove it to get a new one"
-        )
+        raise ConfigError(f"{path} must hold {NUM_BYTES} bytes that only you can read: remove it to get a new one")
     return path
 
 

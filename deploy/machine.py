@@ -1,0 +1,52 @@
+"""What this machine has, for sizing."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Free memory, free shared memory (which is memory too), cores of this process, and free bytes of each GPU."""
+
+    memory_bytes: int
+    shared_bytes: int
+    num_cores: int
+    gpus: tuple[int, ...] = ()
+
+
+def inspect_machine() -> Machine:
+    """As it is now. Blocks for a second where there is a GPU."""
+    shared = os.statvfs(SHARED_MEMORY)
+    return Machine(
+        memory_bytes=min(psutil.virtual_memory().available, _free_in_cgroup()),
+        shared_bytes=shared.f_bavail * shared.f_frsize,
+        num_cores=len(os.sched_getaffinity(0)),
+        gpus=_free_on_gpus(),
+    )
+
+
+def _free_in_cgroup() -> int:
+    """What a container still gives us; without a limit, all there is."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return psutil.virtual_memory().total
+    return psutil.virtual_memory().total if limit == "max" else max(0, int(limit) - used)
+
+
+def _free_on_gpus() -> tuple[int, ...]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    query = [program, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    return tuple(int(line) << 20 for line in answer.stdout.split() if line.isdigit())
