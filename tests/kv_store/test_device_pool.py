@@ -1,0 +1,57 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kv_store.device_pool import DevicePool
+from tests.kv_store.blocks import LAYOUT, names_of, page_of, payload_of
+from wire.ids import PageId
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_page_is_its_blocks_bytes_in_the_order_of_the_layout(device: str, dtype: str) -> None:
+    layout = replace(LAYOUT, dtype=dtype)
+    pool = DevicePool(layout, 3, torch.device(device))
+    assert pool.kv.shape == (3, *layout.shape)
+    assert pool.kv.stride(0) * layout.item_bytes == layout.block_bytes
+    values = torch.arange(layout.payload_bytes // layout.item_bytes).to(pool.kv.dtype).to(device).view(layout.shape)
+    pool.kv[1] = values
+    pool.fence()
+    data = bytearray(layout.payload_bytes)
+    pool.read_page(PageId(1), memoryview(data))
+    assert torch.equal(torch.frombuffer(data, dtype=pool.kv.dtype), values.flatten().cpu())
+    pool.write_page(PageId(2), memoryview(data))
+    assert torch.equal(pool.kv[2], pool.kv[1])
+    assert not pool.kv[0].any()
+    assert torch.equal(pool.page_bytes(PageId(2)), pool.page_bytes(PageId(1)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_copy_waits_for_what_was_computed_before_the_fence(device: str) -> None:
+    pool = DevicePool(replace(LAYOUT, num_layers=64, block_size=64), 2, torch.device(device))
+    data = bytearray(pool.layout.payload_bytes)
+    for value in range(1, 6):
+        for _ in range(10):
+            pool.kv[0].fill_(-1.0)
+        pool.kv[0].fill_(value)
+        pool.fence()
+        pool.read_page(PageId(0), memoryview(data))
+        assert torch.frombuffer(data, dtype=torch.float32).eq(value).all()
+
+
+def test_read_only_memory_can_be_written_to_a_page() -> None:
+    pool = DevicePool(LAYOUT, 1, torch.device("cpu"))
+    [name] = names_of(4)
+    pool.write_page(PageId(0), memoryview(payload_of(name)).toreadonly())
+    assert page_of(pool, PageId(0)) == payload_of(name)
+
+
+@pytest.mark.parametrize("num_bytes", [1, LAYOUT.payload_bytes - 1, LAYOUT.payload_bytes + 1])
+def test_only_whole_blocks_are_copied(num_bytes: int) -> None:
+    pool = DevicePool(LAYOUT, 1, torch.device("cpu"))
+    for copy in (pool.write_page, pool.read_page):
+        with pytest.raises(ValueError, match="bytes"):
+            copy(PageId(0), memoryview(bytearray(num_bytes)))

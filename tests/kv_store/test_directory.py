@@ -1,0 +1,321 @@
+"""The contract of a directory: of the books called directly, and of the same behind the socket."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from kv_store.directory import Directory
+from kv_store.directory_client import DirectoryClient
+from kv_store.directory_port import DirectoryPort
+from kv_store.directory_server import DirectoryServer
+from tests.kv_store.blocks import FakeClock, committed, names_of
+from wire.directory import Block, Entry, Hold
+from wire.ids import BlockKey, PageId, RequestId
+from wire.keys import BlockName
+
+NUM_SLOTS = 8
+
+
+@dataclass
+class Served:
+    port: DirectoryPort
+    directory: Directory
+    clock: FakeClock
+
+    def publish(self, names: list[BlockName], hold: Hold | None = None) -> list[Block]:
+        """Reserves and commits; the blocks that were written."""
+        blocks = committed(self.port.reserve("writer", names, hold).slots, names)
+        self.port.commit("writer", blocks, hold)
+        return blocks
+
+    def found(self, names: list[BlockName]) -> list[bool]:
+        return self.port.exists(keys(names))
+
+
+def keys(names: list[BlockName]) -> list[BlockKey]:
+    return [name.key for name in names]
+
+
+def hold(request_id: str = "request", ttl_s: float = 10.0) -> Hold:
+    return Hold(RequestId(request_id), ttl_s)
+
+
+@pytest.fixture(params=["direct", "socket"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+    clock = FakeClock()
+    directory = Directory(NUM_SLOTS, clock, arena_path="/arena", block_bytes=4096)
+    if request.param == "direct":
+        yield Served(directory, directory, clock)
+        assert directory.check() == []
+        return
+    server = DirectoryServer(directory, str(tmp_path / "socket"))
+    server.start()
+    client = DirectoryClient(str(tmp_path / "socket"))
+    try:
+        yield Served(client, directory, clock)
+        assert client.check() == []
+    finally:
+        client.close()
+        server.stop()
+
+
+def test_it_tells_the_arenas_place_and_geometry(served: Served) -> None:
+    info = served.port.info()
+    assert (info.arena_path, info.num_slots, info.block_bytes) == ("/arena", NUM_SLOTS, 4096)
+    assert info == served.port.attach() == served.directory.info()
+    assert info.epoch == served.port.status().epoch != Directory(1).info().epoch
+
+
+def test_a_block_is_found_once_it_is_committed(served: Served) -> None:
+    names = names_of(10)
+    reservation = served.port.reserve("writer", names, None)
+    assert (len(set(reservation.slots)), reservation.num_resident) == (3, 0)
+    assert served.found(names) == [False] * 3
+    assert served.port.status().counts.draining == 3
+    blocks = committed(reservation.slots, names)
+    assert served.port.commit("writer", blocks[:2], None) == 2
+    assert served.found(names) == [True, True, False]
+    lease = served.port.lease("reader", keys(names), 5.0)
+    assert lease.entries == [Entry(block.slot, block.checksum) for block in blocks[:2]] + [None]
+    assert served.port.release(lease.lease_id)
+    status = served.port.status()
+    assert (status.hits, status.misses, status.num_leases) == (2, 1, 0)
+
+
+def test_what_is_there_gets_no_slot(served: Served) -> None:
+    names = names_of(8)
+    served.publish(names[:1])
+    reservation = served.port.reserve("writer", names, None)
+    assert reservation.slots[0] is None
+    assert reservation.slots[1] is not None
+    assert reservation.num_resident == 1
+
+
+def test_two_writers_of_one_block_get_a_slot_each_and_the_first_commit_wins(served: Served) -> None:
+    names = names_of(4)
+    [first] = committed(served.port.reserve("one", names, None).slots, names)
+    [second] = committed(served.port.reserve("other", names, None).slots, names)
+    assert first.slot != second.slot
+    assert served.port.commit("other", [second], None) == 1
+    assert served.port.commit("one", [first], None) == 1
+    lease = served.port.lease("reader", keys(names), 5.0)
+    assert lease.entries == [Entry(second.slot, second.checksum)]
+    assert served.port.status().counts.free == NUM_SLOTS - 1
+    served.port.release(lease.lease_id)
+
+
+def test_a_batch_without_room_gets_what_there_is(served: Served) -> None:
+    names = names_of(4 * NUM_SLOTS + 8)
+    slots = served.port.reserve("writer", names, None).slots
+    assert [slot is None for slot in slots] == [False] * NUM_SLOTS + [True] * 2
+
+
+def test_a_batch_never_evicts_its_own_prefix(served: Served) -> None:
+    names = names_of(4 * NUM_SLOTS)
+    served.publish(names[:6])
+    served.publish(names_of(8, first=1000))
+    slots = served.port.reserve("writer", names, None).slots
+    assert [slot is None for slot in slots] == [True] * 6 + [False] * 2
+    assert served.found(names) == [True] * 6 + [False] * 2
+
+
+def test_a_writers_next_batch_gives_back_what_it_has_not_committed(served: Served) -> None:
+    names, others = names_of(8), names_of(8, first=1000)
+    late = committed(served.port.reserve("writer", names, None).slots, names)
+    served.port.reserve("writer", others[:1], None)
+    assert served.port.status().counts.draining == 1
+    assert served.port.commit("writer", late, None) == 0
+    assert served.found(names) == [False, False]
+
+
+def test_only_the_writer_of_a_slot_commits_it_and_only_as_what_it_is_for(served: Served) -> None:
+    [name, other] = names_of(8)
+    [block] = committed(served.port.reserve("writer", [name], None).slots, [name])
+    assert served.port.commit("another", [block], None) == 0
+    assert served.port.commit("writer", [replace(block, name=other)], None) == 0
+    assert served.port.commit("writer", [replace(block, slot=PageId((block.slot + 1) % NUM_SLOTS))], None) == 0
+    assert served.port.commit("writer", [replace(block, slot=PageId(-1)), replace(block, slot=PageId(99))], None) == 0
+    assert served.found([name, other]) == [False, False]
+    assert served.port.commit("writer", [block], None) == 1
+
+
+def test_an_abandoned_reservation_leaves_nothing(served: Served) -> None:
+    served.port.reserve("writer", names_of(12), None)
+    assert served.port.abandon("writer") == 3
+    assert served.port.abandon("writer") == 0
+    assert served.port.status().counts.free == NUM_SLOTS
+
+
+def test_a_reservation_never_runs_out(served: Served) -> None:
+    slots = served.port.reserve("stopped", names_of(8), None).slots
+    served.clock.now += 1e6
+    others = served.port.reserve("writer", names_of(4 * NUM_SLOTS, first=1000), None).slots
+    assert not set(slots) & set(others)
+    assert served.port.status().counts.draining == NUM_SLOTS
+
+
+def test_the_slots_of_a_dead_writer_are_given_back(served: Served) -> None:
+    directory = served.directory
+    directory.reserve("dead", names_of(8), None)
+    directory.lease("dead", [], 5.0)
+    directory.reserve("alive", names_of(4, first=1000), None)
+    directory.lease("alive", [], 5.0)
+    directory.writer_died("dead")
+    status = served.port.status()
+    assert (status.counts.draining, status.num_leases) == (1, 1)
+
+
+def test_a_leased_slot_is_not_given_out_until_the_lease_ends(served: Served) -> None:
+    names = names_of(4 * NUM_SLOTS)
+    served.publish(names)
+    lease = served.port.lease("reader", keys(names), 5.0)
+    assert served.port.reserve("writer", names_of(4, first=1000), None).slots == [None]
+    assert served.port.release(lease.lease_id)
+    assert served.port.reserve("writer", names_of(4, first=1000), None).slots != [None]
+
+
+def test_a_lease_that_has_run_out_says_so(served: Served) -> None:
+    names = names_of(4 * NUM_SLOTS)
+    served.publish(names)
+    lease = served.port.lease("slow", keys(names), 5.0)
+    served.clock.now += 5.0
+    assert served.port.reserve("writer", names_of(4, first=1000), None).slots != [None]
+    assert not served.port.release(lease.lease_id)
+    assert not served.port.release(12345)
+
+
+def test_leases_of_one_block_end_each_for_itself(served: Served) -> None:
+    names = names_of(4 * NUM_SLOTS)
+    served.publish(names)
+    first = served.port.lease("one", keys(names), 5.0)
+    second = served.port.lease("other", keys(names), 50.0)
+    assert served.port.release(first.lease_id)
+    served.clock.now += 6.0
+    assert served.port.reserve("writer", names_of(4, first=1000), None).slots == [None]
+    assert served.port.release(second.lease_id)
+
+
+def test_a_hold_keeps_what_is_there_and_what_is_written_for_it(served: Served) -> None:
+    names = names_of(10)
+    served.publish(names[:1])
+    served.publish(names, hold())
+    assert served.port.status().counts.published == 3
+    served.publish(names_of(4 * NUM_SLOTS, first=1000))
+    assert served.found(names) == [True] * 3
+    assert served.port.release_holds([RequestId("request"), RequestId("nobody")]) == 1
+    assert (served.port.status().num_holds, served.port.status().counts.published) == (0, 0)
+    served.publish(names_of(4 * NUM_SLOTS, first=2000))
+    assert served.found(names) == [False] * 3
+
+
+def test_what_is_reserved_for_a_hold_holds_what_is_there_at_once(served: Served) -> None:
+    names = names_of(8)
+    served.publish(names[:1])
+    served.port.reserve("slow", names, hold())
+    served.publish(names_of(4 * NUM_SLOTS, first=1000))
+    assert served.found(names) == [True, False]
+
+
+def test_a_hold_ends_unless_it_is_renewed(served: Served) -> None:
+    names = names_of(8)
+    served.publish(names, hold("kept"))
+    assert served.port.hold(hold("left"), keys(names)) == 2
+    served.clock.now += 9.0
+    assert served.port.renew([RequestId("kept"), RequestId("nobody")], 10.0) == 1
+    served.clock.now += 1.0
+    assert served.port.status().num_holds == 1
+    assert served.port.status().counts.published == 2
+    served.clock.now += 9.0
+    assert served.port.renew([RequestId("kept")], 10.0) == 0
+    assert served.port.status().counts.published == 0
+
+
+def test_a_request_holds_a_block_once(served: Served) -> None:
+    names = names_of(4)
+    served.publish(names, hold())
+    served.port.hold(hold(), keys(names))
+    served.port.release_holds([RequestId("request")])
+    assert served.port.status().counts.published == 0
+
+
+def test_a_hold_of_nothing_is_none(served: Served) -> None:
+    assert served.port.hold(hold(), keys(names_of(4))) == 0
+    assert served.port.status().num_holds == 0
+
+
+def test_a_corrupt_block_is_found_no_more(served: Served) -> None:
+    names = names_of(8)
+    good, bad = served.publish(names)
+    assert served.port.withdraw([replace(good, checksum=bytes(16)), bad]) == 1
+    assert served.found(names) == [True, False]
+    assert served.port.withdraw([bad]) == 0
+    assert served.port.status().counts.free == NUM_SLOTS - 1
+
+
+def test_a_corrupt_block_that_is_held_and_read_is_free_when_both_end(served: Served) -> None:
+    names = names_of(4)
+    [bad] = served.publish(names, hold())
+    lease = served.port.lease("reader", keys(names), 5.0)
+    served.port.withdraw([bad])
+    assert served.port.status().counts.owned == 1
+    served.port.release_holds([RequestId("request")])
+    assert served.port.status().counts.draining == 1
+    served.port.release(lease.lease_id)
+    assert served.port.status().counts.free == NUM_SLOTS
+
+
+def test_tails_are_evicted_first_and_then_a_prefixs_end(served: Served) -> None:
+    names, tail = names_of(23)[:5], names_of(23)[5]
+    assert tail.is_tail
+    served.publish(names[:2])
+    served.publish(names[2:])
+    served.publish([tail])
+    served.publish(names_of(16, first=1000))
+    assert served.found([*names, tail]) == [True, True, True, True, False, False]
+
+
+def test_a_use_of_a_block_is_a_use_of_all_before_it(served: Served) -> None:
+    names, others = names_of(16), names_of(16, first=1000)
+    served.publish(names[:3])
+    served.publish(others)
+    served.publish(names[3:])
+    served.publish(names_of(16, first=2000))
+    assert (served.found(names), served.found(others)) == ([True] * 4, [False] * 4)
+
+
+def test_names_in_a_circle_do_no_harm(served: Served) -> None:
+    [name, other] = names_of(8)
+    served.publish([replace(name, parent=other.key)])
+    served.publish([replace(other, parent=name.key)])
+    assert served.found([name, other]) == [True, True]
+
+
+def test_what_the_cold_tier_has_is_evicted_first(served: Served) -> None:
+    names, others = names_of(16), names_of(16, first=1000)
+    served.publish(names)
+    served.publish(others)
+    assert served.port.mark_cold(keys(others) + keys(names_of(4, first=5000))) == 4
+    served.publish(names_of(16, first=2000))
+    assert (served.found(names), served.found(others)) == ([True] * 4, [False] * 4)
+    assert served.port.status().evictions == 4
+
+
+def test_cold_candidates_are_the_oldest_full_blocks_above_the_mark() -> None:
+    directory = Directory(NUM_SLOTS, FakeClock(), high_water=0.5)
+    served = Served(directory, directory, FakeClock())
+    names = names_of(15)
+    served.publish(names)
+    assert directory.cold_candidates(9, 5.0).blocks == []
+    served.publish(names_of(8, first=1000))
+    assert directory.status().counts.free == 2
+    batch = directory.cold_candidates(9, 5.0)
+    assert keys([block.name for block in batch.blocks]) == keys([names[2]])
+    directory.mark_cold([names[2].key, names[3].key])
+    assert directory.cold_candidates(9, 5.0).blocks == []
+    directory.release(batch.lease_id)
+    served.publish(names_of(16, first=2000))
+    assert directory.exists(keys(names)) == [True, True, False, False]
+    assert len(directory.cold_candidates(1, 5.0).blocks) == 1
+    assert directory.check() == []

@@ -1,0 +1,240 @@
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kv_store.ledger import Ledger, OutOfBlocks, PageState, Worth
+from wire.ids import BlockKey, PageId
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(32, "little"))
+
+
+def cached(ledger: Ledger, number: int, worth: Worth = Worth.ONLY_COPY) -> PageId:
+    """A page that is cached under a key, as the most recently used one."""
+    [page] = ledger.allocate(1)
+    assert ledger.publish(page, key(number), worth)
+    ledger.free(page)
+    return page
+
+
+def test_a_page_goes_through_its_states() -> None:
+    ledger = Ledger(1)
+    [page] = ledger.allocate(1)
+    assert ledger.state(page) is PageState.OWNED
+    ledger.publish(page, key(1))
+    assert ledger.state(page) is PageState.PUBLISHED
+    ledger.begin_transfer(page)
+    ledger.free(page)
+    assert ledger.state(page) is PageState.CACHED
+    ledger.withdraw(page)
+    assert ledger.state(page) is PageState.DRAINING
+    ledger.end_transfer(page)
+    assert ledger.state(page) is PageState.FREE
+    assert ledger.check() == []
+
+
+def test_too_much_is_refused_and_changes_nothing() -> None:
+    ledger = Ledger(4)
+    ledger.allocate(2)
+    cached(ledger, 1)
+    before = ledger.counts()
+    with pytest.raises(OutOfBlocks):
+        ledger.allocate(3)
+    assert (ledger.counts(), ledger.find(key(1)) is not None, ledger.num_allocatable) == (before, True, 2)
+
+
+def test_free_pages_go_before_cached_ones() -> None:
+    ledger = Ledger(2)
+    first = cached(ledger, 1)
+    assert ledger.allocate(1) != [first]
+    assert ledger.find(key(1)) == first
+    assert ledger.allocate(1) == [first]
+    assert ledger.find(key(1)) is None
+    assert ledger.num_evicted == 1
+
+
+def test_the_least_recently_used_goes_first_and_a_prefixs_end_before_its_start() -> None:
+    ledger = Ledger(6)
+    old, young = ledger.allocate(3), ledger.allocate(3)
+    for number, page in enumerate((*old, *young)):
+        ledger.publish(page, key(number))
+    for page in (*reversed(old), *reversed(young)):
+        ledger.free(page)
+    ledger.acquire(old[0])
+    ledger.free(old[0])
+    assert [ledger.allocate(1)[0] for _ in range(6)] == [old[2], old[1], *reversed(young), old[0]]
+
+
+def test_what_costs_less_to_lose_goes_first() -> None:
+    ledger = Ledger(5)
+    only, copied, tail, later = (
+        cached(ledger, number, worth)
+        for number, worth in enumerate((Worth.ONLY_COPY, Worth.COPIED, Worth.TAIL, Worth.ONLY_COPY))
+    )
+    ledger.allocate(1)
+    ledger.revalue(later, Worth.COPIED)
+    assert [ledger.num_cached(worth) for worth in Worth] == [1, 2, 1]
+    assert ledger.oldest(Worth.COPIED, 9) == [copied, later]
+    assert [ledger.allocate(1)[0] for _ in range(4)] == [tail, copied, later, only]
+
+
+def test_a_use_without_a_reference_counts() -> None:
+    ledger = Ledger(2)
+    one, other = cached(ledger, 1), cached(ledger, 2)
+    ledger.touch(one)
+    assert [*ledger.allocate(1), *ledger.allocate(1)] == [other, one]
+
+
+def test_a_cached_page_with_a_transfer_is_not_given_out() -> None:
+    ledger = Ledger(2)
+    busy, idle = cached(ledger, 1), cached(ledger, 2)
+    ledger.begin_transfer(busy)
+    assert ledger.num_allocatable == 1
+    assert ledger.oldest(Worth.ONLY_COPY, 9) == [idle]
+    assert ledger.allocate(1) == [idle]
+    with pytest.raises(OutOfBlocks):
+        ledger.allocate(1)
+    ledger.end_transfer(busy)
+    assert ledger.allocate(1) == [busy]
+
+
+def test_a_transfer_keeps_a_freed_page_draining() -> None:
+    ledger = Ledger(1)
+    [page] = ledger.allocate(1)
+    ledger.begin_transfer(page)
+    ledger.begin_transfer(page)
+    ledger.free(page)
+    ledger.end_transfer(page)
+    assert (ledger.counts().draining, ledger.num_allocatable) == (1, 0)
+    ledger.end_transfer(page)
+    assert ledger.allocate(1) == [page]
+
+
+def test_a_second_page_under_a_key_stays_unfindable() -> None:
+    ledger = Ledger(2)
+    first, second = ledger.allocate(2)
+    assert ledger.publish(first, key(1))
+    assert ledger.publish(first, key(1))
+    assert not ledger.publish(second, key(1))
+    assert ledger.find(key(1)) == first
+    ledger.free(second)
+    assert ledger.state(second) is PageState.FREE
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    ledger = Ledger(1)
+    page = PageId(0)
+    for wrong in (ledger.acquire, ledger.free, ledger.begin_transfer, ledger.end_transfer):
+        with pytest.raises(ValueError, match="page 0"):
+            wrong(page)
+    with pytest.raises(ValueError, match="page 0 is free"):
+        ledger.publish(page, key(1))
+    ledger.allocate(1)
+    ledger.publish(page, key(1))
+    with pytest.raises(ValueError, match="indexed already"):
+        ledger.publish(page, key(2))
+    assert ledger.check() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("_references", [1, 0]), ("_transfers", [0, -1]), ("_free", {}), ("_num", Counter({PageState.FREE: 1}))],
+)
+def test_wrong_books_are_found(name: str, value: object) -> None:
+    ledger = Ledger(2)
+    cached(ledger, 1)
+    assert ledger.check() == []
+    setattr(ledger, name, value)
+    assert ledger.check() != []
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Against a model that keeps, for each page, what was done to it and not undone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(6)
+        self.references = Counter[PageId]()
+        self.transfers = Counter[PageId]()
+
+    def pages(self, *states: PageState) -> list[PageId]:
+        return [PageId(page) for page in range(6) if self.ledger.state(PageId(page)) in states]
+
+    @rule(num_pages=st.integers(0, 7))
+    def allocate(self, num_pages: int) -> None:
+        allocatable = self.ledger.num_allocatable
+        try:
+            pages = self.ledger.allocate(num_pages)
+        except OutOfBlocks:
+            assert num_pages > allocatable
+            return
+        assert len(set(pages)) == num_pages <= allocatable
+        assert all(self.references[page] == 0 and self.transfers[page] == 0 for page in pages)
+        self.references.update(pages)
+
+    @rule(data=st.data(), number=st.integers(0, 5), worth=st.sampled_from(Worth))
+    def publish(self, data: st.DataObject, number: int, worth: Worth) -> None:
+        page = self.choose(data, PageState.OWNED, PageState.DRAINING)
+        if page is not None:
+            known = self.ledger.find(key(number))
+            assert self.ledger.publish(page, key(number), worth) == (known is None)
+            assert self.ledger.find(key(number)) == (page if known is None else known)
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        page = self.choose(data, PageState.OWNED, PageState.PUBLISHED)
+        if page is not None:
+            self.ledger.free(page)
+            self.references[page] -= 1
+
+    @rule(data=st.data())
+    def acquire(self, data: st.DataObject) -> None:
+        page = self.choose(data, PageState.OWNED, PageState.PUBLISHED, PageState.CACHED)
+        if page is not None:
+            self.ledger.acquire(page)
+            self.references[page] += 1
+
+    @rule(data=st.data())
+    def begin_transfer(self, data: st.DataObject) -> None:
+        page = self.choose(data, PageState.OWNED, PageState.PUBLISHED, PageState.CACHED, PageState.DRAINING)
+        if page is not None:
+            self.ledger.begin_transfer(page)
+            self.transfers[page] += 1
+
+    @precondition(lambda self: self.transfers.total())
+    @rule(data=st.data())
+    def end_transfer(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(sorted(self.transfers.elements())))
+        self.ledger.end_transfer(page)
+        self.transfers[page] -= 1
+
+    @rule(page=st.integers(0, 5), worth=st.sampled_from(Worth))
+    def touch_and_revalue(self, page: int, worth: Worth) -> None:
+        self.ledger.touch(PageId(page))
+        self.ledger.revalue(PageId(page), worth)
+
+    @rule(page=st.integers(0, 5))
+    def withdraw(self, page: int) -> None:
+        self.ledger.withdraw(PageId(page))
+        assert self.ledger.index.key_of(PageId(page)) is None
+
+    def choose(self, data: st.DataObject, *states: PageState) -> PageId | None:
+        pages = self.pages(*states)
+        return data.draw(st.sampled_from(pages)) if pages else None
+
+    @invariant()
+    def books_are_right(self) -> None:
+        assert self.ledger.check() == []
+        counts = self.ledger.counts()
+        assert counts.free + counts.owned + counts.published + counts.cached + counts.draining == counts.total == 6
+        for page in self.pages(*PageState):
+            assert self.ledger.num_references(page) == self.references[page]
+            assert self.ledger.num_transfers(page) == self.transfers[page]
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
