@@ -1,0 +1,59 @@
+import pytest
+
+from router.admission import Admission, Bounds
+from wire.errors import Overloaded, RequestExists
+from wire.ids import RequestId
+
+A, B, C, D = (RequestId(name) for name in "abcd")
+
+
+def test_requests_are_queued_until_their_first_token() -> None:
+    admission = Admission(Bounds())
+    admission.admit(A, 10)
+    admission.admit(B, 10)
+    admission.started(A)
+    admission.started(A)
+    assert (admission.num_queued, admission.num_running) == (1, 1)
+    admission.leave(A)
+    admission.leave(B)
+    assert (admission.num_queued, admission.num_running) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "reason"),
+    [
+        (Bounds(max_open_requests=3), "open"),
+        (Bounds(max_queued_requests=2), "requests are queued"),
+        (Bounds(max_queued_bytes=25), "bytes"),
+    ],
+)
+def test_each_bound_refuses_with_a_time_to_retry(bounds: Bounds, reason: str) -> None:
+    admission = Admission(bounds)
+    for request_id in (A, B, C):
+        admission.admit(request_id, 10)
+        if request_id is A:
+            admission.started(A)
+    with pytest.raises(Overloaded, match=reason) as refused:
+        admission.admit(D, 10)
+    assert refused.value.retry_after_s == bounds.retry_after_s
+    admission.leave(C)
+    admission.admit(D, 10)
+
+
+def test_a_refused_request_takes_no_room() -> None:
+    admission = Admission(Bounds(max_queued_bytes=10))
+    with pytest.raises(Overloaded):
+        admission.admit(A, 11)
+    admission.admit(A, 10)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_an_id_is_taken_once(is_running: bool) -> None:
+    admission = Admission(Bounds())
+    admission.admit(A, 1)
+    if is_running:
+        admission.started(A)
+    with pytest.raises(RequestExists):
+        admission.admit(A, 1)
+    admission.leave(A)
+    admission.admit(A, 1)

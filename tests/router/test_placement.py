@@ -1,0 +1,41 @@
+import pytest
+
+from router.placement import DecodePlacement, Load, PrefillPlacement
+from wire.ids import WorkerId
+
+P0, P1 = WorkerId("p0"), WorkerId("p1")
+
+
+@pytest.mark.parametrize(
+    ("queued", "cached", "chosen"),
+    [
+        ((0, 0), {}, P0),
+        ((10, 0), {}, P1),
+        ((0, 0), {P1: 64}, P1),
+        ((0, 60), {P1: 64}, P1),
+        ((0, 70), {P1: 64}, P0),
+        ((500, 0), {P0: 100}, P1),
+    ],
+    ids=["first", "idle", "prefix", "prefix is worth a queue", "but not any queue", "nor when all of it is there"],
+)
+def test_prefill_goes_where_it_is_done_first(queued: tuple[int, int], cached: dict[WorkerId, int], chosen: str) -> None:
+    loads = [Load(P0, 1, queued[0]), Load(P1, 1, queued[1])]
+    assert PrefillPlacement().choose(loads, cached, num_prompt_tokens=100) == chosen
+
+
+def test_equal_work_goes_where_fewer_requests_are() -> None:
+    assert PrefillPlacement().choose([Load(P0, 3, 50), Load(P1, 1, 50)], {}, 10) == P1
+
+
+@pytest.mark.parametrize(
+    ("loads", "chosen"),
+    [
+        (((0, 0), (0, 0)), P0),
+        (((2, 500), (1, 500)), P1),
+        (((1, 5000), (2, 600)), P1),
+        (((1, 700), (2, 600)), P0),
+    ],
+    ids=["first", "fewer choices", "less context", "a choice weighs as 256 tokens"],
+)
+def test_decode_goes_to_the_lightest_batch(loads: tuple[tuple[int, int], tuple[int, int]], chosen: str) -> None:
+    assert DecodePlacement().choose([Load(P0, *loads[0]), Load(P1, *loads[1])]) == chosen
