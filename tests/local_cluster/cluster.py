@@ -1,0 +1,155 @@
+"""A whole cluster in this process: the real router, workers, engines and store, over in-memory twins of every wire."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from decode_worker.role import decode_role
+from engine.batch import Model
+from engine.core import EngineCore
+from kv_store.arena import Arena
+from kv_store.device_pool import DevicePool
+from kv_store.directory import Directory
+from kv_store.memory_tier import MemoryTier
+from kv_store.node_store import NodeStore
+from kv_store.transfers import ThreadTransfers
+from prefill_worker.role import prefill_role
+from router.config import ClusterAccess, RouterConfig, ServedModel
+from router.controller_port import LocalController, Pools
+from router.local_worker_client import LocalWorkerClient
+from router.members import Role
+from router.membership import Listed
+from router.router import Router
+from tests.router.fake_cluster import Output, collect
+from text.byte_tokenizer import ByteTokenizer
+from wire.ids import PROTOCOL_VERSION, WorkerId
+from wire.pb import cluster_pb2, worker_pb2
+from wire.pb import inference_pb2 as pb
+from worker.commands import Command
+from worker.config import BatchSettings
+from worker.inbox import Inbox
+from worker.service import WorkerService
+
+FINGERPRINT = b"f" * 32
+TOKEN = "the cluster's token"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Pages of a worker, slots of the arena, and the bounds of a step."""
+
+    num_blocks: int = 256
+    num_slots: int = 512
+    batch: BatchSettings = field(default_factory=BatchSettings)
+
+
+@dataclass(frozen=True)
+class LocalWorker:
+    """A worker's service and what it runs on."""
+
+    service: WorkerService
+    engine: EngineCore
+    transfers: ThreadTransfers
+
+
+class LocalCluster:
+    """Workers are named p0, p1, ... and d0, d1, ...; to the router, a name is an address too."""
+
+    def __init__(self, model: Model, sizes: Sizes) -> None:
+        self.directory = Directory(sizes.num_slots, block_bytes=model.layout.block_bytes)
+        self.arena = Arena.anonymous(model.layout.block_bytes, sizes.num_slots)
+        self.cold = MemoryTier(model.layout)
+        self.workers: dict[str, LocalWorker] = {}
+        self.clients: dict[str, LocalWorkerClient] = {}
+        self._model = model
+        self._sizes = sizes
+        config = RouterConfig(_served(model), ClusterAccess(TOKEN, "00" * 32))
+        self.router = Router(config, ByteTokenizer(), self._connect, LocalController(Pools(0, 0)))
+
+    async def start(self, num_prefill: int, num_decode: int) -> None:
+        self.router.start()
+        await self.resize(num_prefill, num_decode)
+
+    async def resize(self, num_prefill: int, num_decode: int) -> None:
+        await self.enlist(*(f"p{index}" for index in range(num_prefill)), *(f"d{index}" for index in range(num_decode)))
+
+    async def enlist(self, *names: str) -> None:
+        """Starts workers that are new and lists these; those no longer listed keep running, unknown to the router."""
+        for name in names:
+            if name not in self.workers:
+                self.workers[name] = await self._start_worker(name)
+        refused = await self.router.membership.set([Listed(WorkerId(name), _role(name), name) for name in names])
+        assert refused == {}
+
+    async def generate(self, request: pb.GenerateRequest, time_left_s: float | None = 60.0) -> Output:
+        return await collect(self.router.dispatcher.open(request, time_left_s))
+
+    async def status(self) -> cluster_pb2.ClusterStatus:
+        """Checked: `problems` lists every invariant that does not hold."""
+        return await self.router.statuses.read(cluster_pb2.GetStatusRequest(check=True))
+
+    async def stop(self) -> None:
+        await self.router.stop()
+        for worker in self.workers.values():
+            await worker.service.close()
+            worker.transfers.close()
+
+    def _connect(self, address: str) -> LocalWorkerClient:
+        self.clients[address] = LocalWorkerClient(self.workers[address].service)
+        return self.clients[address]
+
+    async def _start_worker(self, name: str) -> LocalWorker:
+        model, sizes = self._model, self._sizes
+        make_role = prefill_role if _role(name) is Role.PREFILL else decode_role
+        role = make_role(sizes.batch, model.layout.block_size)
+        pool = DevicePool(model.layout, sizes.num_blocks, model.device)
+        store = NodeStore(model.layout, self.arena, self.directory, self.cold, pool)
+        inbox: Inbox[Command] = Inbox()
+        transfers = ThreadTransfers(store, inbox.ring)
+        engine = EngineCore(model, pool, role.batcher, transfers)
+        service = WorkerService(self._describe(name), role, engine, inbox, store)
+        await service.start()
+        return LocalWorker(service, engine, transfers)
+
+    def _describe(self, name: str) -> worker_pb2.WorkerInfo:
+        return worker_pb2.WorkerInfo(
+            worker_id=name,
+            role=_role(name).value,
+            protocol_version=PROTOCOL_VERSION,
+            epoch="0",
+            fingerprint=FINGERPRINT,
+            layout=self._model.layout.encode(),
+            max_context_len=self._model.max_context_len,
+            num_blocks=self._sizes.num_blocks,
+            num_arena_blocks=self._sizes.num_slots,
+            vocab_size=self._model.vocab_size,
+        )
+
+
+@asynccontextmanager
+async def local_cluster(
+    model: Model, num_prefill: int, num_decode: int, sizes: Sizes | None = None
+) -> AsyncIterator[LocalCluster]:
+    """A running cluster."""
+    cluster = LocalCluster(model, sizes or Sizes())
+    await cluster.start(num_prefill, num_decode)
+    try:
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+def _role(name: str) -> Role:
+    return Role.PREFILL if name.startswith("p") else Role.DECODE
+
+
+def _served(model: Model) -> ServedModel:
+    return ServedModel(
+        name="twin",
+        folder="",
+        dtype=model.layout.dtype,
+        max_context_len=model.max_context_len,
+        vocab_size=model.vocab_size,
+        fingerprint_hex=FINGERPRINT.hex(),
+        layout_hex=model.layout.encode().hex(),
+    )

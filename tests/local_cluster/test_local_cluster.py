@@ -1,0 +1,136 @@
+import asyncio
+
+import pytest
+
+from engine.hash_model import HashModel
+from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster
+from tests.router.fake_cluster import Output
+from wire.layout import KVLayout
+from wire.pb import cluster_pb2
+from wire.pb import inference_pb2 as pb
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+MODEL = HashModel(LAYOUT, vocab_size=300)
+PROMPT = tuple(range(1, 101))
+
+
+def ask(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 40, **settings: object) -> pb.GenerateRequest:
+    sampling = pb.SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **settings})
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling_params=sampling)
+
+
+async def at_rest(cluster: LocalCluster) -> cluster_pb2.ClusterStatus:
+    """The status once nothing is under way: nothing held, nothing referenced, nothing wrong."""
+    status = await cluster.status()
+    async with asyncio.timeout(5):
+        while status.problems or status.host.num_holds or any(one.blocks.published for one in status.workers):
+            await asyncio.sleep(0.01)
+            status = await cluster.status()
+    assert not status.num_running
+    assert not status.num_queued
+    return status
+
+
+def worker(status: cluster_pb2.ClusterStatus, name: str) -> "cluster_pb2.WorkerStatus":
+    return next(one for one in status.workers if one.worker_id == name)
+
+
+@pytest.mark.parametrize("num_prompt", [1, 15, 16, 17, 100, 700])
+async def test_a_request_goes_from_pool_to_pool(num_prompt: int) -> None:
+    prompt = tuple(number % 300 for number in range(num_prompt))
+    async with local_cluster(MODEL, 1, 1) as cluster:
+        output = await cluster.generate(ask(prompt))
+        status = await at_rest(cluster)
+    assert output.token_ids[0] == MODEL.oracle(prompt, 40)
+    assert worker(status, "d0").computed_prompt_tokens == 0
+    assert worker(status, "p0").computed_prompt_tokens == num_prompt
+    assert worker(status, "d0").generated_tokens == 39
+    timeline = output.complete.timeline
+    assert (timeline.prefill_worker, timeline.decode_worker) == ("p0", "d0")
+    assert output.complete.usage.completion_tokens == 40
+
+
+async def test_co_located_gives_the_same() -> None:
+    async with local_cluster(MODEL, 0, 1) as cluster:
+        output = await cluster.generate(ask())
+        await at_rest(cluster)
+    assert output.token_ids[0] == MODEL.oracle(PROMPT, 40)
+    assert output.complete.timeline.prefill_worker == ""
+
+
+async def test_the_next_turn_is_a_hit_on_both_sides() -> None:
+    async with local_cluster(MODEL, 1, 1) as cluster:
+        first = await cluster.generate(ask())
+        prompt = (*PROMPT, *first.token_ids[0], 5, 6)
+        second = await cluster.generate(ask(prompt))
+    cached = second.complete.usage.cached_tokens
+    assert second.token_ids[0] == MODEL.oracle(prompt, 40)
+    assert cached.device == len(PROMPT) // 16 * 16, "what prefill itself had computed"
+    assert cached.device + cached.host == (len(PROMPT) + 39) // 16 * 16, "what decode filled comes from the arena"
+
+
+async def test_many_at_once_with_little_memory() -> None:
+    prompts = [(number, *PROMPT) for number in range(24)]
+    async with local_cluster(MODEL, 2, 2, Sizes(num_blocks=24, num_slots=64)) as cluster:
+        outputs = await asyncio.gather(*(cluster.generate(ask(prompt)) for prompt in prompts))
+        await at_rest(cluster)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids[0] == MODEL.oracle(prompt, 40)
+
+
+async def test_samples_are_the_same_with_and_without_a_prefill_pool() -> None:
+    sampled = {"temperature": 1.0, "seed": 3, "n": 4}
+    outputs: list[Output] = []
+    for num_prefill in (0, 1):
+        async with local_cluster(MODEL, num_prefill, 1) as cluster:
+            outputs.append(await cluster.generate(ask(**sampled)))
+            status = await at_rest(cluster)
+    assert worker(status, "d0").computed_prompt_tokens == 0
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert len({tuple(tokens) for tokens in outputs[1].token_ids.values()}) == 4
+
+
+@pytest.mark.parametrize("kill_at", range(0, 20, 3))
+async def test_a_decode_worker_that_dies_is_not_noticed(kill_at: int) -> None:
+    async with local_cluster(MODEL, 1, 2) as cluster:
+        session = cluster.router.dispatcher.open(ask(), 60.0)
+        tokens: list[int] = []
+        async for response in session.outbox:
+            tokens += response.chunk.token_ids
+            if len(tokens) >= kill_at and response.WhichOneof("event") == "chunk":
+                kill_at = 1000
+                for member in await busy(cluster):
+                    cluster.clients[member].kill()
+        assert tokens == MODEL.oracle(PROMPT, 40)
+
+
+async def busy(cluster: LocalCluster) -> list[str]:
+    """Decode workers that run something."""
+    status = await cluster.status()
+    return [one.worker_id for one in status.workers if one.role == "decode" and one.num_running]
+
+
+async def test_a_client_that_goes_leaves_nothing_behind() -> None:
+    async with local_cluster(MODEL, 1, 1) as cluster:
+        request = ask(max_tokens=2000)
+        request.request_id = "long"
+        session = cluster.router.dispatcher.open(request, 60.0)
+        async for _ in session.outbox:
+            break
+        cluster.router.dispatcher.abort("long")  # type: ignore[arg-type]
+        status = await at_rest(cluster)
+    assert worker(status, "d0").generated_tokens < 2000
+
+
+async def test_blocks_spoilt_in_the_arena_are_computed_again() -> None:
+    async with local_cluster(MODEL, 1, 1) as cluster:
+        first = await cluster.generate(ask())
+        await at_rest(cluster)
+        for slot in range(0, 64, 2):
+            cluster.arena.slot(slot)[3] ^= 1  # type: ignore[arg-type]
+        await cluster.enlist("p1", "d1")
+        prompt = (*PROMPT, *first.token_ids[0])
+        second = await cluster.generate(ask(prompt))
+        status = await at_rest(cluster)
+    assert second.token_ids[0] == MODEL.oracle(prompt, 40)
+    assert worker(status, "p1").computed_prompt_tokens > len(prompt) // 2
