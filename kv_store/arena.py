@@ -72,11 +72,11 @@ class Arena:
                 memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except (OSError, ValueError) as error:
             raise StoreError("the arena cannot be mapped", reason=str(error)) from error
-        magic, block_bytes, num_slots = _TRAILER.unpack_from(memory, max(0, len(memory) - PAGE_ALIGNMENT))
-        if magic != _MAGIC or len(memory) != _size(block_bytes, num_slots):
+        geometry = _geometry(memory)
+        if geometry is None:
             memory.close()
             raise StoreError("the file is not an arena")
-        return cls(memory, block_bytes, num_slots, Path(path))
+        return cls(memory, *geometry, Path(path))
 
     @classmethod
     def anonymous(cls, block_bytes: int, num_slots: int) -> "Arena":
@@ -108,6 +108,14 @@ class Arena:
 
 def _size(block_bytes: int, num_slots: int) -> int:
     return block_bytes * num_slots + PAGE_ALIGNMENT
+
+
+def _geometry(memory: mmap.mmap) -> tuple[int, int] | None:
+    """Block size and number of slots as the file's last page tells them; None if the file is not an arena."""
+    if len(memory) < PAGE_ALIGNMENT:
+        return None
+    magic, block_bytes, num_slots = _TRAILER.unpack_from(memory, len(memory) - PAGE_ALIGNMENT)
+    return (block_bytes, num_slots) if (magic, _size(block_bytes, num_slots)) == (_MAGIC, len(memory)) else None
 
 
 def _make(path: str) -> int:

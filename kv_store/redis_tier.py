@@ -123,6 +123,7 @@ class RedisTier:
             self._redis.exists(_PROBE)
             self._redis.unlink(_PROBE)
         except (AuthenticationError, NoPermissionError) as error:
+            self._redis.close()
             raise ConfigError("redis_url: the server does not take these credentials") from error
         except RedisError as error:
             self._breaker.failed()

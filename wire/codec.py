@@ -7,7 +7,6 @@ arrives is believed before its type has been checked against the field's.
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
-from functools import cache
 from types import NoneType, UnionType
 from typing import Any, NewType, Union, get_args, get_origin, get_type_hints
 
@@ -58,16 +57,11 @@ def body_len(length: bytes) -> int:
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return _plain_fields(value) if _field_names(type(value)) else value
+    return _plain_fields(value) if is_dataclass(value) else value
 
 
 def _plain_fields(message: Any) -> list[Any]:
-    return [_plain(getattr(message, name)) for name in _field_names(type(message))]
-
-
-@cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+    return [_plain(getattr(message, name)) for name in message.__match_args__]  # a dataclass's fields, in order
 
 
 def _reader_of(hint: Any) -> _Reader:

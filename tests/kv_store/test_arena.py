@@ -1,0 +1,168 @@
+import os
+import random
+import resource
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kv_store import arena as arena_module
+from kv_store.arena import Arena
+from kv_store.directory import Directory
+from tests.kv_store.blocks import LAYOUT, FakeClock, committed, names_of, payload_of
+from wire.errors import ConfigError, StoreError
+from wire.ids import PageId
+from wire.keys import BlockName
+
+BLOCK = LAYOUT.block_bytes
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    path = f"/dev/shm/baton-test-{os.getpid()}"
+    yield path
+    Path(path).unlink(missing_ok=True)
+
+
+def test_who_maps_it_sees_what_others_write(path: str) -> None:
+    arena = Arena.create(path, BLOCK, 3)
+    other = Arena.open(path)
+    assert (other.block_bytes, other.num_slots) == (BLOCK, 3)
+    arena.slot(PageId(1))[:] = b"\x07" * BLOCK
+    assert other.slot(PageId(1)) == b"\x07" * BLOCK
+    assert not any(other.slot(PageId(0)))
+    assert not any(other.slot(PageId(2)))
+    other.slot(PageId(2))[-1] = 9
+    assert arena.slot(PageId(2))[-1] == 9
+    for one in (arena, other):
+        one.close()
+
+
+def test_it_is_for_its_user_only_and_gone_when_unlinked(path: str) -> None:
+    arena = Arena.create(path, BLOCK, 1)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    arena.unlink()
+    arena.unlink()
+    assert not os.path.exists(path)
+    arena.slot(PageId(0))[0] = 1
+    arena.close()
+
+
+def test_all_of_it_is_allocated_and_touched_at_the_start(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_STEP_BYTES", 8 * BLOCK)
+    progress: list[tuple[int, int]] = []
+    arena = Arena.create(path, BLOCK, 20, lambda done, total: progress.append((done, total)))
+    size = os.stat(path).st_size
+    assert os.stat(path).st_blocks * 512 >= size == 20 * BLOCK + 4096
+    assert progress == [(8 * BLOCK, size), (16 * BLOCK, size), (size, size)]
+    assert _resident_bytes(path) >= size
+    arena.close()
+
+
+def _resident_bytes(path: str) -> int:
+    """How much of a file is in this process's page table."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.endswith(path):
+            return next(int(one.split()[1]) * 1024 for one in lines if one.startswith("Rss:"))
+    return 0
+
+
+def test_one_that_does_not_fit_is_refused_and_leaves_nothing(path: str) -> None:
+    with pytest.raises(ConfigError, match="does not fit"):
+        Arena.create(path, BLOCK, 1 << 40)
+    assert not os.path.exists(path)
+
+
+def test_one_that_the_file_system_refuses_leaves_nothing(path: str) -> None:
+    """Stands in for a full /dev/shm: a limit that posix_fallocate meets on the way."""
+    program = (
+        "import resource, signal, sys; from kv_store.arena import Arena; from wire.errors import ConfigError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
+        "try: Arena.create(sys.argv[1], 4096, 100)\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60, check=True)
+    assert "does not fit" in ran.stdout
+    assert not os.path.exists(path)
+
+
+def test_what_is_there_is_not_overwritten(path: str) -> None:
+    Path(path).write_bytes(b"somebody's")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        Arena.create(path, BLOCK, 1)
+    assert Path(path).read_bytes() == b"somebody's"
+
+
+@pytest.mark.parametrize("content", [b"", b"short", bytes(4096), bytes(10000)])
+def test_a_file_that_is_no_arena_is_refused(path: str, content: bytes) -> None:
+    Path(path).write_bytes(content)
+    with pytest.raises(StoreError):
+        Arena.open(path)
+
+
+def test_an_arena_cut_short_is_refused(path: str) -> None:
+    Arena.create(path, BLOCK, 3).close()
+    os.truncate(path, BLOCK * 2)
+    with pytest.raises(StoreError):
+        Arena.open(path)
+    with pytest.raises(StoreError):
+        Arena.open(path + "-not-there")
+
+
+@pytest.mark.parametrize("slot", [-1, 2, 1 << 40])
+def test_a_slot_that_is_none_is_refused(slot: int) -> None:
+    arena = Arena.anonymous(BLOCK, 2)
+    with pytest.raises(StoreError):
+        arena.slot(PageId(slot))
+    arena.close()
+
+
+def test_closing_leaves_a_view_in_use_alone() -> None:
+    arena = Arena.anonymous(BLOCK, 1)
+    view = arena.slot(PageId(0))
+    arena.close()
+    view[:] = b"\x01" * BLOCK
+    assert view == b"\x01" * BLOCK
+
+
+@pytest.mark.skipif(resource.getpagesize() != 4096, reason="pages of another size")
+def test_a_hundred_thousand_random_operations_mix_nothing_up() -> None:
+    """No slot is ever too small or two blocks' at once; what is found is what was written under that name."""
+    chance = random.Random(5)
+    num_slots, clock = 32, FakeClock()
+    directory, arena = Directory(num_slots, clock), Arena.anonymous(BLOCK, num_slots)
+    sequences = [names_of(4 * chance.randint(1, 12), first=1000 * n) for n in range(16)]
+    num_found = num_done = 0
+    while num_done < 100_000:
+        names = chance.choice(sequences)
+        clock.now += 0.01
+        if chance.random() < 0.5:
+            num_done += _write(directory, arena, names)
+        else:
+            num_found += _read(directory, arena, names)
+        num_done += len(names)
+    assert directory.check() == []
+    assert directory.status().evictions > 1000
+    assert num_found > 1000
+    arena.close()
+
+
+def _write(directory: Directory, arena: Arena, names: list[BlockName]) -> int:
+    blocks = committed(directory.reserve("writer", names, None).slots, names)
+    for block in blocks:
+        arena.slot(block.slot)[: LAYOUT.payload_bytes] = payload_of(block.name)
+    directory.commit("writer", blocks, None)
+    return len(blocks)
+
+
+def _read(directory: Directory, arena: Arena, names: list[BlockName]) -> int:
+    lease = directory.lease("reader", [name.key for name in names], 5.0)
+    for name, entry in zip(names, lease.entries, strict=True):
+        assert entry is None or arena.slot(entry.slot)[: LAYOUT.payload_bytes] == payload_of(name)
+    assert directory.release(lease.lease_id)
+    return sum(entry is not None for entry in lease.entries)

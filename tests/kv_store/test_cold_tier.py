@@ -1,0 +1,151 @@
+"""The contract of a cold tier: of the twin in memory, and of Redis."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import redis
+
+from kv_store.cold_tier import ColdTier
+from kv_store.memory_tier import MemoryTier
+from kv_store.redis_tier import RedisTier
+from tests.kv_store.blocks import LAYOUT, names_of, payload_of
+from wire.frame import checksum_of
+from wire.keys import BlockName
+
+
+@dataclass
+class Cold:
+    """A tier, and the means to see and change what is stored in it."""
+
+    tier: ColdTier
+    stored: Callable[[BlockName], bytes | None]
+    tamper: Callable[[BlockName, bytes], object]
+
+    def put(self, name: BlockName) -> None:
+        payload = memoryview(payload_of(name))
+        assert self.tier.put(name, payload, checksum_of(payload))
+
+    def get(self, name: BlockName) -> bytes | None:
+        """The payload, if its checksum was given too."""
+        into = bytearray(LAYOUT.payload_bytes)
+        checksum = self.tier.get(name, memoryview(into))
+        assert checksum is None or checksum == checksum_of(memoryview(into))
+        return None if checksum is None else bytes(into)
+
+
+def in_memory() -> Iterator[Cold]:
+    tier = MemoryTier(LAYOUT)
+    yield Cold(tier, lambda name: tier.frames.get(name.key), lambda name, value: tier.frames.update({name.key: value}))
+    tier.close()
+
+
+def in_redis(url: str) -> Iterator[Cold]:
+    tier = RedisTier(url, LAYOUT)
+    with redis.Redis.from_url(url) as client:
+        client.flushall()
+        yield Cold(
+            tier,
+            lambda name: client.get(b"baton:kv:" + name.key),
+            lambda name, value: client.set(b"baton:kv:" + name.key, value),
+        )
+    tier.close()
+
+
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+def cold(request: pytest.FixtureRequest) -> Iterator[Cold]:
+    yield from in_memory() if request.param == "memory" else in_redis(request.getfixturevalue("redis_url"))
+
+
+def test_a_block_comes_back(cold: Cold) -> None:
+    names = names_of(12)
+    for name in names[:2]:
+        cold.put(name)
+    assert cold.tier.exists([name.key for name in names]) == [True, True, False]
+    assert [cold.get(name) for name in names] == [payload_of(names[0]), payload_of(names[1]), None]
+    status = cold.tier.status()
+    assert (status.state, status.hits, status.misses, status.errors, status.corrupt, status.written) == (
+        "up", 2, 1, 0, 0, 2,
+    )  # fmt: skip
+
+
+def test_nothing_is_asked_for_nothing(cold: Cold) -> None:
+    assert cold.tier.exists([]) == []
+
+
+def test_many_are_looked_up_at_once(cold: Cold) -> None:
+    names = names_of(4 * 3000)
+    for name in (names[0], names[1500], names[-1]):
+        cold.put(name)
+    found = cold.tier.exists([name.key for name in names])
+    assert [index for index, there in enumerate(found) if there] == [0, 1500, 2999]
+
+
+def test_a_second_write_of_a_block_changes_nothing(cold: Cold) -> None:
+    [name] = names_of(4)
+    cold.put(name)
+    before = cold.stored(name)
+    cold.put(name)
+    assert cold.stored(name) == before
+    assert cold.get(name) == payload_of(name)
+
+
+def flipped(frame: bytes) -> bytes:
+    return frame[:-1] + bytes([frame[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flipped,
+        lambda frame: frame[:-1],
+        lambda frame: frame[:10],
+        lambda frame: frame + b"\x00",
+        lambda frame: frame * 50,
+        lambda frame: b"not a frame at all",
+        lambda frame: b"\x00" * len(frame),
+    ],
+    ids=["flipped", "cut", "header only", "one more", "much more", "text", "zeros"],
+)
+def test_what_cannot_be_the_block_is_a_counted_miss_and_gone(cold: Cold, damage: Callable[[bytes], bytes]) -> None:
+    [name] = names_of(4)
+    cold.put(name)
+    frame = cold.stored(name)
+    assert frame is not None
+    cold.tamper(name, damage(frame))
+    assert cold.get(name) is None
+    assert cold.tier.status().corrupt == 1
+    assert cold.stored(name) is None
+    cold.put(name)
+    assert cold.get(name) == payload_of(name)
+
+
+def test_a_good_frame_under_anothers_key_is_a_counted_miss(cold: Cold) -> None:
+    one, other = names_of(8)
+    cold.put(other)
+    frame = cold.stored(other)
+    assert frame is not None
+    cold.tamper(one, frame)
+    assert cold.get(one) is None
+    assert cold.tier.status().corrupt == 1
+    assert cold.get(other) == payload_of(other)
+
+
+def test_a_block_written_under_another_namespace_or_tokens_is_a_miss(cold: Cold) -> None:
+    [name] = names_of(4)
+    cold.put(replace(name, root_digest=bytes(32)))
+    assert cold.get(name) is None
+    cold.put(replace(name, tokens_digest=bytes(32)))
+    assert cold.get(name) is None
+    assert cold.tier.status().corrupt == 2
+
+
+def test_the_twin_is_bounded_and_keeps_what_is_used() -> None:
+    tier = MemoryTier(LAYOUT, max_blocks=2)
+    one, two, three = names_of(12)
+    cold = Cold(tier, lambda name: None, lambda name, value: None)
+    cold.put(one)
+    cold.put(two)
+    cold.get(one)
+    cold.put(three)
+    assert tier.exists([one.key, two.key, three.key]) == [True, False, True]

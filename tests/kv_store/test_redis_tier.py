@@ -1,0 +1,259 @@
+"""What a Redis server can do to us."""
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from kv_store.redis_tier import RedisTier
+from tests.kv_store.blocks import LAYOUT, FakeClock, names_of, payload_of
+from tests.redis_process import RedisProcess
+from wire.errors import ConfigError
+from wire.frame import checksum_of
+from wire.keys import BlockName
+
+pytestmark = pytest.mark.redis
+[NAME] = names_of(4)
+TIMEOUT_S = 0.2
+Launch = Callable[..., RedisProcess]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    servers: list[RedisProcess] = []
+
+    def start(*options: str, password: str = "") -> RedisProcess:
+        server = RedisProcess(tmp_path, options, password)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+def tier_of(server: RedisProcess, clock: FakeClock | None = None) -> RedisTier:
+    return RedisTier(server.url, LAYOUT, TIMEOUT_S, clock or FakeClock())
+
+
+def put(tier: RedisTier, name: BlockName = NAME) -> bool:
+    payload = memoryview(payload_of(name))
+    return tier.put(name, payload, checksum_of(payload))
+
+
+def got(tier: RedisTier, name: BlockName = NAME) -> bool:
+    into = bytearray(LAYOUT.payload_bytes)
+    found = tier.get(name, memoryview(into)) is not None
+    assert not found or into == payload_of(name)
+    return found
+
+
+def test_killed_each_call_is_a_counted_miss_until_it_is_left_alone(launch: Launch) -> None:
+    server, clock = launch(), FakeClock()
+    tier = tier_of(server, clock)
+    assert put(tier)
+    server.kill()
+    assert not got(tier)
+    assert tier.exists([NAME.key, NAME.key]) == [False, False]
+    assert not put(tier)
+    assert (tier.status().errors, tier.status().state) == (3, "broken")
+    assert not got(tier)
+    assert (tier.status().errors, tier.status().misses) == (3, 2)
+    clock.now += 2.0
+    assert not got(tier)
+    assert tier.status().errors == 4
+    server.start()
+    assert not got(tier)
+    assert tier.status().errors == 4
+    clock.now += 2.0
+    assert put(tier)
+    assert got(tier)
+    assert tier.status().state == "up"
+    tier.close()
+
+
+def test_started_late_it_is_used_from_then_on(tmp_path: Path, launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    tier = RedisTier(f"unix://{tmp_path}/redis.sock", LAYOUT, TIMEOUT_S, clock)
+    assert "does not answer yet" in caplog.text
+    assert not got(tier)
+    launch()
+    assert put(tier)
+    assert got(tier)
+    tier.close()
+
+
+def test_stopped_it_costs_a_bounded_time_and_then_none(launch: Launch) -> None:
+    server = launch()
+    tier = tier_of(server)
+    assert put(tier)
+    server.stop()
+    started = time.monotonic()
+    for _ in range(50):
+        assert not got(tier)
+    elapsed = time.monotonic() - started
+    server.go_on()
+    assert tier.status().errors == 3
+    assert elapsed < 3 * TIMEOUT_S + 2.0
+    tier.close()
+
+
+def test_a_late_answer_is_never_taken_for_that_to_another_question(launch: Launch) -> None:
+    server, clock = launch(), FakeClock()
+    tier = tier_of(server, clock)
+    names = names_of(16)
+    for name in names:
+        assert put(tier, name)
+    server.stop()
+    assert not got(tier, names[0])
+    server.go_on()
+    assert all(got(tier, name) for name in names[1:])
+    tier.close()
+
+
+def test_flushed_it_has_nothing_and_that_is_no_error(launch: Launch) -> None:
+    server = launch()
+    tier = tier_of(server)
+    put(tier)
+    with server.client() as client:
+        client.flushall()
+    assert tier.exists([NAME.key]) == [False]
+    assert not got(tier)
+    assert (tier.status().misses, tier.status().errors) == (1, 0)
+    tier.close()
+
+
+@pytest.mark.parametrize("fill", [
+    lambda client, key: client.rpush(key, "a", "list"),
+    lambda client, key: client.hset(key, "a", "hash"),
+    lambda client, key: client.zadd(key, {"a": 1.0}),
+], ids=["list", "hash", "sorted set"])  # fmt: skip
+def test_a_value_of_another_type_is_a_miss_and_gone(
+    launch: Launch, fill: Callable[[redis.Redis, bytes], object]
+) -> None:
+    server = launch()
+    tier = tier_of(server)
+    with server.client() as client:
+        fill(client, b"baton:kv:" + NAME.key)
+        assert not got(tier)
+        assert client.exists(b"baton:kv:" + NAME.key) == 0
+    assert (tier.status().corrupt, tier.status().errors, tier.status().state) == (1, 0, "up")
+    assert put(tier)
+    assert got(tier)
+    tier.close()
+
+
+def test_a_huge_value_is_never_read_whole(launch: Launch) -> None:
+    server = launch()
+    tier = tier_of(server)
+    with server.client() as client:
+        client.setrange(b"baton:kv:" + NAME.key, 400 << 20, b"x")
+        before = client.info("stats")["total_net_output_bytes"]
+        assert not got(tier)
+        assert client.info("stats")["total_net_output_bytes"] - before < 64 << 10
+        assert client.exists(b"baton:kv:" + NAME.key) == 0
+    assert tier.status().corrupt == 1
+    tier.close()
+
+
+def test_full_it_drops_what_it_is_given_and_serves_what_it_has(
+    launch: Launch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = launch("--maxmemory-policy", "noeviction")
+    tier = tier_of(server)
+    assert "never evicts" in caplog.text
+    assert put(tier)
+    with server.client() as client:
+        client.config_set("maxmemory", "1kb")
+    other = names_of(4, first=1000)[0]
+    assert not put(tier, other)
+    assert got(tier)
+    assert (tier.status().errors, tier.status().written) == (1, 1)
+    tier.close()
+
+
+def test_read_only_it_drops_what_it_is_given_and_serves_what_it_has(launch: Launch) -> None:
+    server = launch()
+    tier = tier_of(server)
+    assert put(tier)
+    with server.client() as client:
+        client.execute_command("REPLICAOF", "127.0.0.1", "1")
+        assert not put(tier)
+        assert got(tier)
+        client.execute_command("REPLICAOF", "NO", "ONE")
+    assert put(tier)
+    tier.close()
+
+
+def test_evicting_it_has_holes(launch: Launch) -> None:
+    server = launch("--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru")
+    tier = tier_of(server)
+    names = names_of(4 * 4000)
+    assert all(put(tier, name) for name in names)
+    found = tier.exists([name.key for name in names])
+    assert 0 < sum(found) < len(names)
+    assert [got(tier, name) for name in names] == found
+    tier.close()
+
+
+def test_a_wrong_password_is_told_at_the_start(launch: Launch) -> None:
+    server = launch(password="right")
+    assert put(tier_of(server))
+    for url in (server.url.replace("right", "wrong"), server.url.replace(":right@", "")):
+        with pytest.raises(ConfigError, match="credentials") as caught:
+            RedisTier(url, LAYOUT, TIMEOUT_S)
+        assert "wrong" not in caught.value.message
+
+
+def test_a_user_who_may_not_write_is_told_at_the_start(launch: Launch) -> None:
+    server = launch()
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@read")
+    with pytest.raises(ConfigError, match="credentials"):
+        RedisTier(server.url.replace("unix://", "unix://reader:secret@"), LAYOUT, TIMEOUT_S)
+
+
+def test_a_password_that_is_revoked_later_is_a_miss(launch: Launch) -> None:
+    server, clock = launch(), FakeClock()
+    tier = tier_of(server, clock)
+    put(tier)
+    with server.client() as client:
+        client.config_set("requirepass", "new")
+        client.client_kill_filter(_type="normal")
+    assert not got(tier)
+    assert not put(tier)
+    assert tier.exists([NAME.key]) == [False]
+    assert tier.status().state == "broken"
+    tier.close()
+
+
+@pytest.mark.parametrize("url", ["", "localhost:6379", "http://localhost", "redis://localhost:port"])
+def test_a_url_of_another_kind_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="redis_url"):
+        RedisTier(url, LAYOUT)
+
+
+def test_over_tcp_too(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    server = launch()
+    caplog.set_level(logging.INFO)
+    with server.client() as client:
+        client.config_set("bind", "127.0.0.1")
+        client.config_set("port", "0")
+        port = _free_port()
+        client.config_set("port", str(port))
+    tier = RedisTier(f"redis://127.0.0.1:{port}/3", LAYOUT)
+    assert put(tier)
+    assert got(tier)
+    assert not got(tier_of(server))
+    tier.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
