@@ -5,6 +5,7 @@ Overloaded adds google.rpc.RetryInfo. A handler's bug becomes INTERNAL with an o
 """
 
 import hmac
+import inspect
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -121,8 +122,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return handler
         parse = handler.request_deserializer
         if handler.response_streaming:
+            # A handler that is no generator writes to its context, as that of grpc_health does.
+            guard = _guard_stream if inspect.isasyncgenfunction(handler.unary_stream) else _guard_unary
             return grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler.unary_stream, parse), None, handler.response_serializer
+                guard(handler.unary_stream, parse), None, handler.response_serializer
             )
         return grpc.unary_unary_rpc_method_handler(
             _guard_unary(handler.unary_unary, parse), None, handler.response_serializer
