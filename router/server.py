@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from router.api import InferenceApi
@@ -35,7 +34,7 @@ class RouterServer:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._health = health.HealthServicer()
+        self._health = health.aio.HealthServicer()
         token = TokenInterceptor(router.config.cluster.token)
         self._public = self._server(_INFERENCE, [ErrorInterceptor()])
         self._operator = self._server(_CLUSTER, [token, ErrorInterceptor()])

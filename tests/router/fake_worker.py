@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from router.members import Role
 from router.worker_client import DecodeUpdates
@@ -20,9 +21,14 @@ CHARACTERS = "abcdefgh €äß😀\n"
 
 def oracle(prompt: Sequence[int], choice: int, seed: int, length: int) -> list[int]:
     """The output for a prompt: bytes of UTF-8, some characters taking several."""
-    draw = random.Random(f"{list(prompt)} {choice} {seed}")
+    return list(_oracle(tuple(prompt), choice, seed, length))
+
+
+@lru_cache
+def _oracle(prompt: tuple[int, ...], choice: int, seed: int, length: int) -> bytes:
+    draw = random.Random(f"{prompt} {choice} {seed}")
     text = "".join(draw.choice(CHARACTERS) for _ in range(length))
-    return list(text.encode())[:length]
+    return text.encode()[:length]
 
 
 @dataclass
@@ -39,6 +45,7 @@ class FakeWorker:
     fingerprint: bytes = FINGERPRINT
     state: str = "ready"
     refusal: BatonError | None = None
+    num_logprobs: int = 0
     may_go: asyncio.Event = field(default_factory=asyncio.Event)
     open_calls: int = 0
     prefills: list[worker_pb2.PrefillRequest] = field(default_factory=list)
@@ -128,6 +135,8 @@ class FakeWorker:
         sampling = request.sampling_params
         token = oracle(request.prompt.ids, index, sampling.seed, sampling.max_tokens)[len(output)]
         gained = worker_pb2.ChoiceTokens(index=index, first_position=len(output), token_ids=[token])
+        if self.num_logprobs:
+            gained.logprobs.add(token_id=token).top.extend([pb.TopLogprob(token_id=token)] * self.num_logprobs)
         if token in sampling.stop_token_ids:
             gained.finish_reason = pb.FINISH_REASON_STOP
             gained.stop_token_id = token

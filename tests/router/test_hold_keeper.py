@@ -70,7 +70,7 @@ async def test_a_worker_that_does_not_take_word_is_passed_over(pair: Pair) -> No
 
 async def test_a_turn_comes_when_there_is_room(pair: Pair) -> None:
     await pair.keeper.enter(A, FIVE)
-    waiting = asyncio.create_task(pair.keeper.enter(B, FIVE[:1] + [BlockKey(b"x" * 32)]))
+    waiting = asyncio.create_task(pair.keeper.enter(B, [*FIVE[:1], BlockKey(b"x" * 32)]))
     await asyncio.sleep(0.01)
     assert not waiting.done()
     pair.keeper.release(A)

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.holds import Holds
@@ -91,6 +91,7 @@ def test_only_what_was_answered_and_not_released_is_renewed(holds: Holds) -> Non
     assert holds.kept == [B]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(["ask", "release"]))))
 def test_everything_released_is_nothing_held(steps: list[tuple[str, str]]) -> None:
     holds = Holds()

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.timeline import Timeline
@@ -82,6 +82,7 @@ def test_a_gap_over_the_end_of_a_call_is_cut_there() -> None:
 MS = st.floats(0, 50)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(MS, MS, st.lists(st.tuples(MS, MS), max_size=4)), max_size=4), MS)
 def test_every_millisecond_is_covered(
     calls: list[tuple[float, float, list[tuple[float, float]]]], after: float

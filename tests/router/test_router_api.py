@@ -1,0 +1,345 @@
+"""The public service over real gRPC, before fake workers."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from router.admission import Bounds
+from router.config import Listeners, RouterConfig
+from router.server import Addresses, RouterServer
+from tests.router.fake_cluster import CONFIG, FakeCluster, expected, request, until
+from wire.errors import ConfigError
+from wire.pb import cluster_pb2
+from wire.pb import inference_pb2 as pb
+from wire.pb.cluster_pb2_grpc import ClusterStub
+from wire.pb.inference_pb2_grpc import InferenceStub
+from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
+
+Code = grpc.StatusCode
+TOKEN = ((TOKEN_METADATA, CONFIG.cluster.token),)
+
+
+@dataclass
+class Service:
+    """A router that listens, one prefill and one decode worker, and clients of both ports."""
+
+    cluster: FakeCluster
+    server: RouterServer
+    addresses: Addresses
+    public: grpc.aio.Channel
+    operator: grpc.aio.Channel
+
+    @property
+    def inference(self) -> InferenceStub:
+        return InferenceStub(self.public)
+
+    @property
+    def operate(self) -> ClusterStub:
+        return ClusterStub(self.operator)
+
+
+@asynccontextmanager
+async def serving(config: RouterConfig = CONFIG) -> AsyncIterator[Service]:
+    cluster = FakeCluster(config)
+    server = RouterServer(cluster.router)
+    addresses = await server.start()
+    await cluster.resize(1, 1)
+    async with (
+        grpc.aio.insecure_channel(addresses.public, options=CHANNEL_OPTIONS) as public,
+        grpc.aio.insecure_channel(addresses.operator, options=CHANNEL_OPTIONS) as operator,
+    ):
+        yield Service(cluster, server, addresses, public, operator)
+        for worker in cluster.workers.values():
+            worker.may_go.set()
+        await cluster.come_to_rest()
+        await server.stop()
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Service]:
+    async with serving() as service:
+        yield service
+
+
+async def read(call: AsyncIterator[pb.GenerateResponse]) -> list[pb.GenerateResponse]:
+    return [response async for response in call]
+
+
+async def failure_of(call: AsyncIterator[pb.GenerateResponse]) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await read(call)
+    return raised.value
+
+
+class _Plain:
+    """grpc_status reads a call whose methods are not coroutines."""
+
+    def __init__(self, failure: grpc.aio.AioRpcError) -> None:
+        self.code = failure.code
+        self.details = failure.details
+        self.trailing_metadata = failure.trailing_metadata
+
+
+def info_of(failure: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
+    info = error_details_pb2.ErrorInfo()
+    assert rpc_status.from_call(_Plain(failure)).details[0].Unpack(info)
+    return info
+
+
+def retry_delay_s(failure: grpc.aio.AioRpcError) -> float:
+    retry = error_details_pb2.RetryInfo()
+    assert rpc_status.from_call(_Plain(failure)).details[1].Unpack(retry)
+    return retry.retry_delay.ToTimedelta().total_seconds()
+
+
+async def test_a_stream_is_chunks_and_one_complete(service: Service) -> None:
+    message = request(max_tokens=12)
+    message.request_id = "mine"
+    responses = await read(service.inference.Generate(message))
+    assert {response.request_id for response in responses} == {"mine"}
+    assert [response.WhichOneof("event") for response in responses[:-1]] == ["chunk"] * (len(responses) - 1)
+    assert [token for response in responses for token in response.chunk.token_ids] == expected(12)
+    assert responses[-1].complete.seed == 1
+    assert responses[-1].complete.usage.completion_tokens == 12
+
+
+async def test_models_are_listed(service: Service) -> None:
+    models = (await service.inference.ListModels(pb.ListModelsRequest())).models
+    assert [(model.name, model.max_context_len, model.dtype) for model in models] == [("fake", 2000, "float32")]
+
+
+async def test_an_invalid_request_is_told_with_its_parameter(service: Service) -> None:
+    failure = await failure_of(service.inference.Generate(request(temperature=3.0)))
+    assert failure.code() == Code.INVALID_ARGUMENT
+    info = info_of(failure)
+    assert (info.reason, info.domain) == ("INVALID_REQUEST", "baton")
+    assert dict(info.metadata) == {"param": "temperature", "retryable": "false"}
+
+
+async def test_another_model_is_not_found(service: Service) -> None:
+    message = request()
+    message.model = "../../etc/passwd"
+    assert (await failure_of(service.inference.Generate(message))).code() == Code.NOT_FOUND
+
+
+async def test_bytes_that_are_no_message_are_invalid(service: Service) -> None:
+    call = service.public.unary_stream("/baton.v1.Inference/Generate")
+    failure = await failure_of(call(b"\xff\xff\xff"))
+    assert failure.code() == Code.INVALID_ARGUMENT
+    assert info_of(failure).reason == "INVALID_REQUEST"
+
+
+async def test_a_request_that_is_running_can_be_aborted(service: Service) -> None:
+    service.cluster.workers["d0"].may_go.clear()
+    message = request()
+    message.request_id = "mine"
+    call = service.inference.Generate(message)
+    failing = asyncio.create_task(failure_of(call))
+    await until(lambda: service.cluster.workers["d0"].open_calls)
+    await service.inference.Abort(pb.AbortRequest(request_id="mine"))
+    failure = await failing
+    assert (failure.code(), info_of(failure).reason) == (Code.CANCELLED, "CANCELLED")
+    with pytest.raises(grpc.aio.AioRpcError) as unknown:
+        await service.inference.Abort(pb.AbortRequest(request_id="mine"))
+    assert unknown.value.code() == Code.NOT_FOUND
+
+
+@pytest.mark.parametrize("where", ["p0", "d0"])
+async def test_a_client_that_cancels_frees_the_worker(service: Service, where: str) -> None:
+    worker = service.cluster.workers[where]
+    worker.may_go.clear()
+    call = service.inference.Generate(request())
+    reading = asyncio.create_task(read(call))
+    await until(lambda: worker.open_calls)
+    call.cancel()
+    await asyncio.wait([reading])
+    await until(lambda: not worker.open_calls)
+    await service.cluster.come_to_rest()
+
+
+async def test_a_client_that_goes_away_frees_the_worker(service: Service) -> None:
+    worker = service.cluster.workers["d0"]
+    worker.may_go.clear()
+    async with grpc.aio.insecure_channel(service.addresses.public) as channel:
+        reading = asyncio.create_task(read(InferenceStub(channel).Generate(request())))
+        await until(lambda: worker.open_calls)
+    await asyncio.wait([reading])
+    await until(lambda: not worker.open_calls)
+
+
+@pytest.mark.parametrize("where", ["p0", "d0"])
+async def test_the_clients_deadline_ends_the_work(service: Service, where: str) -> None:
+    worker = service.cluster.workers[where]
+    worker.may_go.clear()
+    failure = await failure_of(service.inference.Generate(request(), timeout=0.1))
+    assert failure.code() == Code.DEADLINE_EXCEEDED
+    assert len(worker.prefills) + len(worker.decodes) == 1
+    await until(lambda: not worker.open_calls)
+
+
+async def test_our_own_deadline_is_told_as_such() -> None:
+    async with serving(replace(CONFIG, streams=replace(CONFIG.streams, max_deadline_s=0.1))) as service:
+        service.cluster.workers["d0"].may_go.clear()
+        failure = await failure_of(service.inference.Generate(request()))
+        assert (failure.code(), info_of(failure).reason) == (Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+        assert info_of(failure).metadata["retryable"] == "true"
+
+
+async def test_a_full_queue_refuses_quickly() -> None:
+    async with serving(replace(CONFIG, admission=Bounds(max_queued_requests=4))) as service:
+        service.cluster.workers["p0"].may_go.clear()
+        calls = [service.inference.Generate(request()) for _ in range(4)]
+        readings = [asyncio.create_task(read(call)) for call in calls]
+        await until(lambda: service.cluster.router.dispatcher.num_queued == 4)
+        started_s = time.monotonic()
+        refusals = await asyncio.gather(*(failure_of(service.inference.Generate(request())) for _ in range(20)))
+        # Twenty in the time that one of them may take: no absolute figure, but a refusal that waited would show.
+        assert time.monotonic() - started_s < 1.0
+        assert {failure.code() for failure in refusals} == {Code.RESOURCE_EXHAUSTED}
+        assert {info_of(failure).reason for failure in refusals} == {"OVERLOADED"}
+        assert {retry_delay_s(failure) for failure in refusals} == {1.0}
+        service.cluster.workers["p0"].may_go.set()
+        await asyncio.gather(*readings)
+
+
+async def test_a_message_that_is_too_large_is_refused(service: Service) -> None:
+    async with grpc.aio.insecure_channel(service.addresses.public) as channel:
+        failure = await failure_of(InferenceStub(channel).Generate(pb.GenerateRequest(text="x" * (5 << 20))))
+    assert failure.code() == Code.RESOURCE_EXHAUSTED
+
+
+async def test_a_bug_tells_nothing_of_itself(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr("router.steps.prepare", lambda *_: {}["a secret"])
+        failure = await failure_of(service.inference.Generate(request()))
+    assert failure.code() == Code.INTERNAL
+    assert "secret" not in (failure.details() or "")
+    assert info_of(failure).metadata["incident"]
+    assert len(await read(service.inference.Generate(request(max_tokens=2)))) == 3
+
+
+async def test_a_reader_that_stalls_is_told_and_let_go() -> None:
+    bounds = replace(CONFIG.streams, max_stall_s=0.2, max_buffered_events=1 << 20)
+    config = replace(CONFIG, model=replace(CONFIG.model, max_context_len=200_000), streams=bounds)
+    async with serving(config) as service:
+        for worker in service.cluster.workers.values():
+            worker.num_logprobs = 2000
+        call = service.inference.Generate(request(max_tokens=2000))
+        stream = call.__aiter__()
+        await anext(stream)
+        await until(lambda: not service.cluster.router.dispatcher.num_running)
+        failure = await failure_of(stream)
+        assert (failure.code(), info_of(failure).reason) == (Code.RESOURCE_EXHAUSTED, "OVERLOADED")
+
+
+async def test_health_is_told_on_both_ports(service: Service) -> None:
+    for channel, name in ((service.public, "baton.v1.Inference"), (service.operator, "baton.v1.Cluster")):
+        for asked in ("", name):
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=asked))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_health_can_be_watched(service: Service) -> None:
+    call = health_pb2_grpc.HealthStub(service.public).Watch(health_pb2.HealthCheckRequest(), timeout=5)
+    assert (await anext(call.__aiter__())).status == health_pb2.HealthCheckResponse.SERVING
+    call.cancel()
+
+
+async def test_services_are_reflected(service: Service) -> None:
+    async def names(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> set[str]:
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]), metadata=metadata)
+        return {one.name async for answer in call for one in answer.list_services_response.service}
+
+    assert "baton.v1.Inference" in await names(service.public, ())
+    assert "baton.v1.Cluster" in await names(service.operator, TOKEN)
+
+
+async def test_a_stop_ends_streams_with_unavailable(service: Service) -> None:
+    service.cluster.workers["d0"].may_go.clear()
+    failing = asyncio.create_task(failure_of(service.inference.Generate(request())))
+    await until(lambda: service.cluster.workers["d0"].open_calls)
+    await service.server.stop()
+    failure = await failing
+    assert (failure.code(), info_of(failure).reason) == (Code.UNAVAILABLE, "UNAVAILABLE")
+
+
+async def test_a_port_in_use_is_a_matter_of_configuration(service: Service) -> None:
+    port = int(service.addresses.public.rsplit(":", 1)[1])
+    other = FakeCluster(replace(CONFIG, listeners=Listeners(grpc_port=port)))
+    with pytest.raises(ConfigError, match=str(port)):
+        await RouterServer(other.router).start()
+
+
+async def test_the_operators_port_wants_the_token(service: Service) -> None:
+    for metadata in ((), ((TOKEN_METADATA, "another"),)):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=metadata)
+        assert refused.value.code() == Code.UNAUTHENTICATED
+        assert info_of(refused.value).reason == "UNAUTHENTICATED"
+
+
+async def test_the_public_port_does_not_operate(service: Service) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await ClusterStub(service.public).GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
+    assert refused.value.code() == Code.UNIMPLEMENTED
+
+
+async def test_status_is_gathered_from_the_workers(service: Service) -> None:
+    await read(service.inference.Generate(request(max_tokens=2)))
+    status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(check=True), metadata=TOKEN)
+    assert (status.model, status.address) == ("fake", service.addresses.public)
+    assert [(one.worker_id, one.role, one.state) for one in status.workers] == [
+        ("p0", "prefill", "ready"),
+        ("d0", "decode", "ready"),
+    ]
+    assert status.host.num_holds == 1
+    assert list(status.problems) == []
+
+
+async def test_status_counts_requests_and_tells_of_problems(service: Service) -> None:
+    for worker in service.cluster.workers.values():
+        worker.may_go.clear()
+    reading = asyncio.create_task(read(service.inference.Generate(request(max_tokens=2))))
+    await until(lambda: service.cluster.workers["p0"].open_calls)
+    service.cluster.workers["d0"].state = "broken"
+    status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(check=True), metadata=TOKEN)
+    assert (status.num_queued, status.num_running) == (1, 0)
+    assert list(status.problems) == ["d0: a page is lost"]
+    service.cluster.workers["d0"].state = "ready"
+    for worker in service.cluster.workers.values():
+        worker.may_go.set()
+    await reading
+
+
+async def test_a_lost_worker_shows_in_the_status(service: Service) -> None:
+    service.cluster.clients["d0"].kill()
+    service.cluster.router.membership.suspect(service.cluster.workers["d0"].worker_id)
+    await until(lambda: service.cluster.port.lost)
+    status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
+    assert [(one.worker_id, one.state) for one in status.workers] == [("p0", "ready"), ("d0", "lost")]
+    assert [event.text for event in status.events] == ["worker d0 lost"]
+    assert len(status.problems) == 1
+
+
+async def test_the_operator_reaches_the_controller(service: Service) -> None:
+    scaled = await service.operate.Scale(cluster_pb2.ScaleRequest(decode=3), metadata=TOKEN)
+    assert (scaled.prefill, scaled.decode) == (0, 3)
+    await service.operate.Drain(cluster_pb2.DrainRequest(worker_id="d0"), metadata=TOKEN)
+    assert service.cluster.port.drained == ["d0"]
+    assert service.cluster.workers["d0"].state == "draining"
+    with pytest.raises(grpc.aio.AioRpcError) as unknown:
+        await service.operate.Drain(cluster_pb2.DrainRequest(worker_id="nobody"), metadata=TOKEN)
+    assert unknown.value.code() == Code.NOT_FOUND
+    await service.operate.Shutdown(cluster_pb2.ShutdownRequest(), metadata=TOKEN)
+    assert service.cluster.port.is_shut_down

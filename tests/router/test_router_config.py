@@ -1,0 +1,61 @@
+import json
+from typing import Any
+
+import pytest
+
+from router.admission import Bounds
+from router.config import Listeners, RouterConfig
+from tests.router.fake_cluster import CONFIG
+from wire.errors import ConfigError
+
+
+def changed(path: str, value: Any) -> str:
+    """CONFIG as JSON with one value set, or taken out if it is None."""
+    raw = json.loads(CONFIG.to_json())
+    *parents, name = path.split(".")
+    place = raw
+    for parent in parents:
+        place = place[parent]
+    if value is None:
+        del place[name]
+    else:
+        place[name] = value
+    return json.dumps(raw)
+
+
+def test_there_and_back() -> None:
+    assert RouterConfig.from_json(CONFIG.to_json()) == CONFIG
+
+
+def test_what_is_not_given_has_its_default() -> None:
+    config = RouterConfig.from_json(changed("listeners", None))
+    assert config.listeners == Listeners(host="127.0.0.1", grpc_port=0, operator_port=0)
+    assert RouterConfig.from_json(changed("admission", {"max_queued_requests": 7})).admission == Bounds(
+        max_queued_requests=7
+    )
+
+
+def test_whole_numbers_are_seconds_too() -> None:
+    assert RouterConfig.from_json(changed("streams.max_deadline_s", 5)).streams.max_deadline_s == 5.0
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "not JSON"),
+        ("[]", "router: must be an object"),
+        ("{}", "lacks some of model, cluster"),
+        (changed("colour", "red"), "router.colour: unknown key"),
+        (changed("model.colour", "red"), "router.model.colour: unknown key"),
+        (changed("model.name", None), "router.model: lacks some of name"),
+        (changed("model.vocab_size", "300"), "router.model.vocab_size: must be of type int"),
+        (changed("model.vocab_size", True), "router.model.vocab_size: must be of type int"),
+        (changed("listeners", []), "router.listeners: must be an object"),
+        (changed("model.fingerprint_hex", "xyz"), "not what it claims"),
+        (changed("model.layout_hex", "00"), "not what it claims"),
+        (changed("cluster.secret_hex", "0"), "not what it claims"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        RouterConfig.from_json(text)
