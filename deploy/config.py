@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy.settings import build, merge
+from deploy.settings import count_bytes, merge
 from wire.errors import ConfigError
+from wire.settings import from_object
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -124,7 +125,8 @@ class ClusterConfig:
     @classmethod
     def load(cls, file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
         """From a TOML file, if there is one, with the nested table `flags` over it. Raises ConfigError."""
-        return build(cls, merge(_read(file) if file is not None else {}, flags))
+        table = merge(_read(file) if file is not None else {}, flags)
+        return from_object(cls, count_bytes(table), "settings")
 
 
 def check_name(name: str) -> str:

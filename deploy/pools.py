@@ -166,7 +166,7 @@ class Pools:
 
     def _dispensable(self, role: Role) -> list[Worker]:
         """Those that can go, the one that knows least first: not yet ready, then the youngest."""
-        return sorted(self._of(role)[::-1], key=lambda worker: worker.stage is Stage.READY)
+        return sorted(self._of(role), key=lambda worker: worker.stage is not Stage.READY)[::-1]
 
     def _hire(self, role: Role) -> Start:
         worker_id = WorkerId(f"{role.value}-{self._num_named[role]}")

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from wire.errors import ConfigError
@@ -21,10 +21,11 @@ def from_json(cls: type[T], text: str, where: str) -> T:
         raw = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{where}: not JSON") from error
-    return _read(cls, raw, where)
+    return from_object(cls, raw, where)
 
 
-def _read(cls: type[T], raw: object, path: str) -> T:
+def from_object(cls: type[T], raw: object, path: str) -> T:
+    """The same from nested mappings; `path` is where they stand."""
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path}: must be an object")
     hints = get_type_hints(cls)
@@ -37,10 +38,10 @@ def _read(cls: type[T], raw: object, path: str) -> T:
 
 def _read_value(hint: Any, value: object, path: str) -> object:
     if is_dataclass(hint) and isinstance(hint, type):
-        return _read(hint, value, path)
+        return from_object(hint, value, path)
     allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if type(value) in allowed:
         return value
     if float in allowed and type(value) is int:
         return float(value)
-    raise ConfigError(f"{path}: must be {' or '.join(one.__name__ for one in allowed)}")
+    raise ConfigError(f"{path}: must be {' or '.join(one.__name__ for one in allowed if one is not NoneType)}")

@@ -48,13 +48,13 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("nmae = 'x'", "unknown setting nmae"),
-        ("[pools]\nprefil = 1", "unknown setting pools.prefil"),
-        ("[pools]\nprefill = '1'", "pools.prefill must be a whole number"),
-        ("[pools]\nprefill = true", "pools.prefill must be a whole number"),
+        ("nmae = 'x'", "settings.nmae: unknown"),
+        ("[pools]\nprefil = 1", "settings.pools.prefil: unknown"),
+        ("[pools]\nprefill = '1'", "settings.pools.prefill: must be int"),
+        ("[pools]\nprefill = true", "settings.pools.prefill: must be int"),
         ("[pools]\nprefill = -1", "pools.prefill must be between 0 and 64"),
         ("[pools]\ndecode = 0", "pools.decode must be between 1 and 64"),
-        ("pools = 3", "pools must be a table"),
+        ("pools = 3", "settings.pools: must be an object"),
         ("name = '../x'", "name must be"),
         ("name = ''", "name must be"),
         ("[model]\nblock_size = 17", "model.block_size must be one of"),
@@ -64,7 +64,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[redis]\nurl = 'http://x'", "redis.url must be"),
         ("[router]\ngrpc_port = 70000", "router.grpc_port must be between"),
         ("[worker]\nnum_gpus = 2", "worker.num_gpus must be between"),
-        ("[worker]\npool_bytes = true", "worker.pool_bytes must be a whole number"),
+        ("[worker]\npool_bytes = true", "settings.worker.pool_bytes: must be int"),
         ("name = ", "is not TOML"),
     ],
 )

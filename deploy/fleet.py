@@ -1,0 +1,188 @@
+"""The workers of a cluster: keeps them as the pools should be, and the router informed of them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+
+from deploy.event_log import EventLog
+from deploy.pools import Action, Drain, Pools, Sizes, Stage, Start
+from deploy.roll import Membership, Roll
+from deploy.worker_host import Life, WorkerHost
+from wire.errors import BatonError, DeadlineExceeded, Unavailable
+from wire.ids import WorkerId
+
+LOOK_EVERY_S = 1.0
+MAX_SILENCE_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class Fleet:
+    """One task of `run` looks after the workers; starting and dismissing them takes tasks of their own."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        host: WorkerHost,
+        router: Membership,
+        events: EventLog,
+        drain_grace_s: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pools = pools
+        self._host = host
+        self._roll = Roll(pools, router, events)
+        self._events = events
+        self._drain_grace_s = drain_grace_s
+        self._clock = clock
+        self._silent_since_s: dict[WorkerId, float] = {}
+        self._failures: list[str] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Condition()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the pools are as asked, and the router has all of their workers."""
+        return self._pools.are_as_asked and self._roll.is_known
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._wake.clear()
+            for action in self._pools.plan(self._clock()):
+                self._spawn(self._carry_out(action))
+            if not self._roll.is_known:
+                await self._roll.announce()
+            await self._notify()
+            await self._sleep()
+            await asyncio.gather(*(self._look(worker_id) for worker_id in self._roll))
+
+    async def settle(self, timeout_s: float, max_failures: int) -> Sizes:
+        """Returns when all is as asked. Unavailable, with the reason, once so many more workers did not start."""
+        num_allowed = len(self._failures) + max_failures
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self.is_settled or len(self._failures) >= num_allowed)
+        except TimeoutError as error:
+            raise DeadlineExceeded("the pools do not have the size asked for yet") from error
+        if not self.is_settled:
+            raise Unavailable(self._failures[-1])
+        return self._pools.sizes
+
+    def resize(self, prefill: int | None, decode: int | None) -> None:
+        """What the pools are to become from now on. Raises InvalidRequest."""
+        self._pools.resize(prefill, decode)
+        self._events.note(f"scaling to {self._pools.sizes.prefill} prefill, {self._pools.sizes.decode} decode")
+        self._wake.set()
+
+    async def drain(self, worker_id: WorkerId, timeout_s: float) -> None:
+        """Returns when the worker is gone. WorkerNotFound, InvalidRequest if it cannot be spared, DeadlineExceeded."""
+        action = self._pools.release(worker_id)
+        if action is not None:
+            self._spawn(self._carry_out(action))
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: worker_id not in self._pools)
+        except TimeoutError as error:
+            raise DeadlineExceeded("the worker is still draining", worker_id=worker_id) from error
+
+    async def suspect(self, worker_id: WorkerId) -> None:
+        """Somebody cannot reach this worker."""
+        if worker_id in self._roll:
+            await self._look(worker_id)
+
+    async def end(self) -> None:
+        """Ends all workers, whatever they do."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(self._host.end(worker.worker_id) for worker in self._pools))
+
+    async def _carry_out(self, action: Action) -> None:
+        if isinstance(action, Start):
+            await self._start(action)
+        else:
+            await self._dismiss(action)
+        self._wake.set()
+        await self._notify()
+
+    async def _start(self, action: Start) -> None:
+        began_s = self._clock()
+        try:
+            place = await self._host.start(action.worker_id, action.role)
+        except BatonError as error:
+            if self._is_at(action.worker_id, Stage.STARTING):  # else it was stopped meanwhile
+                self._failures.append(f"worker {action.worker_id} did not start: {error.message}")
+                await self._lose(action.worker_id, self._failures[-1])
+            return
+        if self._is_at(action.worker_id, Stage.STARTING):
+            self._roll.enter(action.worker_id, place)
+            self._pools.became_ready(action.worker_id)
+            self._events.note(f"worker {action.worker_id} is ready after {self._clock() - began_s:.1f} s")
+
+    async def _dismiss(self, action: Action) -> None:
+        worker_id = action.worker_id
+        if isinstance(action, Drain):
+            await self._roll.announce()
+            await self._let_finish(worker_id)
+            self._roll.strike(worker_id)
+            await self._roll.announce()
+        await self._host.end(worker_id)
+        self._pools.ended(worker_id)
+        self._events.note(f"worker {worker_id} has left")
+
+    async def _let_finish(self, worker_id: WorkerId) -> None:
+        try:
+            num_unfinished = await self._host.drain(worker_id, self._drain_grace_s)
+        except BatonError as error:
+            self._events.note(f"worker {worker_id} was lost while draining: {error.message}")
+            return
+        if num_unfinished:
+            self._events.note(f"worker {worker_id} handed over {num_unfinished} requests")
+
+    async def _look(self, worker_id: WorkerId) -> None:
+        life = await self._host.look(worker_id)
+        if life is Life.ANSWERING:
+            self._silent_since_s.pop(worker_id, None)
+            return
+        silent_s = self._clock() - self._silent_since_s.setdefault(worker_id, self._clock())
+        if worker_id not in self._roll or not self._is_at(worker_id, Stage.READY):
+            return  # whoever dismisses it finds out
+        if life is Life.DEAD:
+            await self._lose(worker_id, f"worker {worker_id} was lost")
+        elif silent_s > MAX_SILENCE_S:
+            await self._lose(worker_id, f"worker {worker_id} was silent for {silent_s:.0f} s, and is ended")
+
+    async def _lose(self, worker_id: WorkerId, reason: str) -> None:
+        """A worker is dead, or as good as: its process ends before anything else can take its place."""
+        self._events.note(reason)
+        self._roll.strike(worker_id)
+        self._silent_since_s.pop(worker_id, None)
+        self._pools.lost(worker_id, self._clock())
+        self._wake.set()
+        await self._host.end(worker_id)
+
+    def _is_at(self, worker_id: WorkerId, stage: Stage) -> bool:
+        return worker_id in self._pools and self._pools[worker_id].stage is stage
+
+    async def _sleep(self) -> None:
+        try:
+            async with asyncio.timeout(LOOK_EVERY_S):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the fleet failed", exc_info=task.exception())

@@ -1,0 +1,186 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from deploy import fleet as fleet_module
+from deploy.event_log import EventLog
+from deploy.fleet import Fleet
+from deploy.pools import Pools, Sizes
+from deploy.roll import Listed
+from deploy.worker_host import Life, LocalWorkerHost
+from wire.errors import DeadlineExceeded, InvalidRequest, ModelError, Unavailable, WorkerNotFound
+from wire.ids import WorkerId
+
+D0, D1, P0, P1 = (WorkerId(name) for name in ("decode-0", "decode-1", "prefill-0", "prefill-1"))
+
+
+class FakeRouter:
+    """Remembers what it was told; `away` makes it deaf."""
+
+    def __init__(self) -> None:
+        self.told: list[list[Listed]] = []
+        self.refused: dict[WorkerId, str] = {}
+        self.away = False
+
+    async def set_members(self, members: list[Listed]) -> dict[WorkerId, str]:
+        if self.away:
+            raise Unavailable("away")
+        self.told.append(members)
+        return self.refused
+
+    @property
+    def known(self) -> set[str]:
+        return {one.worker_id for one in self.told[-1]}
+
+
+class World:
+    """A fleet, what it works with, and a clock that tests move."""
+
+    def __init__(self, prefill: int, decode: int) -> None:
+        self.now_s = 0.0
+        self.host = LocalWorkerHost()
+        self.router = FakeRouter()
+        self.events = EventLog(lambda: self.now_s)
+        self.pools = Pools(Sizes(prefill, decode))
+        self.fleet = Fleet(self.pools, self.host, self.router, self.events, 30, lambda: self.now_s)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["World"]:
+        task = asyncio.create_task(self.fleet.run())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await self.fleet.end()
+
+    async def settled(self) -> None:
+        await self.fleet.settle(5, 1)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "LOOK_EVERY_S", 0.005)
+
+
+async def test_workers_start_and_the_router_hears_of_them() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        assert world.router.known == {P0, D0}
+        assert [one.address for one in world.router.told[-1]] == ["local:prefill-0", "local:decode-0"]
+    assert world.host.lives == {}
+
+
+async def test_a_worker_that_does_not_start_is_an_error_with_its_reason() -> None:
+    world = World(1, 1)
+    world.host.failures = [ModelError("no such model")]
+    async with world.running():
+        with pytest.raises(Unavailable, match="did not start: no such model"):
+            await world.fleet.settle(5, 1)
+
+
+async def test_a_start_that_fails_is_tried_again() -> None:
+    world = World(0, 1)
+    world.host.failures = [Unavailable("not now")]
+    async with world.running():
+        with pytest.raises(Unavailable):
+            await world.settled()
+        world.now_s += 1
+        await world.settled()
+        assert world.router.known == {D1}
+
+
+async def test_scaling_up_and_down() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        world.fleet.resize(0, 2)
+        assert await world.fleet.settle(5, 1) == Sizes(0, 2)
+        assert world.router.known == {D0, D1}
+        assert world.host.drained == [P0]
+        assert set(world.host.lives) == {D0, D1}
+
+
+async def test_the_router_knows_of_a_drain_before_it_begins() -> None:
+    async with World(0, 2).running() as world:
+        await world.settled()
+        world.host.keep_busy(D1)
+        world.fleet.resize(None, 1)
+        with pytest.raises(DeadlineExceeded):
+            await world.fleet.settle(0.05, 1)
+        assert [(one.worker_id, one.draining) for one in world.router.told[-1]] == [(D0, False), (D1, True)]
+        world.host.finish(D1)
+        await world.settled()
+        assert world.router.known == {D0}
+
+
+async def test_a_dead_worker_is_replaced() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        world.host.lives[P0] = Life.DEAD
+        await world.fleet.suspect(P0)
+        await world.settled()
+        assert world.router.known == {P1, D0}
+        assert "worker prefill-0 was lost" in world.events.encode()
+
+
+async def test_a_silent_worker_gets_time() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        world.host.lives[P0] = Life.SILENT
+        await world.fleet.suspect(P0)
+        world.now_s += 29
+        await world.fleet.suspect(P0)
+        assert P0 in world.pools
+        world.host.lives[P0] = Life.ANSWERING
+        await world.fleet.suspect(P0)
+        world.host.lives[P0] = Life.SILENT
+        await world.fleet.suspect(P0)
+        world.now_s += 31
+        await world.fleet.suspect(P0)
+        assert P0 not in world.pools
+        assert P0 not in world.host.lives
+
+
+async def test_draining_one_worker() -> None:
+    async with World(1, 2).running() as world:
+        await world.settled()
+        await world.fleet.drain(D0, 5)
+        assert D0 not in world.host.lives
+        await world.settled()
+        assert world.router.known == {P0, D1}
+        with pytest.raises(InvalidRequest):
+            await world.fleet.drain(D1, 5)
+        with pytest.raises(WorkerNotFound):
+            await world.fleet.drain(D0, 5)
+
+
+async def test_a_worker_that_dies_while_draining_leaves_all_the_same() -> None:
+    async with World(0, 2).running() as world:
+        await world.settled()
+        world.host.lives[D1] = Life.DEAD
+        await world.fleet.drain(D1, 5)
+        await world.settled()
+        assert world.router.known == {D0}
+
+
+async def test_a_router_that_was_away_is_told_later() -> None:
+    world = World(0, 1)
+    world.router.away = True
+    async with world.running():
+        with pytest.raises(DeadlineExceeded):
+            await world.fleet.settle(0.05, 1)
+        world.router.away = False
+        await world.settled()
+        assert world.router.known == {D0}
+
+
+async def test_a_worker_that_the_router_refuses_is_offered_again() -> None:
+    world = World(0, 1)
+    world.router.refused = {D0: "another model"}
+    async with world.running():
+        with pytest.raises(DeadlineExceeded):
+            await world.fleet.settle(0.05, 1)
+        assert "does not take worker decode-0: another model" in world.events.encode()
+        world.router.refused = {}
+        await world.settled()
