@@ -2,7 +2,7 @@
 
 They share their signatures with `kernels.kv_write` and `kernels.paged_decode`. KV is read a sequence at a time, cut to
 the tokens that a query may see before anything is computed: what stands in the rest of a page, or in other pages, is
-never an operand, so not even NaN leaks out of it. docs/decisions/0003-attention-on-a-cpu.md has the figures.
+never an operand, so not even NaN leaks out of it. docs/decisions/0005-attention-on-a-cpu.md has the figures.
 """
 
 import torch

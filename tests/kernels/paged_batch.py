@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 PAGE_ALIGNMENT = 4096
+FAR_STRIDE, FAR_PAGE = 2**20, 3000
+FAR_SIZE = 2**31 + FAR_STRIDE * (FAR_PAGE + 1)
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,13 @@ def empty_layer(
     return pool[:, :num_elements].view(num_pages, *shape)[:, 1]
 
 
-def far_layer(path: Path) -> tuple[Tensor, int]:
-    """A float16 layer [num_pages, 2, 1, 16, 32] of zeros on a sparse file, and a page beyond 2^31 elements into it.
+def far_layer(memory: Tensor) -> tuple[Tensor, int]:
+    """A layer [num_pages, 2, 1, 16, 32] over FAR_SIZE zeros, and a page beyond 2^31 elements into it.
 
-    An offset of 32 bits would wrap to the zeros that are mapped in front of the layer.
+    An offset of 32 bits would wrap to the zeros in front of the layer.
     """
-    page_stride, far_page, wrapped = 2**20, 3000, 2**31
-    file = torch.from_file(str(path), shared=True, size=wrapped + (far_page + 1) * page_stride, dtype=torch.float16)
-    return file.as_strided((far_page + 1, 2, 1, 16, 32), (page_stride, 512, 512, 32, 1), wrapped), far_page
+    shape, strides = (FAR_PAGE + 1, 2, 1, 16, 32), (FAR_STRIDE, 512, 512, 32, 1)
+    return memory.as_strided(shape, strides, storage_offset=2**31), FAR_PAGE
 
 
 def make_paged_batch(

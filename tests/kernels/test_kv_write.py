@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import kv_write, reference
-from tests.kernels.paged_batch import Heads, empty_layer, far_layer
+from tests.kernels.paged_batch import FAR_SIZE, Heads, empty_layer, far_layer
 
 both = pytest.mark.parametrize("write", [reference.write_kv, kv_write.write_kv], ids=["reference", "triton"])
 
@@ -13,6 +13,12 @@ def fused_rows(num_tokens: int, heads: Heads, dtype: torch.dtype, device: torch.
     """K and V as slices of one wider row, as a fused projection would leave them."""
     row = torch.randn(num_tokens, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim, device=device).to(dtype)
     return row[:, heads.num_heads : -heads.num_kv_heads], row[:, -heads.num_kv_heads :]
+
+
+def num_written(kv_layer: torch.Tensor) -> int:
+    """Numbers in the whole pool around a layer."""
+    pool = torch.empty(0, dtype=kv_layer.dtype, device=kv_layer.device).set_(kv_layer.untyped_storage())
+    return int((~pool.isnan()).sum())
 
 
 @both
@@ -32,8 +38,7 @@ def test_writes_its_slots_and_no_others(write, heads, block_size, dtype, device)
         expected[slot // block_size, 0, :, slot % block_size] = key[token]
         expected[slot // block_size, 1, :, slot % block_size] = value[token]
     torch.testing.assert_close(kv_layer, expected, rtol=0, atol=0, equal_nan=True)
-    pool = torch.empty(0, dtype=dtype, device=device).set_(kv_layer.untyped_storage())
-    assert (~pool.isnan()).sum() == 2 * 11 * heads.num_kv_heads * heads.head_dim
+    assert num_written(kv_layer) == 2 * 11 * heads.num_kv_heads * heads.head_dim
 
 
 @both
@@ -44,7 +49,9 @@ def test_skips_slot_minus_one(write, slots, device):
     key, value = fused_rows(3, heads, torch.float32, device)
     write(key, value, kv_layer, torch.tensor(slots, device=device))
     written = kv_layer.isfinite().all(-1).all(2).all(1).flatten().nonzero().flatten()
-    assert written.tolist() == [slot for slot in slots if slot >= 0]
+    kept = [slot for slot in slots if slot >= 0]
+    assert written.tolist() == kept
+    assert num_written(kv_layer) == 2 * len(kept) * heads.num_kv_heads * heads.head_dim
 
 
 @both
@@ -57,7 +64,9 @@ def test_writes_nothing_for_no_tokens(write, device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu writes that far for real")
 def test_offsets_beyond_32_bits(tmp_path):
-    kv_layer, far_page = far_layer(tmp_path / "pool")
+    # A sparse file: 10 GB of zeros of which a few pages exist.
+    memory = torch.from_file(str(tmp_path / "pool"), shared=True, size=FAR_SIZE, dtype=torch.float16)
+    kv_layer, far_page = far_layer(memory)
     rows = torch.ones(1, 1, 32, dtype=torch.float16)
     kv_write.write_kv(rows, rows, kv_layer, torch.tensor([far_page * 16 + 5]))
     assert kv_layer[far_page, :, :, 5].eq(1.0).all()

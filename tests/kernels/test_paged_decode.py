@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import paged_decode, reference
-from tests.kernels.paged_batch import Heads, PagedBatch, dense_attention, empty_layer, far_layer, make_paged_batch
+from tests.kernels.paged_batch import (
+    FAR_SIZE,
+    Heads,
+    PagedBatch,
+    dense_attention,
+    empty_layer,
+    far_layer,
+    make_paged_batch,
+)
 
 IMPLEMENTATIONS = [reference.paged_decode_attention, paged_decode.paged_decode_attention]
 GROUPED, SINGLE_KEY, FULL = Heads(4, 2, 32), Heads(3, 1, 32), Heads(2, 2, 32)
@@ -109,7 +117,9 @@ def test_random_shapes(num_kv_heads, group_size, block_size, context_lens, slidi
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu reads that far for real")
 def test_offsets_beyond_32_bits(tmp_path):
-    kv_layer, far_page = far_layer(tmp_path / "pool")
+    # A sparse file: 10 GB of zeros of which a few pages exist.
+    memory = torch.from_file(str(tmp_path / "pool"), shared=True, size=FAR_SIZE, dtype=torch.float16)
+    kv_layer, far_page = far_layer(memory)
     kv_layer[far_page] = 1.0
     tables, lens = torch.tensor([[far_page]], dtype=torch.int32), torch.tensor([16], dtype=torch.int32)
     query = torch.ones(1, 1, 32, dtype=torch.float16)

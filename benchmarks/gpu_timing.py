@@ -1,0 +1,84 @@
+"""Device time of GPU work: captured once as a graph, replayed in turn with what it is compared to."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+NUM_WARM_UPS = 3
+NUM_ROUNDS = 15
+
+
+@dataclass(frozen=True)
+class Row:
+    """One piece of work on one layer, beside its ceiling and its peer, all timed in the same rounds.
+
+    `num_bytes` is the least it must move. One that stays under a few microseconds is launches, not bandwidth.
+    """
+
+    name: str
+    shape: str
+    num_bytes: int
+    seconds: float
+    copy_gb_s: float
+    peer: str
+    peer_seconds: float
+
+    @property
+    def gb_s(self) -> float:
+        return self.num_bytes / self.seconds / 1e9
+
+    @property
+    def of_copy(self) -> float:
+        """Its bytes per second over those of a device-to-device copy, which reads and writes."""
+        return self.gb_s / self.copy_gb_s
+
+    @property
+    def over_peer(self) -> float:
+        """How many times faster than its peer."""
+        return self.peer_seconds / self.seconds
+
+
+class Copy:
+    """The ceiling: a device-to-device copy far larger than any cache."""
+
+    def __init__(self, num_bytes: int = 1 << 30) -> None:
+        self._source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
+        self._target = torch.empty_like(self._source)
+        self.num_bytes = 2 * num_bytes
+
+    def __call__(self) -> None:
+        self._target.copy_(self._source)
+
+
+def time_in_turn(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Median device seconds of each work; every round runs each of them once, so that all meet the same machine."""
+    graphs = {name: _capture(work) for name, work in works.items()}
+    rounds = [{name: _time(graph) for name, graph in graphs.items()} for _ in range(NUM_ROUNDS)]
+    return {name: median(seconds[name] for seconds in rounds) for name in works}
+
+
+def _capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of the work: its replay leaves Python's and the launches' time out of the figure."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(NUM_WARM_UPS):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    return graph
+
+
+def _time(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
