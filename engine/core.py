@@ -12,7 +12,7 @@ import torch
 from engine.batch import Model
 from engine.batcher import Batcher, Plan
 from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, Preempted, Scheduled
-from engine.kv_cache import FetchedInto, KVCache, PublishedFor
+from engine.kv_cache import FetchedInto, KVCache
 from engine.request import EngineRequest, HandOff
 from engine.roster import Roster
 from engine.runner import Chunk, Runner
@@ -53,6 +53,7 @@ class EngineCore:
         self._batcher = batcher
         self._runner = Runner(model, pool.kv)
         self._roster = Roster()
+        self._num_held: dict[RequestId, int] = {}
         self._events: list[Event] = []
         self._is_stalled = False
         self._counted = EngineStats(pool.ledger.counts())
@@ -74,20 +75,22 @@ class EngineCore:
 
     def abort(self, request_id: RequestId) -> None:
         """Ends a request without a further event. Does nothing if there is none."""
-        for sequence in self._roster.remove(request_id):
-            self._end(sequence)
+        self._close(request_id)
         self._is_stalled = False
 
     def step(self) -> list[Event]:
-        """One iteration: finish transfers, plan, run, sample, report. Cheap when there is nothing to do."""
+        """One iteration: finish transfers, plan, run, sample, report. Cheap when there is nothing to do.
+
+        A step that raises reports nothing, then or later; its requests can be aborted.
+        """
+        self._events = []
         num_finished = self._finish_transfers()
         plan = self._plan()
         chunks = self._make_room(plan)
         if chunks:
             self._collect(chunks, self._sample(chunks, self._runner.run(chunks)))
         self._is_stalled = not (num_finished or chunks or self._events)
-        events, self._events = self._events, []
-        return events
+        return self._events
 
     def stats(self) -> EngineStats:
         return replace(
@@ -121,9 +124,10 @@ class EngineCore:
         for done in finished:
             if isinstance(done, FetchedInto):
                 self._report_fetch(done)
-            elif isinstance(done, PublishedFor) and done.request_id in self._roster:
-                self._close(done.request_id)
-                self._events.append(HandedOff(done.request_id, done.num_held))
+            elif done.sequence.state is State.HANDING_OFF:
+                self._end(done.sequence)
+                self._num_held[done.sequence.request.request_id] = done.num_held
+                self._close_if_over(done.sequence.request.request_id)
         return len(finished)
 
     def _report_fetch(self, done: FetchedInto) -> None:
@@ -133,7 +137,7 @@ class EngineCore:
         self._events.append(Fetched(sequence.request.request_id, sequence.choice, tokens))
 
     def _plan(self) -> Plan:
-        waiting = [sequence.candidate for sequence in self._roster.admissible]
+        waiting = self._roster.admissible
         running = [sequence.candidate for sequence in self._roster.running]
         return self._batcher.plan(waiting, running, self._cache.pages)
 
@@ -188,34 +192,33 @@ class EngineCore:
         if end is not None:
             self._end(sequence)
             self._events.append(Finished(request_id, sequence.choice, end.reason, end.stop_token_id))
-        if isinstance(sequence.request, HandOff):
-            self._park(sequence)
-        elif not any(self._roster.siblings(request_id)):
-            self._close(request_id)
+        elif isinstance(sequence.request, HandOff):
+            self._hand_off(sequence)
+        self._close_if_over(request_id)
 
-    def _park(self, sequence: Sequence) -> None:
-        """After its first token a sequence to hand off waits for its siblings; one keeps the prompt's pages for all."""
+    def _hand_off(self, sequence: Sequence) -> None:
+        """After its first token: the first of the siblings that goes on elsewhere publishes the prompt for all."""
         request_id = sequence.request.request_id
-        parked = [one for one in self._roster.siblings(request_id) if one.state is State.HANDING_OFF]
-        if sequence.state is State.RUNNING and not parked:
-            sequence.state = State.HANDING_OFF
-            parked = [sequence]
-        elif sequence.state is State.RUNNING:
+        if request_id in self._num_held:
             self._end(sequence)
-        if list(self._roster.siblings(request_id)) == parked:
-            self._hand_off(request_id, parked)
-
-    def _hand_off(self, request_id: RequestId, parked: list[Sequence]) -> None:
-        if parked:
-            self._cache.hand_off(parked[0])
         else:
-            self._close(request_id)
+            self._num_held[request_id] = 0
+            sequence.state = State.HANDING_OFF
+            self._cache.hand_off(sequence)
+
+    def _close_if_over(self, request_id: RequestId) -> None:
+        if any(self._roster.siblings(request_id)):
+            return
+        if request_id in self._num_held:
+            self._events.append(HandedOff(request_id, self._num_held[request_id]))
+        self._close(request_id)
 
     def _fail(self, request_id: RequestId, error: BatonError) -> None:
         self._close(request_id)
         self._events.append(Failed(request_id, error))
 
     def _close(self, request_id: RequestId) -> None:
+        self._num_held.pop(request_id, None)
         for sequence in self._roster.remove(request_id):
             self._end(sequence)
 

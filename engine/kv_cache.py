@@ -13,7 +13,7 @@ from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 from kv_store.tier import Tier
 from kv_store.transfers import FetchDone, PublishDone, Transfers
-from wire.ids import PageId, RequestId
+from wire.ids import PageId
 from wire.keys import BlockName
 
 
@@ -27,9 +27,9 @@ class FetchedInto:
 
 @dataclass(frozen=True)
 class PublishedFor:
-    """The blocks of a request to hand off are in the store: so many of them."""
+    """The blocks of a sequence to hand off are in the store: so many of them."""
 
-    request_id: RequestId
+    sequence: Sequence
     num_held: int
 
 
@@ -44,7 +44,7 @@ class _Fetch:
 @dataclass(frozen=True)
 class _Publish:
     pages: list[PageId]
-    hold: RequestId | None
+    hand_off: Sequence | None
 
 
 class KVCache:
@@ -107,7 +107,7 @@ class KVCache:
     def hand_off(self, sequence: Sequence) -> None:
         """Publishes all blocks of a sequence's prompt, tail included, under a hold; PublishedFor tells the end."""
         names = sequence.cover(sequence.num_prompt)
-        self._publish(names, sequence.pages[: len(names)], sequence.request.request_id)
+        self._publish(names, sequence.pages[: len(names)], sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
         """Takes a sequence's pages away; what it has computed can be found again, its tail in the store."""
@@ -132,8 +132,8 @@ class KVCache:
             if isinstance(job, _Fetch) and isinstance(result, FetchDone):
                 if job.sequence.state is State.FETCHING:
                     done.append(self._fetched(job, result.tiers))
-            elif isinstance(job, _Publish) and isinstance(result, PublishDone) and job.hold is not None:
-                done.append(PublishedFor(job.hold, result.num_resident))
+            elif isinstance(job, _Publish) and isinstance(result, PublishDone) and job.hand_off is not None:
+                done.append(PublishedFor(job.hand_off, result.num_resident))
         return done
 
     def _fetched(self, job: _Fetch, tiers: Seq[Tier]) -> FetchedInto:
@@ -155,9 +155,10 @@ class KVCache:
             by_tier[tier] += max(0, min(covered - index * self._block_size, self._block_size))
         return TierTokens(by_tier[Tier.DEVICE], by_tier[Tier.HOST], by_tier[Tier.REDIS], sequence.num_prompt - covered)
 
-    def _publish(self, names: list[BlockName], pages: list[PageId], hold: RequestId | None) -> None:
+    def _publish(self, names: list[BlockName], pages: list[PageId], hand_off: Sequence | None) -> None:
+        hold = None if hand_off is None else hand_off.request.request_id
         if names:
-            self._transfers.start_publish(self._begin(_Publish(pages, hold)), names, pages, hold)
+            self._transfers.start_publish(self._begin(_Publish(pages, hand_off)), names, pages, hold)
 
     def _begin(self, job: _Fetch | _Publish) -> int:
         for page in job.pages:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import count
 
+from engine.batcher import Candidate
 from engine.request import EngineRequest
 from engine.sequence import Sequence, State
 from wire.ids import RequestId
@@ -36,9 +37,9 @@ class Roster:
         return [sequence for sequence in self._by_handle.values() if sequence.state is State.WAITING]
 
     @property
-    def admissible(self) -> list[Sequence]:
-        """Those that wait and would find their prompt, or be the ones to compute it."""
-        return [sequence for sequence in self.waiting if self._finds_prompt(sequence)]
+    def admissible(self) -> list[Candidate]:
+        """Those that wait and would find their prompt, with what they share of it; or be the ones to compute it."""
+        return [one.candidate if self._leads(one) else one.follower for one in self.waiting if self._finds_prompt(one)]
 
     @property
     def running(self) -> list[Sequence]:
@@ -60,6 +61,12 @@ class Roster:
             del self._by_handle[sequence.handle]
         return sequences
 
+    def _leader(self, sequence: Sequence) -> Sequence:
+        return next(self.siblings(sequence.request.request_id))
+
+    def _leads(self, sequence: Sequence) -> bool:
+        return self._leader(sequence) is sequence
+
     def _finds_prompt(self, sequence: Sequence) -> bool:
-        leader = next(self.siblings(sequence.request.request_id))
+        leader = self._leader(sequence)
         return sequence is leader or leader.num_computed >= leader.num_prompt

@@ -9,7 +9,7 @@ from wire.keys import BlockName, KeyChain
 
 
 class State(Enum):
-    """Where a sequence stands. HANDING_OFF has its first token and keeps its pages until the store has them."""
+    """Where a sequence stands. HANDING_OFF has its first token, and its pages until the store has them."""
 
     WAITING = "waiting"
     FETCHING = "fetching"
@@ -51,6 +51,12 @@ class Sequence:
         """As batchers see it: a sequence that fetches has nothing to run and nothing to yield."""
         missing = 0 if self.state is State.FETCHING else self.num_known - self.num_computed
         return Candidate(self.handle, self.num_known, self.num_known - missing, len(self.pages))
+
+    @property
+    def follower(self) -> Candidate:
+        """As batchers see it while it waits and a sibling has pages with the prompt: full blocks of it are there."""
+        num_shared = min(self.num_prompt, self.num_known - 1) // self._block_size
+        return Candidate(self.handle, self.num_known, num_shared * self._block_size, num_shared)
 
     def append(self, token_id: int) -> None:
         self.output_ids.append(token_id)

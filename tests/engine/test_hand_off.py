@@ -1,0 +1,89 @@
+import pytest
+
+from engine.batcher import ContinuousBatcher
+from engine.core import EngineCore
+from engine.events import Emitted, Event, HandedOff
+from engine.hash_model import HashModel
+from engine.request import ChoiceSoFar, HandOff
+from kv_store.device_pool import DevicePool
+from kv_store.transfers import FetchDone, NoStore, PublishDone
+from tests.pair import ROOT, make_core
+from wire.ids import RequestId
+from wire.layout import KVLayout
+from wire.sampling import SamplingParams
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+ID = RequestId("request")
+
+
+class HeldBack(NoStore):
+    """Transfers that end when they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = False
+
+    def poll(self) -> list[FetchDone | PublishDone]:
+        done = super().poll()
+        if self.may_end:
+            return done
+        self._done = [one for one in done if isinstance(one, PublishDone)]
+        return [one for one in done if isinstance(one, FetchDone)]
+
+
+@pytest.fixture
+def model() -> HashModel:
+    return HashModel(LAYOUT, 997)
+
+
+def hand_off(num_prompt: int, n: int, request_id: RequestId = ID) -> HandOff:
+    choices = tuple(ChoiceSoFar(index) for index in range(n))
+    prompt = tuple(range(len(request_id), len(request_id) + num_prompt))
+    return HandOff(request_id, ROOT, prompt, SamplingParams(temperature=0.0, max_tokens=8, n=n), choices)
+
+
+def run(core: EngineCore, num_steps: int = 30) -> list[Event]:
+    return [event for _ in range(num_steps) for event in core.step()]
+
+
+@pytest.mark.parametrize("num_prompt", [100, 104])
+def test_choices_of_a_prompt_as_large_as_the_pool_find_its_pages(model: HashModel, num_prompt: int) -> None:
+    core = make_core(model, num_blocks=7)
+    core.add(hand_off(num_prompt, n=4))
+    events = run(core)
+    assert [event.choice for event in events if isinstance(event, Emitted)] == [0, 1, 2, 3]
+    assert isinstance(events[-1], HandedOff)
+
+
+def test_prompts_that_fill_the_pool_do_not_wait_for_each_others_pages(model: HashModel) -> None:
+    core = make_core(model, num_blocks=14)
+    for name in ("first", "other one"):
+        core.add(hand_off(100, n=2, request_id=RequestId(name)))
+    assert sorted(event.request_id for event in run(core) if isinstance(event, HandedOff)) == ["first", "other one"]
+
+
+def test_what_an_aborted_request_published_does_not_end_its_next_attempt(model: HashModel) -> None:
+    transfers = HeldBack()
+    core = EngineCore(model, DevicePool(LAYOUT, 32, model.device), ContinuousBatcher(), transfers)
+    core.add(hand_off(100, n=1))
+    assert any(isinstance(event, Emitted) for event in run(core))
+    core.abort(ID)
+    transfers.may_end = True
+    core.add(hand_off(100, n=1))
+    assert [type(event) for event in run(core) if isinstance(event, Emitted | HandedOff)] == [Emitted, HandedOff]
+
+
+def test_a_step_that_failed_reports_nothing_later(model: HashModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    core = make_core(model)
+    core.add(hand_off(100, n=1))
+    core.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(HashModel, "forward", fail)
+        with pytest.raises(RuntimeError):
+            core.step()
+    core.abort(ID)
+    assert core.step() == []
+    assert core.check() == []
