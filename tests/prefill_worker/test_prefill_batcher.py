@@ -1,0 +1,114 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batcher import Candidate, Pages
+from prefill_worker.batcher import PrefillBatcher
+
+BLOCK = 16
+PATIENCE = 100
+
+
+def prompt(handle: int, num_known: int, num_computed: int = 0) -> Candidate:
+    return Candidate(handle, num_known, num_computed, -(-num_computed // BLOCK))
+
+
+def fetching(handle: int, num_known: int) -> Candidate:
+    return Candidate(handle, num_known, num_known, -(-num_known // BLOCK))
+
+
+def pages(num_allocatable: int) -> Pages:
+    return Pages(num_allocatable, 0, BLOCK)
+
+
+def batcher(max_step_tokens: int = 64, max_running: int = 8) -> PrefillBatcher:
+    return PrefillBatcher(max_step_tokens, max_running, PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("running", "run"),
+    [
+        pytest.param([prompt(0, 30), prompt(1, 20)], {0: 30, 1: 20}, id="all that fits runs"),
+        pytest.param([prompt(0, 500), prompt(1, 40)], {1: 40, 0: 24}, id="a short one passes a long one"),
+        pytest.param([prompt(0, 500, 448), prompt(1, 90)], {0: 52, 1: 12}, id="what is left counts, not the length"),
+        pytest.param([prompt(0, 500), prompt(6, 40)], {0: 64}, id="six later arrivals outweigh 500 tokens"),
+        pytest.param([fetching(0, 40), prompt(1, 40)], {1: 40}, id="one that fetches does not run"),
+    ],
+)
+def test_the_step_goes_to_the_prompt_with_the_least_left_aged(running: list[Candidate], run: dict[int, int]) -> None:
+    assert batcher().plan((), running, pages(100)).run == run
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running", "num_allocatable", "admit"),
+    [
+        pytest.param([prompt(0, 30), prompt(1, 20)], [], 10, (0, 1), id="the older of two alike first"),
+        pytest.param([prompt(0, 400), prompt(1, 20)], [], 40, (1, 0), id="a short one passes"),
+        pytest.param([prompt(0, 400), prompt(1, 20)], [], 20, (1,), id="whole prompts only"),
+        pytest.param([prompt(0, 400), prompt(5, 20)], [], 20, (), id="nobody passes one that waited long enough"),
+        pytest.param([prompt(5, 20)], [prompt(0, 400, 160)], 17, (), id="pages of a running prompt's rest are taken"),
+        pytest.param([prompt(5, 20)], [prompt(0, 400, 160)], 18, (5,), id="what is left over is free to have"),
+        pytest.param([prompt(5, 31)], [fetching(0, 31)], 2, (5,), id="one that fetches has its pages already"),
+        pytest.param([prompt(n, 1) for n in range(9)], [], 99, tuple(range(8)), id="no more than may run"),
+    ],
+)
+def test_admission(
+    waiting: list[Candidate], running: list[Candidate], num_allocatable: int, admit: tuple[int, ...]
+) -> None:
+    assert batcher().plan(waiting, running, pages(num_allocatable)).admit == admit
+
+
+class Pool:
+    """Carries out plans as an engine without prefix hits would, and checks that they can be carried out."""
+
+    def __init__(self, num_pages: int, batcher: PrefillBatcher) -> None:
+        self.free = num_pages
+        self.waiting: list[Candidate] = []
+        self.running: list[Candidate] = []
+        self.done: list[int] = []
+        self._batcher = batcher
+
+    def step(self) -> None:
+        room = pages(self.free)
+        plan = self._batcher.plan(self.waiting, self.running, room)
+        assert plan.preempt == ()
+        self.running = [self._run(one, plan.run.get(one.handle, 0), room) for one in self.running]
+        for one in [one for one in self.running if not one.num_missing]:
+            self.free += one.num_blocks
+            self.done.append(one.handle)
+            self.running.remove(one)
+        admitted = [one for one in self.waiting if one.handle in plan.admit]
+        self.waiting = [one for one in self.waiting if one not in admitted]
+        self.running = sorted([*self.running, *admitted], key=lambda one: one.handle)
+
+    def _run(self, one: Candidate, num_tokens: int, room: Pages) -> Candidate:
+        needed = room.needed(one, num_tokens)
+        self.free -= needed
+        assert self.free >= 0
+        return Candidate(one.handle, one.num_known, one.num_computed + num_tokens, one.num_blocks + needed)
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 3)), min_size=1, max_size=30), st.integers(20, 60))
+def test_never_runs_out_of_pages_and_finishes_every_prompt(arrivals: list[tuple[int, int]], num_pages: int) -> None:
+    pool = Pool(num_pages, batcher())
+    for handle, (num_known, num_steps) in enumerate(arrivals):
+        pool.waiting.append(prompt(handle, num_known))
+        for _ in range(num_steps):
+            pool.step()
+    for _ in range(sum(num_known for num_known, _ in arrivals) + len(arrivals)):
+        pool.step()
+    assert sorted(pool.done) == list(range(len(arrivals)))
+    assert pool.free == num_pages
+
+
+@given(st.integers(100, 1000))
+def test_a_long_prompt_is_passed_by_a_bounded_number_of_short_ones(num_known: int) -> None:
+    pool = Pool(80, batcher(max_step_tokens=32))
+    pool.waiting.append(prompt(0, num_known))
+    handle = 0
+    while 0 not in pool.done:
+        handle += 1
+        pool.waiting.append(prompt(handle, 32))
+        pool.step()
+    passed = len(pool.done) - 1
+    assert passed <= num_known / PATIENCE + 1

@@ -1,0 +1,100 @@
+from hypothesis import given
+
+from engine.events import Emitted, Failed, Fetched, Finished, HandedOff, Preempted, Scheduled, TierTokens
+from engine.request import ChoiceSoFar, HandOff
+from prefill_worker.lifecycle import PrefillLifecycle
+from tests.worker.engine_events import ID, Script, assert_ends_once, assert_spans_tile, hand_offs, outputs, run, updates
+from wire.errors import BatonError, DeadlineExceeded
+from wire.ids import NamespaceRoot
+from wire.sampling import FinishReason, SamplingParams
+from worker.instructions import AbortInEngine, AddToEngine, Close, Send
+from worker.lifecycle import Withdrawn
+from worker.stopwatch import Span
+from worker.update import ChoiceTokens, Update
+
+TIERS = TierTokens(device=16, host=20, computed=4)
+
+
+def request(num_choices: int = 1) -> HandOff:
+    choices = tuple(ChoiceSoFar(index) for index in range(num_choices))
+    return HandOff(ID, NamespaceRoot(bytes(32)), tuple(range(40)), SamplingParams(), choices)
+
+
+def lifecycle(num_choices: int = 1) -> PrefillLifecycle:
+    return PrefillLifecycle(request(num_choices), arrived_s=0.0, block_size=16)
+
+
+def test_answers_with_the_first_token_once_the_blocks_are_held() -> None:
+    todo = run(
+        lifecycle(),
+        [[Scheduled(ID, 0)], [Fetched(ID, 0, TIERS)], [Emitted(ID, 0, 0, 77, None)], [], [HandedOff(ID, 3)]],
+    )
+    answer = Update(
+        (ChoiceTokens(0, 0, (77,)),),
+        prompt=TIERS,
+        num_held=3,
+        spans=(
+            Span("prefill.queue", 0.0, 1000.0),
+            Span(
+                "prefill.fetch",
+                1000.0,
+                1000.0,
+                {"tokens_device": 16, "blocks_device": 1, "tokens_host": 20, "blocks_host": 2},
+            ),
+            Span("prefill.compute", 2000.0, 1000.0, {"tokens_computed": 4}),
+            Span("prefill.publish", 3000.0, 2000.0, {"blocks": 3}),
+        ),
+    )
+    assert todo == [AddToEngine(request()), Send(answer), Close()]
+
+
+def test_answers_at_once_if_every_choice_ends_with_its_first_token() -> None:
+    steps = [
+        [Scheduled(ID, 0), Fetched(ID, 0, TIERS)],
+        [Emitted(ID, 0, 0, 7, None), Finished(ID, 0, FinishReason.STOP, 7)],
+        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens(device=40))],
+        [Emitted(ID, 1, 0, 8, None), Finished(ID, 1, FinishReason.LENGTH)],
+    ]
+    todo = run(lifecycle(2), steps)
+    (answer,) = updates(todo)
+    assert answer.choices == (
+        ChoiceTokens(0, 0, (7,), (), FinishReason.STOP, 7),
+        ChoiceTokens(1, 0, (8,), (), FinishReason.LENGTH),
+    )
+    assert answer.num_held == 0
+    assert [span.name for span in answer.spans] == ["prefill.queue", "prefill.fetch", "prefill.compute"]
+    assert todo[-1] == Close()
+
+
+def test_usage_is_what_the_leader_first_found() -> None:
+    steps = [
+        [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Preempted(ID, 0)],
+        [Scheduled(ID, 0), Fetched(ID, 0, TierTokens(device=40)), Emitted(ID, 0, 0, 7, None)],
+        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens(device=40)), Emitted(ID, 1, 0, 8, None)],
+        [HandedOff(ID, 3)],
+    ]
+    (answer,) = updates(run(lifecycle(2), steps))
+    assert answer.prompt == TIERS
+    assert dict(answer.spans[2].counts) == {"tokens_computed": 4, "preemptions": 1}
+
+
+def test_withdrawn_request_is_taken_out_of_the_engine() -> None:
+    error = DeadlineExceeded("too late")
+    todo = run(lifecycle(), [[Scheduled(ID, 0)], [Withdrawn(error)], [HandedOff(ID, 3)]])
+    assert todo == [AddToEngine(request()), AbortInEngine(ID), Close(error)]
+
+
+def test_failed_request_is_closed_with_the_engines_error() -> None:
+    error = BatonError("no number")
+    assert run(lifecycle(), [[Failed(ID, error)]]) == [AddToEngine(request()), Close(error)]
+
+
+@given(hand_offs())
+def test_whatever_the_engine_reports_there_is_one_end(script: Script) -> None:
+    num_choices = max([event.choice for step in script.steps for event in step if isinstance(event, Scheduled)] or [0])
+    todo = run(lifecycle(num_choices + 1), script.steps)
+    assert_ends_once(todo)
+    for answer in updates(todo):
+        assert outputs(todo) == script.outputs
+        assert_spans_tile(answer, end_s=len(script.steps))
+    assert len(updates(todo)) == (todo[-1] == Close())

@@ -1,0 +1,122 @@
+"""Orders in which an engine may report on one request, and what every lifecycle must make of any of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, Preempted, Scheduled, TierTokens
+from wire.errors import BatonError, Cancelled
+from wire.ids import RequestId
+from wire.sampling import FinishReason
+from worker.instructions import Close, Instruction, Send
+from worker.lifecycle import Lifecycle, Withdrawn
+from worker.update import Update
+
+ID = RequestId("request")
+TIERS = TierTokens(device=16, host=20, redis=0, computed=4)
+
+
+@dataclass(frozen=True)
+class Script:
+    """Events step by step, then whether the request is withdrawn, and the tokens emitted up to there by choice."""
+
+    steps: list[list[Event | Withdrawn]]
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+
+
+@st.composite
+def hand_offs(draw: st.DrawFn) -> Script:
+    """Up to three choices with one token each; those that do not end with it are handed off together."""
+    num_choices = draw(st.integers(1, 3))
+    events: list[Event] = []
+    finished = 0
+    for choice in range(num_choices):
+        events += _scheduled(draw, choice)
+        events += [Emitted(ID, choice, 0, 100 + choice, None)]
+        if draw(st.booleans()):
+            finished += 1
+            events.append(Finished(ID, choice, FinishReason.LENGTH))
+    if finished < num_choices:
+        events.append(HandedOff(ID, 3))
+    return _interrupted(draw, events)
+
+
+@st.composite
+def decodes(draw: st.DrawFn) -> Script:
+    """Up to three choices that go on from two tokens each, taking turns, preempted now and then."""
+    left = {choice: draw(st.integers(1, 4)) for choice in range(draw(st.integers(1, 3)))}
+    position = dict.fromkeys(left, 2)
+    events: list[Event] = [event for choice in left for event in _scheduled(draw, choice)]
+    while left:
+        choice = draw(st.sampled_from(sorted(left)))
+        if draw(st.integers(0, 5)) == 0:
+            events += [Preempted(ID, choice), *_scheduled(draw, choice)]
+        events.append(Emitted(ID, choice, position[choice], 10 * choice + position[choice], None))
+        position[choice] += 1
+        left[choice] -= 1
+        if not left[choice]:
+            events.append(Finished(ID, choice, FinishReason.LENGTH))
+            del left[choice]
+    return _interrupted(draw, events)
+
+
+def run(lifecycle: Lifecycle, steps: Sequence[Sequence[Event | Withdrawn]]) -> list[Instruction]:
+    """Everything a lifecycle wants, the steps being a second apart from 1 s on."""
+    todo = lifecycle.start()
+    for now_s, events in enumerate(steps, start=1):
+        todo += lifecycle.handle(events, float(now_s))
+    return todo
+
+
+def updates(todo: Sequence[Instruction]) -> list[Update]:
+    return [instruction.update for instruction in todo if isinstance(instruction, Send)]
+
+
+def outputs(todo: Sequence[Instruction]) -> dict[int, list[int]]:
+    """Tokens that callers were sent; those of a choice must follow one another."""
+    sent: dict[int, list[int]] = {}
+    next_position: dict[int, int] = {}
+    for update in updates(todo):
+        for choice in update.choices:
+            assert choice.first_position == next_position.get(choice.index, choice.first_position)
+            next_position[choice.index] = choice.first_position + len(choice.token_ids)
+            sent.setdefault(choice.index, []).extend(choice.token_ids)
+    return sent
+
+
+def assert_ends_once(todo: Sequence[Instruction]) -> None:
+    assert [type(instruction) for instruction in todo].count(Close) == 1
+    assert isinstance(todo[-1], Close)
+
+
+def assert_spans_tile(update: Update, end_s: float) -> None:
+    ends = [span.start_ms + span.duration_ms for span in update.spans]
+    assert [span.start_ms for span in update.spans] == [0.0, *ends[:-1]]
+    assert ends[-1] == end_s * 1000
+
+
+def _scheduled(draw: st.DrawFn, choice: int) -> list[Event]:
+    tiers = draw(st.sampled_from([TIERS, TierTokens(host=40)]))
+    return [Scheduled(ID, choice), Fetched(ID, choice, tiers)]
+
+
+def _interrupted(draw: st.DrawFn, events: list[Event]) -> Script:
+    """Cuts events into steps; maybe ends them early. A Finished stays with its Emitted."""
+    cut = draw(st.integers(0, len(events) - 1))
+    ending: Event | Withdrawn | None = draw(
+        st.sampled_from([None, Failed(ID, BatonError("no number")), Withdrawn(Cancelled("gone"))])
+    )
+    taken = events if ending is None else events[:cut]
+    steps: list[list[Event | Withdrawn]] = [[]]
+    for event in taken:
+        if not isinstance(event, Finished) and draw(st.booleans()):
+            steps.append([])
+        steps[-1].append(event)
+    if ending is not None:
+        steps.append([ending])
+    emitted: dict[int, list[int]] = {}
+    for event in taken:
+        if isinstance(event, Emitted):
+            emitted.setdefault(event.choice, []).append(event.token_id)
+    return Script(steps, emitted)

@@ -1,0 +1,29 @@
+from engine.events import Emitted, Finished, TierTokens
+from wire.ids import RequestId
+from wire.sampling import FinishReason, Logprobs
+from worker.stopwatch import Span
+from worker.update import ChoiceTokens, Update
+
+ID = RequestId("r")
+LOGPROBS = Logprobs(-0.5, ((7, -0.5), (8, -1.0)))
+
+
+def test_tokens_of_a_choice_join() -> None:
+    first = ChoiceTokens.emitted(Emitted(ID, 2, 5, 70, LOGPROBS))
+    second = ChoiceTokens.emitted(Emitted(ID, 2, 6, 80, LOGPROBS))
+    last = ChoiceTokens.finished(Finished(ID, 2, FinishReason.STOP, 80), num_output=7)
+    assert first.followed_by(second).followed_by(last) == ChoiceTokens(
+        2, 5, (70, 80), (LOGPROBS, LOGPROBS), FinishReason.STOP, 80
+    )
+
+
+def test_updates_join_choice_by_choice() -> None:
+    tiers = TierTokens(host=32)
+    first = Update((ChoiceTokens(0, 3, (1, 2)), ChoiceTokens(1, 4, (5,))), prompt=tiers)
+    second = Update((ChoiceTokens(1, 5, (6,)), ChoiceTokens(2, 1, (9,))), num_held=4, spans=(Span("end", 1, 2),))
+    assert first.followed_by(second) == Update(
+        (ChoiceTokens(0, 3, (1, 2)), ChoiceTokens(1, 4, (5, 6)), ChoiceTokens(2, 1, (9,))),
+        prompt=tiers,
+        num_held=4,
+        spans=(Span("end", 1, 2),),
+    )
