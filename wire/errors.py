@@ -42,11 +42,21 @@ class BatonError(Exception):
         self.message = message
         self.ids = ids
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Lets Ray carry an error from one process to another, whatever its class is made from."""
+        return _revive, (type(self), self.message, vars(self))
+
     @property
     def reason(self) -> str:
         """Stable, upper-case name for ErrorInfo, e.g. INVALID_REQUEST."""
         name = type(self).__name__
         return "".join("_" + c if c.isupper() and i else c for i, c in enumerate(name)).upper()
+
+
+def _revive(cls: type[BatonError], message: str, values: dict[str, object]) -> BatonError:
+    error = cls.__new__(cls, message)
+    error.__dict__.update(values)
+    return error
 
 
 class InvalidRequest(BatonError):

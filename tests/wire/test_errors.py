@@ -1,3 +1,4 @@
+import pickle
 import re
 
 import grpc
@@ -42,3 +43,10 @@ def test_errors_name_what_they_are_about() -> None:
     assert str(error) == error.message
     full = Overloaded("full", retry_after_s=0.5, request_id="r")
     assert (full.retry_after_s, full.ids, full.status.retryable) == (0.5, {"request_id": "r"}, True)
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("n", "bad"), Overloaded("full", 2.0, worker="w"), ModelError("none")])
+def test_an_error_survives_the_way_between_actors(error: BatonError) -> None:
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert type(again) is type(error)
+    assert (str(again), vars(again)) == (str(error), vars(error))
