@@ -93,6 +93,11 @@ class Fleet:
         if worker_id in self._roll:
             await self._look(worker_id)
 
+    def introduce(self) -> None:
+        """Tells the router of all workers, as one that knows of none."""
+        self._roll.forget()
+        self._wake.set()
+
     async def end(self) -> None:
         """Ends all workers, whatever they do."""
         for task in self._tasks:

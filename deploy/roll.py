@@ -9,7 +9,7 @@ from typing import Protocol
 from deploy.event_log import EventLog
 from deploy.pools import Pools, Role, Stage
 from deploy.worker_host import Place
-from wire.errors import Unavailable
+from wire.errors import BatonError
 from wire.ids import WorkerId
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Membership(Protocol):
     """The router, as far as it wants to know of workers."""
 
     async def set_members(self, members: list[Listed]) -> dict[WorkerId, str]:
-        """These are the workers; those not taken in, with the reason. Raises Unavailable if the router is away."""
+        """These are the workers; those not taken in, with the reason. Raises BatonError if the router is away."""
         ...
 
 
@@ -59,14 +59,18 @@ class Roll:
         self._places.pop(worker_id, None)
         self.is_known = False
 
+    def forget(self) -> None:
+        """The router has lost what it was told."""
+        self.is_known = False
+
     async def announce(self) -> None:
-        """Tells the router who serves and who drains. `is_known` stays False for what it cannot hear or does not take."""
+        """Tells the router who serves and who drains. `is_known` stays False if it does not hear or take it."""
         async with self._announcing:
             self.is_known = True  # a change during the call makes it False again
             members = self._members()
             try:
                 refused = await self._router.set_members(members)
-            except Unavailable as error:
+            except BatonError as error:
                 log.warning("the router is not told of %d workers: %s", len(members), error.message)
                 self.is_known = False
                 return

@@ -184,3 +184,13 @@ async def test_a_worker_that_the_router_refuses_is_offered_again() -> None:
         assert "does not take worker decode-0: another model" in world.events.encode()
         world.router.refused = {}
         await world.settled()
+
+
+async def test_a_new_router_is_told_of_all() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        world.router.told.clear()
+        world.fleet.introduce()
+        assert not world.fleet.is_settled
+        await world.settled()
+        assert world.router.known == {P0, D0}

@@ -1,0 +1,40 @@
+"""What every actor of a cluster is to Ray: a process that makes one object of ours and passes calls on to it."""
+
+import asyncio
+import importlib
+import logging
+import os
+from typing import Any
+
+from wire.errors import Unavailable
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class ActorShell:
+    """The object's module is imported here, not where the actor is asked for: the controller needs no torch.
+
+    The import begins with the process, and the object is made by `start`, so that both may overlap with other work.
+    """
+
+    def __init__(self, module: str, class_name: str) -> None:
+        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+        self._class: Any = getattr(importlib.import_module(module), class_name)
+        self._object: Any = None
+
+    async def start(self, config_json: str) -> str:
+        """Makes the object and starts it. Raises what that raises."""
+        self._object = await asyncio.to_thread(self._class, config_json)
+        answer: str = await self._object.start()
+        return answer
+
+    async def call(self, method: str, *arguments: str | int) -> str:
+        """A method of the started object. Raises Unavailable before that."""
+        if self._object is None:
+            raise Unavailable("the actor has not started")
+        answer: str = await getattr(self._object, method)(*arguments)
+        return answer
+
+    async def ping(self) -> int:
+        """The number of this process. Answers as long as its event loop turns."""
+        return os.getpid()

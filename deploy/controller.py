@@ -1,0 +1,126 @@
+"""The controller: one detached actor that starts a cluster, keeps it whole, resizes it and ends it."""
+
+import asyncio
+import json
+import logging
+import time
+from dataclasses import asdict, replace
+
+import ray
+
+from deploy.actor_shell import LOG_FORMAT
+from deploy.cluster_plan import ClusterPlan
+from deploy.event_log import EventLog
+from deploy.fleet import Fleet
+from deploy.pools import Pools, Sizes
+from deploy.ray_actor import Resources
+from deploy.ray_worker_host import RayWorkerHost
+from deploy.roll import Listed
+from deploy.service import Service
+from wire.ids import WorkerId
+
+START_TIMEOUT_S = 1800.0
+SCALE_TIMEOUT_S = 570.0
+"""Less than the router waits for an answer."""
+MAX_FAILED_STARTS = 3
+TELL_TIMEOUT_S = 20.0
+
+log = logging.getLogger(__name__)
+
+
+class Controller:
+    """Its calls carry text only: what goes in and comes out is JSON, or the id of a worker."""
+
+    def __init__(self, plan_json: str) -> None:
+        """Raises ConfigError."""
+        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+        plan = ClusterPlan.from_json(plan_json)
+        self._router_config = plan.router
+        self._events = EventLog(time.monotonic)
+        self._node_is_up = asyncio.Event()
+        self._node = Service("node", "deploy.node", "NodeActor", plan.node.to_json(), self._events)
+        self._router = Service("router", "router.actor", "RouterActor", plan.router.to_json(), self._events)
+        host = RayWorkerHost(plan.worker, Resources(plan.num_cpus, plan.num_gpus), self._node_is_up)
+        pools = Pools(Sizes(plan.prefill, plan.decode))
+        self._fleet = Fleet(pools, host, RouterLine(self._router), self._events, plan.drain_grace_s)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> str:
+        """Returns when the cluster serves: `{"address", "operator_address", "node_pid", "router_pid"}`.
+
+        Raises BatonError, with the reason, if any part of it does not start; what did is ended by `shutdown`.
+        """
+        self._tasks.append(asyncio.create_task(self._fleet.run()))
+        node, router = await asyncio.gather(self._start_node(), self._start_router())
+        await self._fleet.settle(START_TIMEOUT_S, max_failures=1)
+        self._tasks.append(asyncio.create_task(self._node.watch(on_restart=lambda: None)))
+        self._tasks.append(asyncio.create_task(self._router.watch(on_restart=self._fleet.introduce)))
+        self._events.note("the cluster serves")
+        addresses = {key: router[key] for key in ("address", "operator_address")}
+        return json.dumps({**addresses, "node_pid": node["pid"], "router_pid": router["pid"]})
+
+    async def progress(self) -> str:
+        """`{"done_bytes"}` of the arena that the node's service makes."""
+        return await self._node.actor.call("progress", timeout_s=TELL_TIMEOUT_S)
+
+    async def scale(self, sizes_json: str) -> str:
+        """`{"prefill", "decode"}`, null leaving a pool as it is; returns the same when the pools have these sizes."""
+        self._fleet.resize(**json.loads(sizes_json))
+        return json.dumps(asdict(await self._fleet.settle(SCALE_TIMEOUT_S, MAX_FAILED_STARTS)))
+
+    async def drain(self, worker_id: str) -> str:
+        """Returns `{}` when the worker has finished what it had and is gone. Nobody takes its place."""
+        await self._fleet.drain(WorkerId(worker_id), SCALE_TIMEOUT_S)
+        return "{}"
+
+    async def worker_lost(self, worker_id: str) -> str:
+        """Somebody cannot reach a worker. Returns `{}`; the worker is replaced if it is dead."""
+        await self._fleet.suspect(WorkerId(worker_id))
+        return "{}"
+
+    async def events(self) -> str:
+        """`[{"age_s", "text"}]`, newest last."""
+        return self._events.encode()
+
+    async def shutdown(self) -> str:
+        """Returns `{}`, then ends every actor of the cluster, this one last."""
+        self._tasks = [*self._cancelled(), asyncio.create_task(self._end())]
+        return "{}"
+
+    async def _start_node(self) -> dict[str, int]:
+        answer: dict[str, int] = json.loads(await self._node.start())
+        self._node_is_up.set()
+        return answer
+
+    async def _start_router(self) -> dict[str, str]:
+        """From now on it comes back on the ports that it has got."""
+        answer: dict[str, str] = json.loads(await self._router.start())
+        ports = {
+            "grpc_port": int(answer["address"].rpartition(":")[2]),
+            "operator_port": int(answer["operator_address"].rpartition(":")[2]),
+        }
+        listeners = replace(self._router_config.listeners, **ports)
+        self._router.config_json = replace(self._router_config, listeners=listeners).to_json()
+        return answer
+
+    async def _end(self) -> None:
+        await self._fleet.end()
+        await asyncio.gather(self._node.actor.end(), self._router.actor.end())
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    def _cancelled(self) -> list[asyncio.Task[None]]:
+        for task in self._tasks:
+            task.cancel()
+        return self._tasks
+
+
+class RouterLine:
+    """The router as the fleet knows it: a Membership."""
+
+    def __init__(self, router: Service) -> None:
+        self._router = router
+
+    async def set_members(self, members: list[Listed]) -> dict[WorkerId, str]:
+        listed = json.dumps([{**asdict(one), "role": one.role.value} for one in members])
+        refused = json.loads(await self._router.actor.call("set_members", listed, timeout_s=TELL_TIMEOUT_S))
+        return {WorkerId(worker_id): reason for worker_id, reason in refused.items()}
