@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kernels import paged_decode, reference
 from tests.kernels.paged_batch import (
     FAR_SIZE,
+    FLOAT32_TOLERANCE,
     Heads,
     PagedBatch,
     dense_attention,
@@ -30,7 +31,7 @@ def dense_decode(batch: PagedBatch, query: torch.Tensor, sliding_window: int | N
     return torch.cat(rows).to(query)
 
 
-def check(decode, batch: PagedBatch, sliding_window: int | None = None, tolerance: float = 1e-5) -> None:
+def check(decode, batch: PagedBatch, sliding_window: int | None = None, tolerance: float = FLOAT32_TOLERANCE) -> None:
     query = batch.random_query(len(batch.keys))
     args = (query, batch.kv_layer, batch.block_tables, batch.context_lens, batch.scale, sliding_window)
     expected = dense_decode(batch, query, sliding_window)

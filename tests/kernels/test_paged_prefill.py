@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.reference import paged_decode_attention, paged_prefill_attention
-from tests.kernels.paged_batch import Heads, PagedBatch, dense_attention, make_paged_batch
+from tests.kernels.paged_batch import FLOAT32_TOLERANCE, Heads, PagedBatch, dense_attention, make_paged_batch
 
 GROUPED, SINGLE_KEY, FULL = Heads(4, 2, 32), Heads(3, 1, 32), Heads(2, 2, 32)
 
@@ -18,7 +18,9 @@ def prefill(batch: PagedBatch, query: torch.Tensor, query_lens: list[int], slidi
     )
 
 
-def check(batch: PagedBatch, query_lens: list[int], sliding_window: int | None = None, tolerance: float = 1e-5) -> None:
+def check(
+    batch: PagedBatch, query_lens: list[int], sliding_window: int | None = None, tolerance: float = FLOAT32_TOLERANCE
+) -> None:
     query = batch.random_query(sum(query_lens))
     rows = [
         dense_attention(own, key, value, batch.scale, sliding_window)
@@ -59,7 +61,8 @@ def test_chunk_by_chunk_equals_at_once(sliding_window, device):
     at_once = prefill(batch, query, [90], sliding_window)
     for start, end in [(0, 40), (40, 56), (56, 90)]:
         upto = PagedBatch(batch.heads, batch.kv_layer, batch.block_tables, batch.context_lens * 0 + end, [], [])
-        torch.testing.assert_close(prefill(upto, query[start:end], [end - start], sliding_window), at_once[start:end])
+        chunk = prefill(upto, query[start:end], [end - start], sliding_window)
+        torch.testing.assert_close(chunk, at_once[start:end], atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 12])
@@ -69,7 +72,8 @@ def test_one_query_each_equals_decode(sliding_window, device):
     decoded = paged_decode_attention(
         query, batch.kv_layer, batch.block_tables, batch.context_lens, batch.scale, sliding_window
     )
-    torch.testing.assert_close(prefill(batch, query, [1, 1, 1], sliding_window), decoded)
+    prefilled = prefill(batch, query, [1, 1, 1], sliding_window)
+    torch.testing.assert_close(prefilled, decoded, atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
 
 
 @settings(max_examples=15, deadline=None)
