@@ -44,9 +44,10 @@ class Lives:
         for life in list(self._lives.values()):
             try:
                 self.withdraw(life.call, error)
-            except Exception as failure:  # every caller has to be answered
-                log.exception("request %s cannot be taken out of the engine", life.call.request_id)
-                problems.append(f"a request cannot be taken out of the engine: {type(failure).__name__}")
+            except Exception:  # every caller has to be answered
+                log.exception("request %s is not taken out of the engine", life.call.request_id)
+            if life.call.request_id in self._lives:
+                problems.append("a request cannot be taken out of the engine")
                 self._do(life, Close(error))
         return problems
 
