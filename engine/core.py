@@ -5,7 +5,8 @@ WAITING -> FETCHING -> RUNNING -> ENDED
    \\--- preempted -----/
 """
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 
 import torch
 
@@ -31,13 +32,13 @@ class EngineStats:
     """Counts since the start, and pages and sequences as they are. `kv_tokens` have KV in pages of those that run."""
 
     blocks: BlockCounts
-    kv_tokens: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    computed_prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    generated_tokens: int = 0
-    num_preemptions: int = 0
+    kv_tokens: int
+    num_running: int
+    num_waiting: int
+    computed_prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    num_preemptions: int
 
 
 class EngineCore:
@@ -56,7 +57,7 @@ class EngineCore:
         self._num_held: dict[RequestId, int] = {}
         self._events: list[Event] = []
         self._is_stalled = False
-        self._counted = EngineStats(pool.ledger.counts())
+        self._num = Counter[str]()
 
     @property
     def has_requests(self) -> bool:
@@ -93,12 +94,16 @@ class EngineCore:
         return self._events
 
     def stats(self) -> EngineStats:
-        return replace(
-            self._counted,
+        running = self._roster.running
+        return EngineStats(
             blocks=self.pool.ledger.counts(),
-            kv_tokens=sum(sequence.num_computed for sequence in self._roster.running),
-            num_running=len(self._roster.running),
+            kv_tokens=sum(sequence.num_computed for sequence in running),
+            num_running=len(running),
             num_waiting=len(self._roster.waiting),
+            computed_prompt_tokens=self._num["computed"],
+            cached_prompt_tokens=self._num["cached"],
+            generated_tokens=self._num["generated"],
+            num_preemptions=self._num["preempted"],
         )
 
     def check(self) -> list[str]:
@@ -132,8 +137,7 @@ class EngineCore:
 
     def _report_fetch(self, done: FetchedInto) -> None:
         sequence, tokens = done.sequence, done.tokens
-        cached = tokens.device + tokens.host + tokens.redis
-        self._counted = replace(self._counted, cached_prompt_tokens=self._counted.cached_prompt_tokens + cached)
+        self._num["cached"] += tokens.device + tokens.host + tokens.redis
         self._events.append(Fetched(sequence.request.request_id, sequence.choice, tokens))
 
     def _plan(self) -> Plan:
@@ -157,7 +161,7 @@ class EngineCore:
     def _preempt(self, sequence: Sequence) -> None:
         self._cache.set_aside(sequence)
         sequence.state = State.WAITING
-        self._counted = replace(self._counted, num_preemptions=self._counted.num_preemptions + 1)
+        self._num["preempted"] += 1
         self._events.append(Preempted(sequence.request.request_id, sequence.choice))
 
     def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Drawn | None]:
@@ -179,15 +183,14 @@ class EngineCore:
                 self._emit(sequence, gained.token_id, gained)
 
     def _count_prompt(self, sequence: Sequence, chunk: Chunk) -> None:
-        num_prompt = min(chunk.context_len, sequence.num_prompt) - min(sequence.num_computed, sequence.num_prompt)
-        computed = self._counted.computed_prompt_tokens + num_prompt
-        self._counted = replace(self._counted, computed_prompt_tokens=computed)
+        num_prompt = sequence.num_prompt
+        self._num["computed"] += min(chunk.context_len, num_prompt) - min(sequence.num_computed, num_prompt)
 
     def _emit(self, sequence: Sequence, token_id: int, drawn: Drawn) -> None:
         request_id, position = sequence.request.request_id, len(sequence.output_ids)
         sequence.append(token_id)
         end = end_of(sequence, self.model)
-        self._counted = replace(self._counted, generated_tokens=self._counted.generated_tokens + 1)
+        self._num["generated"] += 1
         self._events.append(Emitted(request_id, sequence.choice, position, token_id, drawn.logprobs))
         if end is not None:
             self._end(sequence)
