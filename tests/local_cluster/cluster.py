@@ -1,6 +1,7 @@
 """A whole cluster in this process: the real router, workers, engines and store, over in-memory twins of every wire."""
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -8,13 +9,16 @@ from decode_worker.role import decode_role
 from engine.batch import Model
 from engine.core import EngineCore
 from kv_store.arena import Arena
+from kv_store.cold_tier import ColdTier
 from kv_store.device_pool import DevicePool
 from kv_store.directory import Directory
+from kv_store.directory_port import DirectoryPort
 from kv_store.memory_tier import MemoryTier
 from kv_store.node_store import NodeStore
 from kv_store.transfers import ThreadTransfers
 from prefill_worker.role import prefill_role
-from router.config import ClusterAccess, RouterConfig, ServedModel
+from router.admission import Bounds
+from router.config import ClusterAccess, RouterConfig, ServedModel, StreamBounds
 from router.controller_port import LocalController, Pools
 from router.local_worker_client import LocalWorkerClient
 from router.members import Role
@@ -22,6 +26,7 @@ from router.membership import Listed
 from router.router import Router
 from tests.router.fake_cluster import Output, collect
 from text.byte_tokenizer import ByteTokenizer
+from text.codec import Codec
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
@@ -36,11 +41,23 @@ TOKEN = "the cluster's token"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Pages of a worker, slots of the arena, and the bounds of a step."""
+    """Pages of a worker, slots of the arena, the bounds of a step and those of the router."""
 
     num_blocks: int = 256
     num_slots: int = 512
     batch: BatchSettings = field(default_factory=BatchSettings)
+    admission: Bounds = field(default_factory=Bounds)
+    streams: StreamBounds = field(default_factory=StreamBounds)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A worker's model, and its ways to the tiers."""
+
+    model: Model
+    arena: Arena
+    directory: DirectoryPort
+    cold: ColdTier | None
 
 
 @dataclass(frozen=True)
@@ -55,16 +72,26 @@ class LocalWorker:
 class LocalCluster:
     """Workers are named p0, p1, ... and d0, d1, ...; to the router, a name is an address too."""
 
-    def __init__(self, model: Model, sizes: Sizes) -> None:
-        self.directory = Directory(sizes.num_slots, block_bytes=model.layout.block_bytes)
+    def __init__(
+        self,
+        model: Model,
+        sizes: Sizes,
+        codec: Codec | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock`: of the directory, whose leases and holds run out by it."""
+        self.directory = Directory(sizes.num_slots, clock, block_bytes=model.layout.block_bytes)
         self.arena = Arena.anonymous(model.layout.block_bytes, sizes.num_slots)
         self.cold = MemoryTier(model.layout)
         self.workers: dict[str, LocalWorker] = {}
         self.clients: dict[str, LocalWorkerClient] = {}
         self._model = model
         self._sizes = sizes
-        config = RouterConfig(_served(model), ClusterAccess(TOKEN, "00" * 32))
-        self.router = Router(config, ByteTokenizer(), self._connect, LocalController(Pools(0, 0)))
+        self.port = LocalController(Pools(0, 0))
+        config = RouterConfig(
+            _served(model), ClusterAccess(TOKEN, "00" * 32), admission=sizes.admission, streams=sizes.streams
+        )
+        self.router = Router(config, codec or ByteTokenizer(), self._connect, self.port)
 
     async def start(self, num_prefill: int, num_decode: int) -> None:
         self.router.start()
@@ -98,12 +125,17 @@ class LocalCluster:
         self.clients[address] = LocalWorkerClient(self.workers[address].service)
         return self.clients[address]
 
+    def _parts(self, name: str) -> Parts:
+        """What the worker of that name stands on; here, what all workers do."""
+        return Parts(self._model, self.arena, self.directory, self.cold)
+
     async def _start_worker(self, name: str) -> LocalWorker:
-        model, sizes = self._model, self._sizes
+        parts, sizes = self._parts(name), self._sizes
+        model = parts.model
         make_role = prefill_role if _role(name) is Role.PREFILL else decode_role
         role = make_role(sizes.batch, model.layout.block_size)
         pool = DevicePool(model.layout, sizes.num_blocks, model.device)
-        store = NodeStore(model.layout, self.arena, self.directory, self.cold, pool)
+        store = NodeStore(model.layout, parts.arena, parts.directory, parts.cold, pool)
         inbox: Inbox[Command] = Inbox()
         transfers = ThreadTransfers(store, inbox.ring)
         engine = EngineCore(model, pool, role.batcher, transfers)
