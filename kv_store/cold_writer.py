@@ -7,6 +7,7 @@ from kv_store.arena import Arena
 from kv_store.cold_tier import ColdTier
 from kv_store.directory import Directory
 from wire.directory import Block
+from wire.ids import BlockKey
 from wire.layout import KVLayout
 
 _LEASE_TTL_S = 10.0
@@ -47,14 +48,15 @@ class ColdWriter:
     def write_some(self) -> int:
         """Writes what the directory offers, up to the first failure; how many blocks that were."""
         batch = self._directory.cold_candidates(self._max_blocks, _LEASE_TTL_S)
-        written = []
-        for block in batch.blocks:
-            if self._is_stopping.is_set() or not self._write(block):
-                break
-            written.append(block.name.key)
-        if not self._directory.release(batch.lease_id):
-            return 0
-        return self._directory.mark_cold(written)
+        written: list[BlockKey] = []
+        try:
+            for block in batch.blocks:
+                if self._is_stopping.is_set() or not self._write(block):
+                    break
+                written.append(block.name.key)
+        finally:
+            held = self._directory.release(batch.lease_id)
+        return self._directory.mark_cold(written) if held else 0
 
     def _write(self, block: Block) -> bool:
         payload = self._arena.slot(block.slot)[: self._payload_bytes]

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import socket
+import stat
 import threading
 
 from kv_store.directory import Directory
@@ -21,6 +22,7 @@ from wire.ids import PROTOCOL_VERSION
 _HELLO_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5.0
 _THREAD_TIMEOUT_S = 5.0
+_ACCEPT_PAUSE_S = 0.1
 _BACKLOG = 128
 
 log = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ class DirectoryServer:
         self._directory = directory
         self._path = path
         self._newest: dict[tuple[PeerProcess, str], int] = {}
-        self._conversations: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._conversations: dict[asyncio.Task[None], socket.socket] = {}
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="directory", daemon=True)
 
@@ -53,49 +55,56 @@ class DirectoryServer:
         self._loop = asyncio.get_running_loop()
         self._is_stopping = asyncio.Event()
         self._peers = PeerProcesses(self._loop, self._forget)
-        server = await asyncio.start_unix_server(self._serve_one, sock=self._listener)
+        accepting = asyncio.create_task(self._accept())
         self._is_ready.set()
         await self._is_stopping.wait()
         os.unlink(self._path)
-        server.close()
-        await self._hang_up()
+        await self._hang_up(accepting)
+        self._listener.close()
         self._peers.close()
 
-    async def _hang_up(self) -> None:
-        for writer in self._conversations.values():
-            writer.transport.abort()
-        if self._conversations:
-            await asyncio.wait(self._conversations, timeout=_SEND_TIMEOUT_S)
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener)
+            except OSError as error:  # such as too many open files: the next one may be luckier
+                log.warning("a connection could not be accepted: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            task = asyncio.create_task(self._serve_one(connection))
+            self._conversations[task] = connection
+            task.add_done_callback(lambda task: self._conversations.pop(task).close())
 
-    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._conversations[task] = writer
+    async def _hang_up(self, accepting: asyncio.Task[None]) -> None:
+        tasks = [accepting, *self._conversations]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=_THREAD_TIMEOUT_S)
+
+    async def _serve_one(self, connection: socket.socket) -> None:
         try:
-            peer = self._peers.of(writer.get_extra_info("socket"))
-            await self._converse(peer, reader, writer)
-        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            await self._converse(self._peers.of(connection), connection)
+        except (OSError, TimeoutError) as error:
             log.debug("a connection has ended: %r", error)
         except WireError as error:
             log.warning("a connection was ended: %s", error)
-        finally:
-            writer.close()
-            del self._conversations[task]
+        except Exception:
+            log.exception("a connection was ended by a fault of the directory")
 
-    async def _converse(self, peer: PeerProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _converse(self, peer: PeerProcess, connection: socket.socket) -> None:
         async with asyncio.timeout(_HELLO_TIMEOUT_S):
-            hello = await _receive(reader)
+            hello = await _receive(connection)
         if not isinstance(hello, Hello) or hello.protocol_version != PROTOCOL_VERSION:
-            await _send(writer, Failed(f"this directory speaks version {PROTOCOL_VERSION}"))
+            await _send(connection, Failed(f"this directory speaks version {PROTOCOL_VERSION}"))
             return
         client = (peer, hello.client_id)
         self._newest[client] = max(hello.connection, self._newest.get(client, 0))
-        await _send(writer, self._directory.info())
+        await _send(connection, self._directory.info())
         while True:
-            request = await _receive(reader)
+            request = await _receive(connection)
             if not peer.is_alive or self._newest[client] != hello.connection:
                 return  # what was sent before a death or a reconnect must not be done after it
-            await _send(writer, self._answer(peer, request))
+            await _send(connection, self._answer(peer, request))
 
     def _answer(self, peer: PeerProcess, request: object) -> object:
         try:
@@ -112,35 +121,45 @@ class DirectoryServer:
 def _listen(path: str) -> socket.socket:
     """A listening socket that is never open to others, in the place of one that nobody serves any more."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.setblocking(False)
     try:
         _remove_stale(path)
         listener.bind(path)
         os.chmod(path, 0o600)
         listener.listen(_BACKLOG)
-    except OSError as error:
+    except BaseException as error:
         listener.close()
-        raise ConfigError(f"the directory's socket cannot be made: {error}") from error
+        if isinstance(error, OSError):
+            raise ConfigError(f"the directory's socket cannot be made: {error.strerror or error}") from error
+        raise
     return listener
 
 
 def _remove_stale(path: str) -> None:
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-        except FileNotFoundError:
-            return
-        else:
+        if probe.connect_ex(path) == 0:
             raise ConfigError("another directory is served at this path")
+    os.unlink(path)
 
 
-async def _receive(reader: asyncio.StreamReader) -> object:
-    length = await reader.readexactly(LENGTH.size)
-    return CODEC.decode(await reader.readexactly(body_len(length)))
+async def _receive(connection: socket.socket) -> object:
+    length = await _receive_exactly(connection, LENGTH.size)
+    return CODEC.decode(await _receive_exactly(connection, body_len(length)))
 
 
-async def _send(writer: asyncio.StreamWriter, message: object) -> None:
-    writer.write(CODEC.encode(message))
+async def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    rest = memoryview(data)
+    while rest:
+        num_received = await asyncio.get_running_loop().sock_recv_into(connection, rest)
+        if num_received == 0:
+            raise ConnectionError("the peer has hung up")
+        rest = rest[num_received:]
+    return bytes(data)
+
+
+async def _send(connection: socket.socket, message: object) -> None:
     async with asyncio.timeout(_SEND_TIMEOUT_S):
-        await writer.drain()
+        await asyncio.get_running_loop().sock_sendall(connection, CODEC.encode(message))

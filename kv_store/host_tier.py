@@ -1,7 +1,8 @@
 """The host tier as one process uses it: the arena's bytes, by leave of its directory."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from kv_store.arena import Arena
 from kv_store.directory_port import DirectoryPort
@@ -74,6 +75,16 @@ class HostTier:
 
     def commit(self, blocks: Sequence[Block], hold: Hold | None) -> int:
         return self._directory.commit(self._me, blocks, hold) if blocks else 0
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around all that reserves: gives back what was reserved if it fails before the commit."""
+        try:
+            yield
+        except BaseException:
+            with suppress(StoreError):  # else the next batch gives it back
+                self._directory.abandon(self._me)
+            raise
 
     def promote(self, blocks: Sequence[Block]) -> None:
         """Commits what came from the cold tier, and gives back what else was reserved for that."""

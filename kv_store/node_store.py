@@ -93,7 +93,8 @@ class NodeStore:
         self._host.attach()
         lease = self._host.lease(names)
         try:
-            tiers = self._copy_in(names, lease.entries, pages)
+            with self._host.writing():
+                tiers = self._copy_in(names, lease.entries, pages)
         finally:
             held = self._host.release(lease)
         return Fetched(tiers if held else [])
@@ -101,13 +102,14 @@ class NodeStore:
     def _publish(self, names: Sequence[BlockName], pages: Sequence[PageId], request_id: RequestId | None) -> Published:
         self._host.attach()
         hold = None if request_id is None else Hold(request_id, HOLD_TTL_S)
-        reservation = self._host.reserve(names, hold)
-        blocks = [
-            self._copy_out(name, page, slot)
-            for name, page, slot in zip(names, pages, reservation.slots, strict=True)
-            if slot is not None
-        ]
-        return Published(reservation.num_resident + self._host.commit(blocks, hold))
+        with self._host.writing():
+            reservation = self._host.reserve(names, hold)
+            blocks = [
+                self._copy_out(name, page, slot)
+                for name, page, slot in zip(names, pages, reservation.slots, strict=True)
+                if slot is not None
+            ]
+            return Published(reservation.num_resident + self._host.commit(blocks, hold))
 
     def _prefix_len(self, names: Sequence[BlockName], in_arena: Sequence[bool]) -> int:
         """How many of `names` are there without a hole, over both tiers."""

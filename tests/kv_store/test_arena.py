@@ -2,8 +2,6 @@ import os
 import random
 import resource
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +10,8 @@ import pytest
 from kv_store import arena as arena_module
 from kv_store.arena import Arena
 from kv_store.directory import Directory
-from tests.kv_store.blocks import LAYOUT, FakeClock, committed, names_of, payload_of
+from tests.kv_store.fake_clock import FakeClock
+from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.errors import ConfigError, StoreError
 from wire.ids import PageId
 from wire.keys import BlockName
@@ -79,15 +78,13 @@ def test_one_that_does_not_fit_is_refused_and_leaves_nothing(path: str) -> None:
 
 def test_one_that_the_file_system_refuses_leaves_nothing(path: str) -> None:
     """Stands in for a full /dev/shm: a limit that posix_fallocate meets on the way."""
-    program = (
-        "import resource, signal, sys; from kv_store.arena import Arena; from wire.errors import ConfigError\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
-        "try: Arena.create(sys.argv[1], 4096, 100)\n"
-        "except ConfigError as error: print(error)\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60, check=True)
-    assert "does not fit" in ran.stdout
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * BLOCK, hard))
+    try:
+        with pytest.raises(ConfigError, match="does not fit"):
+            Arena.create(path, BLOCK, 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not os.path.exists(path)
 
 

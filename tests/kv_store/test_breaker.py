@@ -1,5 +1,5 @@
 from kv_store.breaker import Breaker
-from tests.kv_store.blocks import FakeClock
+from tests.kv_store.fake_clock import FakeClock
 
 
 def failed(breaker: Breaker, times: int) -> None:

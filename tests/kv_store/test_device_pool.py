@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kv_store.device_pool import DevicePool
-from tests.kv_store.blocks import LAYOUT, names_of, page_of, payload_of
+from tests.kv_store.names import LAYOUT, names_of, payload_of
+from tests.kv_store.pools import page_of
 from wire.ids import PageId
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]

@@ -10,7 +10,8 @@ from kv_store.directory import Directory
 from kv_store.directory_client import DirectoryClient
 from kv_store.directory_port import DirectoryPort
 from kv_store.directory_server import DirectoryServer
-from tests.kv_store.blocks import FakeClock, committed, names_of
+from tests.kv_store.fake_clock import FakeClock
+from tests.kv_store.names import committed, names_of
 from wire.directory import Block, Entry, Hold
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kv_store.directory import Directory
-from tests.kv_store.blocks import FakeClock, names_of
+from tests.kv_store.fake_clock import FakeClock
+from tests.kv_store.names import names_of
 from wire.directory import Block, Hold
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName

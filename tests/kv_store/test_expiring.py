@@ -1,5 +1,5 @@
 from kv_store.expiring import Expiring
-from tests.kv_store.blocks import FakeClock
+from tests.kv_store.fake_clock import FakeClock
 
 
 def test_values_are_taken_out_in_the_order_of_their_ends() -> None:

@@ -10,7 +10,8 @@ import pytest
 import redis
 
 from kv_store.redis_tier import RedisTier
-from tests.kv_store.blocks import LAYOUT, FakeClock, names_of, payload_of
+from tests.kv_store.fake_clock import FakeClock
+from tests.kv_store.names import LAYOUT, names_of, payload_of
 from tests.redis_process import RedisProcess
 from wire.errors import ConfigError
 from wire.frame import checksum_of
@@ -18,7 +19,7 @@ from wire.keys import BlockName
 
 pytestmark = pytest.mark.redis
 [NAME] = names_of(4)
-TIMEOUT_S = 0.2
+AMPLE_S = 10.0
 Launch = Callable[..., RedisProcess]
 
 
@@ -37,8 +38,8 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         server.kill()
 
 
-def tier_of(server: RedisProcess, clock: FakeClock | None = None) -> RedisTier:
-    return RedisTier(server.url, LAYOUT, TIMEOUT_S, clock or FakeClock())
+def tier_of(server: RedisProcess, clock: FakeClock | None = None, timeout_s: float = AMPLE_S) -> RedisTier:
+    return RedisTier(server.url, LAYOUT, timeout_s, clock or FakeClock())
 
 
 def put(tier: RedisTier, name: BlockName = NAME) -> bool:
@@ -79,7 +80,7 @@ def test_killed_each_call_is_a_counted_miss_until_it_is_left_alone(launch: Launc
 
 def test_started_late_it_is_used_from_then_on(tmp_path: Path, launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
-    tier = RedisTier(f"unix://{tmp_path}/redis.sock", LAYOUT, TIMEOUT_S, clock)
+    tier = RedisTier(f"unix://{tmp_path}/redis.sock", LAYOUT, AMPLE_S, clock)
     assert "does not answer yet" in caplog.text
     assert not got(tier)
     launch()
@@ -90,8 +91,8 @@ def test_started_late_it_is_used_from_then_on(tmp_path: Path, launch: Launch, ca
 
 def test_stopped_it_costs_a_bounded_time_and_then_none(launch: Launch) -> None:
     server = launch()
-    tier = tier_of(server)
-    assert put(tier)
+    assert put(tier_of(server))
+    tier = tier_of(server, timeout_s=0.2)
     server.stop()
     started = time.monotonic()
     for _ in range(50):
@@ -99,20 +100,20 @@ def test_stopped_it_costs_a_bounded_time_and_then_none(launch: Launch) -> None:
     elapsed = time.monotonic() - started
     server.go_on()
     assert tier.status().errors == 3
-    assert elapsed < 3 * TIMEOUT_S + 2.0
+    assert 0.6 <= elapsed < 5.0
     tier.close()
 
 
 def test_a_late_answer_is_never_taken_for_that_to_another_question(launch: Launch) -> None:
-    server, clock = launch(), FakeClock()
-    tier = tier_of(server, clock)
+    server = launch()
+    tier = tier_of(server, timeout_s=1.0)
     names = names_of(16)
     for name in names:
         assert put(tier, name)
     server.stop()
     assert not got(tier, names[0])
     server.go_on()
-    assert all(got(tier, name) for name in names[1:])
+    assert [got(tier, name) for name in names[1:]] == [True] * 3
     tier.close()
 
 
@@ -197,7 +198,9 @@ def test_evicting_it_has_holes(launch: Launch) -> None:
     assert all(put(tier, name) for name in names)
     found = tier.exists([name.key for name in names])
     assert 0 < sum(found) < len(names)
-    assert [got(tier, name) for name in names] == found
+    fetched = [got(tier, name) for name in names]
+    assert any(fetched)
+    assert all(there for there, came in zip(found, fetched, strict=True) if came)
     tier.close()
 
 
@@ -206,7 +209,7 @@ def test_a_wrong_password_is_told_at_the_start(launch: Launch) -> None:
     assert put(tier_of(server))
     for url in (server.url.replace("right", "wrong"), server.url.replace(":right@", "")):
         with pytest.raises(ConfigError, match="credentials") as caught:
-            RedisTier(url, LAYOUT, TIMEOUT_S)
+            RedisTier(url, LAYOUT, AMPLE_S)
         assert "wrong" not in caught.value.message
 
 
@@ -215,7 +218,7 @@ def test_a_user_who_may_not_write_is_told_at_the_start(launch: Launch) -> None:
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@read")
     with pytest.raises(ConfigError, match="credentials"):
-        RedisTier(server.url.replace("unix://", "unix://reader:secret@"), LAYOUT, TIMEOUT_S)
+        RedisTier(server.url.replace("unix://", "unix://reader:secret@"), LAYOUT, AMPLE_S)
 
 
 def test_a_password_that_is_revoked_later_is_a_miss(launch: Launch) -> None:

@@ -1,0 +1,31 @@
+"""Names of real tokens, and payloads that follow from the names, so that any mix-up shows."""
+
+import hashlib
+from collections.abc import Sequence
+
+from wire.directory import Block
+from wire.frame import checksum_of
+from wire.ids import NamespaceRoot, PageId
+from wire.keys import BlockName, cover
+from wire.layout import KVLayout
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+ROOT = NamespaceRoot(b"R" * 32)
+
+
+def names_of(num_tokens: int, first: int = 0) -> list[BlockName]:
+    """Names of the blocks of `num_tokens` tokens, the tail included; `first` tells one sequence from another."""
+    return cover(ROOT, range(first, first + num_tokens), LAYOUT.block_size)
+
+
+def payload_of(name: BlockName) -> bytes:
+    return hashlib.shake_256(name.key).digest(LAYOUT.payload_bytes)
+
+
+def committed(slots: Sequence[PageId | None], names: Sequence[BlockName]) -> list[Block]:
+    """What a writer commits for the slots it got."""
+    return [
+        Block(slot, name, checksum_of(memoryview(payload_of(name))))
+        for slot, name in zip(slots, names, strict=True)
+        if slot is not None
+    ]

@@ -1,0 +1,144 @@
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kv_store.arena import Arena
+from kv_store.cold_writer import ColdWriter
+from kv_store.directory import Directory
+from kv_store.memory_tier import MemoryTier
+from tests.kv_store.fake_clock import FakeClock
+from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
+from wire.keys import BlockName
+
+NUM_SLOTS = 16
+WAIT_S = 20.0
+
+
+class Tier(MemoryTier):
+    """A cold tier that does something first, and may fail."""
+
+    def __init__(self) -> None:
+        super().__init__(LAYOUT)
+        self.before: Callable[[], bool] = lambda: True
+
+    def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
+        return self.before() and super().put(name, payload, checksum)
+
+
+class Node:
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.arena = Arena.anonymous(LAYOUT.block_bytes, NUM_SLOTS)
+        self.directory = Directory(NUM_SLOTS, self.clock, high_water=0.0)
+        self.cold = Tier()
+        self.writer = ColdWriter(LAYOUT, self.arena, self.directory, self.cold, max_blocks=4, interval_s=0.01)
+
+    def publish(self, names: list[BlockName]) -> None:
+        blocks = committed(self.directory.reserve("writer", names, None).slots, names)
+        for block in blocks:
+            self.arena.slot(block.slot)[: LAYOUT.payload_bytes] = payload_of(block.name)
+        self.directory.commit("writer", blocks, None)
+
+    def is_cold(self, name: BlockName) -> bool:
+        return self.cold.get(name, memoryview(bytearray(LAYOUT.payload_bytes))) is not None
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node()
+    yield node
+    assert node.directory.check() == []
+    assert node.directory.status().num_leases == 0
+    node.arena.close()
+
+
+def test_the_oldest_blocks_go_first_each_once(node: Node) -> None:
+    names = names_of(24)
+    node.publish(names[3:])
+    node.publish(names_of(12, first=1000))
+    assert [node.writer.write_some(), node.writer.write_some(), node.writer.write_some()] == [4, 2, 0]
+    assert all(node.is_cold(name) for name in names[3:])
+
+
+def test_a_failure_ends_the_batch_and_is_tried_again(node: Node) -> None:
+    names = names_of(16)
+    node.publish(names)
+    answers = iter([True, False, True, True, True])
+    node.cold.before = lambda: next(answers)
+    assert node.writer.write_some() == 1
+    assert node.writer.write_some() == 3
+    assert all(node.is_cold(name) for name in names)
+
+
+def test_what_was_read_after_its_lease_is_not_marked(node: Node) -> None:
+    node.publish(names_of(8))
+
+    def stall() -> bool:
+        node.clock.now += 60.0
+        return True
+
+    node.cold.before = stall
+    assert node.writer.write_some() == 0
+    assert len(node.directory.cold_candidates(9, 0.5).blocks) == 2
+    node.clock.now += 1.0
+
+
+def test_a_block_that_is_being_written_is_not_evicted(node: Node) -> None:
+    names = names_of(4 * NUM_SLOTS)
+    node.publish(names)
+
+    def press() -> bool:
+        node.publish(names_of(4 * NUM_SLOTS, first=1000))
+        return True
+
+    node.cold.before = press
+    assert node.writer.write_some() == 4
+    cold = [name for name in names if node.cold.exists([name.key]) == [True]]
+    assert len(cold) == 4
+    assert all(node.is_cold(name) for name in cold)
+    assert node.cold.status().corrupt == 0
+
+
+def test_the_thread_writes_what_comes_survives_faults_and_stops(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    failed = threading.Event()
+
+    def fail_once() -> bool:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("out of luck")
+        return True
+
+    node.cold.before = fail_once
+    node.writer.start()
+    names = names_of(24)
+    node.publish(names)
+    assert failed.wait(WAIT_S)
+    deadline = time.monotonic() + WAIT_S
+    while not all(node.is_cold(name) for name in names):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    node.writer.stop()
+    assert "out of luck" in caplog.text
+    node.publish(names_of(4, first=1000))
+    assert not node.is_cold(names_of(4, first=1000)[0])
+
+
+def test_stopping_does_not_wait_for_a_whole_batch(node: Node) -> None:
+    node.publish(names_of(4 * NUM_SLOTS))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stall() -> bool:
+        begun.set()
+        return go_on.wait(WAIT_S)
+
+    node.cold.before = stall
+    node.writer.start()
+    assert begun.wait(WAIT_S)
+    stopping = threading.Thread(target=node.writer.stop)
+    stopping.start()
+    assert node.writer._is_stopping.wait(WAIT_S)
+    go_on.set()
+    stopping.join(WAIT_S)
+    assert node.cold.status().written == 1

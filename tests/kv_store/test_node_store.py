@@ -1,0 +1,351 @@
+"""The store over all tiers: of the twins, and of real sockets, shared memory and Redis."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+import torch
+
+from kv_store.arena import Arena
+from kv_store.cold_tier import ColdTier
+from kv_store.cold_writer import ColdWriter
+from kv_store.device_pool import DevicePool
+from kv_store.directory import Directory
+from kv_store.directory_client import DirectoryClient
+from kv_store.directory_port import DirectoryPort
+from kv_store.directory_server import DirectoryServer
+from kv_store.memory_tier import MemoryTier
+from kv_store.node_store import HOLD_TTL_S, NodeStore
+from kv_store.redis_tier import RedisTier
+from kv_store.tier import Tier
+from tests.kv_store.fake_clock import FakeClock
+from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
+from tests.kv_store.pools import filled_pool, page_of, pages_from
+from wire.errors import ConfigError
+from wire.ids import PageId, RequestId
+from wire.keys import BlockName
+from wire.layout import KVLayout
+
+NUM_SLOTS = 16
+FIRST_FETCHED = 40
+REQUEST = RequestId("request")
+
+
+class Node:
+    """Arena, directory and cold tier, and stores of several processes over them."""
+
+    def __init__(self, arena: Arena, directory: Directory, clock: FakeClock, cold: ColdTier | None) -> None:
+        self.arena = arena
+        self.directory = directory
+        self.clock = clock
+        self.cold = cold
+        self.connect: Callable[[], tuple[Arena, DirectoryPort]] = lambda: (arena, directory)
+
+    def store(self, pool: DevicePool) -> NodeStore:
+        arena, port = self.connect()
+        return NodeStore(LAYOUT, arena, port, self.cold, pool)
+
+    def publish(self, names: list[BlockName], hold: RequestId | None = None) -> NodeStore:
+        """By a store of its own."""
+        store = self.store(filled_pool(names))
+        published = store.publish(names, pages_from(0, len(names)), hold)
+        assert published.num_resident == len(names)
+        return store
+
+    def fetch(self, names: list[BlockName]) -> list[Tier]:
+        """By a store of its own; what was fetched is what was asked for, and the rest of the pool is untouched."""
+        pool = filled_pool([])
+        tiers = self.store(pool).fetch(names, pages_from(FIRST_FETCHED, len(names))).tiers
+        for page, name in zip(pages_from(FIRST_FETCHED, len(tiers)), names, strict=False):
+            assert page_of(pool, page) == payload_of(name)
+        assert not any(any(page_of(pool, page)) for page in pages_from(0, FIRST_FETCHED))
+        return tiers
+
+    def evict_all(self) -> None:
+        """Fills the arena with blocks of no interest, and empties it of those."""
+        filler = names_of(4 * NUM_SLOTS, first=900_000)
+        blocks = committed(self.directory.reserve("filler", filler, None).slots, filler)
+        self.directory.commit("filler", blocks, None)
+        self.directory.withdraw(blocks)
+
+    def write_cold(self) -> None:
+        assert self.cold is not None
+        writer = ColdWriter(LAYOUT, self.arena, self.directory, self.cold)
+        while writer.write_some():
+            pass
+
+
+@contextmanager
+def twins() -> Iterator[Node]:
+    clock = FakeClock()
+    arena = Arena.anonymous(LAYOUT.block_bytes, NUM_SLOTS)
+    try:
+        yield Node(arena, Directory(NUM_SLOTS, clock, high_water=0.0), clock, MemoryTier(LAYOUT))
+    finally:
+        arena.close()
+
+
+@contextmanager
+def real(folder: Path, redis_url: str) -> Iterator[Node]:
+    clock, path = FakeClock(), str(folder / "arena")
+    arena = Arena.create(path, LAYOUT.block_bytes, NUM_SLOTS)
+    directory = Directory(NUM_SLOTS, clock, arena_path=path, block_bytes=LAYOUT.block_bytes, high_water=0.0)
+    server = DirectoryServer(directory, str(folder / "socket"))
+    server.start()
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+    node = Node(arena, directory, clock, RedisTier(redis_url, LAYOUT, timeout_s=10.0))
+    clients: list[DirectoryClient] = []
+
+    def connect() -> tuple[Arena, DirectoryPort]:
+        clients.append(DirectoryClient(str(folder / "socket"), timeout_s=10.0))
+        return Arena.open(clients[-1].info().arena_path), clients[-1]
+
+    node.connect = connect
+    try:
+        yield node
+    finally:
+        for one in clients:
+            one.close()
+        server.stop()
+
+
+@pytest.fixture(params=["twins", pytest.param("real", marks=pytest.mark.redis)])
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
+    nodes = twins() if request.param == "twins" else real(tmp_path, request.getfixturevalue("redis_url"))
+    with nodes as node:
+        yield node
+        assert node.directory.check() == []
+        node.clock.now += 100.0
+        counts = node.directory.status().counts
+        assert counts.free + counts.cached == counts.total
+
+
+def test_what_one_publishes_another_fetches(node: Node) -> None:
+    names = names_of(18)
+    node.publish(names)
+    assert node.store(filled_pool([])).lookup(names) == [Tier.HOST] * 5
+    assert node.fetch(names) == [Tier.HOST] * 5
+    assert node.fetch(names_of(16)) == [Tier.HOST] * 4
+    assert node.fetch(names_of(18, first=1000)) == []
+
+
+def test_a_prefix_ends_at_the_first_hole(node: Node) -> None:
+    names = names_of(20)
+    node.publish([*names[:2], *names[3:]])
+    assert node.store(filled_pool([])).lookup(names) == [Tier.HOST] * 2
+    assert node.fetch(names) == [Tier.HOST] * 2
+    assert node.fetch([]) == []
+
+
+def test_what_is_there_is_not_written_again(node: Node) -> None:
+    names = names_of(16)
+    store = node.publish(names[:2])
+    assert store.publish(names, pages_from(0, 4), None).num_resident == 4
+    assert node.directory.status().counts.cached == 4
+
+
+def test_cold_blocks_come_back_through_the_arena(node: Node) -> None:
+    names = names_of(18)
+    node.publish(names)
+    node.write_cold()
+    node.evict_all()
+    assert node.store(filled_pool([])).lookup(names) == [Tier.REDIS] * 4
+    assert node.fetch(names) == [Tier.REDIS] * 4
+    assert node.fetch(names) == [Tier.HOST] * 4
+    assert node.cold is not None
+    assert node.cold.status().hits == 4
+    assert node.directory.cold_candidates(99, 5.0).blocks == []
+
+
+def test_tails_never_go_to_the_cold_tier(node: Node) -> None:
+    names = names_of(3)
+    node.publish(names)
+    node.write_cold()
+    assert node.cold is not None
+    assert node.cold.exists([name.key for name in names]) == [False]
+
+
+def test_a_prefix_may_lie_in_both_tiers_in_any_order(node: Node) -> None:
+    names = names_of(24)
+    node.publish(names)
+    node.write_cold()
+    node.evict_all()
+    node.publish([names[1], names[4]])
+    expected = [Tier.HOST if index in (1, 4) else Tier.REDIS for index in range(6)]
+    assert node.store(filled_pool([])).lookup(names) == expected
+    assert node.fetch(names) == expected
+
+
+def test_without_room_in_the_arena_cold_blocks_still_come(node: Node) -> None:
+    names = names_of(16)
+    node.publish(names)
+    node.write_cold()
+    node.evict_all()
+    node.publish(names_of(4 * NUM_SLOTS, first=1000), REQUEST)
+    assert node.fetch(names) == [Tier.REDIS] * 4
+    assert node.directory.status().counts.published == NUM_SLOTS
+
+
+def test_without_room_publishing_does_what_it_can(node: Node) -> None:
+    node.publish(names_of(4 * (NUM_SLOTS - 2), first=1000), REQUEST)
+    names = names_of(16)
+    store = node.store(filled_pool(names))
+    assert store.publish(names, pages_from(0, 4), RequestId("other")).num_resident == 2
+    assert store.lookup(names) == [Tier.HOST] * 2
+
+
+def test_a_hold_keeps_a_prompt_until_released(node: Node) -> None:
+    names = names_of(18)
+    node.publish(names[:2])
+    store = node.publish(names, REQUEST)
+    node.publish(names_of(4 * (NUM_SLOTS - 5), first=1000))
+    node.publish(names_of(4 * (NUM_SLOTS - 5), first=2000))
+    assert node.fetch(names) == [Tier.HOST] * 5
+    node.clock.now += HOLD_TTL_S - 1
+    store.renew([REQUEST])
+    node.clock.now += HOLD_TTL_S - 1
+    assert store.status().directory is not None
+    assert node.directory.status().num_holds == 1
+    store.release_holds([REQUEST])
+    assert node.directory.status().num_holds == 0
+    assert store.hold(REQUEST, names) == 5
+    node.clock.now += HOLD_TTL_S
+    assert node.directory.status().num_holds == 0
+
+
+def test_a_corrupt_block_in_the_arena_is_never_used_and_leaves(node: Node) -> None:
+    names = names_of(16)
+    node.publish(names)
+    [entry] = node.directory.lease("test", [names[2].key], 1.0).entries
+    assert entry is not None
+    node.arena.slot(entry.slot)[7] ^= 1
+    node.clock.now += 2.0
+    pool = filled_pool([])
+    store = node.store(pool)
+    assert store.fetch(names, pages_from(0, 4)).tiers == [Tier.HOST] * 2
+    assert not any(page_of(pool, PageId(2)))
+    assert store.status().num_corrupt == 1
+    assert node.directory.exists([name.key for name in names]) == [True, True, False, True]
+    node.publish(names)
+    assert node.fetch(names) == [Tier.HOST] * 4
+
+
+def test_a_corrupt_cold_block_ends_the_prefix(node: Node) -> None:
+    names = names_of(16)
+    node.publish(names)
+    node.write_cold()
+    node.evict_all()
+    assert node.cold is not None
+    node.cold.put(names[2], memoryview(bytes(LAYOUT.payload_bytes)), bytes(16))
+    assert node.fetch(names) == [Tier.REDIS] * 2
+    assert node.cold.status().corrupt == 1
+    assert node.directory.status().counts.draining == 0
+
+
+class SlowPool(DevicePool):
+    """Time goes by while a page is written."""
+
+    def __init__(self, clock: FakeClock, seconds: float) -> None:
+        super().__init__(LAYOUT, 64, torch.device("cpu"))
+        self._clock = clock
+        self._seconds = seconds
+
+    def write_page(self, page: PageId, data: memoryview) -> None:
+        super().write_page(page, data)
+        self._clock.now += self._seconds
+
+
+def test_a_lease_that_runs_out_while_reading_gives_nothing(node: Node) -> None:
+    names = names_of(16)
+    node.publish(names)
+    assert node.store(SlowPool(node.clock, 100.0)).fetch(names, pages_from(0, 4)).tiers == []
+    assert node.store(SlowPool(node.clock, 0.5)).fetch(names, pages_from(0, 4)).tiers == [Tier.HOST] * 4
+
+
+class BrokenPool(DevicePool):
+    def read_page(self, page: PageId, into: memoryview) -> None:
+        raise RuntimeError("the device is lost")
+
+
+def test_a_device_that_fails_publishes_nothing(node: Node) -> None:
+    names = names_of(8)
+    store = node.store(BrokenPool(LAYOUT, 4, torch.device("cpu")))
+    with pytest.raises(RuntimeError, match="lost"):
+        store.publish(names, pages_from(0, 2), None)
+    assert node.fetch(names) == []
+    assert node.directory.status().counts.draining == 0
+
+
+def test_without_a_cold_tier(node: Node) -> None:
+    node.cold = None
+    names = names_of(8)
+    store = node.publish(names)
+    assert node.fetch(names_of(16)) == [Tier.HOST] * 2
+    assert store.status().cold is None
+
+
+def test_an_arena_for_other_blocks_is_refused() -> None:
+    with closing(Arena.anonymous(8192, 1)) as arena, pytest.raises(ConfigError, match="8192"):
+        NodeStore(LAYOUT, arena, Directory(1), None, filled_pool([]))
+
+
+class Restartable:
+    """A node service that can be killed and started again at one place."""
+
+    def __init__(self, folder: Path, layout: KVLayout = LAYOUT) -> None:
+        self._folder = folder
+        self._layout = layout
+        self._num_starts = 0
+        self.socket = str(folder / "socket")
+
+    def start(self) -> None:
+        self._num_starts += 1
+        path = str(self._folder / f"arena-{self._num_starts}")
+        self.arena = Arena.create(path, self._layout.block_bytes, NUM_SLOTS)
+        self.directory = Directory(NUM_SLOTS, arena_path=path, block_bytes=self._layout.block_bytes)
+        self.server = DirectoryServer(self.directory, self.socket)
+        self.server.start()
+
+    def stop(self) -> None:
+        self.server.stop()
+        self.arena.unlink()
+        self.arena.close()
+
+
+def test_when_the_directory_is_gone_all_is_a_miss_and_after_its_restart_nothing_old_is_found(tmp_path: Path) -> None:
+    service = Restartable(tmp_path)
+    service.start()
+    with closing(DirectoryClient(service.socket, timeout_s=10.0)) as client:
+        names = names_of(8)
+        store = NodeStore(LAYOUT, Arena.open(client.info().arena_path), client, None, filled_pool(names))
+        assert store.publish(names, pages_from(0, 2), REQUEST).num_resident == 2
+        service.stop()
+        assert store.fetch(names, pages_from(8, 2)).tiers == []
+        assert store.check() == ["the directory is out of reach"]
+        service.start()
+        assert store.hold(REQUEST, names) == 0
+        assert store.fetch(names, pages_from(8, 2)).tiers == []
+        assert store.publish(names, pages_from(0, 2), REQUEST).num_resident == 2
+        assert store.fetch(names, pages_from(8, 2)).tiers == [Tier.HOST] * 2
+        assert store.check() == []
+        assert bytes(service.arena.slot(PageId(0))[:8]) == payload_of(names[0])[:8]
+        assert store.status().num_failed == 3
+        service.stop()
+
+
+def test_all_at_once_and_nothing_of_it_raises(tmp_path: Path) -> None:
+    """A store whose directory was never there."""
+    with closing(Arena.anonymous(LAYOUT.block_bytes, 4)) as arena:
+        store = NodeStore(LAYOUT, arena, DirectoryClient(str(tmp_path / "nobody")), MemoryTier(LAYOUT), filled_pool([]))
+        names = names_of(8)
+        assert store.lookup(names) == []
+        assert store.fetch(names, pages_from(0, 2)).tiers == []
+        assert store.publish(names, pages_from(0, 2), REQUEST).num_resident == 0
+        assert store.hold(REQUEST, names) == 0
+        store.renew([REQUEST])
+        store.release_holds([REQUEST])
+        assert store.status().directory is None
+        assert store.check() != []
