@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import time
 from dataclasses import asdict, replace
 
@@ -46,7 +47,7 @@ class Controller:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
-        """Returns when the cluster serves: `{"address", "operator_address", "node_pid", "router_pid"}`.
+        """Returns when the cluster serves: `{"address", "operator_address", "pids"}`.
 
         Raises BatonError, with the reason, if any part of it does not start; what did is ended by `shutdown`.
         """
@@ -57,7 +58,7 @@ class Controller:
         self._tasks.append(asyncio.create_task(self._router.watch(on_restart=self._fleet.introduce)))
         self._events.note("the cluster serves")
         addresses = {key: router[key] for key in ("address", "operator_address")}
-        return json.dumps({**addresses, "node_pid": node["pid"], "router_pid": router["pid"]})
+        return json.dumps({**addresses, "pids": [os.getpid(), node["pid"], router["pid"]]})
 
     async def progress(self) -> str:
         """`{"done_bytes"}` of the arena that the node's service makes."""
@@ -95,11 +96,11 @@ class Controller:
     async def _start_router(self) -> dict[str, str]:
         """From now on it comes back on the ports that it has got."""
         answer: dict[str, str] = json.loads(await self._router.start())
-        ports = {
-            "grpc_port": int(answer["address"].rpartition(":")[2]),
-            "operator_port": int(answer["operator_address"].rpartition(":")[2]),
-        }
-        listeners = replace(self._router_config.listeners, **ports)
+        listeners = replace(
+            self._router_config.listeners,
+            grpc_port=_port(answer["address"]),
+            operator_port=_port(answer["operator_address"]),
+        )
         self._router.config_json = replace(self._router_config, listeners=listeners).to_json()
         return answer
 
@@ -112,6 +113,10 @@ class Controller:
         for task in self._tasks:
             task.cancel()
         return self._tasks
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 class RouterLine:

@@ -3,8 +3,10 @@
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -46,16 +48,22 @@ class ProcessRef:
             return False
 
 
-def spawn_leader(command: list[str], log: Path, stdin: int | None = None, stdout: int | None = None) -> ProcessRef:
+def spawn_leader(
+    command: list[str],
+    log: Path,
+    env: Mapping[str, str] = MappingProxyType({}),
+    stdin: int | None = None,
+    stdout: int | None = None,
+) -> ProcessRef:
     """Starts a program, found on PATH, that leads a session of its own and outlives its parent. It writes to `log`.
 
-    stdin, stdout: descriptors to be the program's own, in place of /dev/null and of the log.
+    env: over that of this process. stdin, stdout: to be the program's own, in place of /dev/null and of the log.
     """
     with log.open("ab") as output, open(os.devnull, "rb") as nothing:
         source = nothing.fileno() if stdin is None else stdin
         sink = output.fileno() if stdout is None else stdout
         actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate((source, sink, output.fileno()))]
-        pid = os.posix_spawnp(command[0], command, os.environ, file_actions=actions, setsid=True)
+        pid = os.posix_spawnp(command[0], command, {**os.environ, **env}, file_actions=actions, setsid=True)
     return ProcessRef.of(pid)
 
 

@@ -37,7 +37,8 @@ class RayActor:
     def __init__(self, name: str, module: str, class_name: str, resources: Resources) -> None:
         self.name = name
         self._process: ProcessRef | None = None
-        self._handle: Any = ray.remote(ActorShell).options(**_options(name, resources)).remote(module, class_name)
+        shell = type(class_name, (ActorShell,), {})  # for the name under which `ps` shows the process
+        self._handle: Any = ray.remote(shell).options(**_options(name, resources)).remote(module, class_name)
 
     async def start(self, config_json: str, timeout_s: float) -> str:
         """Raises what the object raises if that is ours, ConfigError for another failure, Unavailable for no answer."""

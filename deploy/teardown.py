@@ -1,0 +1,59 @@
+"""Ends whatever is left of a cluster: what its state names, and nothing else."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from deploy import run_dir
+from deploy.names import namespace
+from deploy.processes import ProcessRef, end_session, wait_for_end
+from deploy.state import ClusterState, Phase
+
+RAY_GRACE_S = 15.0
+REDIS_GRACE_S = 5.0
+COMMAND_GRACE_S = 60.0
+ACTOR_GRACE_S = 20.0
+JOIN_TIMEOUT_S = 60.0
+
+
+def tear_down(state: ClusterState) -> list[str]:
+    """Blocks until all is gone; what could not be ended or removed, in words. May be repeated."""
+    problems: list[str] = []
+    if state.head is not None:
+        problems += _end(state.head, RAY_GRACE_S, "Ray")
+    elif state.ray_address:
+        problems += _end_joined(state)
+    if state.redis is not None:
+        problems += _end(state.redis, REDIS_GRACE_S, "Redis")
+    if state.arena_path:
+        Path(state.arena_path).unlink(missing_ok=True)
+    run_dir.remove(Path(state.run_dir))
+    left = [path for path in (state.arena_path, state.run_dir) if path and Path(path).exists()]
+    return problems + [f"{path} could not be removed" for path in left]
+
+
+def interrupt(state: ClusterState) -> None:
+    """Ends a `baton up` that is still at work, and lets it clean up after itself."""
+    if state.phase is Phase.STARTING and state.command.is_alive:
+        os.kill(state.command.pid, signal.SIGTERM)
+        wait_for_end(state.command.pid, COMMAND_GRACE_S)
+
+
+def _end(leader: ProcessRef, grace_s: float, what: str) -> list[str]:
+    try:
+        end_session(leader, grace_s)
+    except TimeoutError as error:
+        return [f"{what}: {error}"]
+    return []
+
+
+def _end_joined(state: ClusterState) -> list[str]:
+    """Through Ray itself where actors are left, since more may have been started than the state knows of."""
+    if not any(actor.is_alive for actor in state.actors):
+        return []
+    command = [sys.executable, "-m", "deploy.end_actors", state.ray_address, namespace(state.name)]
+    subprocess.run(command, timeout=JOIN_TIMEOUT_S, capture_output=True, check=False)
+    alive = [actor.pid for actor in state.actors if actor.is_alive and not wait_for_end(actor.pid, ACTOR_GRACE_S)]
+    return [f"actor process {pid} does not end" for pid in alive]

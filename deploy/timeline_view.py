@@ -1,0 +1,51 @@
+"""The timeline of a request, for people."""
+
+from collections.abc import Mapping
+
+from deploy.table import render
+from wire.pb import inference_pb2 as pb
+
+TIERS = ("device", "host", "redis")
+
+
+def render_timeline(complete: pb.Complete) -> str:
+    """A row for each step: when, how long, which worker, what, blocks by tier. Then what the request took in all."""
+    timeline = complete.timeline
+    steps = [span for span in timeline.spans if "." in span.name]
+    rows = [
+        (f"{span.start_ms:.1f}", f"{span.duration_ms:.1f}", span.worker, span.name.partition(".")[2], _describe(span))
+        for span in steps
+    ]
+    between_ms = timeline.total_ms - sum(span.duration_ms for span in steps)
+    head = ("at ms", "took ms", "worker", "step", "")
+    return "\n".join([render(head, rows), "", _summary(complete, between_ms)])
+
+
+def _summary(complete: pb.Complete, between_ms: float) -> str:
+    usage, timeline = complete.usage, complete.timeline
+    cached = usage.cached_tokens
+    num_cached = cached.device + cached.host + cached.redis
+    sources = ", ".join(f"{getattr(cached, tier)} {tier}" for tier in TIERS if getattr(cached, tier)) or "none"
+    return (
+        f"{usage.prompt_tokens} prompt tokens ({num_cached} cached: {sources}), "
+        f"{usage.completion_tokens} generated, {timeline.total_ms:.1f} ms "
+        f"({max(0.0, between_ms):.1f} ms of it between processes)"
+    )
+
+
+def _describe(span: pb.Span) -> str:
+    counts = dict(span.counts)
+    blocks = [f"{counts[f'blocks_{tier}']} from {tier}" for tier in TIERS if counts.get(f"blocks_{tier}")]
+    parts = [f"{', '.join(blocks)} (blocks)"] if blocks else []
+    parts += _others(counts)
+    return ", ".join(parts)
+
+
+def _others(counts: Mapping[str, int]) -> list[str]:
+    known = {f"{unit}_{tier}" for unit in ("tokens", "blocks") for tier in TIERS}
+    return [_count(name, value) for name, value in sorted(counts.items()) if name not in known]
+
+
+def _count(name: str, value: int) -> str:
+    unit, _, what = name.partition("_")
+    return f"{value} {unit} {what}".rstrip()
