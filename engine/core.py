@@ -12,7 +12,7 @@ import torch
 
 from engine.batch import Model
 from engine.batcher import Batcher, Plan
-from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, Preempted, Scheduled
+from engine.events import Abandoned, Emitted, Event, Failed, Fetched, Finished, HandedOff, Preempted, Scheduled
 from engine.kv_cache import FetchedInto, KVCache
 from engine.request import EngineRequest, HandOff
 from engine.roster import Roster
@@ -75,7 +75,7 @@ class EngineCore:
         self._is_stalled = False
 
     def abort(self, request_id: RequestId) -> None:
-        """Ends a request without a further event. Does nothing if there is none."""
+        """Ends a request without a further event, except Abandoned. Does nothing if there is none."""
         self._close(request_id)
         self._is_stalled = False
 
@@ -129,11 +129,18 @@ class EngineCore:
         for done in finished:
             if isinstance(done, FetchedInto):
                 self._report_fetch(done)
-            elif done.sequence.state is State.HANDING_OFF:
-                self._end(done.sequence)
-                self._num_held[done.sequence.request.request_id] = done.num_held
-                self._close_if_over(done.sequence.request.request_id)
+            else:
+                self._note_published(done.sequence, done.num_held)
         return len(finished)
+
+    def _note_published(self, sequence: Sequence, num_held: int) -> None:
+        request_id = sequence.request.request_id
+        if sequence.state is State.HANDING_OFF:
+            self._end(sequence)
+            self._num_held[request_id] = num_held
+            self._close_if_over(request_id)
+        elif request_id not in self._roster:
+            self._events.append(Abandoned(request_id))
 
     def _report_fetch(self, done: FetchedInto) -> None:
         sequence, tokens = done.sequence, done.tokens

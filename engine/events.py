@@ -70,6 +70,16 @@ class HandedOff:
 
 
 @dataclass(frozen=True)
+class Abandoned:
+    """The blocks of a request that was aborted meanwhile are in the store, under a hold that nobody will use.
+
+    The only thing ever said of a request after its end.
+    """
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True)
 class Preempted:
     """A choice lost its pages to an older one and went back to the queue."""
 
@@ -85,4 +95,4 @@ class Failed:
     error: BatonError
 
 
-Event = Scheduled | Fetched | Emitted | Finished | HandedOff | Preempted | Failed
+Event = Scheduled | Fetched | Emitted | Finished | HandedOff | Abandoned | Preempted | Failed

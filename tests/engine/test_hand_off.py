@@ -2,7 +2,7 @@ import pytest
 
 from engine.batcher import ContinuousBatcher
 from engine.core import EngineCore
-from engine.events import Emitted, Event, HandedOff
+from engine.events import Abandoned, Emitted, Event, HandedOff
 from engine.hash_model import HashModel
 from engine.request import ChoiceSoFar, HandOff
 from kv_store.device_pool import DevicePool
@@ -71,6 +71,16 @@ def test_what_an_aborted_request_published_does_not_end_its_next_attempt(model: 
     transfers.may_end = True
     core.add(hand_off(100, n=1))
     assert [type(event) for event in run(core) if isinstance(event, Emitted | HandedOff)] == [Emitted, HandedOff]
+
+
+def test_what_an_aborted_request_published_is_said_to_be_abandoned(model: HashModel) -> None:
+    transfers = HeldBack()
+    core = EngineCore(model, DevicePool(LAYOUT, 32, model.device), ContinuousBatcher(), transfers)
+    core.add(hand_off(100, n=1))
+    run(core)
+    core.abort(ID)
+    transfers.may_end = True
+    assert run(core) == [Abandoned(ID)]
 
 
 def test_a_step_that_failed_reports_nothing_later(model: HashModel, monkeypatch: pytest.MonkeyPatch) -> None:
