@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, Preempted, Scheduled
 from engine.request import EngineRequest
-from worker.instructions import AbortInEngine, AddToEngine, Close, Instruction, Send
+from worker.instructions import AbortInEngine, AddToEngine, Close, Instruction, ReleaseHold, Send
 from worker.lifecycle import Withdrawn, count_tiers
 from worker.stopwatch import Stopwatch
 from worker.update import NOTHING_NEW, ChoiceTokens, Update
@@ -19,8 +19,7 @@ QUEUE, FETCH, COMPUTE, PUBLISH = "prefill.queue", "prefill.fetch", "prefill.comp
 class PrefillLifecycle:
     """Sends one update, the answer, when nothing is left to be done for the request here.
 
-    A request that fails or is withdrawn leaves the release of its hold to the router, which knows whether it is
-    tried again.
+    A request that fails or is withdrawn has its hold released, which it may have by then.
     """
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
@@ -63,10 +62,10 @@ class PrefillLifecycle:
                 self._stopwatch.count(preemptions=1)
             case Failed(error=error):
                 self.ended = True
-                return [Close(error)]
+                return [ReleaseHold(self._request.request_id), Close(error)]
             case Withdrawn(error):
                 self.ended = True
-                return [AbortInEngine(self._request.request_id), Close(error)]
+                return [AbortInEngine(self._request.request_id), ReleaseHold(self._request.request_id), Close(error)]
         return []
 
     def _note_fetched(self, event: Fetched, now_s: float) -> None:

@@ -39,9 +39,9 @@ class AsyncStore:
         """What is wrong with the books of the host tier."""
         return await self._call(self._store.check)
 
-    def release_soon(self, request_id: RequestId) -> None:
-        """Ends the holds of a request; a failure is logged, and the holds end when nobody renews them."""
-        task = asyncio.create_task(self._release_one(request_id))
+    def release_soon(self, request_ids: Sequence[RequestId]) -> None:
+        """Ends the holds of requests; a failure is logged, and the holds then end when nobody renews them."""
+        task = asyncio.create_task(self._release_or_log(request_ids))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
@@ -50,11 +50,11 @@ class AsyncStore:
         await asyncio.gather(*self._releases)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _release_one(self, request_id: RequestId) -> None:
+    async def _release_or_log(self, request_ids: Sequence[RequestId]) -> None:
         try:
-            await self.release([request_id])
+            await self.release(request_ids)
         except StoreError as error:
-            log.warning("the hold of request %s stays until it runs out: %s", request_id, error)
+            log.warning("the holds of %d requests stay until they run out: %s", len(request_ids), error)
 
     async def _call(self, work: Callable[[], T]) -> T:
         try:

@@ -2,20 +2,26 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from engine.core import EngineCore
-from engine.events import Event, Failed
+from engine.events import Abandoned, Event, Failed
 from wire.errors import BatonError
 from wire.ids import RequestId
 from worker.call import Call
 from worker.commands import Begin
-from worker.instructions import AbortInEngine, AddToEngine, Close, Instruction
+from worker.instructions import AbortInEngine, AddToEngine, Close, Instruction, ReleaseHold, Send
 from worker.lifecycle import Withdrawn
 
 log = logging.getLogger(__name__)
 
-Delivery = tuple[Call, Instruction]
-"""An instruction that concerns the caller, not the engine."""
+
+@dataclass
+class Deliveries:
+    """What is wanted of others than the engine: replies to calls, in order, and holds to be released."""
+
+    replies: list[tuple[Call, Send | Close]] = field(default_factory=list)
+    released: list[RequestId] = field(default_factory=list)
 
 
 class Lives:
@@ -25,7 +31,7 @@ class Lives:
         self._engine = engine
         self._clock = clock
         self._lives: dict[RequestId, Begin] = {}
-        self._deliveries: list[Delivery] = []
+        self._deliveries = Deliveries()
 
     def begin(self, life: Begin) -> None:
         """Starts a life. What the engine refuses ends at once, with the engine's error."""
@@ -59,10 +65,12 @@ class Lives:
         for request_id, own in by_request.items():
             if request_id in self._lives:
                 self._tell_one(self._lives[request_id], own)
+            elif Abandoned(request_id) in own:
+                self._deliveries.released.append(request_id)
 
-    def take_deliveries(self) -> list[Delivery]:
-        """What is to be delivered to callers since the last time."""
-        deliveries, self._deliveries = self._deliveries, []
+    def take_deliveries(self) -> Deliveries:
+        """What has come together since the last time."""
+        deliveries, self._deliveries = self._deliveries, Deliveries()
         return deliveries
 
     def _tell_one(self, life: Begin, events: Sequence[Event | Withdrawn]) -> None:
@@ -81,8 +89,10 @@ class Lives:
                     self._tell_one(life, [Failed(request.request_id, error)])
             case AbortInEngine(request_id):
                 self._engine.abort(request_id)
+            case ReleaseHold(request_id):
+                self._deliveries.released.append(request_id)
+            case Send():
+                self._deliveries.replies.append((life.call, instruction))
             case Close():
                 del self._lives[life.call.request_id]
-                self._deliveries.append((life.call, instruction))
-            case _:
-                self._deliveries.append((life.call, instruction))
+                self._deliveries.replies.append((life.call, instruction))

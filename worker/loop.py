@@ -17,7 +17,7 @@ from worker.commands import Ask, Begin, Command, Withdraw
 from worker.inbox import Inbox
 from worker.instructions import Close
 from worker.lifecycle import Lifecycle
-from worker.lives import Delivery, Lives
+from worker.lives import Deliveries, Lives
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class WorkerLoop:
     A request that the engine fails ends alone. A step that fails ends all requests with Unavailable, so that they are
     tried elsewhere, and the loop goes on if the engine's books are in order.
 
-    deliver: takes what concerns callers, in order; called on the engine's thread, must not block.
+    deliver: takes what is wanted of others than the engine; called on the engine's thread, must not block.
     on_broken: called on the engine's thread, after the last delivery, if the state became BROKEN.
     """
 
@@ -48,7 +48,7 @@ class WorkerLoop:
         self,
         engine: EngineCore,
         inbox: Inbox[Command],
-        deliver: Callable[[list[Delivery]], None],
+        deliver: Callable[[Deliveries], None],
         on_broken: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -145,8 +145,10 @@ class WorkerLoop:
         self._inbox.close()
         self._commands += self._inbox.take(0.0)
         self._lives.withdraw_all(stopped)
-        unheard: list[Delivery] = [(one.call, Close(stopped)) for one in self._commands if isinstance(one, Begin)]
+        deliveries = self._lives.take_deliveries()
         for command in self._commands:
-            if isinstance(command, Ask):
+            if isinstance(command, Begin):
+                deliveries.replies.append((command.call, Close(stopped)))
+            elif isinstance(command, Ask):
                 command.answer.cancel()
-        self._deliver(self._lives.take_deliveries() + unheard)
+        self._deliver(deliveries)

@@ -17,8 +17,8 @@ from worker.async_store import AsyncStore
 from worker.call import Call, Calls
 from worker.commands import Command
 from worker.inbox import Inbox
-from worker.instructions import Close, ReleaseHold, Send
-from worker.lives import Delivery
+from worker.instructions import Close, Send
+from worker.lives import Deliveries
 from worker.loop import LoopState, WorkerLoop
 from worker.messages import (
     decode_request_from_pb,
@@ -180,17 +180,17 @@ class WorkerService:
         except TimeoutError:
             return [f"the engine's thread has been in one step for {CHECK_TIMEOUT_S} s"]
 
-    def _deliver(self, deliveries: list[Delivery]) -> None:
+    def _deliver(self, deliveries: Deliveries) -> None:
         """Runs on the engine's thread: one wake-up of the event loop for all that a step has brought."""
-        if deliveries and self._event_loop is not None and not self._event_loop.is_closed():
+        if deliveries != Deliveries() and self._event_loop is not None and not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(self._apply, deliveries)
 
-    def _apply(self, deliveries: list[Delivery]) -> None:
-        for call, instruction in deliveries:
-            match instruction:
+    def _apply(self, deliveries: Deliveries) -> None:
+        for call, reply in deliveries.replies:
+            match reply:
                 case Send(update):
                     call.send(update)
                 case Close(error):
                     call.close(error)
-                case ReleaseHold(request_id):
-                    self._store.release_soon(request_id)
+        if deliveries.released:
+            self._store.release_soon(deliveries.released)

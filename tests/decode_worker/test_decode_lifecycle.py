@@ -87,8 +87,7 @@ def test_failed_request_is_closed_after_the_tokens_it_had() -> None:
 
 @given(decodes())
 def test_whatever_the_engine_reports_there_is_one_end(script: Script) -> None:
-    num_choices = max([event.choice for step in script.steps for event in step if isinstance(event, Scheduled)] or [0])
-    todo = run(lifecycle(num_choices + 1), script.steps)
+    todo = run(lifecycle(script.num_choices), script.steps)
     assert_ends_once(todo)
     assert outputs(todo) == script.outputs
     told = [update for update in updates(todo) if update.prompt is not None]

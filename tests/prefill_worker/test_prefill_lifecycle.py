@@ -7,7 +7,7 @@ from tests.worker.engine_events import ID, Script, assert_ends_once, assert_span
 from wire.errors import BatonError, DeadlineExceeded
 from wire.ids import NamespaceRoot
 from wire.sampling import FinishReason, SamplingParams
-from worker.instructions import AbortInEngine, AddToEngine, Close, Send
+from worker.instructions import AbortInEngine, AddToEngine, Close, ReleaseHold, Send
 from worker.lifecycle import Withdrawn
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, Update
@@ -78,21 +78,20 @@ def test_usage_is_what_the_leader_first_found() -> None:
     assert dict(answer.spans[2].counts) == {"tokens_computed": 4, "preemptions": 1}
 
 
-def test_withdrawn_request_is_taken_out_of_the_engine() -> None:
+def test_withdrawn_request_is_taken_out_of_the_engine_and_holds_nothing() -> None:
     error = DeadlineExceeded("too late")
     todo = run(lifecycle(), [[Scheduled(ID, 0)], [Withdrawn(error)], [HandedOff(ID, 3)]])
-    assert todo == [AddToEngine(request()), AbortInEngine(ID), Close(error)]
+    assert todo == [AddToEngine(request()), AbortInEngine(ID), ReleaseHold(ID), Close(error)]
 
 
 def test_failed_request_is_closed_with_the_engines_error() -> None:
     error = BatonError("no number")
-    assert run(lifecycle(), [[Failed(ID, error)]]) == [AddToEngine(request()), Close(error)]
+    assert run(lifecycle(), [[Failed(ID, error)]]) == [AddToEngine(request()), ReleaseHold(ID), Close(error)]
 
 
 @given(hand_offs())
 def test_whatever_the_engine_reports_there_is_one_end(script: Script) -> None:
-    num_choices = max([event.choice for step in script.steps for event in step if isinstance(event, Scheduled)] or [0])
-    todo = run(lifecycle(num_choices + 1), script.steps)
+    todo = run(lifecycle(script.num_choices), script.steps)
     assert_ends_once(todo)
     for answer in updates(todo):
         assert outputs(todo) == script.outputs

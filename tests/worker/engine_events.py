@@ -19,8 +19,9 @@ TIERS = TierTokens(device=16, host=20, redis=0, computed=4)
 
 @dataclass(frozen=True)
 class Script:
-    """Events step by step, then whether the request is withdrawn, and the tokens emitted up to there by choice."""
+    """What happens to a request step by step, its early end included, and the tokens emitted up to there by choice."""
 
+    num_choices: int
     steps: list[list[Event | Withdrawn]]
     outputs: dict[int, list[int]] = field(default_factory=dict)
 
@@ -39,13 +40,14 @@ def hand_offs(draw: st.DrawFn) -> Script:
             events.append(Finished(ID, choice, FinishReason.LENGTH))
     if finished < num_choices:
         events.append(HandedOff(ID, 3))
-    return _interrupted(draw, events)
+    return _interrupted(draw, num_choices, events)
 
 
 @st.composite
 def decodes(draw: st.DrawFn) -> Script:
     """Up to three choices that go on from two tokens each, taking turns, preempted now and then."""
-    left = {choice: draw(st.integers(1, 4)) for choice in range(draw(st.integers(1, 3)))}
+    num_choices = draw(st.integers(1, 3))
+    left = {choice: draw(st.integers(1, 4)) for choice in range(num_choices)}
     position = dict.fromkeys(left, 2)
     events: list[Event] = [event for choice in left for event in _scheduled(draw, choice)]
     while left:
@@ -58,7 +60,7 @@ def decodes(draw: st.DrawFn) -> Script:
         if not left[choice]:
             events.append(Finished(ID, choice, FinishReason.LENGTH))
             del left[choice]
-    return _interrupted(draw, events)
+    return _interrupted(draw, num_choices, events)
 
 
 def run(lifecycle: Lifecycle, steps: Sequence[Sequence[Event | Withdrawn]]) -> list[Instruction]:
@@ -101,7 +103,7 @@ def _scheduled(draw: st.DrawFn, choice: int) -> list[Event]:
     return [Scheduled(ID, choice), Fetched(ID, choice, tiers)]
 
 
-def _interrupted(draw: st.DrawFn, events: list[Event]) -> Script:
+def _interrupted(draw: st.DrawFn, num_choices: int, events: list[Event]) -> Script:
     """Cuts events into steps; maybe ends them early. A Finished stays with its Emitted."""
     cut = draw(st.integers(0, len(events) - 1))
     ending: Event | Withdrawn | None = draw(
@@ -119,4 +121,4 @@ def _interrupted(draw: st.DrawFn, events: list[Event]) -> Script:
     for event in taken:
         if isinstance(event, Emitted):
             emitted.setdefault(event.choice, []).append(event.token_id)
-    return Script(steps, emitted)
+    return Script(num_choices, steps, emitted)

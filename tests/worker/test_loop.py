@@ -16,7 +16,7 @@ from worker.call import Call
 from worker.commands import Command
 from worker.inbox import Inbox
 from worker.instructions import Close, Instruction, Send
-from worker.lives import Delivery
+from worker.lives import Deliveries
 from worker.loop import MAX_IDLE_S, LoopState, WorkerLoop
 
 TIMEOUT_S = 20.0
@@ -46,7 +46,7 @@ class Driver:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.inbox = WatchedInbox()
-        self.delivered: SimpleQueue[Delivery] = SimpleQueue()
+        self.delivered: SimpleQueue[tuple[Call, Instruction]] = SimpleQueue()
         self.broken = threading.Event()
         self.loop = WorkerLoop(core, self.inbox, self._take, self.broken.set)
 
@@ -71,9 +71,9 @@ class Driver:
         assert isinstance(seen[-1], Close)
         return [token for update in updates for one in update.choices for token in one.token_ids], seen[-1].error
 
-    def _take(self, deliveries: list[Delivery]) -> None:
-        for delivery in deliveries:
-            self.delivered.put(delivery)
+    def _take(self, deliveries: Deliveries) -> None:
+        for reply in deliveries.replies:
+            self.delivered.put(reply)
 
 
 @pytest.fixture

@@ -69,7 +69,6 @@ async def test_hands_a_request_over_and_decode_computes_nothing_of_the_prompt(pr
     status = await decode.at_rest()
     assert status.computed_prompt_tokens == 0
     assert status.generated_tokens == 39
-    assert status.host.num_holds == 0
     await prefill.at_rest()
 
 
@@ -94,7 +93,7 @@ async def test_a_request_that_ends_with_its_first_token_holds_nothing(prefill: W
     answer = await prefill.service.prefill(prefill_request(sampling=greedy(1)))
     assert answer.choices[0].finish_reason == inference_pb2.FINISH_REASON_LENGTH
     assert answer.num_held_blocks == 0
-    assert (await prefill.at_rest()).host.num_holds == 0
+    await prefill.at_rest()
 
 
 async def test_decode_alone_computes_the_prompt(decode: Worker) -> None:
@@ -130,9 +129,7 @@ async def test_a_cancelled_prefill_leaves_nothing_behind(prefill: Worker) -> Non
     with pytest.raises(asyncio.CancelledError):
         await task
     prefill.model.may_go.set()
-    status = await prefill.at_rest()
-    assert status.generated_tokens <= 1
-    assert status.host.num_holds == 0
+    assert (await prefill.at_rest()).generated_tokens <= 1
 
 
 async def test_closing_a_stream_takes_the_request_out_of_the_engine(decode: Worker) -> None:

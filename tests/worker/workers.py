@@ -14,7 +14,7 @@ from engine.hash_model import HashModel
 from kv_store.arena import Arena
 from kv_store.device_pool import DevicePool
 from kv_store.directory import Directory
-from kv_store.node_store import NodeStore
+from kv_store.node_store import HOLD_TTL_S, NodeStore
 from kv_store.transfers import ThreadTransfers
 from prefill_worker.role import prefill_role
 from wire.convert import sampling_to_pb
@@ -97,12 +97,13 @@ class Worker:
         return status
 
     async def at_rest(self) -> worker_pb2.WorkerStatus:
-        """The status once nobody has a page and nothing is copied any more."""
-        async with asyncio.timeout(TIMEOUT_S):
+        """The status once nobody has a page, nothing is copied and nothing held; long before holds run out."""
+        async with asyncio.timeout(HOLD_TTL_S * 0.8):
             while True:
                 status = await self.status()
                 blocks = status.blocks
-                if not (blocks.owned + blocks.published + blocks.draining + status.num_running + status.num_waiting):
+                in_use = blocks.owned + blocks.published + blocks.draining + status.num_running + status.num_waiting
+                if not in_use and not status.host.num_holds:
                     return status
 
 
