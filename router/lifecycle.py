@@ -36,15 +36,18 @@ from router.events import (
     Tokenized,
 )
 from text.incremental import IncrementalText
-from wire.errors import AttemptsExhausted, BatonError, Cancelled, Unavailable, WireError
+from wire.errors import AttemptsExhausted, BatonError, Cancelled, RequestExists, Unavailable, WireError
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import SamplingParams
 
 MAX_ATTEMPTS = 3
-_LOSSES = (Unavailable, Cancelled, WireError)
-"""Errors that say something of the worker and nothing of the request: another worker may do better."""
+_LOSSES = (Unavailable, Cancelled, WireError, RequestExists)
+"""Errors that say something of the worker and nothing of the request: another attempt may do better.
+
+RequestExists: the id was used before, and the worker has not quite left that request; a later attempt ousts it there.
+"""
 
 
 class Lifecycle:

@@ -1,6 +1,7 @@
 """Sees to it that a client which stops reading does not keep its stream for ever."""
 
 import asyncio
+import logging
 from typing import Any
 
 import grpc.aio
@@ -10,6 +11,8 @@ from router.events import Stopped
 from router.session import Session
 from wire.errors import Overloaded
 from wire.rpc import to_status
+
+log = logging.getLogger(__name__)
 
 _ABORT_TIMEOUT_S = 5.0
 
@@ -34,6 +37,7 @@ class ReaderWatch:
     async def _watch(self) -> None:
         while (left_s := self._time_left_s()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left_s)
+        log.warning("a client has not read for %s s, and its stream is ended", self._max_stall_s)
         error = Overloaded("the client has stopped reading")
         self._session.on(Stopped(error))
         await self._abort(error)

@@ -40,13 +40,13 @@ class RouterServer:
         self._operator = self._server(_CLUSTER, [token, ErrorInterceptor()])
 
     async def start(self) -> Addresses:
-        """Raises ConfigError if a port is in use."""
-        router, listeners = self._router, self._router.config.listeners
-        addresses = Addresses(
-            _listen(self._public, listeners.host, listeners.grpc_port),
-            _listen(self._operator, listeners.host, listeners.operator_port),
-        )
-        config = router.config
+        """Raises ConfigError if a port is in use; nothing is left running then."""
+        try:
+            addresses = self._bind()
+        except ConfigError:
+            await self.stop()
+            raise
+        router, config = self._router, self._router.config
         inference = InferenceApi(config.model, router.dispatcher, config.streams)
         cluster = ClusterApi(config.model.name, addresses.public, router.statuses, router.membership, router.port)
         add_InferenceServicer_to_server(inference, self._public)  # type: ignore[no-untyped-call]
@@ -64,6 +64,13 @@ class RouterServer:
         await self._router.stop()
         await self._public.stop(STOP_GRACE_S)
         await self._operator.stop(STOP_GRACE_S)
+
+    def _bind(self) -> Addresses:
+        listeners = self._router.config.listeners
+        return Addresses(
+            _listen(self._public, listeners.host, listeners.grpc_port),
+            _listen(self._operator, listeners.host, listeners.operator_port),
+        )
 
     def _server(self, service: str, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)

@@ -123,12 +123,11 @@ class Session:
 
     async def _run(self, step: Step, failed: Callable[[BatonError], Event]) -> None:
         try:
-            event = await step()
+            self.on(await step())
         except BatonError as error:
-            event = failed(error)
-        except Exception as error:
-            event = Stopped(error)
-        self.on(event)
+            self.on(failed(error))
+        except Exception as error:  # a bug of ours, in the step or in what followed from it, ends this request alone
+            self.on(Stopped(error))
 
     def _cancel(self) -> None:
         for task in self._tasks:

@@ -128,7 +128,8 @@ class Steps:
         with self._called("decode", step.worker) as spans:
             async with aclosing(client.decode(request, self._time_left_s)) as updates:
                 async for update in updates:
-                    spans += update.summary.spans
+                    if update.HasField("summary"):
+                        spans += update.summary.spans
                     report(DecodeUpdated(step.attempt, update))
         return DecodeEnded(step.attempt)
 

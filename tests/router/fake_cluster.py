@@ -20,6 +20,8 @@ from wire.pb import inference_pb2 as pb
 
 VOCAB_SIZE = 300
 PROMPT = "hello, world"
+WAIT_S = 10.0
+"""How long tests wait for what must come: long for a busy machine."""
 CONFIG = RouterConfig(
     model=ServedModel(
         name="fake",
@@ -79,7 +81,7 @@ class FakeCluster:
         """Returns when nothing is open, held, assigned or served any more; TimeoutError if that does not come."""
         dispatcher = self.router.dispatcher
         await until(lambda: not dispatcher.num_running and not dispatcher.num_queued)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(WAIT_S):
             while await self.problems():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
@@ -94,9 +96,11 @@ async def running(num_prefill: int, num_decode: int, config: RouterConfig = CONF
     cluster = FakeCluster(config)
     cluster.router.start()
     await cluster.resize(num_prefill, num_decode)
-    yield cluster
-    await cluster.come_to_rest()
-    await cluster.router.stop()
+    try:
+        yield cluster
+        await cluster.come_to_rest()
+    finally:
+        await cluster.router.stop()
 
 
 def request(**sampling: object) -> pb.GenerateRequest:
@@ -111,7 +115,7 @@ def expected(length: int, choice: int = 0, seed: int = 1) -> list[int]:
 
 async def until(condition: Callable[[], object]) -> None:
     """Lets the others run until the condition holds; TimeoutError if it never does."""
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

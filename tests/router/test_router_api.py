@@ -58,11 +58,13 @@ async def serving(config: RouterConfig = CONFIG) -> AsyncIterator[Service]:
         grpc.aio.insecure_channel(addresses.public, options=CHANNEL_OPTIONS) as public,
         grpc.aio.insecure_channel(addresses.operator, options=CHANNEL_OPTIONS) as operator,
     ):
-        yield Service(cluster, server, addresses, public, operator)
-        for worker in cluster.workers.values():
-            worker.may_go.set()
-        await cluster.come_to_rest()
-        await server.stop()
+        try:
+            yield Service(cluster, server, addresses, public, operator)
+            for worker in cluster.workers.values():
+                worker.may_go.set()
+            await cluster.come_to_rest()
+        finally:
+            await server.stop()
 
 
 @pytest.fixture
@@ -228,17 +230,18 @@ async def test_a_bug_tells_nothing_of_itself(service: Service, monkeypatch: pyte
     assert len(await read(service.inference.Generate(request(max_tokens=2)))) == 3
 
 
-async def test_a_reader_that_stalls_is_told_and_let_go() -> None:
+async def test_a_reader_that_stalls_is_told_and_let_go(caplog: pytest.LogCaptureFixture) -> None:
     bounds = replace(CONFIG.streams, max_stall_s=0.2, max_buffered_events=1 << 20)
     config = replace(CONFIG, model=replace(CONFIG.model, max_context_len=200_000), streams=bounds)
     async with serving(config) as service:
         for worker in service.cluster.workers.values():
             worker.num_logprobs = 2000
-        call = service.inference.Generate(request(max_tokens=2000))
+        call = service.inference.Generate(request(max_tokens=800))
         stream = call.__aiter__()
         await anext(stream)
-        await until(lambda: not service.cluster.router.dispatcher.num_running)
+        await until(lambda: "has not read" in caplog.text)
         failure = await failure_of(stream)
+        assert failure.details() == "the client has stopped reading"
         assert (failure.code(), info_of(failure).reason) == (Code.RESOURCE_EXHAUSTED, "OVERLOADED")
 
 

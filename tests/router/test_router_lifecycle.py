@@ -31,7 +31,7 @@ from router.events import (
 from router.lifecycle import MAX_ATTEMPTS, Lifecycle
 from text.byte_tokenizer import ByteTokenizer
 from text.incremental import IncrementalText
-from wire.errors import AttemptsExhausted, BatonError, Cancelled, InvalidRequest, Unavailable, WireError
+from wire.errors import AttemptsExhausted, BatonError, Cancelled, InvalidRequest, RequestExists, Unavailable, WireError
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
@@ -145,7 +145,9 @@ def test_usage_is_what_prefill_saw_whatever_decode_fetches() -> None:
     assert complete_of(instructions).usage.cached_tokens == pb.TierCounts(device=4, redis=2)
 
 
-@pytest.mark.parametrize("error", [LOST, Cancelled("the server stops"), WireError("nonsense")])
+@pytest.mark.parametrize(
+    "error", [LOST, Cancelled("the server stops"), WireError("nonsense"), RequestExists("not quite gone")]
+)
 def test_a_lost_prefill_worker_is_followed_by_another(error: BatonError) -> None:
     life = lifecycle(PrefillChosen(1, P0))
     assert play(life, AttemptFailed(1, error)) == [CancelCall(), ChoosePrefill(2)]

@@ -47,5 +47,7 @@ async def served(
     add_WorkerServicer_to_server(Skin(worker), server)
     port = server.add_insecure_port(address)
     await server.start()
-    yield server, f"127.0.0.1:{port}"
-    await server.stop(None)
+    try:
+        yield server, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)

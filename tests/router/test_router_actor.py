@@ -1,0 +1,156 @@
+"""The router's actor as a plain object, and its line to the controller with Ray's handle replaced."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from router.actor import RayController, RouterActor
+from router.controller_port import ClusterEvent, Pools
+from router.members import Role
+from tests.router.fake_cluster import CONFIG
+from tests.router.fake_worker import FakeWorker
+from tests.router.worker_server import served
+from tests.text.backends import byte_level, write_folder
+from wire.errors import ConfigError, ModelError, Unavailable, WorkerNotFound
+from wire.ids import WorkerId
+from wire.pb import inference_pb2 as pb
+from wire.pb.inference_pb2_grpc import InferenceStub
+
+
+def config_json(folder: Path) -> str:
+    model = replace(CONFIG.model, folder=str(folder), vocab_size=400)
+    return replace(CONFIG, model=model).to_json()
+
+
+async def test_from_start_to_stop(tmp_path: Path) -> None:
+    write_folder(tmp_path, byte_level())
+    actor = RouterActor(config_json(tmp_path))
+    started = json.loads(await actor.start())
+    assert set(started) == {"address", "operator_address", "pid"}
+    async with served(FakeWorker(WorkerId("d0"), Role.DECODE), CONFIG.cluster.token) as (_, address):
+        members = [
+            {"worker_id": "d0", "role": "decode", "address": address},
+            {"worker_id": "p0", "role": "prefill", "address": "127.0.0.1:1"},
+        ]
+        assert list(json.loads(await actor.set_members(json.dumps(members)))) == ["p0"]
+        async with grpc.aio.insecure_channel(started["address"]) as channel:
+            request = pb.GenerateRequest(text="hello", sampling_params=pb.SamplingParams(max_tokens=3))
+            responses = [response async for response in InferenceStub(channel).Generate(request)]
+        assert responses[-1].complete.usage.completion_tokens == 3
+        assert await actor.stop() == "{}"
+
+
+def test_a_configuration_that_is_wrong() -> None:
+    with pytest.raises(ConfigError):
+        RouterActor("{}")
+
+
+async def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ModelError):
+        await RouterActor(config_json(tmp_path)).start()
+
+
+async def test_members_before_the_start(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable):
+        await RouterActor(config_json(tmp_path)).set_members("[]")
+
+
+Answer = Callable[[], Awaitable[str]]
+
+
+class Handle:
+    """Stands for Ray's handle of the controller: `handle.method.remote(...)` gives something to await."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.calls: list[tuple[str, ...]] = []
+        self._answer = answer
+
+    def __getattr__(self, method: str) -> Any:
+        class Method:
+            @staticmethod
+            async def remote(*arguments: str) -> Any:
+                self.calls.append((method, *arguments))
+                return await self._answer()
+
+        return Method
+
+
+def controller(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> tuple[RayController, Handle]:
+    handle = Handle(answer)
+    monkeypatch.setattr("ray.get_actor", lambda name, namespace: {("controller", "baton"): handle}[(name, namespace)])
+    return RayController("controller", "baton"), handle
+
+
+async def test_the_controller_is_told_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, handle = controller(monkeypatch, saying('{"prefill": 1, "decode": 2}'))
+    assert await port.scale(None, 2) == Pools(1, 2)
+    await port.drain(WorkerId("d0"))
+    await port.worker_lost(WorkerId("d1"))
+    await port.shutdown()
+    assert handle.calls == [
+        ("scale", '{"prefill": null, "decode": 2}'),
+        ("drain", "d0"),
+        ("worker_lost", "d1"),
+        ("shutdown",),
+    ]
+
+
+async def test_its_events_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, _ = controller(monkeypatch, saying('[{"age_s": 1.5, "text": "worker d0 lost"}]'))
+    assert await port.events() == [ClusterEvent(1.5, "worker d0 lost")]
+
+
+def saying(answer: str) -> Answer:
+    async def say() -> str:
+        return answer
+
+    return say
+
+
+def failing(error: Exception) -> Answer:
+    async def fail() -> str:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ActorDiedError(), Unavailable),
+        (RayTaskError("drain", "a traceback", WorkerNotFound("no worker of that id")), WorkerNotFound),
+        (RayTaskError("drain", "a traceback", ZeroDivisionError()), Unavailable),
+        (TimeoutError(), Unavailable),
+    ],
+)
+async def test_what_goes_wrong_there(monkeypatch: pytest.MonkeyPatch, error: Exception, told: type[Exception]) -> None:
+    port, _ = controller(monkeypatch, failing(error))
+    with pytest.raises(told):
+        await port.drain(WorkerId("d0"))
+
+
+async def test_a_controller_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_actor(*_: str) -> None:
+        raise ValueError("no actor of that name")
+
+    monkeypatch.setattr("ray.get_actor", get_actor)
+    with pytest.raises(Unavailable):
+        await RayController("controller", "baton").events()
+
+
+async def test_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.actor.TELL_TIMEOUT_S", 0.02)
+
+    async def never() -> str:
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    port, _ = controller(monkeypatch, never)
+    with pytest.raises(Unavailable):
+        await port.events()
