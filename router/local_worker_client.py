@@ -56,7 +56,7 @@ class LocalWorkerClient:
     def kill(self) -> None:
         """The worker dies: calls under way end, and no more are answered."""
         self._death.set()
-        for caller in self._callers - {_current_task()}:
+        for caller in self._callers - {asyncio.current_task()}:
             caller.cancel()
 
     async def get_info(self, timeout_s: float) -> worker_pb2.WorkerInfo:

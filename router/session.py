@@ -65,7 +65,7 @@ class Session:
         )
 
     def start(self) -> None:
-        self._timeline.add("check", self._order.arrived_s, self._loop.time())
+        self._timeline.reached("check", self._loop.time())
         for instruction in self._lifecycle.start():
             self._do(instruction)
 

@@ -73,24 +73,25 @@ class Steps:
 
     async def tokenize(self) -> Tokenized:
         services, order = self._services, self._order
-        with self._timed("tokenize"):
-            self._prepared = await asyncio.get_running_loop().run_in_executor(
-                services.threads, prepare, order.valid, services.codec, order.limits, services.root
-            )
+        self._prepared = await asyncio.get_running_loop().run_in_executor(
+            services.threads, prepare, order.valid, services.codec, order.limits, services.root
+        )
+        self._timeline.reached("tokenize", self._now_s)
         return Tokenized(len(self.prepared.prompt_ids), self.prepared.sampling)
 
     async def choose_prefill(self, step: ChoosePrefill) -> PrefillChosen | NoPrefillWorker:
         """Waits until holds leave room; where there is no prefill worker, there is nothing to wait for."""
         pool, keys = self._services.pool, self.prepared.keys
         if pool.has_prefill:
-            with self._timed("queue"):
-                await self._services.holds.enter(self._order.request_id, keys)
+            await self._services.holds.enter(self._order.request_id, keys)
+            self._timeline.reached("queue", self._now_s)
         worker = pool.choose_prefill(keys, len(self.prepared.prompt_ids))
         return NoPrefillWorker(step.attempt) if worker is None else PrefillChosen(step.attempt, worker)
 
     async def choose_decode(self, step: ChooseDecode) -> DecodeChosen:
-        with self._timed("wait_decode"):
-            return DecodeChosen(step.attempt, await self._services.pool.choose_decode())
+        worker = await self._services.pool.choose_decode()
+        self._timeline.reached("wait_decode", self._now_s)
+        return DecodeChosen(step.attempt, worker)
 
     def assign(self, step: StartPrefill | StartDecode) -> Assignment:
         """Counts the work of a step as given to its worker, from now on."""
@@ -145,14 +146,6 @@ class Steps:
             raise
         finally:
             self._timeline.ended(call, self._now_s, spans)
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        started_s = self._now_s
-        try:
-            yield
-        finally:
-            self._timeline.add(name, started_s, self._now_s)
 
     @property
     def _now_s(self) -> float:

@@ -36,11 +36,13 @@ class Timeline:
         self._arrived_s = arrived_s
         self._spans: list[pb.Span] = []
         self._calls: list[Call] = []
+        self._last_ms = 0.0
 
-    def add(self, name: str, started_s: float, ended_s: float) -> None:
-        """The router did this, or waited for it."""
-        start_ms = self._ms(started_s)
-        self._spans.append(_span(f"router.{name}", ROUTER, start_ms, self._ms(ended_s)))
+    def reached(self, name: str, now_s: float) -> None:
+        """What the router did, or waited for, since it last told anything here."""
+        now_ms = self._ms(now_s)
+        self._spans.append(_span(f"{ROUTER}.{name}", ROUTER, self._last_ms, now_ms))
+        self._last_ms = now_ms
 
     def sent(self, name: str, worker: WorkerId, now_s: float) -> Call:
         """A call was sent. Calls of a request follow one another."""
@@ -51,7 +53,7 @@ class Timeline:
     def ended(self, call: Call, now_s: float, spans: Sequence[pb.Span] = ()) -> None:
         """A call is over; its first end counts. Without the worker's spans it stands as one."""
         if call.ended_ms is None:
-            call.ended_ms = self._ms(now_s)
+            call.ended_ms = self._last_ms = self._ms(now_s)
             call.spans = spans
 
     def finish(self, now_s: float) -> pb.Timeline:

@@ -104,7 +104,7 @@ async def running(num_prefill: int, num_decode: int, config: RouterConfig = CONF
 
 
 def request(**sampling: object) -> pb.GenerateRequest:
-    """Prompt "hello, world" (three blocks), greedy unless told otherwise."""
+    """Prompt "hello, world" (three blocks), seed 1 unless told otherwise."""
     return pb.GenerateRequest(text=PROMPT, sampling_params=pb.SamplingParams(**{"seed": 1, **sampling}))
 
 

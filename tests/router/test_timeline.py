@@ -22,25 +22,27 @@ def rows(timeline: pb.Timeline) -> list[tuple[str, str, float, float]]:
 
 def test_a_request_through_both_pools() -> None:
     timeline = Timeline(100.0)
-    timeline.add("check", 100.0, 100.001)
-    timeline.add("tokenize", 100.001, 100.003)
+    timeline.reached("check", 100.001)
+    timeline.reached("tokenize", 100.003)
     call = timeline.sent("prefill", P0, 100.004)
     timeline.ended(call, 100.010, [span("prefill.compute", 0.0, 5.0)])
-    call = timeline.sent("decode", D0, 100.010)
-    timeline.ended(call, 100.020, [span("decode.fetch", 0.0, 1.0), span("decode.run", 1.0, 8.0)])
-    finished = timeline.finish(100.021)
+    timeline.reached("wait_decode", 100.012)
+    call = timeline.sent("decode", D0, 100.012)
+    timeline.ended(call, 100.022, [span("decode.fetch", 0.0, 1.0), span("decode.run", 1.0, 8.0)])
+    finished = timeline.finish(100.023)
     assert rows(finished) == [
         ("router.check", "router", 0, 1),
         ("router.tokenize", "router", 1, 3),
         ("router", "router", 3, 4),
         ("prefill.compute", "w", 4, 9),
         ("network", "router", 9, 10),
-        ("decode.fetch", "w", 10, 11),
-        ("decode.run", "w", 11, 19),
-        ("network", "router", 19, 20),
-        ("router", "router", 20, 21),
+        ("router.wait_decode", "router", 10, 12),
+        ("decode.fetch", "w", 12, 13),
+        ("decode.run", "w", 13, 21),
+        ("network", "router", 21, 22),
+        ("router", "router", 22, 23),
     ]
-    assert finished.total_ms == pytest.approx(21)
+    assert finished.total_ms == pytest.approx(23)
 
 
 def test_counts_come_along() -> None:
