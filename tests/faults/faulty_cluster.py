@@ -1,0 +1,137 @@
+"""A whole cluster in this process whose workers die, stall and lose their store, and are replaced."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from engine.batch import Model
+from router.local_worker_client import LocalWorkerClient
+from router.members import Role
+from tests.faults.answer import ChoiceAnswer, Reader
+from tests.faults.directory_gate import DirectoryGate
+from tests.faults.faulty_model import FaultyModel
+from tests.faults.fragments import FragmentTokenizer
+from tests.faults.mortal_client import MortalClient
+from tests.kv_store.fake_clock import FakeClock
+from tests.local_cluster.cluster import LocalCluster, Parts, Sizes
+from wire.ids import WorkerId
+from wire.pb import inference_pb2 as pb
+
+
+class FaultyCluster(LocalCluster):
+    """Workers that die lose all they had, and their writes are void; `clock` is the directory's.
+
+    replace_dead: a new worker of the same role takes the place of each that dies, as the controller sees to.
+    """
+
+    def __init__(self, model: Model, sizes: Sizes) -> None:
+        self.clock = FakeClock()
+        super().__init__(model, sizes, FragmentTokenizer(), self.clock)
+        self.models: dict[str, FaultyModel] = {}
+        self.gates: dict[str, DirectoryGate] = {}
+        self.mortals: dict[str, MortalClient] = {}
+        self.replace_dead = False
+        self.dead: list[str] = []
+        self.someone_died = asyncio.Event()
+        self.listed: list[str] = []
+        self._applying = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._burials: set[asyncio.Task[None]] = set()
+
+    async def enlist(self, *names: str) -> None:
+        self.listed = list(names)
+        await self._apply()
+
+    async def add(self, role: Role) -> str:
+        """One more worker; returns its name."""
+        name = self._new_name(role)
+        self.listed.append(name)
+        await self._apply()
+        return name
+
+    def open(self, request: pb.GenerateRequest, time_left_s: float | None = 60.0) -> Reader:
+        return Reader(self.router.dispatcher.open(request, time_left_s).outbox)
+
+    async def answer(self, request: pb.GenerateRequest) -> list[ChoiceAnswer]:
+        return await self.open(request).read_all()
+
+    async def drain(self, name: str, grace_s: float = 20.0) -> int:
+        """As the controller drains: the worker leaves the cluster once it has finished, or the grace is over."""
+        await self.router.membership.start_drain(WorkerId(name))
+        num_given_back = await self.workers[name].service.drain(grace_s)
+        self.listed.remove(name)
+        await self._apply()
+        await self.workers[name].service.close()
+        await asyncio.to_thread(self.workers[name].transfers.close)
+        return num_given_back
+
+    def crash(self, name: str) -> None:
+        """The worker's process ends now. May be called from any thread."""
+        self.gates[name].cut()
+        self._loop.call_soon_threadsafe(self.mortals[name].kill)
+
+    async def settle(self) -> None:
+        """Returns when all that died is buried, and replaced if that is to be."""
+        while self._burials:
+            await asyncio.gather(*self._burials)
+
+    async def stop(self) -> None:
+        for model in self.models.values():
+            model.go_on()
+        await self.settle()
+        await super().stop()
+
+    def _parts(self, name: str) -> Parts:
+        parts = super()._parts(name)
+        self.models[name] = FaultyModel(parts.model)
+        self.gates[name] = DirectoryGate(parts.directory)
+        return Parts(self.models[name], parts.arena, self.gates[name], parts.cold)
+
+    def _connect(self, address: str) -> LocalWorkerClient:
+        client = MortalClient(self.workers[address].service, lambda: self._died(address))
+        self.clients[address] = self.mortals[address] = client
+        return client
+
+    def _died(self, name: str) -> None:
+        self.gates[name].cut()
+        self.dead.append(name)
+        self.someone_died.set()
+        self.listed.remove(name)
+        burial = asyncio.create_task(self._bury(name))
+        self._burials.add(burial)
+        burial.add_done_callback(self._burials.discard)
+
+    async def _bury(self, name: str) -> None:
+        """What the system does about a dead process: its writes are given up, and another takes its place."""
+        worker = self.workers[name]
+        self.models[name].go_on()
+        await worker.service.close()
+        await asyncio.to_thread(worker.transfers.close)
+        for writer in self.gates[name].names:
+            self.directory.writer_died(writer)
+        if self.replace_dead:
+            await self.add(Role.PREFILL if name.startswith("p") else Role.DECODE)
+
+    async def _apply(self) -> None:
+        """Makes the cluster what `listed` says."""
+        async with self._applying:
+            await super().enlist(*self.listed)
+
+    def _new_name(self, role: Role) -> str:
+        """One that no worker has had; pools that are made by size are counted from 0."""
+        letter = role.value[0]
+        numbers = [int(name[1:]) for name in (*self.models, *self.listed) if name.startswith(letter)]
+        return f"{letter}{max(numbers, default=-1) + 1}"
+
+
+@asynccontextmanager
+async def faulty_cluster(
+    model: Model, num_prefill: int, num_decode: int, sizes: Sizes | None = None
+) -> AsyncIterator[FaultyCluster]:
+    """A running cluster."""
+    cluster = FaultyCluster(model, sizes or Sizes())
+    await cluster.start(num_prefill, num_decode)
+    try:
+        yield cluster
+    finally:
+        await cluster.stop()

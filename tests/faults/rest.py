@@ -1,0 +1,107 @@
+"""What must hold once nothing is under way."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from kv_store.node_store import HOLD_TTL_S
+from tests.faults.faulty_cluster import FaultyCluster
+from tests.local_cluster.cluster import LocalWorker
+from wire.frame import checksum_of
+from wire.ids import BlockKey, PageId
+
+MAX_WAIT_S = 10.0
+
+
+async def at_rest(cluster: FaultyCluster) -> None:
+    """Returns when every invariant holds; AssertionError with those that do not come to hold.
+
+    Holds whose release was lost with a worker may stay until they run out, which their clock is told at once.
+    """
+    await cluster.settle()
+    await _until(lambda: [*_in_router(cluster), *_in_workers(cluster), *_in_flight(cluster)])
+    cluster.clock.now += HOLD_TTL_S
+    await _until(lambda: [*_in_arena(cluster), *_contents(cluster)])
+    status = await cluster.status()
+    assert [problem for problem in status.problems if problem.split(":")[0] not in cluster.dead] == []
+
+
+async def _until(problems: Callable[[], list[str]]) -> None:
+    try:
+        async with asyncio.timeout(MAX_WAIT_S):
+            while problems():  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+    except TimeoutError:
+        assert problems() == []
+
+
+def _in_router(cluster: FaultyCluster) -> Iterator[str]:
+    """I5, I8 and I10: nothing of a request that is over."""
+    router = cluster.router
+    dispatcher, admission, keeper = router.dispatcher, router.dispatcher._admission, router._holds
+    counts = {
+        "open sessions": len(dispatcher._sessions),
+        "queued or running": admission.num_queued + admission.num_running,
+        "queued bytes": admission._num_queued_bytes,
+        "blocks held": keeper.num_blocks,
+        "waiting for a turn": len(keeper._turns) + len(keeper._holds._waiting),
+        "holds renewed": len(keeper._holds.kept),
+        "work assigned": sum(member.num_choices + member.num_tokens for member in router._members),
+        "tasks of sessions": sum("Session." in repr(task.get_coro()) for task in asyncio.all_tasks()),
+    }
+    yield from (f"router: {name}: {count}" for name, count in counts.items() if count)
+
+
+def _in_workers(cluster: FaultyCluster) -> Iterator[str]:
+    """I1 and I5 on every device that is alive: no calls, no sequences, no references, no transfers."""
+    for name, worker in _alive(cluster):
+        blocks = worker.engine.pool.ledger.counts()
+        counts = {
+            "calls": len(worker.service._calls),
+            "lives": len(worker.service._loop._lives._lives),
+            "requests": worker.engine._roster.num_requests,
+            "transfers": worker.transfers.pending,
+            "pages in use": blocks.owned + blocks.published + blocks.draining,
+        }
+        yield from (f"{name}: {what}: {count}" for what, count in counts.items() if count)
+        if blocks.free + blocks.cached != blocks.total:
+            yield f"{name}: pages do not sum up: {blocks}"
+
+
+def _in_flight(cluster: FaultyCluster) -> Iterator[str]:
+    """I5 in the arena: nobody reads or writes."""
+    status = cluster.directory.status()
+    if status.num_leases or status.counts.draining:
+        yield f"arena: {status.num_leases} leases, {status.counts.draining} slots written to"
+
+
+def _in_arena(cluster: FaultyCluster) -> Iterator[str]:
+    """I1 and I5 in the arena."""
+    status = cluster.directory.status()
+    if status.num_holds or status.counts.free + status.counts.cached != status.counts.total:
+        yield f"arena: {status.num_holds} holds, {status.counts}"
+    yield from cluster.directory.check()
+
+
+def _contents(cluster: FaultyCluster) -> Iterator[str]:
+    """I3 and I4: wherever a block is found by its key, it has the same bytes, and none that a checksum refutes."""
+    found: dict[BlockKey, bytes] = {}
+    for where, key, checksum in _blocks(cluster):
+        if found.setdefault(key, checksum) != checksum:
+            yield f"{where}: {key.hex()[:8]} has other bytes than elsewhere"
+
+
+def _blocks(cluster: FaultyCluster) -> Iterator[tuple[str, BlockKey, bytes]]:
+    payload_bytes = cluster.cold._layout.payload_bytes
+    for slot, block in cluster.directory._blocks.items():
+        if cluster.directory._ledger.find(block.name.key) == slot:
+            yield "arena", block.name.key, checksum_of(cluster.arena.slot(slot)[:payload_bytes])
+    for name, worker in _alive(cluster):
+        pool = worker.engine.pool
+        for page in range(pool.ledger.num_pages):
+            key = pool.ledger.index.key_of(PageId(page))
+            if key is not None:
+                yield name, key, checksum_of(memoryview(pool.page_bytes(PageId(page)).numpy()))
+
+
+def _alive(cluster: FaultyCluster) -> Iterator[tuple[str, LocalWorker]]:
+    return ((name, cluster.workers[name]) for name in cluster.listed)
