@@ -33,5 +33,17 @@ class Ask:
     question: Callable[[EngineCore], list[str]]
     answer: Future[list[str]]
 
+    def put_to(self, engine: EngineCore) -> None:
+        """Answers; an error is the asker's, unless it has stopped waiting."""
+        if self.answer.set_running_or_notify_cancel():
+            try:
+                self.answer.set_result(self.question(engine))
+            except Exception as error:  # raised again where the answer is awaited
+                self.answer.set_exception(error)
+
+    def refuse(self, error: BatonError) -> None:
+        if self.answer.set_running_or_notify_cancel():
+            self.answer.set_exception(error)
+
 
 Command = Begin | Withdraw | Ask

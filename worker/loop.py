@@ -119,14 +119,14 @@ class WorkerLoop:
                 self._lives.begin(command)
             case Withdraw(call, error):
                 self._lives.withdraw(call, error)
-            case Ask(question, answer):
-                if answer.set_running_or_notify_cancel():
-                    answer.set_result(question(self._engine))
+            case Ask():
+                command.put_to(self._engine)
 
     def _recover(self, failure: Exception) -> None:
         incident = secrets.token_hex(8)
         log.error("incident %s: a step failed", incident, exc_info=failure)
         self._num_failed_steps += 1
+        self._has_more_to_do = bool(self._commands)
         problems = self._lives.withdraw_all(Unavailable(f"a step of the worker failed, incident {incident}"))
         problems += self._check()
         if problems or self._num_failed_steps == MAX_FAILED_STEPS:
@@ -150,5 +150,5 @@ class WorkerLoop:
             if isinstance(command, Begin):
                 deliveries.replies.append((command.call, Close(stopped)))
             elif isinstance(command, Ask):
-                command.answer.cancel()
+                command.refuse(stopped)
         self._deliver(deliveries)

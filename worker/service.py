@@ -179,6 +179,8 @@ class WorkerService:
             return await asyncio.wait_for(asyncio.wrap_future(self._loop.ask(EngineCore.check)), CHECK_TIMEOUT_S)
         except TimeoutError:
             return [f"the engine's thread has been in one step for {CHECK_TIMEOUT_S} s"]
+        except Unavailable:
+            return ["the engine's thread has ended"]
 
     def _deliver(self, deliveries: Deliveries) -> None:
         """Runs on the engine's thread: one wake-up of the event loop for all that a step has brought."""

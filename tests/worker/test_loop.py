@@ -1,11 +1,13 @@
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from typing import NoReturn
 
 import pytest
 
 from decode_worker.lifecycle import DecodeLifecycle
 from engine.core import EngineCore
+from engine.events import Event
 from engine.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from tests.pair import ROOT, make_core
@@ -126,9 +128,14 @@ def test_what_the_engine_refuses_is_closed_with_its_error(driver: Driver) -> Non
 def test_a_failed_step_ends_all_requests_and_no_more(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [driver.begin(f"request {number}", max_tokens=3000) for number in range(2)]
     driver.until(calls[1], lambda instruction: isinstance(instruction, Send))
-    with monkeypatch.context() as patch:
-        patch.setattr(EngineCore, "step", _fail)
-        assert [type(driver.until_closed(call)[1]) for call in calls] == [Unavailable, Unavailable]
+    step = EngineCore.step
+
+    def fail_once(core: EngineCore) -> list[Event]:
+        monkeypatch.setattr(EngineCore, "step", step)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(EngineCore, "step", fail_once)
+    assert [type(driver.until_closed(call)[1]) for call in calls] == [Unavailable, Unavailable]
     assert driver.loop.ask(EngineCore.check).result(TIMEOUT_S) == []
     assert driver.loop.state is LoopState.RUNNING
 
@@ -166,9 +173,16 @@ def test_stopping_answers_everybody(driver: Driver) -> None:
     assert not driver.broken.is_set()
 
 
+def test_an_error_of_a_question_is_the_askers(driver: Driver) -> None:
+    call = driver.begin("r")
+    with pytest.raises(RuntimeError):
+        driver.loop.ask(_fail).result(TIMEOUT_S)
+    assert driver.until_closed(call) == (ORACLE.oracle(PROMPT, 20), None)
+
+
 def _requests(core: EngineCore) -> list[str]:
     return ["there is one"] if core.has_requests else []
 
 
-def _fail(*_: object) -> None:
+def _fail(*_: object) -> NoReturn:
     raise RuntimeError("out of memory")

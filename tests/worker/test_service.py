@@ -164,7 +164,7 @@ async def test_a_later_attempt_takes_the_place_of_an_earlier_one(decode: Worker)
 async def test_one_bad_request_does_not_touch_the_others(decode: Worker) -> None:
     good = asyncio.create_task(collect(decode, decode_request(request_id="good")))
     with pytest.raises(BatonError, match="not a number"):
-        await collect(decode, decode_request((5, 6, POISON), request_id="bad"))
+        await collect(decode, decode_request(POISON, request_id="bad"))
     assert tokens_of(await good) == ORACLE.oracle(PROMPT, 40)
     await decode.at_rest()
 
@@ -191,7 +191,9 @@ async def test_a_worker_whose_books_are_wrong_says_so_and_stops(node: Node) -> N
             await broken.wait()
         with pytest.raises(Unavailable):
             await collect(worker, decode_request())
-        assert worker.service.state.value == "broken"
+        status = await worker.service.get_status(worker_pb2.GetWorkerStatusRequest(check=True))
+        assert status.state == "broken"
+        assert "the engine's thread has ended" in status.problems
 
 
 async def test_a_worker_that_fails_on_and_on_stops(decode: Worker) -> None:

@@ -30,15 +30,15 @@ from worker.service import WorkerService
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 VOCAB_SIZE = 997
-POISON = 996
-"""A token whose KV makes the next logits no numbers."""
+POISON = (5, 6, 7)
+"""A prompt after which logits are no numbers."""
 PROMPT = tuple(range(1, 101))
 TIMEOUT_S = 20.0
 _ROLES = {RoleName.PREFILL: prefill_role, RoleName.DECODE: decode_role}
 
 
 class Model(HashModel):
-    """Fails steps on demand, gives no numbers after POISON, and waits before each step while `may_go` is not set."""
+    """Fails steps on demand, gives no numbers for POISON, and waits before each step while `may_go` is not set."""
 
     def __init__(self) -> None:
         super().__init__(LAYOUT, VOCAB_SIZE)
@@ -52,7 +52,8 @@ class Model(HashModel):
             self.num_failures -= 1
             raise RuntimeError("out of memory")
         logits = super().forward(batch, kv)
-        logits[batch.token_ids[batch.sample_rows] == POISON] = float("nan")
+        is_poisoned = (batch.token_ids == POISON[-1]) & (batch.positions == len(POISON) - 1)
+        logits[is_poisoned[batch.sample_rows]] = float("nan")
         return logits
 
 
