@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Proves everything: formatting, lint, strict types, import contracts, generated stubs, all tests. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. deploy/environment.sh dev
+export OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+step() {
+    echo "== $1" >&2
+    shift
+    "$@" || { echo "FAILED: $*" >&2; exit 1; }
+}
+
+stubs_are_current() {
+    local before
+    before="$(mktemp -d)"
+    cp -r wire/pb "$before/pb"
+    bash wire/generate.sh
+    diff -r --exclude=__pycache__ "$before/pb" wire/pb
+    local same=$?
+    rm -rf "$before"
+    return $same
+}
+
+step formatting ruff format --check --quiet .
+step lint ruff check --quiet .
+step types mypy
+step imports lint-imports
+step stubs stubs_are_current
+step tests python -m pytest "$@"
