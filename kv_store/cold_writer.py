@@ -43,7 +43,8 @@ class ColdWriter:
     def stop(self) -> None:
         """Returns when the block under way is written or has failed."""
         self._is_stopping.set()
-        self._thread.join(_JOIN_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_TIMEOUT_S)
 
     def write_some(self) -> int:
         """Writes what the directory offers, up to the first failure; how many blocks that were."""

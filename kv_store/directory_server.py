@@ -48,8 +48,9 @@ class DirectoryServer:
 
     def stop(self) -> None:
         """Ends all connections and removes the socket. The directory itself stays as it is."""
-        self._loop.call_soon_threadsafe(self._is_stopping.set)
-        self._thread.join(_THREAD_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._is_stopping.set)
+            self._thread.join(_THREAD_TIMEOUT_S)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

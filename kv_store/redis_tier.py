@@ -25,6 +25,7 @@ _PREFIX = b"baton:kv:"
 _PROBE = b"baton:probe"
 _PROBE_TTL_MS = 1000
 _KEYS_PER_ROUND = 1024
+_COUNTS = ("hits", "misses", "errors", "corrupt", "written")
 _READ_BYTES = 256 << 10
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class RedisTier:
         self._layout = layout
         self._redis = _connect(url, timeout_s)
         self._breaker = Breaker(clock)
-        self._counted = Counter[str]()
+        self._counted = Counter(dict.fromkeys(_COUNTS, 0))
         self._greet()
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:

@@ -43,7 +43,7 @@ def in_memory() -> Iterator[Cold]:
 def in_redis(url: str) -> Iterator[Cold]:
     tier = RedisTier(url, LAYOUT)
     with redis.Redis.from_url(url) as client:
-        client.flushall()
+        client.flushdb()
         yield Cold(
             tier,
             lambda name: client.get(b"baton:kv:" + name.key),
@@ -54,7 +54,7 @@ def in_redis(url: str) -> Iterator[Cold]:
 
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
 def cold(request: pytest.FixtureRequest) -> Iterator[Cold]:
-    yield from in_memory() if request.param == "memory" else in_redis(request.getfixturevalue("redis_url"))
+    yield from in_memory() if request.param == "memory" else in_redis(request.getfixturevalue("redis_url") + "?db=5")
 
 
 def test_a_block_comes_back(cold: Cold) -> None:

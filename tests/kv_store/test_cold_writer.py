@@ -125,6 +125,10 @@ def test_the_thread_writes_what_comes_survives_faults_and_stops(node: Node, capl
     assert not node.is_cold(names_of(4, first=1000)[0])
 
 
+def test_it_may_be_stopped_before_it_was_started(node: Node) -> None:
+    node.writer.stop()
+
+
 def test_stopping_does_not_wait_for_a_whole_batch(node: Node) -> None:
     node.publish(names_of(4 * NUM_SLOTS))
     begun, go_on = threading.Event(), threading.Event()

@@ -365,3 +365,10 @@ def test_a_path_of_no_use_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be made"):
             DirectoryServer(Directory(1), str(path)).start()
     assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_it_may_be_stopped_twice_or_before_it_was_started(tmp_path: Path) -> None:
+    DirectoryServer(Directory(1), str(tmp_path / "socket")).stop()
+    node = Node(tmp_path)
+    node.stop()
+    node.server.stop()

@@ -95,7 +95,7 @@ def real(folder: Path, redis_url: str) -> Iterator[Node]:
     server = DirectoryServer(directory, str(folder / "socket"))
     server.start()
     with redis.Redis.from_url(redis_url) as client:
-        client.flushall()
+        client.flushdb()
     node = Node(arena, directory, clock, RedisTier(redis_url, LAYOUT, timeout_s=10.0))
     clients: list[DirectoryClient] = []
 
@@ -114,7 +114,7 @@ def real(folder: Path, redis_url: str) -> Iterator[Node]:
 
 @pytest.fixture(params=["twins", pytest.param("real", marks=pytest.mark.redis)])
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
-    nodes = twins() if request.param == "twins" else real(tmp_path, request.getfixturevalue("redis_url"))
+    nodes = twins() if request.param == "twins" else real(tmp_path, request.getfixturevalue("redis_url") + "?db=5")
     with nodes as node:
         yield node
         assert node.directory.check() == []
