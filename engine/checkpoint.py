@@ -13,9 +13,9 @@ import torch
 from engine.config import ModelConfig, parse_eos
 from engine.hub import download
 from engine.json_fields import JsonFields, parse_object
-from engine.regular_file import read_regular
 from engine.tensor_file import TensorFile
 from wire.errors import ModelError
+from wire.model_file import read_regular
 
 logger = logging.getLogger(__name__)
 

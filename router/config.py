@@ -1,15 +1,11 @@
 """What a router is started with, as one JSON text. Whoever starts it fills this in; nothing changes it later."""
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, get_type_hints
+from dataclasses import dataclass, field
 
 from router.admission import Bounds
 from wire.errors import ConfigError, WireError
 from wire.layout import KVLayout
-
-T = TypeVar("T")
+from wire.settings import from_json, to_json
 
 
 @dataclass(frozen=True)
@@ -78,44 +74,14 @@ class RouterConfig:
     max_prefix_keys: int = 65536
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "RouterConfig":
         """Raises ConfigError for anything that is missing, unknown or of the wrong type, and names it."""
-        try:
-            raw = json.loads(text)
-        except ValueError as error:
-            raise ConfigError("router configuration: not JSON") from error
-        config = _read(cls, raw, "router")
+        config = from_json(cls, text, "router")
         try:
             _ = config.model.fingerprint, config.model.layout, config.cluster.secret
         except (ValueError, WireError) as error:
-            raise ConfigError("router configuration: fingerprint, layout or secret is not what it claims") from error
+            raise ConfigError("router: fingerprint, layout or secret is not what it claims") from error
         return config
-
-
-def _read(cls: type[T], raw: object, path: str) -> T:
-    """An instance of a dataclass from a JSON object, strictly."""
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"{path}: must be an object")
-    types = get_type_hints(cls)
-    unknown = sorted(set(raw) - set(types))
-    if unknown:
-        raise ConfigError(f"{path}.{unknown[0][:64]}: unknown key")
-    values = {name: _read_value(types[name], value, f"{path}.{name}") for name, value in raw.items()}
-    try:
-        return cls(**values)
-    except TypeError as error:
-        missing = [one.name for one in fields(cls) if one.name not in values]  # type: ignore[arg-type]
-        raise ConfigError(f"{path}: lacks some of {', '.join(missing)}") from error
-
-
-def _read_value(kind: Any, value: object, path: str) -> object:
-    if is_dataclass(kind):
-        return _read(kind, value, path)  # type: ignore[arg-type]
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise ConfigError(f"{path}: must be of type {kind.__name__}")
-    return value

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from text.model_file import read_model_file
 from text.tokenizer_config import TokenizerConfig
 from wire.errors import InvalidRequest, ModelError
+from wire.model_file import read_text
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_PROMPT_CHARS = 4 << 20
@@ -36,7 +36,7 @@ class ChatTemplate:
     def load(cls, folder: Path) -> "ChatTemplate | None":
         """From chat_template.jinja, else tokenizer_config.json; None if the model has none. Raises ModelError."""
         config = TokenizerConfig.load(folder)
-        source = read_model_file(folder, "chat_template.jinja", MAX_TEMPLATE_BYTES) or config.chat_template
+        source = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES) or config.chat_template
         return None if source is None else cls(source, dict(config.special_texts))
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:

@@ -6,9 +6,9 @@ from pathlib import Path
 import tokenizers
 
 from text.codec import TokenKind
-from text.model_file import read_model_file
 from text.tokenizer_config import TokenizerConfig
 from wire.errors import InvalidRequest, ModelError
+from wire.model_file import read_text
 
 MAX_TOKENIZER_BYTES = 64 << 20
 
@@ -26,7 +26,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
         """Reads tokenizer.json and, if it is there, tokenizer_config.json. Raises ModelError if one is malformed."""
-        definition = read_model_file(folder, "tokenizer.json", MAX_TOKENIZER_BYTES)
+        definition = read_text(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
         if definition is None:
             raise ModelError("tokenizer.json: missing")
         try:

@@ -7,8 +7,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from text.model_file import read_model_file
 from wire.errors import ModelError
+from wire.model_file import read_text
 
 MAX_CONFIG_BYTES = 8 << 20
 
@@ -28,7 +28,7 @@ class TokenizerConfig:
     @classmethod
     def load(cls, folder: Path) -> "TokenizerConfig":
         """Empty where there is no such file. Raises ModelError if it is malformed."""
-        content = read_model_file(folder, "tokenizer_config.json", MAX_CONFIG_BYTES)
+        content = read_text(folder / "tokenizer_config.json", MAX_CONFIG_BYTES)
         if content is None:
             return cls()
         try:

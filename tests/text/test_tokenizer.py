@@ -143,7 +143,7 @@ class TestBadFolder:
     )
     def test_malformed_definition(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "tokenizer.json").write_bytes(content)
-        with pytest.raises(ModelError, match=r"^tokenizer\.json: "):
+        with pytest.raises(ModelError, match=r"^tokenizer\.json"):
             Tokenizer.load(tmp_path)
 
     @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ class TestBadFolder:
         Tokenizer.load(tmp_path)
         link.unlink()
         link.symlink_to(link)
-        with pytest.raises(ModelError, match="cannot be opened"):
+        with pytest.raises(ModelError, match="cannot be read"):
             Tokenizer.load(tmp_path)
         link.unlink()
         os.mkfifo(link)

@@ -34,3 +34,13 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     if len(data) > max_bytes:
         raise ModelError(f"{path.name} is larger than {max_bytes} bytes", folder=str(path.parent))
     return data
+
+
+def read_text(path: Path, max_bytes: int) -> str | None:
+    """The whole content as text, or None where there is no file. Raises ModelError as above, and if it is not UTF-8."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        return read_regular(path, max_bytes).decode()
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path.name} is not UTF-8", folder=str(path.parent)) from error
