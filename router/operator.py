@@ -6,7 +6,6 @@ import grpc.aio
 
 from router.cluster_status import StatusReader
 from router.controller_port import ControllerPort
-from router.membership import Membership
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
 from wire.pb.cluster_pb2_grpc import ClusterServicer
@@ -17,13 +16,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class ClusterApi(ClusterServicer):
     """What it raises becomes a status in the server's interceptor. `address` is where clients connect."""
 
-    def __init__(
-        self, model: str, address: str, statuses: StatusReader, membership: Membership, port: ControllerPort
-    ) -> None:
+    def __init__(self, model: str, address: str, statuses: StatusReader, port: ControllerPort) -> None:
         self._model = model
         self._address = address
         self._statuses = statuses
-        self._membership = membership
         self._port = port
 
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Context) -> cluster_pb2.ClusterStatus:  # noqa: N802
@@ -42,9 +38,7 @@ class ClusterApi(ClusterServicer):
         return cluster_pb2.ScaleResponse(prefill=pools.prefill, decode=pools.decode)
 
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Context) -> cluster_pb2.DrainResponse:  # noqa: N802
-        worker_id = WorkerId(request.worker_id)
-        await self._membership.start_drain(worker_id)
-        await self._port.drain(worker_id)
+        await self._port.drain(WorkerId(request.worker_id))
         return cluster_pb2.DrainResponse()
 
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Context) -> cluster_pb2.ShutdownResponse:  # noqa: N802

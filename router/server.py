@@ -48,7 +48,7 @@ class RouterServer:
             raise
         router, config = self._router, self._router.config
         inference = InferenceApi(config.model, router.dispatcher, config.streams)
-        cluster = ClusterApi(config.model.name, addresses.public, router.statuses, router.membership, router.port)
+        cluster = ClusterApi(config.model.name, addresses.public, router.statuses, router.port)
         add_InferenceServicer_to_server(inference, self._public)  # type: ignore[no-untyped-call]
         add_ClusterServicer_to_server(cluster, self._operator)  # type: ignore[no-untyped-call]
         router.start()
