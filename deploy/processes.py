@@ -11,6 +11,8 @@ from types import MappingProxyType
 import psutil
 
 POLL_S = 0.02
+ORPHANS_GRACE_S = 1.0
+KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,17 @@ def spawn_leader(
 
 
 def end_session(leader: ProcessRef, grace_s: float) -> None:
-    """Ends a session: SIGTERM to its leader, and SIGKILL to all that is left after `grace_s`. Blocks until it is empty.
+    """Ends a session: SIGTERM to its leader, and SIGKILL to all that outlive it, or the grace. Blocks until it is empty.
 
     Raises TimeoutError if something survives SIGKILL for 10 s.
     """
     if leader.is_alive:
         _signal(leader.pid, signal.SIGTERM)
-        _wait_until_empty(leader, grace_s)
+        wait_for_end(leader.pid, grace_s)
+        _wait_until_empty(leader, ORPHANS_GRACE_S)
     for pid in leader.session():
         _signal(pid, signal.SIGKILL)
-    if not _wait_until_empty(leader, 10.0):
+    if not _wait_until_empty(leader, KILL_TIMEOUT_S):
         raise TimeoutError(f"processes {leader.session()} cannot be ended")
 
 
