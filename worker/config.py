@@ -27,7 +27,7 @@ class ModelSettings:
         try:
             return bytes.fromhex(self.fingerprint_hex)
         except ValueError as error:
-            raise ConfigError("model.fingerprint_hex: must be hex digits") from error
+            raise ConfigError("worker.model.fingerprint_hex: must be hex digits") from error
 
 
 @dataclass(frozen=True)

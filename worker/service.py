@@ -10,7 +10,7 @@ from enum import Enum
 from engine.core import EngineCore
 from engine.request import EngineRequest
 from kv_store.block_store import BlockStore
-from wire.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable, Unsupported
+from wire.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable, Unsupported, WorkerLeaving
 from wire.ids import RequestId
 from wire.pb import worker_pb2
 from worker.async_store import AsyncStore
@@ -128,7 +128,7 @@ class WorkerService:
         return worker_pb2.StartDrainResponse()
 
     async def drain(self, grace_s: float) -> int:
-        """Takes no new calls, waits for the open ones, and ends those with Unavailable that outlast the grace.
+        """Takes no new calls, waits for the open ones, and ends those with WorkerLeaving that outlast the grace.
 
         Returns how many these were; the router goes on with them elsewhere.
         """
@@ -139,7 +139,7 @@ class WorkerService:
             log.warning("%d requests outlast the grace of %s s", len(self._calls), grace_s)
         left = list(self._calls)
         for call in left:
-            self._end(call, Unavailable("the worker is going away"))
+            self._end(call, WorkerLeaving("the worker is going away"))
         return len(left)
 
     @contextmanager
@@ -159,7 +159,8 @@ class WorkerService:
 
     def _open(self, request_id: RequestId, attempt: int) -> Call:
         if self.state is not ServiceState.READY:
-            raise Unavailable(f"the worker is {self.state.value}", request_id=request_id)
+            refusal = WorkerLeaving if self.state is ServiceState.DRAINING else Unavailable
+            raise refusal(f"the worker is {self.state.value}", request_id=request_id)
         call = Call(request_id, attempt)
         earlier = self._calls.open(call)
         if earlier is not None:

@@ -1,0 +1,126 @@
+"""Both roles as processes on a checkpoint: a request goes through them, and SIGTERM lets them finish what they do."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc.aio
+import pytest
+import torch
+
+from decode_worker.actor import DecodeActor
+from engine.decoder import Decoder
+from kv_store.arena import Arena
+from kv_store.directory import Directory
+from kv_store.directory_server import DirectoryServer
+from prefill_worker.actor import PrefillActor
+from tests.checkpoints import choose_prompt, make_checkpoint
+from tests.worker.workers import decode_request, greedy, prefill_request, tokens_of
+from wire.errors import ConfigError, Unavailable
+from wire.pb.worker_pb2_grpc import WorkerStub
+from wire.rpc import TOKEN_METADATA
+from worker.config import ModelSettings, PoolSettings, ServerSettings, StoreSettings, WorkerConfig
+
+TOKEN = "the cluster's"
+METADATA = ((TOKEN_METADATA, TOKEN),)
+TIMEOUT_S = 90.0
+NUM_SLOTS = 256
+NUM_TOKENS = 64
+
+
+class WorkerProcess:
+    """One worker; `stub` speaks to it."""
+
+    def __init__(self, role: str, checkpoint: Path, directory_path: str) -> None:
+        config = config_of(role, checkpoint, directory_path)
+        command = [sys.executable, "-m", "tests.worker.worker_process", f"{role}_worker.actor", f"{role.title()}Actor"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdin is not None
+        self.process.stdin.write(config.to_json() + "\n")
+        self.process.stdin.flush()
+
+    def address(self) -> str:
+        assert self.process.stdout is not None
+        started = json.loads(self.process.stdout.readline())
+        assert started["pid"] == self.process.pid
+        assert started["epoch"]
+        return str(started["address"])
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return make_checkpoint("llama-gqa", tmp_path / "model")
+
+
+@pytest.fixture
+def directory_path(tmp_path: Path, checkpoint: Path) -> Iterator[str]:
+    layout = Decoder.load(checkpoint, None, torch.device("cpu"), 16).layout
+    arena = Arena.create(str(tmp_path / "arena"), layout.block_bytes, NUM_SLOTS)
+    directory = Directory(NUM_SLOTS, arena_path=str(arena.path), block_bytes=layout.block_bytes)
+    server = DirectoryServer(directory, str(tmp_path / "socket"))
+    server.start()
+    yield str(tmp_path / "socket")
+    server.stop()
+    arena.close()
+
+
+@pytest.fixture
+def workers(checkpoint: Path, directory_path: str) -> Iterator[dict[str, WorkerProcess]]:
+    workers = {role: WorkerProcess(role, checkpoint, directory_path) for role in ("prefill", "decode")}
+    yield workers
+    for worker in workers.values():
+        with worker.process as process:
+            process.kill()
+
+
+def config_of(role: str, checkpoint: Path, directory_path: str) -> WorkerConfig:
+    return WorkerConfig(
+        worker_id=f"{role}-0",
+        role=role,
+        model=ModelSettings(str(checkpoint), "ab" * 32),
+        pool=PoolSettings(num_blocks=64),
+        store=StoreSettings(directory_path),
+        server=ServerSettings(TOKEN),
+    )
+
+
+async def test_processes_serve_a_request_between_them_and_end_well_when_told(
+    workers: dict[str, WorkerProcess], checkpoint: Path
+) -> None:
+    oracle = choose_prompt(checkpoint, 60, NUM_TOKENS)
+    async with (
+        grpc.aio.insecure_channel(workers["prefill"].address()) as to_prefill,
+        grpc.aio.insecure_channel(workers["decode"].address()) as to_decode,
+    ):
+        prefill, decode = WorkerStub(to_prefill), WorkerStub(to_decode)
+        request = prefill_request(oracle.prompt_ids, greedy(NUM_TOKENS))
+        answer = await prefill.Prefill(request, metadata=METADATA, timeout=TIMEOUT_S)
+        first = list(answer.choices[0].token_ids)
+        going = decode.Decode(
+            decode_request(oracle.prompt_ids, greedy(NUM_TOKENS), outputs=[first]), metadata=METADATA, timeout=TIMEOUT_S
+        )
+        stream = aiter(going)
+        updates = [await anext(stream)]
+        for worker in workers.values():
+            worker.process.send_signal(signal.SIGTERM)
+        updates += [update async for update in stream]
+    assert first + tokens_of(updates) == list(oracle.token_ids)
+    (fetched,) = [update.fetched for update in updates if update.HasField("fetched")]
+    assert (fetched.fetched_tokens.host, fetched.computed_tokens) == (60, 0)
+    codes = [await asyncio.to_thread(worker.process.wait, TIMEOUT_S) for worker in workers.values()]
+    assert codes == [0, 0]
+
+
+def test_a_role_refuses_the_configuration_of_the_other() -> None:
+    with pytest.raises(ConfigError):
+        PrefillActor(config_of("decode", Path("model"), "").to_json())
+
+
+async def test_nothing_can_be_asked_of_a_worker_before_it_has_started() -> None:
+    actor = DecodeActor(config_of("decode", Path("model"), "").to_json())
+    with pytest.raises(Unavailable):
+        await actor.drain(1)

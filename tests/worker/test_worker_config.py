@@ -1,0 +1,71 @@
+import json
+from typing import Any
+
+import pytest
+
+from wire.errors import ConfigError
+from worker.config import BatchSettings, ModelSettings, PoolSettings, ServerSettings, StoreSettings, WorkerConfig
+
+CONFIG = WorkerConfig(
+    worker_id="prefill-0",
+    role="prefill",
+    model=ModelSettings(folder="/models/tiny", fingerprint_hex="ab" * 32),
+    pool=PoolSettings(num_blocks=64),
+    store=StoreSettings(directory_path="/run/directory"),
+    server=ServerSettings(token="secret"),
+)
+
+
+def changed(path: str, value: Any) -> str:
+    """The JSON of CONFIG with one value set, or removed if it is `...`."""
+    whole = json.loads(CONFIG.to_json())
+    *outer, last = path.split(".")
+    table = whole
+    for name in outer:
+        table = table[name]
+    if value is ...:
+        del table[last]
+    else:
+        table[last] = value
+    return json.dumps(whole)
+
+
+def test_goes_to_json_and_back() -> None:
+    assert WorkerConfig.from_json(CONFIG.to_json()) == CONFIG
+    assert CONFIG.model.fingerprint == b"\xab" * 32
+
+
+def test_what_has_a_default_may_be_left_out() -> None:
+    assert WorkerConfig.from_json(changed("batch", ...)).batch == BatchSettings()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("colour", "blue", "worker.colour: unknown"),
+        ("batch.colour", "blue", "worker.batch.colour: unknown"),
+        ("worker_id", ..., "worker.worker_id: missing"),
+        ("pool", ..., "worker.pool: missing"),
+        ("pool", 3, "worker.pool: must be an object"),
+        ("pool.num_blocks", "64", "worker.pool.num_blocks: must be int"),
+        ("pool.num_blocks", True, "worker.pool.num_blocks: must be int"),
+        ("pool.num_blocks", 0, "worker.pool.num_blocks: must be positive"),
+        ("store.redis_url", 5, "worker.store.redis_url: must be str"),
+        ("model.fingerprint_hex", "ab", "worker.model.fingerprint_hex: must be 32 bytes"),
+        ("model.fingerprint_hex", "xy" * 32, "worker.model.fingerprint_hex: must be hex digits"),
+        ("server.port", 1 << 16, "worker.server.port: must be from 0 to 65535"),
+        ("server.token", "", "worker.server.token: must not be empty"),
+        ("role", "judge", "worker.role: must be prefill or decode"),
+        ("num_threads", 0, "worker.num_threads: must be positive"),
+        ("batch.max_step_tokens", 300, "worker.batch.max_step_tokens: must be at least max_running"),
+    ],
+)
+def test_refuses_what_is_wrong_and_names_it(path: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        WorkerConfig.from_json(changed(path, value))
+    assert raised.value.message.startswith(said)
+
+
+def test_refuses_what_is_not_json() -> None:
+    with pytest.raises(ConfigError):
+        WorkerConfig.from_json("{")
