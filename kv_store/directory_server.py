@@ -56,31 +56,37 @@ class DirectoryServer:
         self._loop = asyncio.get_running_loop()
         self._is_stopping = asyncio.Event()
         self._peers = PeerProcesses(self._loop, self._forget)
-        accepting = asyncio.create_task(self._accept())
+        self._loop.add_reader(self._listener, self._accept)
         self._is_ready.set()
         await self._is_stopping.wait()
         os.unlink(self._path)
-        await self._hang_up(accepting)
+        self._loop.remove_reader(self._listener)
         self._listener.close()
+        await self._hang_up()
         self._peers.close()
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = await self._loop.sock_accept(self._listener)
-            except OSError as error:  # such as too many open files: the next one may be luckier
-                log.warning("a connection could not be accepted: %s", error)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            task = asyncio.create_task(self._serve_one(connection))
-            self._conversations[task] = connection
-            task.add_done_callback(lambda task: self._conversations.pop(task).close())
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # such as too many open files: a pause, as the listener stays readable
+            log.warning("a connection could not be accepted: %s", error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_ACCEPT_PAUSE_S, self._accept_again)
+            return
+        connection.setblocking(False)
+        task = self._loop.create_task(self._serve_one(connection))
+        self._conversations[task] = connection
+        task.add_done_callback(lambda task: self._conversations.pop(task).close())
 
-    async def _hang_up(self, accepting: asyncio.Task[None]) -> None:
-        tasks = [accepting, *self._conversations]
-        for task in tasks:
+    def _accept_again(self) -> None:
+        if not self._is_stopping.is_set():
+            self._loop.add_reader(self._listener, self._accept)
+
+    async def _hang_up(self) -> None:
+        for task in self._conversations:
             task.cancel()
-        await asyncio.wait(tasks, timeout=_THREAD_TIMEOUT_S)
+        if self._conversations:
+            await asyncio.wait(self._conversations, timeout=_THREAD_TIMEOUT_S)
 
     async def _serve_one(self, connection: socket.socket) -> None:
         try:
