@@ -15,7 +15,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_WORKERS = 64
 MIB = 1 << 20
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,15}")
 _REDIS_URL = re.compile(r"own|off|(redis|rediss|unix)://.+")
 
 
@@ -131,7 +131,7 @@ class ClusterConfig:
 
 def check_name(name: str) -> str:
     """A cluster's name, which is part of paths. Raises ConfigError if it is none."""
-    _require(_NAME.fullmatch(name), "name", "1 to 32 of a-z, 0-9 and -, beginning with a letter or digit", name[:64])
+    _require(_NAME.fullmatch(name), "name", "1 to 16 of a-z, 0-9 and -, beginning with a letter or digit", name[:64])
     return name
 
 

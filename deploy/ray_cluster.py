@@ -36,7 +36,7 @@ class RayHead:
     def __init__(self, run_dir: Path, namespace: str, ray_address: str | None) -> None:
         """Begins at once; returns before Ray is there."""
         self._log = run_dir / "ray.log"
-        config = {"namespace": namespace, "temp_dir": str(run_dir / "ray"), "address": ray_address}
+        config = {"namespace": namespace, "temp_dir": str(run_dir / "r"), "address": ray_address}
         stdin, self._stdin = os.pipe()
         self._stdout, stdout = os.pipe()
         command = [sys.executable, "-m", "deploy.ray_head", json.dumps(config)]

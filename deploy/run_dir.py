@@ -5,14 +5,14 @@ import shutil
 import tempfile
 from pathlib import Path
 
-# Unix socket paths may have 107 bytes, and Ray appends up to 75: a short place, whatever TMPDIR says.
+# Unix socket paths may have 107 bytes, and Ray appends up to 68: a short place, whatever TMPDIR says.
 ROOT = Path("/tmp")
 PREFIX = "baton-"
 
 
-def create() -> Path:
+def create(cluster: str) -> Path:
     """A new, empty folder that only its owner may enter."""
-    return Path(tempfile.mkdtemp(dir=ROOT, prefix=PREFIX))
+    return Path(tempfile.mkdtemp(dir=ROOT, prefix=f"{PREFIX}{cluster}-"))
 
 
 def remove(folder: Path) -> None:

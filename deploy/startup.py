@@ -38,7 +38,7 @@ class Startup:
         self._config = config
         self._reporter = reporter
         self._file = StateFile(config.name)
-        self._run_dir = run_dir.create()
+        self._run_dir = run_dir.create(config.name)
         self._state = ClusterState(
             name=config.name,
             phase=Phase.STARTING,

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    folder = run_dir.create()
+    folder = run_dir.create("test")
     yield folder
     run_dir.remove(folder)
 
