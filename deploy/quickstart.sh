@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# From nothing to a served prompt: environment, Ray, Redis, a prefill and a decode worker, one streamed generation with
+# its timeline, a clean stop. --keep leaves the cluster running. Arguments after -- go to `baton up`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+keep=no
+[ "${1:-}" = --keep ] && { keep=yes; shift; }
+[ "${1:-}" = -- ] && shift
+
+. deploy/environment.sh
+
+name=quickstart
+question="Rooms: Ben 19, Anna 48, Clara 77, David 12, Emma 55. Question: which room has Clara?"
+answer=" 77."
+
+say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+stop() { baton down --name "$name" || true; }
+trap stop EXIT
+
+say "\$ baton up --prefill 1 --decode 1"
+baton up --name "$name" --prefill 1 --decode 1 --grpc-port 0 "$@"
+
+say "\$ baton generate \"$question\""
+baton generate --name "$name" "$question" | tee /dev/stderr | grep -qxF -- "$answer" || {
+    [ $# -gt 0 ] || { echo "quickstart: the answer should have been$answer" >&2; exit 1; }
+}
+
+say "\$ baton status --check"
+baton status --name "$name" --check
+
+trap - EXIT
+if [ "$keep" = yes ]; then
+    say "The cluster is running. Ask it with: . .venv/bin/activate; baton generate --name $name ...; end it with: baton down --name $name"
+    exit 0
+fi
+
+say "\$ baton down"
+baton down --name "$name"
+bash deploy/nothing_left.sh "$name"
