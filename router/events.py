@@ -21,6 +21,13 @@ class Tokenized:
 
 
 @dataclass(frozen=True)
+class TrialBegun:
+    """It is the request's turn to be tried alone."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
 class PrefillChosen:
     attempt: int
     worker: WorkerId
@@ -78,6 +85,7 @@ class Stopped:
 
 Event = (
     Tokenized
+    | TrialBegun
     | PrefillChosen
     | NoPrefillWorker
     | PrefillAnswered
@@ -92,6 +100,23 @@ Event = (
 @dataclass(frozen=True)
 class Tokenize:
     pass
+
+
+@dataclass(frozen=True)
+class BeginTrial:
+    """The attempt may be the last: it waits until no other such attempt is under way."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class EndTrial:
+    """The attempt leads somewhere, or is over."""
+
+
+@dataclass(frozen=True)
+class PutInQuarantine:
+    """The prompt is not to be tried again for a while."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +180,9 @@ class SendError:
 
 Instruction = (
     Tokenize
+    | BeginTrial
+    | EndTrial
+    | PutInQuarantine
     | ChoosePrefill
     | StartPrefill
     | ChooseDecode

@@ -6,25 +6,30 @@
 
 An attempt is one way through these steps. It ends when its worker is lost, and what it still says is dropped. Once any
 token is out, the next attempt goes straight to a decode worker: it fetches what is published and computes the rest.
+What may be the last attempt waits for its trial first, where no other such request is tried with it.
 """
 
 from collections.abc import Callable, Iterable
 
+from router.attempts import MAX_ATTEMPTS, Attempts
 from router.choice_stream import ChoiceStream
 from router.events import (
     AttemptFailed,
+    BeginTrial,
     CancelCall,
     ChooseDecode,
     ChoosePrefill,
     DecodeChosen,
     DecodeEnded,
     DecodeUpdated,
+    EndTrial,
     Event,
     Instruction,
     KeepHold,
     NoPrefillWorker,
     PrefillAnswered,
     PrefillChosen,
+    PutInQuarantine,
     ReleaseHold,
     SendChunk,
     SendComplete,
@@ -34,6 +39,7 @@ from router.events import (
     Stopped,
     Tokenize,
     Tokenized,
+    TrialBegun,
 )
 from text.incremental import IncrementalText
 from wire.errors import AttemptsExhausted, BatonError, Cancelled, RequestExists, Unavailable, WireError
@@ -42,7 +48,6 @@ from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import SamplingParams
 
-MAX_ATTEMPTS = 3
 _LOSSES = (Unavailable, Cancelled, WireError, RequestExists)
 """Errors that say something of the worker and nothing of the request: another attempt may do better.
 
@@ -56,7 +61,8 @@ class Lifecycle:
     def __init__(self, new_text: Callable[[SamplingParams], IncrementalText]) -> None:
         self.ended = False
         self._new_text = new_text
-        self._attempt = 1
+        self._attempts = Attempts()
+        self._is_on_trial = False
         self._num_prompt_tokens = 0
         self._seed = 0
         self._choices: list[ChoiceStream] = []
@@ -71,7 +77,7 @@ class Lifecycle:
 
     def handle(self, event: Event) -> list[Instruction]:
         """What is to be done now, in order. What former attempts say, and anything after the end, asks for nothing."""
-        if self.ended or getattr(event, "attempt", self._attempt) != self._attempt:
+        if self.ended or getattr(event, "attempt", self._attempts.number) != self._attempts.number:
             return []
         self._todo = []
         self._take(event)
@@ -81,6 +87,8 @@ class Lifecycle:
         match event:
             case Tokenized(num_prompt_tokens, sampling):
                 self._open(num_prompt_tokens, sampling)
+            case TrialBegun():
+                self._todo.append(self._first_step())
             case PrefillChosen(attempt, worker):
                 self._prefill_worker = worker
                 self._todo.append(StartPrefill(attempt, worker))
@@ -106,7 +114,7 @@ class Lifecycle:
         self._num_prompt_tokens = num_prompt_tokens
         self._seed = sampling.seed
         self._choices = [ChoiceStream(index, self._new_text(sampling)) for index in range(sampling.n)]
-        self._todo.append(ChoosePrefill(self._attempt))
+        self._todo.append(ChoosePrefill(self._attempts.number))
 
     def _prefilled(self, response: worker_pb2.PrefillResponse) -> None:
         self._cached = response.cached_tokens
@@ -115,7 +123,7 @@ class Lifecycle:
         elif self._all_ended:
             self._complete()
         else:
-            self._todo += [KeepHold(), ChooseDecode(self._attempt)]
+            self._todo += [KeepHold(), ChooseDecode(self._attempts.number)]
 
     def _decoded(self, update: worker_pb2.DecodeUpdate) -> None:
         if update.HasField("fetched"):
@@ -135,7 +143,13 @@ class Lifecycle:
             chunk = choice.accept(tokens)
             if chunk is not None:
                 self._todo.append(SendChunk(chunk))
+        if self._is_on_trial and not self._attempts.is_in_vain(self._num_tokens):
+            self._end_trial()
         return True
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self._choices)
 
     @property
     def _all_ended(self) -> bool:
@@ -151,17 +165,32 @@ class Lifecycle:
             self._complete()
         elif not isinstance(error, _LOSSES):
             self._end(SendError(error))
-        elif self._attempt == MAX_ATTEMPTS:
-            self._end(SendError(AttemptsExhausted(f"{MAX_ATTEMPTS} workers were lost while they served this request")))
         else:
-            self._attempt += 1
-            any_output = any(choice.token_ids for choice in self._choices)
-            self._todo += [CancelCall(), (ChooseDecode if any_output else ChoosePrefill)(self._attempt)]
+            self._attempts.begin_next(error, self._num_tokens)
+            self._try_again()
+
+    def _try_again(self) -> None:
+        if self._attempts.are_exhausted:
+            self._todo.append(PutInQuarantine())
+            self._end(SendError(AttemptsExhausted(f"{MAX_ATTEMPTS} workers were lost while they served this request")))
+        elif self._attempts.is_last:
+            # Who waits for a trial must not keep the arena from the one that is on trial.
+            self._is_on_trial = True
+            self._todo += [CancelCall(), ReleaseHold(), BeginTrial(self._attempts.number)]
+        else:
+            self._todo += [CancelCall(), self._first_step()]
+
+    def _first_step(self) -> ChoosePrefill | ChooseDecode:
+        return (ChooseDecode if self._num_tokens else ChoosePrefill)(self._attempts.number)
+
+    def _end_trial(self) -> None:
+        self._is_on_trial = False
+        self._todo.append(EndTrial())
 
     def _complete(self) -> None:
         usage = pb.Usage(
             prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=sum(len(choice.token_ids) for choice in self._choices),
+            completion_tokens=self._num_tokens,
             cached_tokens=self._cached,
         )
         finishes = [choice.finish for choice in self._choices if choice.finish is not None]
@@ -170,4 +199,6 @@ class Lifecycle:
 
     def _end(self, last: SendComplete | SendError) -> None:
         self.ended = True
+        if self._is_on_trial:
+            self._end_trial()
         self._todo += [CancelCall(), ReleaseHold(), last]

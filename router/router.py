@@ -12,7 +12,9 @@ from router.hold_keeper import HoldKeeper
 from router.members import Members
 from router.membership import Membership
 from router.prefix_map import PrefixMap
+from router.quarantine import Quarantine
 from router.steps import Services
+from router.trials import Trials
 from router.validator import Limits
 from router.worker_client import WorkerClient
 from router.worker_pool import WorkerPool
@@ -45,7 +47,16 @@ class Router:
         self._threads = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self.membership = Membership(self._members, connect, port, self._members_changed)
         root = namespace_root(config.cluster.secret, TENANT, model.fingerprint, layout.encode(), NO_ADAPTER)
-        services = Services(root, codec, self._threads, self._pool, self._holds, self.membership.suspect)
+        services = Services(
+            root,
+            codec,
+            self._threads,
+            self._pool,
+            self._holds,
+            Trials(),
+            Quarantine(),
+            self.membership.suspect,
+        )
         self.dispatcher = Dispatcher(services, Admission(config.admission), config.streams, self._limits)
         self.statuses = StatusReader(self._members, self.dispatcher, self._holds)
 

@@ -7,12 +7,15 @@ from functools import partial
 
 from router.events import (
     AttemptFailed,
+    BeginTrial,
     CancelCall,
     ChooseDecode,
     ChoosePrefill,
+    EndTrial,
     Event,
     Instruction,
     KeepHold,
+    PutInQuarantine,
     ReleaseHold,
     SendChunk,
     SendComplete,
@@ -86,6 +89,12 @@ class Session:
         match instruction:
             case Tokenize():
                 self._begin(self._steps.tokenize, Stopped)
+            case BeginTrial():
+                self._begin(partial(self._steps.begin_trial, instruction), Stopped)
+            case EndTrial():
+                self._services.trials.end(self._order.request_id)
+            case PutInQuarantine():
+                self._steps.put_in_quarantine()
             case ChoosePrefill():
                 self._begin(partial(self._steps.choose_prefill, instruction), Stopped)
             case ChooseDecode():

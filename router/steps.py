@@ -7,6 +7,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from router.events import (
+    BeginTrial,
     ChooseDecode,
     ChoosePrefill,
     DecodeChosen,
@@ -18,16 +19,19 @@ from router.events import (
     StartDecode,
     StartPrefill,
     Tokenized,
+    TrialBegun,
 )
 from router.hold_keeper import HoldKeeper
 from router.prepare import Prepared, prepare
+from router.quarantine import Quarantine
 from router.timeline import Timeline
+from router.trials import Trials
 from router.validator import Limits, ValidRequest
 from router.worker_client import WorkerClient
 from router.worker_pool import Assignment, WorkerPool
 from text.codec import Codec
 from wire.convert import sampling_to_pb
-from wire.errors import Cancelled, Unavailable
+from wire.errors import AttemptsExhausted, Cancelled, Unavailable
 from wire.ids import NamespaceRoot, RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
@@ -42,6 +46,8 @@ class Services:
     threads: Executor
     pool: WorkerPool
     holds: HoldKeeper
+    trials: Trials
+    quarantine: Quarantine
     suspect: Callable[[WorkerId], None]
 
 
@@ -77,7 +83,18 @@ class Steps:
             services.threads, prepare, order.valid, services.codec, order.limits, services.root
         )
         self._timeline.reached("tokenize", self._now_s)
+        if services.quarantine.holds(self.prepared.keys[-1], self._now_s):
+            raise AttemptsExhausted("workers were lost over this prompt; it is not tried again for a while")
         return Tokenized(len(self.prepared.prompt_ids), self.prepared.sampling)
+
+    async def begin_trial(self, step: BeginTrial) -> TrialBegun:
+        await self._services.trials.begin(self._order.request_id)
+        self._timeline.reached("wait_trial", self._now_s)
+        return TrialBegun(step.attempt)
+
+    def put_in_quarantine(self) -> None:
+        """Other requests with the same prompt are refused for a while."""
+        self._services.quarantine.add(self.prepared.keys[-1], self._now_s)
 
     async def choose_prefill(self, step: ChoosePrefill) -> PrefillChosen | NoPrefillWorker:
         """Waits until holds leave room; where there is no prefill worker, there is nothing to wait for."""

@@ -11,6 +11,7 @@ BatonError                INTERNAL             500
 ├── Unauthenticated       UNAUTHENTICATED      401
 ├── PairRefused           FAILED_PRECONDITION  400   workers that do not fit together
 ├── Unavailable           UNAVAILABLE          503
+│   └── WorkerLeaving                                of its own accord; others serve what it gives back
 ├── DeadlineExceeded      DEADLINE_EXCEEDED    504
 ├── Cancelled             CANCELLED            499
 ├── AttemptsExhausted     ABORTED              409   the request outlived as many workers as it may
@@ -124,6 +125,10 @@ class Unavailable(BatonError):
     """Nobody is there to serve it now."""
 
     status = Status("UNAVAILABLE", 503, True)
+
+
+class WorkerLeaving(Unavailable):
+    """The worker drains or goes away: it has nothing against the request, and another will serve it."""
 
 
 class DeadlineExceeded(BatonError):

@@ -4,20 +4,24 @@ from collections.abc import Sequence
 
 import pytest
 
+from router.attempts import MAX_ATTEMPTS, MIN_PROGRESS
 from router.events import (
     AttemptFailed,
+    BeginTrial,
     CancelCall,
     ChooseDecode,
     ChoosePrefill,
     DecodeChosen,
     DecodeEnded,
     DecodeUpdated,
+    EndTrial,
     Event,
     Instruction,
     KeepHold,
     NoPrefillWorker,
     PrefillAnswered,
     PrefillChosen,
+    PutInQuarantine,
     ReleaseHold,
     SendChunk,
     SendComplete,
@@ -27,11 +31,21 @@ from router.events import (
     Stopped,
     Tokenize,
     Tokenized,
+    TrialBegun,
 )
-from router.lifecycle import MAX_ATTEMPTS, Lifecycle
+from router.lifecycle import Lifecycle
 from text.byte_tokenizer import ByteTokenizer
 from text.incremental import IncrementalText
-from wire.errors import AttemptsExhausted, BatonError, Cancelled, InvalidRequest, RequestExists, Unavailable, WireError
+from wire.errors import (
+    AttemptsExhausted,
+    BatonError,
+    Cancelled,
+    InvalidRequest,
+    RequestExists,
+    Unavailable,
+    WireError,
+    WorkerLeaving,
+)
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
@@ -234,10 +248,44 @@ def test_a_worker_lost_after_the_last_token_is_not_missed() -> None:
 
 
 def test_attempts_come_to_an_end() -> None:
+    """The last of them waits until no other request is on trial; then the prompt is not tried again."""
     life = lifecycle(*DECODING)
-    for attempt in range(1, MAX_ATTEMPTS):
-        assert play(life, AttemptFailed(attempt, LOST)) == [CancelCall(), ChooseDecode(attempt + 1)]
-    assert isinstance(error_of(play(life, AttemptFailed(MAX_ATTEMPTS, LOST))), AttemptsExhausted)
+    assert play(life, AttemptFailed(1, LOST)) == [CancelCall(), ChooseDecode(2)]
+    assert play(life, AttemptFailed(2, LOST)) == [CancelCall(), ReleaseHold(), BeginTrial(3)]
+    assert play(life, TrialBegun(3)) == [ChooseDecode(3)]
+    quarantine, end_of_trial, *end = play(life, AttemptFailed(MAX_ATTEMPTS, LOST))
+    assert (quarantine, end_of_trial) == (PutInQuarantine(), EndTrial())
+    assert isinstance(error_of(end), AttemptsExhausted)
+
+
+def test_attempts_that_lead_somewhere_do_not_count() -> None:
+    life = lifecycle(*DECODING)
+    for attempt in range(1, 20):
+        gained = tokens("x" * MIN_PROGRESS, 1 + (attempt - 1) * MIN_PROGRESS)
+        assert play(life, decoded(gained, attempt=attempt), AttemptFailed(attempt, LOST))[1:] == [
+            CancelCall(),
+            ChooseDecode(attempt + 1),
+        ]
+
+
+def test_a_trial_ends_as_soon_as_it_leads_somewhere() -> None:
+    life = lifecycle(*DECODING, AttemptFailed(1, LOST), AttemptFailed(2, LOST), TrialBegun(3))
+    assert play(life, decoded(tokens("x" * (MIN_PROGRESS - 1), 1), attempt=3))[1:] == []
+    assert play(life, decoded(tokens("x", MIN_PROGRESS), attempt=3))[1:] == [EndTrial()]
+    assert play(life, AttemptFailed(3, LOST)) == [CancelCall(), ChooseDecode(4)]
+
+
+def test_a_worker_that_gives_the_request_back_is_not_lost() -> None:
+    life = lifecycle(*DECODING)
+    for attempt in range(1, 20):
+        given_back = AttemptFailed(attempt, WorkerLeaving("it drains"))
+        assert play(life, given_back) == [CancelCall(), ChooseDecode(attempt + 1)]
+
+
+def test_a_trial_before_any_token_leads_back_to_prefill() -> None:
+    life = lifecycle(PrefillChosen(1, P0), AttemptFailed(1, LOST), AttemptFailed(2, LOST))
+    assert play(life, TrialBegun(3)) == [ChoosePrefill(3)]
+    assert error_of(play(life, Stopped(LOST))[1:]) is LOST
 
 
 def test_an_error_of_the_request_ends_it() -> None:
