@@ -26,7 +26,8 @@ class FaultyCluster(LocalCluster):
 
     def __init__(self, model: Model, sizes: Sizes) -> None:
         self.clock = FakeClock()
-        super().__init__(model, sizes, FragmentTokenizer(), self.clock)
+        super().__init__(FaultyModel(model), sizes, FragmentTokenizer(), self.clock)
+        self._plain_model = model
         self.models: dict[str, FaultyModel] = {}
         self.gates: dict[str, DirectoryGate] = {}
         self.mortals: dict[str, MortalClient] = {}
@@ -34,6 +35,7 @@ class FaultyCluster(LocalCluster):
         self.dead: list[str] = []
         self.someone_died = asyncio.Event()
         self.listed: list[str] = []
+        self._poison: int | None = None
         self._applying = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._burials: set[asyncio.Task[None]] = set()
@@ -70,6 +72,17 @@ class FaultyCluster(LocalCluster):
         self.gates[name].cut()
         self._loop.call_soon_threadsafe(self.mortals[name].kill)
 
+    def disconnect(self, name: str) -> None:
+        """The router loses a worker that lives on, and is not replaced."""
+        self.listed.remove(name)
+        LocalWorkerClient.kill(self.mortals[name])
+
+    def poison(self, token: int) -> None:
+        """From now on every worker dies at the step in which it meets this token."""
+        self._poison = token
+        for name in self.models:
+            self._be_poisoned(name)
+
     async def settle(self) -> None:
         """Returns when all that died is buried, and replaced if that is to be."""
         while self._burials:
@@ -83,7 +96,8 @@ class FaultyCluster(LocalCluster):
 
     def _parts(self, name: str) -> Parts:
         parts = super()._parts(name)
-        self.models[name] = FaultyModel(parts.model)
+        self.models[name] = FaultyModel(self._plain_model)
+        self._be_poisoned(name)
         self.gates[name] = DirectoryGate(parts.directory)
         return Parts(self.models[name], parts.arena, self.gates[name], parts.cold)
 
@@ -91,6 +105,10 @@ class FaultyCluster(LocalCluster):
         client = MortalClient(self.workers[address].service, lambda: self._died(address))
         self.clients[address] = self.mortals[address] = client
         return client
+
+    def _be_poisoned(self, name: str) -> None:
+        self.models[name].poison = self._poison
+        self.models[name].on_poison = lambda: self.crash(name)
 
     def _died(self, name: str) -> None:
         self.gates[name].cut()

@@ -1,6 +1,7 @@
 """A worker's model, with faults to order."""
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -8,19 +9,25 @@ from engine.batch import Batch, Model
 from wire.layout import KVLayout
 
 MAX_WAIT_S = 10.0
+NEVER = -1e4
 
 
 class FaultyModel:
-    """A Model that is another one but for its faults.
+    """A Model that is another one but for its faults, and for one more token, the last, which it never says.
 
-    poison: steps with this token fail. spoilt: the logits after this token are no numbers.
+    on_step: called before each step with its number, from 1.
+    poison: steps with this token fail, and `on_poison` is called before.
+    spoilt: the logits after this token are no numbers.
+
     `pause` makes the next steps wait, `go_on` lets them go.
     """
 
     def __init__(self, model: Model) -> None:
         self.poison: int | None = None
+        self.on_poison: Callable[[], None] = lambda: None
         self.spoilt: int | None = None
         self.num_steps = 0
+        self.on_step: Callable[[int], None] = lambda number: None
         self._model = model
         self._may_go = threading.Event()
         self._may_go.set()
@@ -35,7 +42,7 @@ class FaultyModel:
 
     @property
     def vocab_size(self) -> int:
-        return self._model.vocab_size
+        return self._model.vocab_size + 1
 
     @property
     def max_context_len(self) -> int:
@@ -52,11 +59,13 @@ class FaultyModel:
         self._may_go.set()
 
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        assert self._may_go.wait(MAX_WAIT_S), "nobody let the model go on"
         self.num_steps += 1
+        self.on_step(self.num_steps)
+        assert self._may_go.wait(MAX_WAIT_S), "nobody let the model go on"
         if self.poison is not None and self.poison in batch.token_ids:
+            self.on_poison()
             raise RuntimeError("a step that cannot be done")
-        logits = self._model.forward(batch, kv)
+        logits = torch.nn.functional.pad(self._model.forward(batch, kv), (0, 1), value=NEVER)
         if self.spoilt is not None:
             logits[batch.token_ids[batch.sample_rows] == self.spoilt] = torch.nan
         return logits

@@ -18,14 +18,21 @@ async def at_rest(cluster: FaultyCluster) -> None:
     Holds whose release was lost with a worker may stay until they run out, which their clock is told at once.
     """
     await cluster.settle()
-    await _until(lambda: [*_in_router(cluster), *_in_workers(cluster), *_in_flight(cluster)])
+    await _no_more(lambda: [*_in_router(cluster), *_in_workers(cluster), *_in_flight(cluster)])
     cluster.clock.now += HOLD_TTL_S
-    await _until(lambda: [*_in_arena(cluster), *_contents(cluster)])
+    await _no_more(lambda: [*_in_arena(cluster), *_contents(cluster)])
     status = await cluster.status()
     assert [problem for problem in status.problems if problem.split(":")[0] not in cluster.dead] == []
 
 
-async def _until(problems: Callable[[], list[str]]) -> None:
+async def until(condition: Callable[[], object]) -> None:
+    """Lets the others run until the condition holds; TimeoutError if it never does."""
+    async with asyncio.timeout(MAX_WAIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def _no_more(problems: Callable[[], list[str]]) -> None:
     try:
         async with asyncio.timeout(MAX_WAIT_S):
             while problems():  # noqa: ASYNC110
