@@ -87,9 +87,8 @@ class WorkerActor(ABC):
         return self._started
 
     def _terminate(self) -> None:
-        if self._leaving is None:
-            log.warning("SIGTERM: draining for at most %s s", TERMINATION_GRACE_S)
-            self._leaving = asyncio.create_task(self._leave())
+        log.warning("SIGTERM: draining for at most %s s", TERMINATION_GRACE_S)
+        self._leaving = asyncio.create_task(self._leave())
 
     async def _leave(self) -> None:
         try:

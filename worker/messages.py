@@ -1,6 +1,7 @@
 """Between a worker's own values and the messages of its service."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TypeVar
 
 from engine.core import EngineStats
@@ -131,14 +132,7 @@ def _spans_to_pb(spans: Iterable[Span], worker_id: str) -> list[inference_pb2.Sp
 
 
 def _counts_to_pb(counts: BlockCounts) -> worker_pb2.BlockCounts:
-    return worker_pb2.BlockCounts(
-        free=counts.free,
-        owned=counts.owned,
-        published=counts.published,
-        cached=counts.cached,
-        draining=counts.draining,
-        total=counts.total,
-    )
+    return worker_pb2.BlockCounts(**asdict(counts))
 
 
 def _host_to_pb(store: StoreStatus) -> worker_pb2.HostTierStatus:
@@ -156,13 +150,4 @@ def _host_to_pb(store: StoreStatus) -> worker_pb2.HostTierStatus:
 
 def _redis_to_pb(store: StoreStatus) -> worker_pb2.RedisTierStatus:
     cold = store.cold
-    if cold is None:
-        return worker_pb2.RedisTierStatus(state="off")
-    return worker_pb2.RedisTierStatus(
-        state=cold.state,
-        hits=cold.hits,
-        misses=cold.misses,
-        errors=cold.errors,
-        corrupt=cold.corrupt,
-        written=cold.written,
-    )
+    return worker_pb2.RedisTierStatus(state="off") if cold is None else worker_pb2.RedisTierStatus(**asdict(cold))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def on_sigterm(callback: Callable[[], None]) -> None:
-    """Calls `callback` on the running event loop when this process gets SIGTERM; nothing else happens then.
+    """Calls `callback` on the running event loop when this process first gets SIGTERM; nothing else happens then.
 
     Ray runs an actor's event loop beside the main thread, and only that may set Python's signal handlers, which Ray has
     done by then. So faulthandler takes the signal, which may be registered anywhere: what it writes wakes the loop.
@@ -17,9 +17,11 @@ def on_sigterm(callback: Callable[[], None]) -> None:
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
 
+    loop = asyncio.get_running_loop()
+
     def arrived() -> None:
-        os.read(reader, 1 << 16)
+        loop.remove_reader(reader)
         callback()
 
-    asyncio.get_running_loop().add_reader(reader, arrived)
+    loop.add_reader(reader, arrived)
     faulthandler.register(signal.SIGTERM, writer, all_threads=False, chain=False)

@@ -1,0 +1,55 @@
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kv_store.block_store import StoreStatus
+from wire.errors import StoreError
+from wire.ids import RequestId
+from worker import async_store
+from worker.async_store import AsyncStore
+
+ID = RequestId("r")
+
+
+class SlowStore:
+    """Answers once it may; the rest of a BlockStore is not asked for."""
+
+    def __init__(self) -> None:
+        self.may_answer = threading.Event()
+        self.released: list[RequestId] = []
+
+    def release_holds(self, request_ids: Sequence[RequestId]) -> None:
+        assert self.may_answer.wait(20.0)
+        self.released += request_ids
+
+    def status(self) -> StoreStatus:
+        assert self.may_answer.wait(20.0)
+        return StoreStatus(None, None, 4096)
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowStore]:
+    store = SlowStore()
+    yield store
+    store.may_answer.set()
+
+
+async def test_a_store_that_does_not_answer_is_an_error_in_bounded_time(
+    slow: SlowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_store, "TIMEOUT_S", 0.01)
+    store = AsyncStore(slow)
+    with pytest.raises(StoreError):
+        await store.status()
+    store.release_soon([ID])
+    await store.close()
+    assert slow.released == []
+
+
+async def test_closing_waits_for_releases_under_way(slow: SlowStore) -> None:
+    store = AsyncStore(slow)
+    store.release_soon([ID])
+    slow.may_answer.set()
+    await store.close()
+    assert slow.released == [ID]

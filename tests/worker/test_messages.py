@@ -1,0 +1,99 @@
+import pytest
+
+from engine.core import EngineStats
+from engine.events import TierTokens
+from kv_store.block_store import StoreStatus
+from kv_store.cold_tier import ColdStatus
+from tests.worker.workers import PROMPT, VOCAB_SIZE, decode_request
+from wire.block_counts import BlockCounts
+from wire.directory import DirectoryStatus
+from wire.errors import InvalidRequest
+from wire.pb import inference_pb2, worker_pb2
+from wire.sampling import FinishReason, Logprobs
+from worker.messages import decode_request_from_pb, decode_update_to_pb, prefill_response_to_pb, status_to_pb
+from worker.stopwatch import Span
+from worker.update import ChoiceTokens, Update
+
+COUNTS = BlockCounts(free=1, owned=2, published=3, cached=4, draining=5, total=15)
+STATS = EngineStats(
+    blocks=COUNTS,
+    kv_tokens=100,
+    num_running=6,
+    num_waiting=0,
+    computed_prompt_tokens=0,
+    cached_prompt_tokens=0,
+    generated_tokens=0,
+    num_preemptions=0,
+)
+LOGPROBS = (Logprobs(-0.5, ((7, -0.5), (9, -1.0))), Logprobs(-0.25, ((8, -0.25), (9, -2.0))))
+
+
+def test_a_request_has_the_choices_with_what_was_emitted() -> None:
+    request = decode_request_from_pb(decode_request(outputs=[(1, 2), (3,)]), VOCAB_SIZE)
+    assert request.prompt_ids == PROMPT
+    assert [(choice.index, choice.output_ids) for choice in request.choices] == [(0, (1, 2)), (1, (3,))]
+
+
+@pytest.mark.parametrize("indices", [(), (0, 0)], ids=["none", "twice the same"])
+def test_choices_must_differ(indices: tuple[int, ...]) -> None:
+    message = decode_request(outputs=())
+    message.choices.extend(worker_pb2.ChoiceSoFar(index=index) for index in indices)
+    with pytest.raises(InvalidRequest):
+        decode_request_from_pb(message, VOCAB_SIZE)
+
+
+def test_emitted_tokens_must_be_the_models_too() -> None:
+    with pytest.raises(InvalidRequest):
+        decode_request_from_pb(decode_request(outputs=[(VOCAB_SIZE,)]), VOCAB_SIZE)
+
+
+def test_tokens_come_with_their_logprobs_and_the_stop_token() -> None:
+    update = Update((ChoiceTokens(1, 4, (7, 8), LOGPROBS, FinishReason.STOP, 8),))
+    message = decode_update_to_pb(3, update, "decode-0")
+    (choice,) = message.choices
+    assert message.attempt == 3
+    assert (choice.index, choice.first_position, list(choice.token_ids)) == (1, 4, [7, 8])
+    assert [(one.token_id, one.logprob, one.top[1].logprob) for one in choice.logprobs] == [
+        (7, -0.5, -1),
+        (8, -0.25, -2),
+    ]
+    assert (choice.finish_reason, choice.stop_token_id) == (inference_pb2.FINISH_REASON_STOP, 8)
+
+
+def test_what_is_not_new_is_not_set() -> None:
+    message = decode_update_to_pb(1, Update((ChoiceTokens(0, 0, (7,)),)), "decode-0")
+    assert not message.HasField("fetched")
+    assert not message.HasField("summary")
+    assert not message.choices[0].HasField("stop_token_id")
+    assert message.choices[0].finish_reason == inference_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def test_an_answer_tells_where_the_prompt_came_from() -> None:
+    spans = (Span("prefill.queue", 0.0, 1.5, {"preemptions": 1}),)
+    update = Update((), TierTokens(device=16, host=32, redis=48, computed=4), num_held=7, spans=spans)
+    message = prefill_response_to_pb(2, update, "prefill-0")
+    assert message == worker_pb2.PrefillResponse(
+        attempt=2,
+        cached_tokens=inference_pb2.TierCounts(device=16, host=32, redis=48),
+        computed_tokens=4,
+        num_held_blocks=7,
+        spans=[
+            inference_pb2.Span(name="prefill.queue", worker="prefill-0", duration_ms=1.5, counts={"preemptions": 1})
+        ],
+    )
+
+
+def test_status_shows_every_tier() -> None:
+    directory = DirectoryStatus(COUNTS, num_leases=2, num_holds=3, epoch="e", hits=0, misses=0, evictions=0)
+    store = StoreStatus(directory, ColdStatus("up", hits=4, written=5), block_bytes=4096)
+    status = status_to_pb(worker_pb2.WorkerInfo(worker_id="w"), "ready", STATS, store, ["a"])
+    assert (status.blocks.cached, status.blocks.total, status.num_running) == (4, 15, 6)
+    assert (status.host.blocks.published, status.host.num_holds, status.host.block_bytes) == (3, 3, 4096)
+    assert (status.redis.state, status.redis.hits, status.redis.written) == ("up", 4, 5)
+    assert list(status.problems) == ["a"]
+
+
+def test_status_of_a_worker_without_a_store_in_reach() -> None:
+    status = status_to_pb(worker_pb2.WorkerInfo(), "ready", STATS, StoreStatus(None, None, 4096), [])
+    assert status.redis.state == "off"
+    assert status.host.epoch == ""
