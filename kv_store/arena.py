@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import torch
 
 from wire.errors import ConfigError, StoreError
 from wire.ids import PageId
@@ -23,6 +22,7 @@ _MAGIC = b"BATONKV1"
 _TRAILER = struct.Struct("<8sQQ")
 _STEP_BYTES = 256 << 20
 _PORTABLE = 1
+GPU_CONTROL = Path("/dev/nvidiactl")
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Arena:
     def close(self) -> None:
         """Unmaps the arena, or leaves that to the last view of a slot that is still in use."""
         if self._address is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
+            _unpin(self._address)
             self._address = None
         self._view.release()
         try:
@@ -140,6 +140,10 @@ def _allocate(descriptor: int, size: int, on_progress: Callable[[int, int], None
 
 def _pin(memory: mmap.mmap, size: int) -> int | None:
     """Address of the memory if a GPU can copy from and to it directly; what cannot be pinned is slower, not wrong."""
+    if not GPU_CONTROL.exists():
+        return None
+    import torch  # here, since the node's service needs it for nothing else, and starts a second sooner without
+
     if not torch.cuda.is_available():
         return None
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -148,3 +152,9 @@ def _pin(memory: mmap.mmap, size: int) -> int | None:
         log.warning("an arena of %d bytes could not be pinned (%s): copies to the GPU will be slower", size, error)
         return None
     return address
+
+
+def _unpin(address: int) -> None:
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
