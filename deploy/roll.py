@@ -71,7 +71,7 @@ class Roll:
             try:
                 refused = await self._router.set_members(members)
             except BatonError as error:
-                log.warning("the router is not told of %d workers: %s", len(members), error.message)
+                log.info("the router is not told of %d workers: %s", len(members), error.message)
                 self.is_known = False
                 return
             self.is_known = self.is_known and not refused

@@ -6,6 +6,7 @@ import grpc.aio
 
 from router.cluster_status import StatusReader
 from router.controller_port import ControllerPort
+from wire.errors import BatonError
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
 from wire.pb.cluster_pb2_grpc import ClusterServicer
@@ -26,8 +27,7 @@ class ClusterApi(ClusterServicer):
         status = await self._statuses.read(request)
         status.model = self._model
         status.address = self._address
-        for event in await self._port.events():
-            status.events.add(age_s=event.age_s, text=event.text)
+        await self._add_events(status)
         return status
 
     async def Scale(self, request: cluster_pb2.ScaleRequest, context: Context) -> cluster_pb2.ScaleResponse:  # noqa: N802
@@ -44,3 +44,13 @@ class ClusterApi(ClusterServicer):
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Context) -> cluster_pb2.ShutdownResponse:  # noqa: N802
         await self._port.shutdown()
         return cluster_pb2.ShutdownResponse()
+
+    async def _add_events(self, status: cluster_pb2.ClusterStatus) -> None:
+        """A cluster whose controller is gone still serves, and its status can still be read."""
+        try:
+            events = await self._port.events()
+        except BatonError as error:
+            status.problems.append(error.message)
+            return
+        for event in events:
+            status.events.add(age_s=event.age_s, text=event.text)

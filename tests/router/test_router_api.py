@@ -343,3 +343,5 @@ async def test_the_operator_reaches_the_controller(service: Service) -> None:
     assert service.cluster.workers["d0"].state == "ready"  # only the controller knows whether it can be spared
     await service.operate.Shutdown(cluster_pb2.ShutdownRequest(), metadata=TOKEN)
     assert service.cluster.port.is_shut_down
+    status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
+    assert list(status.problems) == ["the controller is shut down"]
