@@ -1,0 +1,86 @@
+"""Pools that change under load: no request fails, and every answer is what it would have been."""
+
+import asyncio
+
+import pytest
+
+from engine.hash_model import HashModel
+from router.members import Role
+from tests.faults.answer import ask
+from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.load import Load, under_load
+from tests.faults.rest import at_rest, until
+from tests.local_cluster.cluster import Sizes
+from wire.layout import KVLayout
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+MODEL = HashModel(LAYOUT, vocab_size=300)
+SIZES = Sizes(num_blocks=96, num_slots=256)
+
+
+async def scale(cluster: FaultyCluster, num_prefill: int, num_decode: int, grace_s: float) -> int:
+    """As the controller scales: what is new joins first, then what is too much drains."""
+    too_many: list[str] = []
+    for role, wanted in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode)):
+        there = [name for name in cluster.listed if name.startswith(role.value[0])]
+        for _ in range(wanted - len(there)):
+            await cluster.add(role)
+        too_many += there[wanted:]
+    return sum(await asyncio.gather(*(cluster.drain(name, grace_s) for name in too_many)))
+
+
+async def more_answers(load: Load, number: int = 8) -> None:
+    """Load goes on, and is served."""
+    wanted = load.num_answered + number
+    await until(lambda: load.num_answered >= wanted)
+
+
+@pytest.mark.parametrize("grace_s", [20.0, 0.0])
+async def test_scaling_there_and_back(grace_s: float) -> None:
+    """1/2 -> 2/1 -> 1/2; workers that leave finish what they have, or give it back."""
+    async with faulty_cluster(MODEL, 1, 2, SIZES) as cluster:
+        async with under_load(Load(cluster, MODEL)) as load:
+            num_given_back = await scale(cluster, 2, 1, grace_s)
+            await more_answers(load)
+            num_given_back += await scale(cluster, 1, 2, grace_s)
+            await more_answers(load)
+        assert len(cluster.listed) == 3
+        assert (num_given_back > 0) == (grace_s == 0)
+        await at_rest(cluster)
+
+
+@pytest.mark.parametrize("grace_s", [20.0, 0.0])
+async def test_all_workers_are_replaced_one_by_one(grace_s: float) -> None:
+    async with faulty_cluster(MODEL, 2, 2, SIZES) as cluster:
+        async with under_load(Load(cluster, MODEL)) as load:
+            for name in tuple(cluster.listed):
+                await cluster.add(Role.PREFILL if name.startswith("p") else Role.DECODE)
+                await cluster.drain(name, grace_s)
+                await more_answers(load)
+        assert sorted(cluster.listed) == ["d2", "d3", "p2", "p3"]
+        await at_rest(cluster)
+
+
+async def test_a_long_request_is_passed_on_again_and_again() -> None:
+    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+        reader = cluster.open(ask(range(50), 400))
+        for num_tokens in range(3, 60, 8):
+            await reader.read_tokens(num_tokens)
+            name = next(name for name in cluster.listed if name.startswith("d"))
+            await cluster.add(Role.DECODE)
+            await cluster.drain(name, grace_s=0.0)
+        [choice] = await reader.read_all()
+        assert choice.token_ids == MODEL.oracle(range(50), 400)
+        await at_rest(cluster)
+
+
+async def test_a_worker_that_drains_unknown_to_the_router_gives_work_back() -> None:
+    """As one does that got a SIGTERM: who is sent there is served elsewhere."""
+    async with faulty_cluster(MODEL, 2, 2, SIZES) as cluster:
+        async with under_load(Load(cluster, MODEL)) as load:
+            for name in ("p0", "d0"):
+                await cluster.workers[name].service.drain(grace_s=0.0)
+            await more_answers(load)
+            states = {member.worker_id: member.state.value for member in cluster.router._members}
+        assert states == {"p0": "draining", "d0": "draining", "p1": "ready", "d1": "ready"}
+        await at_rest(cluster)
