@@ -14,7 +14,7 @@ class BatonService:
     """`baton up` on entry, `baton down` on exit."""
 
     def __init__(self, name: str, model: str | None, num_prefill: int, num_decode: int) -> None:
-        self._name = f"bench-{name}"
+        self._name = f"bench-{name[:8]}"
         self._pools = ["--prefill", str(num_prefill), "--decode", str(num_decode)]
         self._model = [] if model is None else ["--model", model]
         self.address = ""
