@@ -2,10 +2,8 @@
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from deploy import cli_down, cli_drain, cli_generate, cli_scale, cli_status, cli_up
 from wire.errors import BatonError, ConfigError
@@ -17,7 +15,6 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 failed, 2 wrong usage, 78 wrong configuration, 130 interrupted."""
     parsed = make_parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         code: int = parsed.run(parsed)
         return code
@@ -48,11 +45,6 @@ def _fail(error: BatonError, code: int) -> int:
     ids = ", ".join(f"{name} {value}" for name, value in error.ids.items() if name != "param")
     print(f"baton: {error.message}{f' ({ids})' if ids else ''}", file=sys.stderr)
     return code
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    """SIGTERM ends a command as Ctrl-C does: what is half done is cleaned up."""
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

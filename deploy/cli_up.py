@@ -1,9 +1,11 @@
 """`baton up`: starts a cluster, and returns when it serves."""
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from deploy.byte_size import format_bytes
@@ -40,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     began_s = time.monotonic()
     given = {name: value for name, value in vars(args).items() if name not in ("run", "config")}
     config = ClusterConfig.load(getattr(args, "config", None), _nested(given))
+    signal.signal(signal.SIGTERM, _interrupt)
     state = Startup(config, Console()).run()
     named = "" if config.name == "default" else f" --name {config.name}"
     print(f"\nServing {state.model} at {state.address} after {time.monotonic() - began_s:.1f} s. Now:")
@@ -108,6 +111,11 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
         table, _, key = name.rpartition(".")
         (nested.setdefault(table, {}) if table else nested)[key] = value
     return nested
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    """SIGTERM ends this as Ctrl-C does: what is half done is cleaned up."""
+    raise KeyboardInterrupt
 
 
 class Console:

@@ -35,10 +35,8 @@ def _summary(complete: pb.Complete, between_ms: float) -> str:
 
 def _describe(span: pb.Span) -> str:
     counts = dict(span.counts)
-    blocks = [f"{counts[f'blocks_{tier}']} from {tier}" for tier in TIERS if counts.get(f"blocks_{tier}")]
-    parts = [f"{', '.join(blocks)} (blocks)"] if blocks else []
-    parts += _others(counts)
-    return ", ".join(parts)
+    blocks = [f"{counts[f'blocks_{tier}']} blocks from {tier}" for tier in TIERS if counts.get(f"blocks_{tier}")]
+    return ", ".join(blocks + _others(counts))
 
 
 def _others(counts: Mapping[str, int]) -> list[str]:
