@@ -70,7 +70,7 @@ def spawn_leader(
 
 
 def end_session(leader: ProcessRef, grace_s: float) -> None:
-    """Ends a session: SIGTERM to its leader, and SIGKILL to all that outlive it, or the grace. Blocks until it is empty.
+    """Ends a session: SIGTERM to its leader, SIGKILL to all that outlive it, or the grace. Blocks until it is empty.
 
     Raises TimeoutError if something survives SIGKILL for 10 s.
     """
