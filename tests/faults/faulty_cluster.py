@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from engine.batch import Model
+from kv_store.node_store import HOLD_TTL_S
 from router.local_worker_client import LocalWorkerClient
 from router.members import Role
 from tests.faults.answer import ChoiceAnswer, Reader
@@ -14,7 +15,9 @@ from tests.faults.fragments import FragmentTokenizer
 from tests.faults.mortal_client import MortalClient
 from tests.kv_store.fake_clock import FakeClock
 from tests.local_cluster.cluster import LocalCluster, Parts, Sizes
-from wire.ids import WorkerId
+from wire.directory import Block, Hold
+from wire.ids import NamespaceRoot, RequestId, WorkerId
+from wire.keys import cover
 from wire.pb import inference_pb2 as pb
 
 
@@ -82,6 +85,17 @@ class FaultyCluster(LocalCluster):
         self._poison = token
         for name in self.models:
             self._be_poisoned(name)
+
+    def hold_all_slots(self) -> None:
+        """Fills the arena with blocks that are held for a request that nobody knows."""
+        root = NamespaceRoot(b"nobody's" * 4)
+        names = cover(
+            root, range(self.arena.num_slots * self._plain_model.layout.block_size), self._plain_model.layout.block_size
+        )
+        hold = Hold(RequestId("nobody's"), HOLD_TTL_S)
+        slots = self.directory.reserve("nobody", names, hold).slots
+        blocks = [Block(slot, name, b"") for slot, name in zip(slots, names, strict=True) if slot is not None]
+        self.directory.commit("nobody", blocks, hold)
 
     async def settle(self) -> None:
         """Returns when all that died is buried, and replaced if that is to be."""

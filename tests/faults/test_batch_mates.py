@@ -1,0 +1,118 @@
+"""Requests that go wrong by themselves: those that run with them notice nothing."""
+
+import pytest
+
+from engine.hash_model import HashModel
+from tests.faults.answer import Reader, ask
+from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.rest import at_rest, until
+from tests.local_cluster.cluster import Sizes
+from wire.errors import BatonError
+from wire.layout import KVLayout
+from worker.config import BatchSettings
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+MODEL = HashModel(LAYOUT, vocab_size=300)
+SIZES = Sizes(num_blocks=128, num_slots=256)
+SMALL_STEPS = BatchSettings(max_step_tokens=32, max_running=16, max_chunk_tokens=16)
+BAD = MODEL.vocab_size
+"""A token that is in prompts only."""
+NUM_MATES = 7
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    return tuple((number * 13 + position) % 200 for position in range(60))
+
+
+async def mates_of(cluster: FaultyCluster, num_tokens: int) -> list[Reader]:
+    """Seven requests that run, and whose workers then wait in a step for company."""
+    mates = [cluster.open(ask(prompt_of(number), num_tokens)) for number in range(NUM_MATES)]
+    for mate in mates:
+        await mate.read_tokens(2)
+    return mates
+
+
+async def expect_whole(mates: list[Reader], num_tokens: int) -> None:
+    for number, mate in enumerate(mates):
+        [choice] = await mate.read_all()
+        assert choice.token_ids == MODEL.oracle(prompt_of(number), num_tokens)
+        assert mate.complete is not None
+        assert num_calls(mate.complete) == 2, "one of each role: nothing was tried twice"
+
+
+def num_calls(complete) -> int:
+    return sum(span.name in ("prefill.queue", "decode.queue") for span in complete.timeline.spans)
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_a_request_that_no_step_can_do(num_prefill: int) -> None:
+    async with faulty_cluster(MODEL, num_prefill, 1, SIZES) as cluster:
+        for model in cluster.models.values():
+            model.poison = BAD
+        mates = await mates_of(cluster, 100)
+        with pytest.raises(BatonError) as failure:
+            await cluster.answer(ask((*prompt_of(50), BAD), 20))
+        assert failure.value.reason == "BATON_ERROR"
+        assert "incident" in failure.value.message
+        await expect_whole(mates, 100)
+        await at_rest(cluster)
+
+
+async def test_a_request_that_no_step_can_do_after_some_tokens() -> None:
+    """Its tokens so far are delivered; then it ends, and nobody else does."""
+    prompt = prompt_of(50)
+    bad = MODEL.oracle(prompt, 20)[10]
+    others = [number for number in range(60) if bad not in (*prompt_of(number), *MODEL.oracle(prompt_of(number), 60))]
+    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+        cluster.models["d0"].poison = bad
+        mates = [cluster.open(ask(prompt_of(number), 60)) for number in others[:NUM_MATES]]
+        reader = cluster.open(ask(prompt, 20))
+        with pytest.raises(BatonError) as failure:
+            await reader.read_all()
+        assert type(failure.value) is BatonError
+        assert reader.choices[0].token_ids == MODEL.oracle(prompt, 11)
+        for number, mate in zip(others, mates, strict=False):
+            [choice] = await mate.read_all()
+            assert choice.token_ids == MODEL.oracle(prompt_of(number), 60)
+        await at_rest(cluster)
+
+
+async def test_a_worker_that_can_do_no_step_is_left() -> None:
+    """Not the requests are at fault then: they go on elsewhere."""
+    async with faulty_cluster(MODEL, 1, 2, SIZES) as cluster:
+        mates = await mates_of(cluster, 100)
+        cluster.models["d0"].is_broken = True
+        for number, mate in enumerate(mates):
+            [choice] = await mate.read_all()
+            assert choice.token_ids == MODEL.oracle(prompt_of(number), 100)
+        await at_rest(cluster)
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_logits_that_are_no_numbers(num_prefill: int) -> None:
+    async with faulty_cluster(MODEL, num_prefill, 1, SIZES) as cluster:
+        for model in cluster.models.values():
+            model.spoilt = BAD
+        mates = await mates_of(cluster, 100)
+        with pytest.raises(BatonError, match="not a number"):
+            await cluster.answer(ask((*prompt_of(50), BAD), 20))
+        await expect_whole(mates, 100)
+        await at_rest(cluster)
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_what_led_to_no_numbers_is_not_found_again(num_prefill: int) -> None:
+    """The fault was in the KV of the prompt's first chunk, computed steps before the logits showed it."""
+    sizes = Sizes(num_blocks=128, num_slots=256, batch=SMALL_STEPS)
+    async with faulty_cluster(MODEL, num_prefill, 1, sizes) as cluster:
+        prompt = (BAD, *prompt_of(50))
+        for model in cluster.models.values():
+            model.spoilt_kv = BAD
+        with pytest.raises(BatonError, match="not a number"):
+            await cluster.answer(ask(prompt, 20))
+        for model in cluster.models.values():
+            model.spoilt_kv = None
+        await until(lambda: not any(worker.transfers.pending for worker in cluster.workers.values()))
+        [choice] = await cluster.answer(ask(prompt, 20))
+        assert choice.token_ids == MODEL.oracle(prompt, 20)
+        await at_rest(cluster)

@@ -1,0 +1,95 @@
+"""Too little memory everywhere: everything ends, in its turn, and right."""
+
+import asyncio
+
+import pytest
+
+from engine.core import EngineCore
+from engine.hash_model import HashModel
+from engine.request import EngineRequest
+from tests.faults.answer import ask
+from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.rest import at_rest
+from tests.local_cluster.cluster import Sizes
+from wire.errors import InvalidRequest
+from wire.layout import KVLayout
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+MODEL = HashModel(LAYOUT, vocab_size=300)
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    return tuple((number * 19 + position) % 300 for position in range(10 + number % 40))
+
+
+async def serve_all(cluster: FaultyCluster, num_requests: int, num_tokens: int = 50) -> list[int]:
+    """Asks everything at once; the order in which the answers, all of them right, are complete."""
+    order: list[int] = []
+
+    async def serve(number: int) -> None:
+        request = ask(prompt_of(number), num_tokens)
+        request.request_id = str(number)
+        [choice] = await cluster.answer(request)
+        assert choice.token_ids == MODEL.oracle(prompt_of(number), num_tokens)
+        order.append(number)
+
+    await asyncio.gather(*(serve(number) for number in range(num_requests)))
+    return order
+
+
+def arrivals(engine: EngineCore) -> list[int]:
+    """The order in which requests come to an engine from now on."""
+    order: list[int] = []
+    add = engine.add
+
+    def note(request: EngineRequest) -> None:
+        order.append(int(request.request_id))
+        add(request)
+
+    engine.add = note
+    return order
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_a_pool_of_eight_pages_and_fifty_requests(num_prefill: int) -> None:
+    """Each takes up to five of them. Nobody starves: no more overtake anyone than there are pages."""
+    async with faulty_cluster(MODEL, num_prefill, 1, Sizes(num_blocks=8, num_slots=64)) as cluster:
+        engine = cluster.workers["d0"].engine
+        came = arrivals(engine)
+        went = await serve_all(cluster, 50, 30)
+        assert engine.stats().num_preemptions > 0
+        await at_rest(cluster)
+    assert max(went.index(number) - came.index(number) for number in came) <= 8
+
+
+async def test_choices_that_fill_the_pool() -> None:
+    async with faulty_cluster(MODEL, 1, 1, Sizes(num_blocks=8, num_slots=64)) as cluster:
+        many = await cluster.answer(ask(prompt_of(39), 60, n=6, temperature=1.0))
+    async with faulty_cluster(MODEL, 0, 1, Sizes(num_blocks=128, num_slots=64)) as cluster:
+        assert await cluster.answer(ask(prompt_of(39), 60, n=6, temperature=1.0)) == many
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 5, 9])
+async def test_an_arena_that_holds_next_to_nothing(num_slots: int) -> None:
+    """What finds no room there is computed again."""
+    async with faulty_cluster(MODEL, 2, 2, Sizes(num_blocks=24, num_slots=num_slots)) as cluster:
+        await serve_all(cluster, 24, 20)
+        await at_rest(cluster)
+
+
+async def test_an_arena_full_of_holds_that_nobody_releases() -> None:
+    """Their requests are over, but word of it was lost; publishing goes on without room, and prefill with it."""
+    async with faulty_cluster(MODEL, 1, 1, Sizes(num_blocks=24, num_slots=8)) as cluster:
+        cluster.hold_all_slots()
+        assert cluster.directory.status().counts.published == 8
+        await serve_all(cluster, 8, 20)
+        await at_rest(cluster)
+
+
+async def test_what_never_fits_is_refused_and_what_just_fits_is_served() -> None:
+    async with faulty_cluster(MODEL, 1, 1, Sizes(num_blocks=4, num_slots=64)) as cluster:
+        with pytest.raises(InvalidRequest):
+            await cluster.answer(ask(range(44), 21))
+        [choice] = await cluster.answer(ask(range(44), 20))
+        assert choice.token_ids == MODEL.oracle(range(44), 20)
+        await at_rest(cluster)
