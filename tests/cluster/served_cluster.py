@@ -1,0 +1,90 @@
+"""A real cluster, started and asked through the command line as a user would."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+COMMAND_TIMEOUT_S = 110
+SHARED_MEMORY = Path("/dev/shm")
+RUN_ROOT = Path("/tmp")
+
+
+class ServedCluster:
+    """`name` is short: it is part of paths. State and caches of the user stay out of it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self._env = {
+            **os.environ,
+            "XDG_STATE_HOME": str(folder / "state"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "default",
+        }
+
+    def start(self, command: str, *arguments: str) -> subprocess.Popen[str]:
+        """A command, without waiting for it."""
+        whole = [sys.executable, "-m", "deploy.cli", command, "--name", self.name, *arguments]
+        return subprocess.Popen(whole, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def run(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """A command, whatever becomes of it."""
+        process = self.start(command, *arguments)
+        try:
+            out, error = process.communicate(timeout=COMMAND_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, error = process.communicate()
+            raise AssertionError(f"{command} takes too long: {out}{error}") from None
+        return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+    def do(self, command: str, *arguments: str) -> str:
+        """What a command prints; it must succeed."""
+        done = self.run(command, *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def generate(self, prompt_ids: Sequence[int], *arguments: str) -> dict[str, Any]:
+        ids = ",".join(map(str, prompt_ids))
+        answer: dict[str, Any] = json.loads(self.do("generate", "--token-ids", ids, "--json", *arguments))
+        return answer
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads(self.do("status", "--json"))
+        return status
+
+    def workers(self, role: str) -> dict[str, dict[str, Any]]:
+        """Workers by id."""
+        return {worker["id"]: worker for worker in self.status()["pools"][role]}
+
+    def state(self) -> dict[str, Any]:
+        """What the command line knows of the cluster."""
+        path = Path(self._env["XDG_STATE_HOME"]) / "baton" / f"{self.name}.json"
+        state: dict[str, Any] = json.loads(path.read_text())
+        return state
+
+    def left_behind(self) -> list[str]:
+        """Processes, shared memory and files of this cluster."""
+        mark = f"baton-{self.name}"
+        folders = [str(path) for root in (SHARED_MEMORY, RUN_ROOT) for path in root.glob(f"{mark}-*")]
+        processes = [
+            f"{process.pid} {process.info['cmdline']}"
+            for process in psutil.process_iter(["cmdline"])
+            if any(mark in part for part in process.info["cmdline"] or ())
+        ]
+        return folders + processes
+
+
+def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Asks again and again; each question takes a while of its own."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.1)

@@ -1,0 +1,106 @@
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.checkpoints import choose_prompt
+from tests.cluster.served_cluster import ServedCluster, wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+
+def _is_right(cluster: ServedCluster, checkpoint: Path) -> bool:
+    expected = choose_prompt(checkpoint, 17)
+    answer = cluster.generate(expected.prompt_ids, "--max-tokens", "64", "--ignore-eos")
+    return tuple(answer["token_ids"]) == expected.token_ids
+
+
+def _kill(process: psutil.Process) -> None:
+    process.send_signal(signal.SIGKILL)
+
+
+def test_pools_grow_and_shrink(cluster: ServedCluster, checkpoint: Path) -> None:
+    assert cluster.do("scale", "--prefill", "2", "--decode", "2") == "2 prefill and 2 decode workers\n"
+    assert (len(cluster.workers("prefill")), len(cluster.workers("decode"))) == (2, 2)
+    assert _is_right(cluster, checkpoint)
+    pids = [worker["pid"] for role in ("prefill", "decode") for worker in cluster.workers(role).values()]
+    cluster.do("scale", "--prefill", "0", "--decode", "1")
+    assert sum(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids) == 1
+    assert _is_right(cluster, checkpoint)
+    cluster.do("scale", "--prefill", "1")
+    assert _is_right(cluster, checkpoint)
+
+
+def test_one_worker_is_drained_and_the_last_cannot_be(cluster: ServedCluster, checkpoint: Path) -> None:
+    cluster.do("scale", "--decode", "2")
+    first, second = sorted(cluster.workers("decode"))
+    cluster.do("drain", first)
+    assert list(cluster.workers("decode")) == [second]
+    refused = cluster.run("drain", second)
+    assert refused.returncode == 1
+    assert "at least one decode worker" in refused.stderr
+    assert cluster.workers("decode")[second]["state"] == "ready"
+    assert _is_right(cluster, checkpoint)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_is_replaced(cluster: ServedCluster, checkpoint: Path, role: str) -> None:
+    ((name, worker),) = cluster.workers(role).items()
+    _kill(psutil.Process(worker["pid"]))
+    assert _is_right(cluster, checkpoint)
+    wait_until(lambda: bool(set(cluster.workers(role)) - {name}), "a new worker")
+    assert len(cluster.workers(role)) == 1
+    assert any(f"worker {name} was lost" in event["text"] for event in cluster.status()["events"])
+    assert _is_right(cluster, checkpoint)
+
+
+def test_the_router_and_the_node_service_come_back(cluster: ServedCluster, checkpoint: Path) -> None:
+    address = cluster.status()["address"]
+    _, node, router = (psutil.Process(actor["pid"]) for actor in cluster.state()["actors"])
+    _kill(router)
+    wait_until(lambda: cluster.run("status").returncode == 0 and bool(cluster.workers("decode")), "the router is back")
+    assert cluster.status()["address"] == address
+    _kill(node)
+    wait_until(lambda: "the node is back" in json.dumps(cluster.status()["events"]), "the node is back")
+    assert _is_right(cluster, checkpoint)
+    wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+
+
+def test_a_second_cluster_of_the_name_is_refused(cluster: ServedCluster, checkpoint: Path) -> None:
+    refused = cluster.run("up", "--model", str(checkpoint), "--grpc-port", "0")
+    assert refused.returncode == 78
+    assert "is running: stop it with `baton down" in refused.stderr
+    assert _is_right(cluster, checkpoint)
+
+
+def test_a_port_in_use_is_found_at_once(cluster: ServedCluster, checkpoint: Path) -> None:
+    port = cluster.status()["address"].rpartition(":")[2]
+    other = ServedCluster("taken", Path(cluster.state()["run_dir"]))
+    refused = other.run("up", "--model", str(checkpoint), "--grpc-port", port)
+    assert refused.returncode == 78
+    assert f"port {port} cannot be had" in refused.stderr
+    assert other.left_behind() == []
+
+
+def test_a_start_that_was_killed_leaves_what_down_removes(tmp_path: Path, checkpoint: Path) -> None:
+    other = ServedCluster(f"k{os.getpid()}", tmp_path)
+    starting = other.start("up", "--model", str(checkpoint), "--grpc-port", "0")
+    assert starting.stdout is not None
+    assert starting.stdout.readline().startswith("redis ")
+    starting.kill()
+    starting.communicate()
+    assert other.left_behind() != []
+    other.do("down")
+    assert other.left_behind() == []
+    assert other.do("down") == f"no cluster named {other.name} is running\n"
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    other = ServedCluster(f"f{os.getpid()}", tmp_path)
+    refused = other.run("up", "--model", str(tmp_path), "--grpc-port", "0")
+    assert refused.returncode == 78
+    assert "config.json is missing" in refused.stderr
+    assert other.left_behind() == []

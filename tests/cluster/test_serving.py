@@ -1,0 +1,82 @@
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import choose_prompt
+from tests.cluster.served_cluster import ServedCluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+NUM_TOKENS = 64
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 700])
+def test_tokens_are_those_of_transformers_and_decode_computes_no_prompt(
+    cluster: ServedCluster, checkpoint: Path, length: int
+) -> None:
+    expected = choose_prompt(checkpoint, length, NUM_TOKENS)
+    before = {name: worker["computed_prompt_tokens"] for name, worker in cluster.workers("decode").items()}
+    answer = cluster.generate(expected.prompt_ids, "--max-tokens", str(NUM_TOKENS), "--ignore-eos")
+    assert tuple(answer["token_ids"]) == expected.token_ids
+    assert answer["finish_reason"] == "length"
+    after = {name: worker["computed_prompt_tokens"] for name, worker in cluster.workers("decode").items()}
+    assert after == before
+    assert answer["workers"]["prefill"] in cluster.workers("prefill")
+    assert answer["workers"]["decode"] in after
+
+
+def test_a_prefix_that_was_there_is_not_computed_again(cluster: ServedCluster, checkpoint: Path) -> None:
+    prompt_ids = choose_prompt(checkpoint, 100, NUM_TOKENS, seed=1).prompt_ids
+    first, second = (cluster.generate(prompt_ids, "--max-tokens", "8") for _ in range(2))
+    assert first["usage"] == {
+        "prompt_tokens": 100,
+        "completion_tokens": 8,
+        "cached_tokens": {"device": 0, "host": 0, "redis": 0},
+    }
+    assert sum(second["usage"]["cached_tokens"].values()) == 96
+    assert second["token_ids"] == first["token_ids"]
+
+
+def test_decode_fetches_the_prompt_from_the_host_tier(cluster: ServedCluster, checkpoint: Path) -> None:
+    answer = cluster.generate(choose_prompt(checkpoint, 100, NUM_TOKENS, seed=2).prompt_ids, "--max-tokens", "4")
+    (fetch,) = (span for span in answer["timeline"]["spans"] if span["name"] == "decode.fetch")
+    assert fetch["worker"] == answer["workers"]["decode"]
+    assert fetch["counts"] == {"blocks_host": 7, "tokens_host": 100}
+    spans = answer["timeline"]["spans"]
+    assert sum(span["duration_ms"] for span in spans) == pytest.approx(answer["timeline"]["total_ms"])
+
+
+def test_seeded_samples_are_reproducible_and_differ(cluster: ServedCluster) -> None:
+    settings = ("--n", "4", "--seed", "5", "--temperature", "1", "--max-tokens", "16", "--ignore-eos")
+    first, second = (cluster.generate(range(10, 40), *settings) for _ in range(2))
+    assert first["choices"] == second["choices"]
+    assert first["seed"] == 5
+    assert [choice["index"] for choice in first["choices"]] == [0, 1, 2, 3]
+    assert len({tuple(choice["token_ids"]) for choice in first["choices"]}) == 4
+
+
+def test_text_in_and_text_out(cluster: ServedCluster) -> None:
+    done = cluster.run("generate", "It was a dark and stormy night", "--max-tokens", "12", "--ignore-eos")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert "prefill-" in done.stderr
+    assert "decode-" in done.stderr
+    assert "30 prompt tokens" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--token-ids", "1,2,256"), "token_ids"),
+        (("x", "--max-tokens", "100000"), "max_tokens"),
+        (("x", "--temperature", "3"), "temperature"),
+        (("x", "--n", "17"), "n"),
+    ],
+)
+def test_a_bad_request_is_refused_by_name_and_the_next_is_served(
+    cluster: ServedCluster, arguments: tuple[str, ...], named: str
+) -> None:
+    refused = cluster.run("generate", *arguments)
+    assert refused.returncode == 1
+    assert named in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert cluster.generate([1, 2, 3], "--max-tokens", "2", "--ignore-eos")["usage"]["completion_tokens"] == 2
