@@ -5,6 +5,7 @@ its lease held to the end.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,6 +26,8 @@ from wire.layout import KVLayout
 
 HOLD_TTL_S = 10.0
 _COLD_LOOKUPS_AT_ONCE = 128
+_COLD_BUDGET_S = 0.5
+_COLD_BUDGET_PER_BLOCK_S = 0.01
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -135,8 +138,9 @@ class NodeStore:
         cold_names = [name for name, entry in zip(names[:num_blocks], entries, strict=False) if entry is None]
         slots = iter(self._host.reserve(cold_names, None).slots if cold_names else [])
         copied: list[_Source] = []
+        deadline = time.monotonic() + _COLD_BUDGET_S + _COLD_BUDGET_PER_BLOCK_S * len(cold_names)
         for name, entry, page in zip(names[:num_blocks], entries, pages, strict=False):
-            source = self._from_cold(name, next(slots)) if entry is None else self._from_arena(name, entry)
+            source = self._from_cold(name, next(slots), deadline) if entry is None else self._from_arena(name, entry)
             if source is None:
                 break
             self._pool.write_page(page, source.payload)
@@ -149,7 +153,10 @@ class NodeStore:
         payload = self._host.read(name, entry)
         return None if payload is None else _Source(Tier.HOST, payload, None)
 
-    def _from_cold(self, name: BlockName, slot: PageId | None) -> "_Source | None":
+    def _from_cold(self, name: BlockName, slot: PageId | None, deadline: float) -> "_Source | None":
+        """None too once the tier has been slow for so long that computing is quicker, and others wait behind this."""
+        if time.monotonic() > deadline:
+            return None
         into = self._scratch if slot is None else self._host.payload(slot)
         checksum = None if self._cold is None else self._cold.get(name, into)
         if checksum is None:

@@ -1,6 +1,7 @@
 """The cold tier on a Redis or Valkey server."""
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ _PROBE_TTL_MS = 1000
 _KEYS_PER_ROUND = 1024
 _COUNTS = ("hits", "misses", "errors", "corrupt", "written")
 _READ_BYTES = 256 << 10
+_TIMEOUT_S = 0.2
+_GREETING_TIMEOUT_S = 2.0
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -35,18 +38,23 @@ log = logging.getLogger(__name__)
 class RedisTier:
     """A ColdTier over `redis://`, `rediss://` or `unix://` URLs. A connection on which a command failed is closed.
 
-    timeout_s: for a connection to be made, and for each reply to begin and go on.
+    After three failures in a row nothing is asked but, every two seconds, whether the server is back; and that beside
+    the caller, who must not wait for a server that does not answer.
+
+    timeout_s: for a connection to be made, and for each reply to begin and go on. So long may a caller have to wait for
+    nothing, three times; what a block is worth that takes longer is little.
     Raises ConfigError if the URL is none or the server refuses these credentials; one that is away is no error.
     """
 
     def __init__(
-        self, url: str, layout: KVLayout, timeout_s: float = 1.0, clock: Callable[[], float] = time.monotonic
+        self, url: str, layout: KVLayout, timeout_s: float = _TIMEOUT_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._layout = layout
         self._redis = _connect(url, timeout_s)
         self._breaker = Breaker(clock)
         self._counted = Counter(dict.fromkeys(_COUNTS, 0))
-        self._greet()
+        self._probe: threading.Thread | None = None
+        self._greet(url, max(timeout_s, _GREETING_TIMEOUT_S))
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         found: list[bool] = []
@@ -81,6 +89,8 @@ class RedisTier:
         return ColdStatus("broken" if self._breaker.is_open else "up", **self._counted)
 
     def close(self) -> None:
+        if self._probe is not None:
+            self._probe.join(_GREETING_TIMEOUT_S)
         self._redis.close()
 
     def _exist(self, keys: list[BlockKey]) -> list[bool]:
@@ -99,9 +109,21 @@ class RedisTier:
             return b"a value of another type"
 
     def _ask(self, command: Callable[[], T], otherwise: T) -> T:
+        """The command's answer, or `otherwise`."""
+        if not self._breaker.is_open:
+            return self._try(command, otherwise)
+        if self._breaker.allows():
+            self._start_probe()
+        return otherwise
+
+    def _start_probe(self) -> None:
+        if self._probe is None or not self._probe.is_alive():
+            ask = partial(self._try, lambda: self._redis.exists(_PROBE), 0)
+            self._probe = threading.Thread(target=ask, name="redis-probe", daemon=True)
+            self._probe.start()
+
+    def _try(self, command: Callable[[], T], otherwise: T) -> T:
         """The command's answer, or `otherwise` and a counted error."""
-        if not self._breaker.allows():
-            return otherwise
         was_open = self._breaker.is_open
         try:
             answer = command()
@@ -116,13 +138,14 @@ class RedisTier:
             log.warning("the cold tier answers again")
         return answer
 
-    def _greet(self) -> None:
+    def _greet(self, url: str, timeout_s: float) -> None:
         """Tries what will be asked of the server, while a wrong password can still be told to someone."""
         try:
-            self._redis.set(_PROBE, b"", px=_PROBE_TTL_MS)
-            self._redis.getrange(_PROBE, 0, 0)
-            self._redis.exists(_PROBE)
-            self._redis.unlink(_PROBE)
+            with _connect(url, timeout_s) as patient:
+                patient.set(_PROBE, b"", px=_PROBE_TTL_MS)
+                patient.getrange(_PROBE, 0, 0)
+                patient.exists(_PROBE)
+                patient.unlink(_PROBE)
         except (AuthenticationError, NoPermissionError) as error:
             self._redis.close()
             raise ConfigError("redis_url: the server does not take these credentials") from error

@@ -54,6 +54,13 @@ def got(tier: RedisTier, name: BlockName = NAME) -> bool:
     return found
 
 
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + AMPLE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_killed_each_call_is_a_counted_miss_until_it_is_left_alone(launch: Launch) -> None:
     server, clock = launch(), FakeClock()
     tier = tier_of(server, clock)
@@ -67,14 +74,15 @@ def test_killed_each_call_is_a_counted_miss_until_it_is_left_alone(launch: Launc
     assert (tier.status().errors, tier.status().misses) == (3, 2)
     clock.now += 2.0
     assert not got(tier)
-    assert tier.status().errors == 4
+    wait_until(lambda: tier.status().errors == 4)
     server.start()
     assert not got(tier)
-    assert tier.status().errors == 4
     clock.now += 2.0
+    assert not put(tier), "the probe is made beside the caller"
+    wait_until(lambda: tier.status().state == "up")
     assert put(tier)
     assert got(tier)
-    assert tier.status().state == "up"
+    assert tier.status().errors == 4
     tier.close()
 
 
@@ -101,6 +109,25 @@ def test_stopped_it_costs_a_bounded_time_and_then_none(launch: Launch) -> None:
     server.go_on()
     assert tier.status().errors == 3
     assert 0.6 <= elapsed < 5.0
+    tier.close()
+
+
+def test_while_it_is_stopped_its_probes_cost_nobody_anything(launch: Launch) -> None:
+    server, clock = launch(), FakeClock()
+    tier = tier_of(server, clock, timeout_s=0.3)
+    assert put(tier)
+    server.stop()
+    for _ in range(3):
+        assert not got(tier)
+    started = time.monotonic()
+    for _ in range(200):
+        clock.now += 1.0
+        assert not got(tier)
+    elapsed = time.monotonic() - started
+    server.go_on()
+    assert elapsed < 0.3, "less than a single probe takes"
+    clock.now += 2.0
+    wait_until(lambda: got(tier))
     tier.close()
 
 
