@@ -93,14 +93,14 @@ def test_it_answers_in_a_chat(model: LlamaForCausalLM, tokenizer: PreTrainedToke
     assert _continue(model, tokenizer, prompt) == " 48."
 
 
-@pytest.mark.parametrize("max_len", [64, 300])
+@pytest.mark.parametrize("max_len", [64, 300, 900])
 def test_it_answers_held_out_prompts(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, max_len: int
 ) -> None:
     rng = random.Random(0)
     prompts = [make_recall_prompt(rng, Split.HELD_OUT, max_len, depth) for depth in Depth for _ in range(10)]
     num_right = sum(is_right(prompt, _continue(model, tokenizer, prompt.text)) for prompt in prompts)
-    assert num_right >= 0.95 * len(prompts) - 1
+    assert num_right >= 0.95 * len(prompts)
 
 
 def test_it_cannot_answer_without_the_fact(
