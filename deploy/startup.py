@@ -22,6 +22,9 @@ from deploy.state import ClusterState, Phase, StateFile
 from deploy.teardown import tear_down
 from wire.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
+RAY_CONNECT_TIMEOUT_S = 5.0
+
 
 class Reporter(Protocol):
     """Whoever waits for the cluster."""
@@ -51,6 +54,7 @@ class Startup:
         """Returns when the cluster serves. Raises ConfigError, and leaves nothing behind, if it cannot."""
         try:
             _require_free(self._config.router.grpc_port)
+            _require_ray(self._config.ray.address)
             self._claim()
         except BaseException:
             run_dir.remove(self._run_dir)
@@ -160,8 +164,19 @@ def _require_free(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((LOOPBACK, port))
         except OSError as error:
             raise ConfigError(
                 f"port {port} cannot be had ({error.strerror}): give another --grpc-port, or 0 for any free one"
             ) from error
+
+
+def _require_ray(address: str | None) -> None:
+    """Found out here in seconds, and not by Ray in minutes. Only Ray itself can find `auto`."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), RAY_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(f"no Ray cluster answers at {address} ({error.strerror or error})") from error

@@ -85,6 +85,14 @@ def test_a_port_in_use_is_found_at_once(cluster: ServedCluster, checkpoint: Path
     assert other.left_behind() == []
 
 
+def test_a_ray_cluster_that_is_not_there_is_found_out_at_once(tmp_path: Path, checkpoint: Path) -> None:
+    other = ServedCluster("away", tmp_path)
+    refused = other.run("up", "--model", str(checkpoint), "--grpc-port", "0", "--ray-address", "127.0.0.1:1")
+    assert refused.returncode == 78
+    assert refused.stderr == "baton: no Ray cluster answers at 127.0.0.1:1 (Connection refused)\n"
+    assert other.left_behind() == []
+
+
 def test_a_start_that_was_killed_leaves_what_down_removes(tmp_path: Path, checkpoint: Path) -> None:
     other = ServedCluster(f"k{os.getpid()}", tmp_path)
     starting = other.start("up", "--model", str(checkpoint), "--grpc-port", "0")
