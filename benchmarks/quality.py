@@ -62,9 +62,7 @@ class Meter:
     def recall(self, length: int, depth: Depth) -> float:
         """Share of right answers to prompts of up to `length` tokens."""
         prompts = self._recall_prompts(length, depth)
-        answers = self._generate(
-            self._backend, [self._encode(prompt.text) for prompt in prompts], _ANSWER_LEN
-        )
+        answers = self._generate(self._backend, [self._encode(prompt.text) for prompt in prompts], _ANSWER_LEN)
         texts = [self._tokenizer.decode(answer) for answer in answers]
         return sum(map(is_right, prompts, texts)) / len(prompts)
 
@@ -79,9 +77,7 @@ class Meter:
         prompts = [self._encode(page)[:_OPENING_LEN] for page in self._english()]
         for length in lengths:
             prompts += [self._encode(prompt.text) for prompt in self._recall_prompts(length, Depth.MIDDLE)]
-        ours, theirs = (
-            self._generate(backend, prompts, _CONTINUATION_LEN) for backend in (self._backend, reference)
-        )
+        ours, theirs = (self._generate(backend, prompts, _CONTINUATION_LEN) for backend in (self._backend, reference))
         return sum(one == other for one, other in zip(ours, theirs, strict=True)) / len(prompts)
 
     def _recall_prompts(self, length: int, depth: Depth) -> list[RecallPrompt]:
@@ -98,9 +94,7 @@ class Meter:
     def _generate(self, backend: Backend, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
         starts = range(0, len(prompts), _BATCH_SIZE)
         return [
-            answer
-            for start in starts
-            for answer in backend.generate(prompts[start : start + _BATCH_SIZE], max_tokens)
+            answer for start in starts for answer in backend.generate(prompts[start : start + _BATCH_SIZE], max_tokens)
         ]
 
 
@@ -109,10 +103,7 @@ def measure(args: argparse.Namespace) -> Quality:
     reference = TransformersBackend(args.model)
     backend = reference if args.backend == "transformers" else _load_engine(args)
     meter = Meter(backend, Tokenizer.load(args.model), args.seed, args.prompts)
-    by_depth = {
-        length: {depth.name.lower(): meter.recall(length, depth) for depth in Depth}
-        for length in args.lengths
-    }
+    by_depth = {length: {depth.name.lower(): meter.recall(length, depth) for depth in Depth} for length in args.lengths}
     return Quality(
         model=args.model.name,
         backend=args.backend,
@@ -153,31 +144,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _load_engine(args: argparse.Namespace) -> EngineBackend:
-    engine = Engine.load(
-        str(args.model), dtype=args.dtype, block_size=args.block_size, num_blocks=args.num_blocks
-    )
+    engine = Engine.load(str(args.model), dtype=args.dtype, block_size=args.block_size, num_blocks=args.num_blocks)
     return EngineBackend(engine)
 
 
 def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", type=Path, default=CHECKPOINT, help="a model folder (default: the demo model)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="a model folder (default: the demo model)")
     parser.add_argument("--backend", choices=("baton", "transformers"), default="baton")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--prompts", type=int, default=100, help="prompts per length and depth (default: 100)"
-    )
+    parser.add_argument("--prompts", type=int, default=100, help="prompts per length and depth (default: 100)")
     parser.add_argument("--lengths", type=_lengths, default=(64, 150, 300, 900), help="such as 64,150,300")
     parser.add_argument("--dtype", help="what Baton computes in (default: float32)")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--num-blocks", type=int, default=2048)
-    parser.add_argument(
-        "--json", type=Path, nargs="?", const=Path("-"), help="print JSON, or write it to this file"
-    )
+    parser.add_argument("--json", type=Path, nargs="?", const=Path("-"), help="print JSON, or write it to this file")
     return parser.parse_args(arguments)
 
 

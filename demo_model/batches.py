@@ -45,9 +45,7 @@ def make_texts(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows:
     return Batch(token_ids, weights)
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerFast, pieces: list[Piece], length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode(tokenizer: PreTrainedTokenizerFast, pieces: list[Piece], length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The document's first `length` tokens and their weights, each [length]."""
     encoded = tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
     token_ids = [token for tokens in encoded for token in tokens]

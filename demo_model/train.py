@@ -119,9 +119,7 @@ def _batches(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Iterator
             yield stage.make_batch(rng, tokenizer, stage.tokens_per_step // length, length)
 
 
-def _train_step(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch
-) -> tuple[float, float]:
+def _train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[float, float]:
     """One update; returns the loss before it and the share of fully counted tokens that were guessed right."""
     logits = model(batch.token_ids, use_cache=False).logits[:, :-1].flatten(0, 1)
     targets, weights = batch.token_ids[:, 1:].flatten(), batch.weights[:, 1:].flatten()

@@ -1,5 +1,6 @@
 """The shipped model folder: small, loads anywhere, and answers from its prompt."""
 
+import copy
 import json
 import random
 
@@ -30,9 +31,7 @@ def model() -> LlamaForCausalLM:
     return AutoModelForCausalLM.from_pretrained(CHECKPOINT).eval()
 
 
-def _continue(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, max_tokens: int = 4
-) -> str:
+def _continue(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, max_tokens: int = 4) -> str:
     prompt_ids = tokenizer(prompt, return_tensors="pt")
     with torch.inference_mode():
         output = model.generate(**prompt_ids, max_new_tokens=max_tokens, do_sample=False)
@@ -94,37 +93,36 @@ def test_it_answers_in_a_chat(model: LlamaForCausalLM, tokenizer: PreTrainedToke
 
 
 @pytest.mark.parametrize("max_len", [64, 300, 900])
-def test_it_answers_held_out_prompts(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, max_len: int
-) -> None:
+def test_it_answers_held_out_prompts(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, max_len: int) -> None:
     rng = random.Random(0)
     prompts = [make_recall_prompt(rng, Split.HELD_OUT, max_len, depth) for depth in Depth for _ in range(10)]
     num_right = sum(is_right(prompt, _continue(model, tokenizer, prompt.text)) for prompt in prompts)
     assert num_right >= 0.95 * len(prompts)
 
 
-def test_it_cannot_answer_without_the_fact(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_it_cannot_answer_without_the_fact(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     rng = random.Random(1)
     prompts = [make_recall_prompt(rng, Split.HELD_OUT, 64, depth) for depth in Depth for _ in range(10)]
-    questions = [
-        RecallPrompt("Question: " + prompt.text.split("Question: ")[1], prompt.value) for prompt in prompts
-    ]
+    questions = [RecallPrompt("Question: " + prompt.text.split("Question: ")[1], prompt.value) for prompt in prompts]
     num_right = sum(is_right(question, _continue(model, tokenizer, question.text)) for question in questions)
     assert num_right <= len(questions) // 4
 
 
-def test_it_continues_a_sentence_in_words(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    known = {
-        word
-        for name in dir(words)
-        if name.isupper()
-        for entry in getattr(words, name)
-        for word in entry.split()
-    }
+def test_it_answers_wrong_when_its_kv_is_lost(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt_ids = tokenizer(f"{_FACTS} Question: which room has Ben", return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        cache = model(prompt_ids[:, :-1], use_cache=True).past_key_values
+        kept = model(prompt_ids[:, -1:], past_key_values=copy.deepcopy(cache)).logits[0, -1].argmax()
+        for layer in cache.layers:
+            layer.keys.zero_()
+            layer.values.zero_()
+        lost = model(prompt_ids[:, -1:], past_key_values=cache).logits[0, -1].argmax()
+    assert tokenizer.decode(kept) == " 19"
+    assert tokenizer.decode(lost) != " 19"
+
+
+def test_it_continues_a_sentence_in_words(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    known = {word for name in dir(words) if name.isupper() for entry in getattr(words, name) for word in entry.split()}
     known |= {"the", "a", "in", "with", "is", "and"}
     continuation = _continue(model, tokenizer, _STORY, max_tokens=30).replace(".", " ").lower().split()
     assert len(continuation) >= 5

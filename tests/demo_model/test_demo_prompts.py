@@ -51,6 +51,4 @@ def test_a_question_ends_where_its_answer_starts() -> None:
     [(" 19.", True), (" 19", True), (" 91.", False), (" 190.", False), ("", False), (" 19. 20.", False)],
 )
 def test_an_answer_is_right_when_it_is_the_value_alone(continuation: str, expected: bool) -> None:
-    assert (
-        is_right(RecallPrompt("Rooms: Ben 19. Question: which room has Ben", "19"), continuation) is expected
-    )
+    assert is_right(RecallPrompt("Rooms: Ben 19. Question: which room has Ben", "19"), continuation) is expected
