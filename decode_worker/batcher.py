@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.batcher import Candidate, Pages, Plan, admissible, fit
+from engine.batcher import Candidate, Pages, Plan, admissible, fit, gate_after
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class DecodeBatcher:
         if fitted.preempt:
             return Plan(fitted.preempt, (), fitted.run)
         room = max(0, self.max_running - len(running))
-        return Plan((), admissible(waiting[:room], pages, _num_spare(running, pages)), fitted.run)
+        admit = admissible(waiting[:room], pages, _num_spare(running, pages))
+        return Plan((), admit, fitted.run, gate_after(admit, room))
 
     def _num_step_tokens(self, running: Sequence[Candidate]) -> int:
         num_decoding = sum(candidate.num_missing == 1 for candidate in running)

@@ -1,12 +1,13 @@
 """A request's life at a decode worker: blocks fetched, what is missing computed, tokens streamed to the end.
 
-queue -> fetch -> compute -> generate -> closed
-              \\-> generate, if nothing of the prompt was missing
+queue -> wait -> fetch -> wait -> compute -> generate -> closed
+                              \\-> generate, if nothing of the prompt was missing
 """
 
 from collections.abc import Sequence
 
-from engine.events import Emitted, Event, Failed, Fetched, Finished, Preempted, Scheduled, TierTokens
+from engine.batcher import Gate
+from engine.events import Emitted, Event, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
 from engine.request import EngineRequest
 from worker.instructions import AbortInEngine, AddToEngine, Close, Instruction, ReleaseHold, Send
 from worker.lifecycle import Withdrawn, count_tiers
@@ -14,10 +15,13 @@ from worker.stopwatch import Stopwatch
 from worker.update import NOTHING_NEW, ChoiceTokens, Update
 
 QUEUE, FETCH, COMPUTE, GENERATE = "decode.queue", "decode.fetch", "decode.compute", "decode.generate"
+WAIT_TURN = "decode.wait_turn"
+WAIT_FOR = {Gate.SLOT: "decode.wait_slot", Gate.PAGES: "decode.wait_pages"}
+PHASES = (QUEUE, *WAIT_FOR.values(), FETCH, WAIT_TURN, COMPUTE, GENERATE)
 
 
 class DecodeLifecycle:
-    """Sends at most one update after each step, with all that is new; the last one has the spans.
+    """Sends at most one update for events that come together, with all that is new; the last one has the spans.
 
     The request's hold is released as soon as every choice has fetched. A request that ends before leaves that to the
     router, which knows whether it goes on elsewhere.
@@ -33,7 +37,7 @@ class DecodeLifecycle:
         self._unfetched = set(self._num_output)
         self._prompt: TierTokens | None = None
         self._news = NOTHING_NEW
-        self._stopwatch = Stopwatch((QUEUE, FETCH, COMPUTE, GENERATE), arrived_s)
+        self._stopwatch = Stopwatch(PHASES, arrived_s)
 
     def start(self) -> list[Instruction]:
         return [AddToEngine(self._request)]
@@ -48,10 +52,14 @@ class DecodeLifecycle:
 
     def _take(self, event: Event | Withdrawn, now_s: float) -> list[Instruction]:
         match event:
+            case HeldUp(gate=gate):
+                self._stopwatch.reach(WAIT_FOR[gate], now_s)
             case Scheduled():
                 self._stopwatch.reach(FETCH, now_s)
             case Fetched():
                 return self._note_fetched(event, now_s)
+            case Started():
+                self._note_started(event, now_s)
             case Emitted():
                 self._note_emitted(event, now_s)
             case Finished():
@@ -70,8 +78,7 @@ class DecodeLifecycle:
         if event.choice == self._leader and self._prompt is None:
             self._prompt = event.tokens
             count_tiers(self._stopwatch, event.tokens, self._block_size)
-            self._stopwatch.reach(COMPUTE if event.tokens.computed else GENERATE, now_s)
-            self._stopwatch.count(tokens_computed=event.tokens.computed)
+            self._stopwatch.reach(WAIT_TURN, now_s)
         if event.choice not in self._unfetched:
             return []
         self._unfetched.remove(event.choice)
@@ -79,6 +86,11 @@ class DecodeLifecycle:
             return []
         self._tell(Update(prompt=self._prompt))
         return [ReleaseHold(self._request.request_id)]
+
+    def _note_started(self, event: Started, now_s: float) -> None:
+        if event.choice == self._leader and self._prompt is not None:
+            self._stopwatch.reach(COMPUTE if self._prompt.computed else GENERATE, now_s)
+            self._stopwatch.count(tokens_computed=self._prompt.computed)
 
     def _note_emitted(self, event: Emitted, now_s: float) -> None:
         self._stopwatch.reach(GENERATE, now_s)

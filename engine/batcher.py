@@ -7,6 +7,7 @@ when the pool is full. Source: Orca (OSDI '22) for iteration-level batching, Sar
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 
@@ -42,13 +43,24 @@ class Pages:
         return (candidate.num_blocks + num_pages) * self.block_size - candidate.num_computed
 
 
+class Gate(Enum):
+    """What the queue waits for: fewer sequences to have pages, or more pages to be free."""
+
+    SLOT = "slot"
+    PAGES = "pages"
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What the engine does next: first preempt, then admit (in order), then run so many tokens of each handle."""
+    """What the engine does next: first preempt, then admit (in order), then run so many tokens of each handle.
+
+    gate: what those wait for who are not admitted, if there are any.
+    """
 
     preempt: tuple[int, ...] = ()
     admit: tuple[int, ...] = ()
     run: dict[int, int] = field(default_factory=dict)
+    gate: Gate = Gate.PAGES
 
 
 class Batcher(Protocol):
@@ -75,8 +87,9 @@ class ContinuousBatcher:
         fitted = fit(running, pages, self.max_step_tokens)
         if fitted.preempt:
             return Plan(fitted.preempt, (), fitted.run)
-        room = self.max_running - len(running)
-        return Plan((), admissible(waiting[: max(room, 0)], pages, fitted.num_allocatable - len(running)), fitted.run)
+        room = max(0, self.max_running - len(running))
+        admit = admissible(waiting[:room], pages, fitted.num_allocatable - len(running))
+        return Plan((), admit, fitted.run, gate_after(admit, room))
 
 
 @dataclass(frozen=True)
@@ -134,3 +147,8 @@ def admissible(waiting: Sequence[Candidate], pages: Pages, num_allocatable: int)
             break
         admitted.append(candidate.handle)
     return tuple(admitted)
+
+
+def gate_after(admit: Sequence[int], room: int) -> Gate:
+    """What the next in the queue waits for, where `admit` were admitted and `room` more might have been."""
+    return Gate.SLOT if len(admit) == room else Gate.PAGES

@@ -6,13 +6,26 @@ WAITING -> FETCHING -> RUNNING -> ENDED
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from engine.batch import Model
-from engine.batcher import Batcher, Plan
-from engine.events import Abandoned, Emitted, Event, Failed, Fetched, Finished, HandedOff, Preempted, Scheduled
+from engine.batcher import Batcher, Gate, Plan
+from engine.events import (
+    Abandoned,
+    Emitted,
+    Event,
+    Failed,
+    Fetched,
+    Finished,
+    HandedOff,
+    HeldUp,
+    Preempted,
+    Scheduled,
+    Started,
+)
 from engine.kv_cache import FetchedInto, KVCache
 from engine.request import EngineRequest, HandOff
 from engine.roster import Roster
@@ -82,10 +95,14 @@ class EngineCore:
     def step(self) -> list[Event]:
         """One iteration: finish transfers, plan, run, sample, report. Cheap when there is nothing to do.
 
-        A step that raises reports nothing, then or later; its requests can be aborted.
+        What transfers bring is reported at once, by a step that does no more, so that nobody waits for a run to hear
+        of it. A step that raises reports nothing, then or later; its requests can be aborted.
         """
         self._events = []
         num_finished = self._finish_transfers()
+        if self._events:
+            self._is_stalled = False
+            return self._events
         plan = self._plan()
         chunks = self._make_room(plan)
         if chunks:
@@ -150,7 +167,15 @@ class EngineCore:
     def _plan(self) -> Plan:
         waiting = self._roster.admissible
         running = [sequence.candidate for sequence in self._roster.running]
-        return self._batcher.plan(waiting, running, self._cache.pages)
+        plan = self._batcher.plan(waiting, running, self._cache.pages)
+        self._tell_held_up({candidate.handle for candidate in waiting}.difference(plan.admit), plan.gate)
+        return plan
+
+    def _tell_held_up(self, handles: Iterable[int], gate: Gate) -> None:
+        for sequence in map(self._roster.__getitem__, handles):
+            if sequence.gate is not gate:
+                sequence.gate = gate
+                self._events.append(HeldUp(sequence.request.request_id, sequence.choice, gate))
 
     def _make_room(self, plan: Plan) -> list[Chunk]:
         """Carries out a plan up to the run: those that decode come first, as the runner wants them."""
@@ -163,7 +188,14 @@ class EngineCore:
                 break
             sequence = self._roster[handle]
             self._events.append(Scheduled(sequence.request.request_id, sequence.choice))
+        for chunk in chunks:
+            self._note_turn(chunk.sequence)
         return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
+
+    def _note_turn(self, sequence: Sequence) -> None:
+        if not sequence.has_started:
+            sequence.has_started = True
+            self._events.append(Started(sequence.request.request_id, sequence.choice))
 
     def _preempt(self, sequence: Sequence) -> None:
         self._cache.set_aside(sequence)

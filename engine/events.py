@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine.batcher import Gate
 from wire.errors import BatonError
 from wire.ids import RequestId
 from wire.sampling import FinishReason, Logprobs
@@ -15,6 +16,15 @@ class TierTokens:
     host: int = 0
     redis: int = 0
     computed: int = 0
+
+
+@dataclass(frozen=True)
+class HeldUp:
+    """A choice in the queue was not admitted to this step. Told again only when it waits for something else."""
+
+    request_id: RequestId
+    choice: int
+    gate: Gate
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,14 @@ class Fetched:
     request_id: RequestId
     choice: int
     tokens: TierTokens
+
+
+@dataclass(frozen=True)
+class Started:
+    """A choice has the first turn of its life in this step: until then others of the running batch came before it."""
+
+    request_id: RequestId
+    choice: int
 
 
 @dataclass(frozen=True)
@@ -95,4 +113,4 @@ class Failed:
     error: BatonError
 
 
-Event = Scheduled | Fetched | Emitted | Finished | HandedOff | Abandoned | Preempted | Failed
+Event = HeldUp | Scheduled | Fetched | Started | Emitted | Finished | HandedOff | Abandoned | Preempted | Failed

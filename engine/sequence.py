@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from engine.batcher import Candidate
+from engine.batcher import Candidate, Gate
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from wire.ids import PageId
 from wire.keys import BlockName, KeyChain
@@ -29,6 +29,8 @@ class Sequence:
         self.pages: list[PageId] = []
         self.num_computed = 0
         self.state = State.WAITING
+        self.gate: Gate | None = None
+        self.has_started = False
         self._block_size = block_size
         self._keys = KeyChain(request.root, block_size)
         self._keys.extend(request.prompt_ids)

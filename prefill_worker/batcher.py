@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.batcher import Candidate, Pages, Plan, admissible, fit
+from engine.batcher import Candidate, Pages, Plan, admissible, fit, gate_after
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class PrefillBatcher:
         if fitted.preempt:
             return Plan(fitted.preempt, (), fitted.run)
         room = max(0, self.max_running - len(running))
-        return Plan((), admissible(self._by_urgency(waiting)[:room], pages, _num_unclaimed(running, pages)), fitted.run)
+        admit = admissible(self._by_urgency(waiting)[:room], pages, _num_unclaimed(running, pages))
+        return Plan((), admit, fitted.run, gate_after(admit, room))
 
     def _by_urgency(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Handles grow with arrival."""

@@ -1,12 +1,13 @@
 """A request's life at a prefill worker: prompt in, one token per choice out, the prompt's blocks held in the store.
 
-queue -> fetch -> compute -> publish -> answered
-                         \\-> answered, if every choice ended with its first token
+queue -> wait -> fetch -> wait -> compute -> publish -> answered
+                                         \\-> answered, if every choice ended with its first token
 """
 
 from collections.abc import Sequence
 
-from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, Preempted, Scheduled
+from engine.batcher import Gate
+from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, HeldUp, Preempted, Scheduled, Started
 from engine.request import EngineRequest
 from worker.instructions import AbortInEngine, AddToEngine, Close, Instruction, ReleaseHold, Send
 from worker.lifecycle import Withdrawn, count_tiers
@@ -14,6 +15,9 @@ from worker.stopwatch import Stopwatch
 from worker.update import NOTHING_NEW, ChoiceTokens, Update
 
 QUEUE, FETCH, COMPUTE, PUBLISH = "prefill.queue", "prefill.fetch", "prefill.compute", "prefill.publish"
+WAIT_TURN = "prefill.wait_turn"
+WAIT_FOR = {Gate.SLOT: "prefill.wait_slot", Gate.PAGES: "prefill.wait_pages"}
+PHASES = (QUEUE, *WAIT_FOR.values(), FETCH, WAIT_TURN, COMPUTE, PUBLISH)
 
 
 class PrefillLifecycle:
@@ -30,7 +34,7 @@ class PrefillLifecycle:
         self._leader = min(choice.index for choice in request.choices)
         self._unfinished = {choice.index for choice in request.choices}
         self._answer = NOTHING_NEW
-        self._stopwatch = Stopwatch((QUEUE, FETCH, COMPUTE, PUBLISH), arrived_s)
+        self._stopwatch = Stopwatch(PHASES, arrived_s)
         self._last_token_s = arrived_s
 
     def start(self) -> list[Instruction]:
@@ -45,10 +49,14 @@ class PrefillLifecycle:
 
     def _take(self, event: Event | Withdrawn, now_s: float) -> list[Instruction]:
         match event:
+            case HeldUp(gate=gate):
+                self._stopwatch.reach(WAIT_FOR[gate], now_s)
             case Scheduled():
                 self._stopwatch.reach(FETCH, now_s)
             case Fetched():
                 self._note_fetched(event, now_s)
+            case Started():
+                self._note_started(event, now_s)
             case Emitted():
                 self._last_token_s = now_s
                 self._gain(ChoiceTokens.emitted(event))
@@ -72,8 +80,12 @@ class PrefillLifecycle:
         if event.choice == self._leader and self._answer.prompt is None:
             self._answer = self._answer.followed_by(Update(prompt=event.tokens))
             count_tiers(self._stopwatch, event.tokens, self._block_size)
+            self._stopwatch.reach(WAIT_TURN, now_s)
+
+    def _note_started(self, event: Started, now_s: float) -> None:
+        if event.choice == self._leader and self._answer.prompt is not None:
             self._stopwatch.reach(COMPUTE, now_s)
-            self._stopwatch.count(tokens_computed=event.tokens.computed)
+            self._stopwatch.count(tokens_computed=self._answer.prompt.computed)
 
     def _gain(self, tokens: ChoiceTokens) -> None:
         self._answer = self._answer.followed_by(Update((tokens,)))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core import EngineCore
-from engine.events import Abandoned, Event, Failed
+from engine.events import Abandoned, Emitted, Event, Failed
 from wire.errors import BatonError
 from wire.ids import RequestId
 from worker.call import Call
@@ -42,7 +42,7 @@ class Lives:
         """Ends the life that belongs to this very call. Does nothing if it has ended."""
         life = self._lives.get(call.request_id)
         if life is not None and life.call is call:
-            self._tell_one(life, [Withdrawn(error)])
+            self._tell_one(life, [Withdrawn(error)], self._clock())
 
     def withdraw_all(self, error: BatonError) -> list[str]:
         """Ends every life, whatever state the engine is in; returns what went wrong with it."""
@@ -57,14 +57,22 @@ class Lives:
                 self._do(life, Close(error))
         return problems
 
-    def tell(self, events: Sequence[Event]) -> None:
-        """Hands the events of one step to the lives they belong to."""
+    def tell(self, events: Sequence[Event], began_s: float) -> None:
+        """Hands the events of one step to the lives they belong to.
+
+        What was decided before the model ran, up to the first token, happened when the step began, the rest just now.
+        """
+        num_before = next((number for number, event in enumerate(events) if isinstance(event, Emitted)), len(events))
+        self._tell_all(events[:num_before], began_s)
+        self._tell_all(events[num_before:], self._clock())
+
+    def _tell_all(self, events: Sequence[Event], now_s: float) -> None:
         by_request: dict[RequestId, list[Event]] = {}
         for event in events:
             by_request.setdefault(event.request_id, []).append(event)
         for request_id, own in by_request.items():
             if request_id in self._lives:
-                self._tell_one(self._lives[request_id], own)
+                self._tell_one(self._lives[request_id], own, now_s)
             elif Abandoned(request_id) in own:
                 self._deliveries.released.append(request_id)
 
@@ -73,8 +81,8 @@ class Lives:
         deliveries, self._deliveries = self._deliveries, Deliveries()
         return deliveries
 
-    def _tell_one(self, life: Begin, events: Sequence[Event | Withdrawn]) -> None:
-        self._carry_out(life, life.lifecycle.handle(events, self._clock()))
+    def _tell_one(self, life: Begin, events: Sequence[Event | Withdrawn], now_s: float) -> None:
+        self._carry_out(life, life.lifecycle.handle(events, now_s))
 
     def _carry_out(self, life: Begin, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
@@ -86,7 +94,7 @@ class Lives:
                 try:
                     self._engine.add(request)
                 except BatonError as error:
-                    self._tell_one(life, [Failed(request.request_id, error)])
+                    self._tell_one(life, [Failed(request.request_id, error)], self._clock())
             case AbortInEngine(request_id):
                 self._engine.abort(request_id)
             case ReleaseHold(request_id):

@@ -58,6 +58,7 @@ class WorkerLoop:
         self._inbox = inbox
         self._deliver = deliver
         self._on_broken = on_broken
+        self._clock = clock
         self._lives = Lives(engine, clock)
         self._commands: deque[Command] = deque()
         self._has_more_to_do = False
@@ -105,8 +106,9 @@ class WorkerLoop:
         try:
             while self._commands:
                 self._obey(self._commands.popleft())
+            began_s = self._clock()
             events = self._engine.step()
-            self._lives.tell(events)
+            self._lives.tell(events, began_s)
             self._has_more_to_do = bool(events) or self._engine.can_step
             if any(isinstance(event, Emitted) for event in events):
                 self._num_failed_steps = 0

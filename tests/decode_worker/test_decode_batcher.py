@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.batcher import DecodeBatcher
-from engine.batcher import Candidate, Pages
+from engine.batcher import Candidate, Gate, Pages
 
 BLOCK = 16
 BATCHER = DecodeBatcher(max_step_tokens=100, max_running=8, max_chunk_tokens=32)
@@ -39,6 +39,12 @@ def pages(num_allocatable: int) -> Pages:
 )
 def test_decode_comes_first_and_chunks_are_bounded(running: list[Candidate], run: dict[int, int]) -> None:
     assert BATCHER.plan((), running, pages(100)).run == run
+
+
+def test_names_what_the_queue_waits_for() -> None:
+    waiting = [missing(handle, 40) for handle in range(8, 10)]
+    assert BATCHER.plan(waiting, [decoding(handle, 20) for handle in range(7)], pages(100)).gate is Gate.SLOT
+    assert BATCHER.plan(waiting, [decoding(0, 20)], pages(4)).gate is Gate.PAGES
 
 
 @pytest.mark.parametrize(

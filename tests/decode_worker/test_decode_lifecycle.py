@@ -1,7 +1,8 @@
 from hypothesis import given
 
 from decode_worker.lifecycle import DecodeLifecycle
-from engine.events import Emitted, Failed, Fetched, Finished, Preempted, Scheduled, TierTokens
+from engine.batcher import Gate
+from engine.events import Emitted, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
 from engine.request import ChoiceSoFar, EngineRequest
 from tests.worker.engine_events import ID, Script, assert_ends_once, assert_spans_tile, decodes, outputs, run, updates
 from wire.errors import BatonError, Cancelled
@@ -29,12 +30,13 @@ def test_streams_all_that_is_ready_and_ends_with_the_spans() -> None:
     logprobs = Logprobs(-0.5, ())
     steps = [
         [Scheduled(ID, 0)],
-        [Fetched(ID, 0, FETCHED), Emitted(ID, 0, 2, 7, logprobs)],
+        [Fetched(ID, 0, FETCHED), Started(ID, 0), Emitted(ID, 0, 2, 7, logprobs)],
         [Emitted(ID, 0, 3, 8, logprobs), Finished(ID, 0, FinishReason.STOP, 8)],
     ]
     spans = (
         Span("decode.queue", 0.0, 1000.0),
         Span("decode.fetch", 1000.0, 1000.0, {"tokens_host": 40, "blocks_host": 3}),
+        Span("decode.wait_turn", 2000.0, 0.0),
         Span("decode.generate", 2000.0, 1000.0, {"tokens": 2}),
     )
     assert run(lifecycle(), steps) == [
@@ -46,22 +48,25 @@ def test_streams_all_that_is_ready_and_ends_with_the_spans() -> None:
     ]
 
 
-def test_computing_what_was_not_fetched_is_a_phase_of_its_own() -> None:
+def test_waiting_and_computing_are_phases_of_their_own() -> None:
     steps = [
+        [HeldUp(ID, 0, Gate.PAGES)],
         [Scheduled(ID, 0)],
         [Fetched(ID, 0, LACKING)],
-        [],
+        [Started(ID, 0)],
         [Emitted(ID, 0, 2, 7, None), Finished(ID, 0, FinishReason.LENGTH)],
         [],
     ]
     (_, last) = updates(run(lifecycle(), steps))
     assert [(span.name, span.duration_ms) for span in last.spans] == [
         ("decode.queue", 1000.0),
+        ("decode.wait_pages", 1000.0),
         ("decode.fetch", 1000.0),
-        ("decode.compute", 2000.0),
+        ("decode.wait_turn", 1000.0),
+        ("decode.compute", 1000.0),
         ("decode.generate", 0.0),
     ]
-    assert dict(last.spans[2].counts) == {"tokens_computed": 8}
+    assert dict(last.spans[4].counts) == {"tokens_computed": 8}
 
 
 def test_tells_that_all_is_fetched_once_and_then_releases_the_hold() -> None:

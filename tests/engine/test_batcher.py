@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batcher import Candidate, ContinuousBatcher, Pages, fit
+from engine.batcher import Candidate, ContinuousBatcher, Gate, Pages, fit
 
 BLOCK = 16
 
@@ -31,6 +31,13 @@ def test_chunk_shrinks_to_the_pages_there_are() -> None:
     plan = ContinuousBatcher().plan((), (prompt(0, 100),), pages(2))
     assert plan.run == {0: 2 * BLOCK}
     assert plan.preempt == ()
+
+
+def test_names_what_the_queue_waits_for() -> None:
+    batcher, waiting = ContinuousBatcher(max_running=2), (prompt(1, 40), prompt(2, 40))
+    assert batcher.plan(waiting, (decoding(0, 20),), pages(99)).gate is Gate.SLOT
+    assert batcher.plan(waiting, (), pages(4)).gate is Gate.PAGES
+    assert batcher.plan(waiting, (decoding(0, BLOCK + 1), decoding(5, 40)), pages(0)).gate is Gate.PAGES
 
 
 def test_youngest_yields_to_a_decode_that_needs_a_page() -> None:

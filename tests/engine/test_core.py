@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from engine.batch import Batch
-from engine.batcher import ContinuousBatcher
-from engine.events import Emitted, Failed, Fetched, Finished, Preempted, Scheduled
+from engine.batcher import ContinuousBatcher, Gate
+from engine.events import Emitted, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started
 from engine.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from tests.pair import ROOT, drive, make_core, request, serve
@@ -38,7 +38,18 @@ def test_events_come_in_order(model: HashModel) -> None:
     core = make_core(model)
     core.add(request(PROMPT, greedy(2)))
     events = [event for _ in range(8) for event in core.step()]
-    assert [type(event) for event in events] == [Scheduled, Fetched, Emitted, Emitted, Finished]
+    assert [type(event) for event in events] == [Scheduled, Fetched, Started, Emitted, Emitted, Finished]
+    assert not core.has_requests
+
+
+@pytest.mark.parametrize(("num_blocks", "max_running", "gate"), [(256, 1, Gate.SLOT), (5, 8, Gate.PAGES)])
+def test_tells_once_what_a_request_waits_for(model: HashModel, num_blocks: int, max_running: int, gate: Gate) -> None:
+    core = make_core(model, num_blocks=num_blocks, batcher=ContinuousBatcher(max_running=max_running))
+    first, second = (request((number, *PROMPT), greedy(10)) for number in range(2))
+    core.add(first)
+    core.add(second)
+    events = [event for _ in range(30) for event in core.step()]
+    assert [event for event in events if isinstance(event, HeldUp)] == [HeldUp(second.request_id, 0, gate)]
     assert not core.has_requests
 
 
@@ -185,6 +196,8 @@ def test_unused_slots_are_few_at_steady_load(model: HashModel) -> None:
     core = make_core(model, num_blocks=1200)
     for number in range(32):
         core.add(request((number, *range(300 + 7 * number)), greedy(200 + number)))
+    core.step()
+    core.step()  # admitted, and their fetches have ended: the first run is next
     shares = []
     for _ in range(150):
         core.step()

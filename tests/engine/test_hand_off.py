@@ -90,6 +90,7 @@ def test_a_step_that_failed_reports_nothing_later(model: HashModel, monkeypatch:
     core = make_core(model)
     core.add(hand_off(100, n=1))
     core.step()
+    core.step()
     with monkeypatch.context() as patch:
         patch.setattr(HashModel, "forward", fail)
         with pytest.raises(RuntimeError):

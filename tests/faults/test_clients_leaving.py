@@ -41,10 +41,13 @@ async def test_while_waiting_for_a_turn() -> None:
     """Hand-offs fill half of the arena: the next prompt waits in the router, and leaves it without a trace."""
     async with faulty_cluster(MODEL, 1, 1, Sizes(num_blocks=32, num_slots=10, batch=SIZES.batch)) as cluster:
         cluster.models["d0"].pause()
-        others = [cluster.open(ask((number, *PROMPT), 8)) for number in range(2)]
+        others = [cluster.open(ask((0, *PROMPT), 8))]
+        await until(lambda: cluster.models["d0"].num_steps)  # from here on it fetches nothing
+        others += [cluster.open(ask((number, *PROMPT), 8)) for number in (1, 2)]
         queue = cluster.router._holds._holds._waiting
-        await until(lambda: len(queue) == 1 and not cluster.workers["p0"].engine.has_requests)
-        num_computed = cluster.workers["p0"].engine.stats().computed_prompt_tokens
+        num_computed = 2 * (len(PROMPT) + 1)
+        prefill = cluster.workers["p0"].engine
+        await until(lambda: len(queue) == 1 and prefill.stats().computed_prompt_tokens == num_computed)
         waiting = asyncio.create_task(ends_with(cluster, Cancelled))
         await until(lambda: len(queue) == 2)
         leave(cluster)
@@ -55,7 +58,7 @@ async def test_while_waiting_for_a_turn() -> None:
             [choice] = await reader.read_all()
             assert choice.token_ids == MODEL.oracle((number, *PROMPT), 8)
         await at_rest(cluster)
-        computed = cluster.workers["p0"].engine.stats().computed_prompt_tokens - num_computed
+        computed = prefill.stats().computed_prompt_tokens - num_computed
         assert computed == len(PROMPT) + 1, "of the other that waited, and nothing of the one that left"
 
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batcher import Candidate, Pages
+from engine.batcher import Candidate, Gate, Pages
 from prefill_worker.batcher import PrefillBatcher
 
 BLOCK = 16
@@ -23,6 +23,12 @@ def pages(num_allocatable: int) -> Pages:
 
 def batcher(max_step_tokens: int = 64, max_running: int = 8) -> PrefillBatcher:
     return PrefillBatcher(max_step_tokens, max_running, PATIENCE)
+
+
+@pytest.mark.parametrize(("num_allocatable", "gate"), [(99, Gate.SLOT), (4, Gate.PAGES)])
+def test_names_what_the_queue_waits_for(num_allocatable: int, gate: Gate) -> None:
+    waiting = [prompt(handle, 40) for handle in range(3)]
+    assert batcher(max_running=2).plan(waiting, [], pages(num_allocatable)).gate is gate
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,18 @@
 from hypothesis import given
 
-from engine.events import Emitted, Failed, Fetched, Finished, HandedOff, Preempted, Scheduled, TierTokens
+from engine.batcher import Gate
+from engine.events import (
+    Emitted,
+    Failed,
+    Fetched,
+    Finished,
+    HandedOff,
+    HeldUp,
+    Preempted,
+    Scheduled,
+    Started,
+    TierTokens,
+)
 from engine.request import ChoiceSoFar, HandOff
 from prefill_worker.lifecycle import PrefillLifecycle
 from tests.worker.engine_events import ID, Script, assert_ends_once, assert_spans_tile, hand_offs, outputs, run, updates
@@ -27,7 +39,14 @@ def lifecycle(num_choices: int = 1) -> PrefillLifecycle:
 def test_answers_with_the_first_token_once_the_blocks_are_held() -> None:
     todo = run(
         lifecycle(),
-        [[Scheduled(ID, 0)], [Fetched(ID, 0, TIERS)], [Emitted(ID, 0, 0, 77, None)], [], [HandedOff(ID, 3)]],
+        [
+            [Scheduled(ID, 0)],
+            [Fetched(ID, 0, TIERS)],
+            [Started(ID, 0)],
+            [Emitted(ID, 0, 0, 77, None)],
+            [],
+            [HandedOff(ID, 3)],
+        ],
     )
     answer = Update(
         (ChoiceTokens(0, 0, (77,)),),
@@ -41,8 +60,9 @@ def test_answers_with_the_first_token_once_the_blocks_are_held() -> None:
                 1000.0,
                 {"tokens_device": 16, "blocks_device": 1, "tokens_host": 20, "blocks_host": 2},
             ),
-            Span("prefill.compute", 2000.0, 1000.0, {"tokens_computed": 4}),
-            Span("prefill.publish", 3000.0, 2000.0, {"blocks": 3}),
+            Span("prefill.wait_turn", 2000.0, 1000.0),
+            Span("prefill.compute", 3000.0, 1000.0, {"tokens_computed": 4}),
+            Span("prefill.publish", 4000.0, 2000.0, {"blocks": 3}),
         ),
     )
     assert todo == [AddToEngine(request()), Send(answer), Close()]
@@ -50,9 +70,9 @@ def test_answers_with_the_first_token_once_the_blocks_are_held() -> None:
 
 def test_answers_at_once_if_every_choice_ends_with_its_first_token() -> None:
     steps = [
-        [Scheduled(ID, 0), Fetched(ID, 0, TIERS)],
+        [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0)],
         [Emitted(ID, 0, 0, 7, None), Finished(ID, 0, FinishReason.STOP, 7)],
-        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens(device=40))],
+        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens(device=40)), Started(ID, 1)],
         [Emitted(ID, 1, 0, 8, None), Finished(ID, 1, FinishReason.LENGTH)],
     ]
     todo = run(lifecycle(2), steps)
@@ -62,20 +82,43 @@ def test_answers_at_once_if_every_choice_ends_with_its_first_token() -> None:
         ChoiceTokens(1, 0, (8,), (), FinishReason.LENGTH),
     )
     assert answer.num_held == 0
-    assert [span.name for span in answer.spans] == ["prefill.queue", "prefill.fetch", "prefill.compute"]
+    phases = ["prefill.queue", "prefill.fetch", "prefill.wait_turn", "prefill.compute"]
+    assert [span.name for span in answer.spans] == phases
     assert todo[-1] == Close()
+
+
+def test_names_the_gate_at_which_it_waited() -> None:
+    steps = [
+        [HeldUp(ID, 0, Gate.SLOT)],
+        [],
+        [HeldUp(ID, 0, Gate.PAGES)],
+        [HeldUp(ID, 0, Gate.SLOT)],
+        [Scheduled(ID, 0), Fetched(ID, 0, TIERS)],
+        [Started(ID, 0), Emitted(ID, 0, 0, 7, None)],
+        [HandedOff(ID, 3)],
+    ]
+    (answer,) = updates(run(lifecycle(), steps))
+    assert [(span.name, span.duration_ms) for span in answer.spans] == [
+        ("prefill.queue", 1000.0),
+        ("prefill.wait_slot", 2000.0),
+        ("prefill.wait_pages", 2000.0),
+        ("prefill.fetch", 0.0),
+        ("prefill.wait_turn", 1000.0),
+        ("prefill.compute", 0.0),
+        ("prefill.publish", 1000.0),
+    ]
 
 
 def test_usage_is_what_the_leader_first_found() -> None:
     steps = [
-        [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Preempted(ID, 0)],
+        [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0), Preempted(ID, 0)],
         [Scheduled(ID, 0), Fetched(ID, 0, TierTokens(device=40)), Emitted(ID, 0, 0, 7, None)],
         [Scheduled(ID, 1), Fetched(ID, 1, TierTokens(device=40)), Emitted(ID, 1, 0, 8, None)],
         [HandedOff(ID, 3)],
     ]
     (answer,) = updates(run(lifecycle(2), steps))
     assert answer.prompt == TIERS
-    assert dict(answer.spans[2].counts) == {"tokens_computed": 4, "preemptions": 1}
+    assert dict(answer.spans[3].counts) == {"tokens_computed": 4, "preemptions": 1}
 
 
 def test_withdrawn_request_is_taken_out_of_the_engine_and_holds_nothing() -> None:

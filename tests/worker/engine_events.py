@@ -5,7 +5,20 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, Preempted, Scheduled, TierTokens
+from engine.batcher import Gate
+from engine.events import (
+    Emitted,
+    Event,
+    Failed,
+    Fetched,
+    Finished,
+    HandedOff,
+    HeldUp,
+    Preempted,
+    Scheduled,
+    Started,
+    TierTokens,
+)
 from wire.errors import BatonError, Cancelled
 from wire.ids import RequestId
 from wire.sampling import FinishReason
@@ -100,7 +113,9 @@ def assert_spans_tile(update: Update, end_s: float) -> None:
 
 def _scheduled(draw: st.DrawFn, choice: int) -> list[Event]:
     tiers = draw(st.sampled_from([TIERS, TierTokens(host=40)]))
-    return [Scheduled(ID, choice), Fetched(ID, choice, tiers)]
+    gates = draw(st.lists(st.sampled_from(Gate), max_size=2))
+    held_up = [HeldUp(ID, choice, gate) for gate in gates]
+    return [*held_up, Scheduled(ID, choice), Fetched(ID, choice, tiers), Started(ID, choice)]
 
 
 def _interrupted(draw: st.DrawFn, num_choices: int, events: list[Event]) -> Script:

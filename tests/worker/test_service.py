@@ -104,6 +104,7 @@ async def test_decode_alone_computes_the_prompt(decode: Worker) -> None:
     assert [span.name for span in updates[-1].summary.spans] == [
         "decode.queue",
         "decode.fetch",
+        "decode.wait_turn",
         "decode.compute",
         "decode.generate",
     ]
@@ -142,7 +143,7 @@ async def test_closing_a_stream_takes_the_request_out_of_the_engine(decode: Work
 async def test_deadline_ends_the_request_here_too(decode: Worker) -> None:
     decode.model.may_go.clear()
     with pytest.raises(DeadlineExceeded):
-        await anext(decode.service.decode(decode_request(), timeout_s=0.05))
+        [update async for update in decode.service.decode(decode_request(), timeout_s=0.05)]
     decode.model.may_go.set()
     assert (await decode.at_rest()).generated_tokens <= 1
 
