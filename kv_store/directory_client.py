@@ -70,7 +70,7 @@ class DirectoryClient:
             return info
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return self._ask(GetExisting(list(keys)), Flags).values
+        return self._ask_any(GetExisting(list(keys)), Flags).values
 
     def reserve(self, writer: str, names: Sequence[BlockName], hold: Hold | None) -> Reservation:
         return self._ask(Reserve(writer, list(names), hold), Reservation)
@@ -91,35 +91,39 @@ class DirectoryClient:
         return self._ask(Withdraw(list(blocks)), Count).value
 
     def hold(self, hold: Hold, keys: Sequence[BlockKey]) -> int:
-        return self._ask(TakeHold(hold, list(keys)), Count).value
+        return self._ask_any(TakeHold(hold, list(keys)), Count).value
 
     def renew(self, request_ids: Sequence[RequestId], ttl_s: float) -> int:
-        return self._ask(RenewHolds(list(request_ids), ttl_s), Count).value
+        return self._ask_any(RenewHolds(list(request_ids), ttl_s), Count).value
 
     def release_holds(self, request_ids: Sequence[RequestId]) -> int:
-        return self._ask(ReleaseHolds(list(request_ids)), Count).value
+        return self._ask_any(ReleaseHolds(list(request_ids)), Count).value
 
     def mark_cold(self, keys: Sequence[BlockKey]) -> int:
-        return self._ask(MarkCold(list(keys)), Count).value
+        return self._ask_any(MarkCold(list(keys)), Count).value
 
     def status(self) -> DirectoryStatus:
-        return self._ask(GetStatus(), DirectoryStatus)
+        return self._ask_any(GetStatus(), DirectoryStatus)
 
     def check(self) -> list[str]:
-        return self._ask(Check(), Problems).lines
+        return self._ask_any(Check(), Problems).lines
 
     def _ask(self, request: object, kind: type[T]) -> T:
+        """For what is about slots: they are those of one epoch."""
         with self._line() as deadline:
             epoch = self._connection.connect(deadline).epoch
             self._epoch = self._epoch or epoch
             answer = self._connection.exchange(request, deadline) if epoch == self._epoch else None
         if answer is None:
             raise EpochChanged("the directory has restarted")
-        if isinstance(answer, Failed):
-            raise StoreError(answer.message)
-        if not isinstance(answer, kind):
-            raise StoreError(f"{type(answer).__name__} in answer to {type(request).__name__}")
-        return answer
+        return _as(kind, answer)
+
+    def _ask_any(self, request: object, kind: type[T]) -> T:
+        """For what is about keys and requests: whichever directory is there may answer."""
+        with self._line() as deadline:
+            self._connection.connect(deadline)
+            answer = self._connection.exchange(request, deadline)
+        return _as(kind, answer)
 
     @contextmanager
     def _line(self) -> Iterator[float]:
@@ -138,3 +142,11 @@ class DirectoryClient:
             raise StoreError(f"the directory does not answer: {error}") from error
         finally:
             self._lock.release()
+
+
+def _as(kind: type[T], answer: object) -> T:
+    if isinstance(answer, Failed):
+        raise StoreError(answer.message)
+    if not isinstance(answer, kind):
+        raise StoreError(f"{type(answer).__name__} in answer, not {kind.__name__}")
+    return answer

@@ -16,7 +16,8 @@ class EpochChanged(StoreError):
 class DirectoryPort(Protocol):
     """Every call raises StoreError if it cannot be carried out, and is bounded in time.
 
-    Calls are said to one epoch, that of the first contact or of the last `attach`; EpochChanged if it is over.
+    Calls about slots are said to one epoch, that of the first contact or of the last `attach`; EpochChanged if it is
+    over. Calls about keys and requests mean the same in any.
     """
 
     def info(self) -> DirectoryInfo:

@@ -50,6 +50,7 @@ class NodeStore:
         self._block_bytes = layout.block_bytes
         self._scratch = memoryview(bytearray(layout.payload_bytes))
         self._num_failed = 0
+        self._is_passed_over = False
 
     def fence(self) -> None:
         self._pool.fence()
@@ -171,12 +172,17 @@ class NodeStore:
     def _or_else(self, otherwise: T, action: Callable[[], T]) -> T:
         """What the action gives, or `otherwise` and a counted failure if the directory cannot be asked."""
         try:
-            return action()
+            answer = action()
         except EpochChanged:
             log.warning("the arena's directory has restarted: what was in it is lost")
             self._host.lose()
         except StoreError as error:
-            log.warning("the host tier is passed over: %s", error)
+            if not self._is_passed_over:
+                log.warning("the host tier is passed over: %s", error)
+            self._is_passed_over = True
+        else:
+            self._is_passed_over = False
+            return answer
         self._num_failed += 1
         return otherwise
 

@@ -273,6 +273,10 @@ def test_a_restart_is_noticed_and_all_is_a_miss_until_one_attaches_anew(tmp_path
         for _ in range(2):
             with pytest.raises(EpochChanged):
                 client.release(lease.lease_id)
+        assert client.exists([name.key for name in names]) == [False, False]
+        assert (client.status().hits, client.check()) == (0, [])
+        with pytest.raises(EpochChanged):
+            client.lease("reader", [name.key for name in names], 5.0)
         assert client.attach().arena_path == str(second.arena.path)
         assert client.exists([name.key for name in names]) == [False, False]
         second.stop()
