@@ -1,7 +1,7 @@
 """A whole cluster in this process whose workers die, stall and lose their store, and are replaced."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from engine.batch import Model
@@ -9,6 +9,7 @@ from kv_store.node_store import HOLD_TTL_S
 from router.local_worker_client import LocalWorkerClient
 from router.members import Role
 from tests.faults.answer import ChoiceAnswer, Reader
+from tests.faults.cold_gate import ColdGate
 from tests.faults.directory_gate import DirectoryGate
 from tests.faults.faulty_model import FaultyModel
 from tests.faults.fragments import FragmentTokenizer
@@ -17,7 +18,7 @@ from tests.kv_store.fake_clock import FakeClock
 from tests.local_cluster.cluster import LocalCluster, Parts, Sizes
 from wire.directory import Block, Hold
 from wire.ids import NamespaceRoot, RequestId, WorkerId
-from wire.keys import cover
+from wire.keys import BlockName, cover
 from wire.pb import inference_pb2 as pb
 
 
@@ -33,6 +34,7 @@ class FaultyCluster(LocalCluster):
         self._plain_model = model
         self.models: dict[str, FaultyModel] = {}
         self.gates: dict[str, DirectoryGate] = {}
+        self.colds: dict[str, ColdGate] = {}
         self.mortals: dict[str, MortalClient] = {}
         self.replace_dead = False
         self.dead: list[str] = []
@@ -87,15 +89,39 @@ class FaultyCluster(LocalCluster):
             self._be_poisoned(name)
 
     def hold_all_slots(self) -> None:
-        """Fills the arena with blocks that are held for a request that nobody knows."""
+        """Fills the arena with other bytes, held for a request that nobody knows."""
         root = NamespaceRoot(b"nobody's" * 4)
         names = cover(
             root, range(self.arena.num_slots * self._plain_model.layout.block_size), self._plain_model.layout.block_size
         )
         hold = Hold(RequestId("nobody's"), HOLD_TTL_S)
         slots = self.directory.reserve("nobody", names, hold).slots
-        blocks = [Block(slot, name, b"") for slot, name in zip(slots, names, strict=True) if slot is not None]
+        given = [(slot, name) for slot, name in zip(slots, names, strict=True) if slot is not None]
+        for slot, _ in given:
+            self.arena.slot(slot)[:] = b"x" * self.arena.block_bytes
+        blocks = [Block(slot, name, b"") for slot, name in given]
         self.directory.commit("nobody", blocks, hold)
+
+    def names_of(self, prompt: Sequence[int]) -> list[BlockName]:
+        """Of the blocks of a prompt, as the router and the workers name them."""
+        return cover(self.router.dispatcher._services.root, prompt, self._plain_model.layout.block_size)
+
+    def blocks(self) -> list[Block]:
+        """What is found in the arena."""
+        known = self.directory._blocks.items()
+        return [block for slot, block in known if self.directory._ledger.find(block.name.key) == slot]
+
+    def move_to_cold(self) -> None:
+        """Moves the arena's full blocks to the cold tier, and drops the tails."""
+        for block in self.blocks():
+            if not block.name.is_tail:
+                payload = self.arena.slot(block.slot)[: self._plain_model.layout.payload_bytes]
+                self.cold.put(block.name, payload, block.checksum)
+        self.empty_arena()
+
+    def empty_arena(self) -> None:
+        """Evicts everything."""
+        self.directory.withdraw(self.blocks())
 
     async def settle(self) -> None:
         """Returns when all that died is buried, and replaced if that is to be."""
@@ -113,7 +139,8 @@ class FaultyCluster(LocalCluster):
         self.models[name] = FaultyModel(self._plain_model)
         self._be_poisoned(name)
         self.gates[name] = DirectoryGate(parts.directory)
-        return Parts(self.models[name], parts.arena, self.gates[name], parts.cold)
+        self.colds[name] = ColdGate(self.cold)
+        return Parts(self.models[name], parts.arena, self.gates[name], self.colds[name])
 
     def _connect(self, address: str) -> LocalWorkerClient:
         client = MortalClient(self.workers[address].service, lambda: self._died(address))

@@ -1,0 +1,181 @@
+"""Tiers that lose, spoil and withhold blocks: what is not there, or not right, is computed again."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from engine.hash_model import HashModel
+from router.members import Role
+from tests.faults.answer import ask
+from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.load import Load, under_load
+from tests.faults.rest import at_rest, until
+from tests.local_cluster.cluster import Sizes
+from wire.layout import KVLayout
+from wire.pb import inference_pb2 as pb
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+MODEL = HashModel(LAYOUT, vocab_size=300)
+SIZES = Sizes(num_blocks=64, num_slots=128)
+PROMPT = tuple(range(100))
+NUM_FULL = len(PROMPT) // 16
+
+
+async def serve(cluster: FaultyCluster, prompt: tuple[int, ...] = PROMPT) -> pb.Complete:
+    reader = cluster.open(ask(prompt, 20))
+    [choice] = await reader.read_all()
+    assert choice.token_ids == MODEL.oracle(prompt, 20)
+    assert reader.complete is not None
+    return reader.complete
+
+
+async def fresh_workers(cluster: FaultyCluster) -> None:
+    """Workers that have nothing on their devices."""
+    listed = tuple(cluster.listed)
+    await cluster.add(Role.PREFILL)
+    await cluster.add(Role.DECODE)
+    for name in listed:
+        await cluster.drain(name)
+
+
+async def test_all_comes_back_from_the_cold_tier() -> None:
+    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+        await serve(cluster)
+        cluster.move_to_cold()
+        await fresh_workers(cluster)
+        assert (await serve(cluster)).usage.cached_tokens.redis == 16 * NUM_FULL
+        await at_rest(cluster)
+
+
+@pytest.mark.parametrize("number", range(NUM_FULL))
+async def test_a_block_is_evicted_between_two_questions(number: int) -> None:
+    """The cold tier said that it had it."""
+    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+        await serve(cluster)
+        cluster.move_to_cold()
+        await fresh_workers(cluster)
+        cluster.colds["p1"].missing = {cluster.names_of(PROMPT)[number].key}
+        assert (await serve(cluster)).usage.cached_tokens.redis == 16 * number
+        await at_rest(cluster)
+
+
+def flip(cluster: FaultyCluster) -> None:
+    """One bit of every block, in the arena and in the cold tier."""
+    for block in cluster.blocks():
+        cluster.arena.slot(block.slot)[random.randrange(LAYOUT.payload_bytes)] ^= 4  # type: ignore[index]
+    for key, frame in cluster.cold.frames.items():
+        place = random.randrange(len(frame))
+        cluster.cold.frames[key] = frame[:place] + bytes([frame[place] ^ 4]) + frame[place + 1 :]
+
+
+def shuffle(cluster: FaultyCluster) -> None:
+    """Every block is under another one's name, checksums and all."""
+    keys, frames = list(cluster.cold.frames), list(cluster.cold.frames.values())
+    cluster.cold.frames.update(zip(keys, frames[1:] + frames[:1], strict=True))
+    contents = [bytes(cluster.arena.slot(block.slot)) for block in cluster.blocks()]
+    for block, content in zip(cluster.blocks(), contents[1:] + contents[:1], strict=True):
+        cluster.arena.slot(block.slot)[:] = content
+
+
+def lose(cluster: FaultyCluster) -> None:
+    """Everything, as after a FLUSHALL and in an arena that was needed for something else."""
+    cluster.cold.frames.clear()
+    cluster.empty_arena()
+
+
+@pytest.mark.parametrize("spoil", [flip, shuffle, lose])
+@pytest.mark.parametrize("where", ["arena", "cold"])
+async def test_spoilt_blocks_are_never_used(spoil: Callable[[FaultyCluster], None], where: str) -> None:
+    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+        await serve(cluster)
+        if where == "cold":
+            cluster.move_to_cold()
+        await fresh_workers(cluster)
+        spoil(cluster)
+        cached = (await serve(cluster)).usage.cached_tokens
+        assert (cached.host, cached.redis) == (0, 0)
+        assert (await serve(cluster)).usage.cached_tokens.device == 16 * NUM_FULL
+        await at_rest(cluster)
+
+
+async def test_blocks_are_spoilt_all_the_time() -> None:
+    async with faulty_cluster(MODEL, 2, 2, SIZES) as cluster:
+        async with under_load(Load(cluster, MODEL, num_clients=6)) as load:
+            for spoil in (flip, lose, shuffle) * 8:
+                spoil(cluster)
+                wanted = load.num_answered + 2
+                await until(lambda wanted=wanted: load.num_answered >= wanted)
+        await at_rest(cluster)
+
+
+@pytest.mark.parametrize("where", ["p1", "d1"])
+@pytest.mark.parametrize("is_given_away", [False, True])
+async def test_a_lease_runs_out_while_it_is_read_under(where: str, is_given_away: bool) -> None:
+    """What was read counts for nothing, be it right or wrong: the slots may have become another's."""
+    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+        await serve(cluster)
+        await fresh_workers(cluster)
+
+        def run_out() -> None:
+            cluster.clock.now += 1000.0
+            if is_given_away:
+                cluster.hold_all_slots()
+
+        cluster.gates[where].after = after_first("lease", run_out)
+        complete = await serve(cluster)
+        computed = cluster.workers[where].engine.stats().computed_prompt_tokens
+        assert computed == len(PROMPT)
+        assert complete.usage.cached_tokens.host == (0 if where == "p1" else 16 * NUM_FULL)
+        await at_rest(cluster)
+
+
+async def test_a_slow_cold_tier_holds_nobody_up_who_runs() -> None:
+    """One request waits for a block; those in the batch go on to their end."""
+    async with faulty_cluster(MODEL, 0, 1, SIZES) as cluster:
+        await serve(cluster)
+        cluster.move_to_cold()
+        await cluster.add(Role.DECODE)
+        await cluster.drain("d0")
+        mates = [asyncio.create_task(serve(cluster, (number, *PROMPT))) for number in range(4)]
+        await until(lambda: cluster.workers["d1"].engine.stats().num_running == 4)
+        cluster.colds["d1"].pause()
+        waiting = asyncio.create_task(serve(cluster))
+        await asyncio.gather(*mates)
+        assert not waiting.done()
+        cluster.colds["d1"].go_on()
+        assert (await waiting).usage.cached_tokens.redis == 16 * NUM_FULL
+        await at_rest(cluster)
+
+
+async def test_a_cold_tier_that_is_too_slow_is_given_up_for_this_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def be_slow() -> None:
+        nonlocal now
+        now += 0.3
+
+    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+        await serve(cluster)
+        cluster.move_to_cold()
+        await fresh_workers(cluster)
+        monkeypatch.setattr("kv_store.node_store.time", SimpleNamespace(monotonic=lambda: now))
+        cluster.colds["p1"].on_get = be_slow
+        assert (await serve(cluster)).usage.cached_tokens.redis == 16 * 2, "after 0.6 seconds it is computed"
+        monkeypatch.undo()
+        await at_rest(cluster)
+
+
+def after_first(call: str, action: Callable[[], None]) -> Callable[[str, object], None]:
+    """A hook that acts once, after the first such call."""
+    done = False
+
+    def hook(called: str, _: object) -> None:
+        nonlocal done
+        if called == call and not done:
+            done = True
+            action()
+
+    return hook
