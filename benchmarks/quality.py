@@ -144,7 +144,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _load_engine(args: argparse.Namespace) -> EngineBackend:
-    engine = Engine.load(str(args.model), dtype=args.dtype, block_size=args.block_size, num_blocks=args.num_blocks)
+    engine = Engine.load(
+        str(args.model),
+        dtype=args.dtype,
+        device=args.device,
+        block_size=args.block_size,
+        num_blocks=args.num_blocks,
+    )
     return EngineBackend(engine)
 
 
@@ -156,6 +162,7 @@ def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=100, help="prompts per length and depth (default: 100)")
     parser.add_argument("--lengths", type=_lengths, default=(64, 150, 300, 900), help="such as 64,150,300")
     parser.add_argument("--dtype", help="what Baton computes in (default: float32)")
+    parser.add_argument("--device", default="cpu", help="where Baton computes (default: cpu)")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--num-blocks", type=int, default=2048)
     parser.add_argument("--json", type=Path, nargs="?", const=Path("-"), help="print JSON, or write it to this file")

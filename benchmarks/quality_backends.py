@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.batch import Batch
 from engine.engine import Engine
+from kv_store.device_pool import DevicePool
 from wire.sampling import SamplingParams
 
 
@@ -64,19 +65,21 @@ class EngineBackend:
     def log_likelihood(self, token_ids: Sequence[int]) -> float:
         """As one prefill that asks for every token's logits, in pages of its own."""
         model = self._engine.core.model
-        kv = torch.zeros(-(-len(token_ids) // model.layout.block_size), *model.layout.shape)
-        return _log_likelihood(model.forward(_prefill(token_ids, len(kv)), kv), token_ids)
+        num_pages = -(-len(token_ids) // model.layout.block_size)
+        pool = DevicePool(model.layout, num_pages, model.device)
+        logits = model.forward(_prefill(token_ids, num_pages, model.device), pool.kv)
+        return _log_likelihood(logits.cpu(), token_ids)
 
 
-def _prefill(token_ids: Sequence[int], num_pages: int) -> Batch:
-    rows = torch.arange(len(token_ids))
+def _prefill(token_ids: Sequence[int], num_pages: int, device: torch.device) -> Batch:
+    rows = torch.arange(len(token_ids), device=device)
     return Batch(
-        token_ids=torch.tensor(token_ids),
+        token_ids=torch.tensor(token_ids, device=device),
         positions=rows,
         slot_mapping=rows,
-        block_tables=torch.arange(num_pages, dtype=torch.int32)[None],
-        context_lens=torch.tensor([len(token_ids)], dtype=torch.int32),
-        cu_query_lens=torch.tensor([0, len(token_ids)], dtype=torch.int32),
+        block_tables=torch.arange(num_pages, dtype=torch.int32, device=device)[None],
+        context_lens=torch.tensor([len(token_ids)], dtype=torch.int32, device=device),
+        cu_query_lens=torch.tensor([0, len(token_ids)], dtype=torch.int32, device=device),
         num_decodes=0,
         sample_rows=rows,
     )
