@@ -119,10 +119,11 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 class Console:
-    """A Reporter that prints. Progress is drawn on a terminal only, and only where there is time to look at it."""
+    """A Reporter that prints. A bar is drawn on a terminal only, and only where there is time to look at it."""
 
     def __init__(self) -> None:
         self._first_progress_s: float | None = None
+        self._is_drawing = False
 
     def tell(self, part: str, text: str) -> None:
         print(f"{part:<8} {text}", flush=True)
@@ -130,8 +131,10 @@ class Console:
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None:
         now_s = time.monotonic()
         self._first_progress_s = self._first_progress_s or now_s
-        if not sys.stderr.isatty() or now_s - self._first_progress_s < SLOW_S or done_bytes >= total_bytes:
+        is_done = done_bytes >= total_bytes
+        if not sys.stderr.isatty() or now_s - self._first_progress_s < SLOW_S or (is_done and not self._is_drawing):
             return
-        bar = "#" * int(BAR_WIDTH * done_bytes / total_bytes)
-        done, total = format_bytes(done_bytes), format_bytes(total_bytes)
-        print(f"\r{part:<8} [{bar:<{BAR_WIDTH}}] {done} of {total} ", end="", file=sys.stderr, flush=True)
+        self._is_drawing = not is_done
+        bar = "#" * min(BAR_WIDTH, BAR_WIDTH * done_bytes // total_bytes)
+        end = "\n" if is_done else ""
+        print(f"\r{part:<8} [{bar:<{BAR_WIDTH}}] {format_bytes(done_bytes)} ", end=end, file=sys.stderr, flush=True)
