@@ -2,13 +2,11 @@
 
 import asyncio
 import importlib
-import logging
 import os
 from typing import Any
 
 from wire.errors import Unavailable
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+from wire.logs import start_logging
 
 
 class ActorShell:
@@ -17,8 +15,9 @@ class ActorShell:
     The import begins with the process, and the object is made by `start`, so that both may overlap with other work.
     """
 
-    def __init__(self, module: str, class_name: str) -> None:
-        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    def __init__(self, name: str, module: str, class_name: str) -> None:
+        """`name` is what the process is called in its log."""
+        start_logging(name)
         self._class: Any = getattr(importlib.import_module(module), class_name)
         self._object: Any = None
 

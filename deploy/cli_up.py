@@ -129,6 +129,8 @@ class Console:
         print(f"{part:<8} {text}", flush=True)
 
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None:
+        if not done_bytes:
+            return
         now_s = time.monotonic()
         self._first_progress_s = self._first_progress_s or now_s
         is_done = done_bytes >= total_bytes

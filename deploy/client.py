@@ -19,7 +19,8 @@ def find_cluster(name: str) -> ClusterState:
     if state is None:
         raise Unavailable(f"no cluster named {name} is running: start one with `{_command('up', name)}`")
     if state.phase is Phase.STARTING:
-        raise Unavailable(f"the cluster {name} is still starting")
+        what = "is still starting" if state.command.is_alive else f"has not come up: {_clean_up(name)}"
+        raise Unavailable(f"the cluster {name} {what}")
     return state
 
 
@@ -49,10 +50,12 @@ async def _calls(state: ClusterState) -> AsyncIterator[None]:
     except grpc.aio.AioRpcError as failure:
         error = from_rpc_error(failure)
         if isinstance(error, Unavailable) and not state.is_alive:
-            raise Unavailable(
-                f"the cluster {state.name} has crashed: clean up with `{_command('down', state.name)}`"
-            ) from failure
+            raise Unavailable(f"the cluster {state.name} has crashed: {_clean_up(state.name)}") from failure
         raise error from failure
+
+
+def _clean_up(name: str) -> str:
+    return f"clean up with `{_command('down', name)}`"
 
 
 def _command(verb: str, name: str) -> str:

@@ -9,16 +9,17 @@ from dataclasses import asdict, replace
 
 import ray
 
-from deploy.actor_shell import LOG_FORMAT
 from deploy.cluster_plan import ClusterPlan
 from deploy.event_log import EventLog
 from deploy.fleet import Fleet
+from deploy.names import CONTROLLER
 from deploy.pools import Pools, Sizes
 from deploy.ray_actor import Resources
 from deploy.ray_worker_host import RayWorkerHost
 from deploy.roll import Listed
 from deploy.service import Service
 from wire.ids import WorkerId
+from wire.logs import start_logging
 
 START_TIMEOUT_S = 1800.0
 SCALE_TIMEOUT_S = 570.0
@@ -34,7 +35,7 @@ class Controller:
 
     def __init__(self, plan_json: str) -> None:
         """Raises ConfigError."""
-        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+        start_logging(CONTROLLER)
         plan = ClusterPlan.from_json(plan_json)
         self._router_config = plan.router
         self._events = EventLog(time.monotonic)

@@ -38,7 +38,7 @@ class RayActor:
         self.name = name
         self._process: ProcessRef | None = None
         shell = type(class_name, (ActorShell,), {})  # for the name under which `ps` shows the process
-        self._handle: Any = ray.remote(shell).options(**_options(name, resources)).remote(module, class_name)
+        self._handle: Any = ray.remote(shell).options(**_options(name, resources)).remote(name, module, class_name)
 
     async def start(self, config_json: str, timeout_s: float) -> str:
         """Raises what the object raises if that is ours, ConfigError for another failure, Unavailable for no answer."""

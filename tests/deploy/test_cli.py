@@ -220,6 +220,12 @@ def test_a_crashed_cluster_is_said_to_be_one(capsys: pytest.CaptureFixture[str])
     assert "has crashed: clean up with `baton down`" in capsys.readouterr().err
 
 
+def test_a_cluster_that_never_came_up_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+    StateFile("default").write(ClusterState("default", Phase.STARTING, GONE, "/tmp/baton-none", "secret"))
+    assert main(["status"]) == 1
+    assert capsys.readouterr().err == "baton: the cluster default has not come up: clean up with `baton down`\n"
+
+
 def test_status_for_scripts(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.status = cluster_pb2.ClusterStatus(
         model="m",
