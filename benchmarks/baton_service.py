@@ -1,27 +1,41 @@
 """A service of ours, started and stopped by the command line as a user would."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from deploy import redis_server
+from deploy.config import RedisSettings
+from deploy.state import ClusterState, StateFile
+
 _UP_TIMEOUT_S = 300.0
 _CALL_TIMEOUT_S = 60.0
+_POLL_S = 0.5
 
 
 class BatonService:
-    """`baton up` on entry, `baton down` on exit."""
+    """`baton up` on entry, `baton down` on exit. settings: more flags for `baton up`."""
 
-    def __init__(self, name: str, model: str | None, num_prefill: int, num_decode: int) -> None:
+    def __init__(
+        self, name: str, model: str | None, num_prefill: int, num_decode: int, settings: Sequence[str] = ()
+    ) -> None:
         self._name = f"bench-{name[:8]}"
-        self._pools = ["--prefill", str(num_prefill), "--decode", str(num_decode)]
-        self._model = [] if model is None else ["--model", model]
+        self._pools = {"prefill": num_prefill, "decode": num_decode}
+        self._settings = [*([] if model is None else ["--model", model]), *settings]
         self.address = ""
 
     def __enter__(self) -> "BatonService":
+        pools = [part for role, size in self._pools.items() for part in (f"--{role}", str(size))]
         try:
-            self._baton("up", *self._model, *self._pools, "--grpc-port", "0", timeout_s=_UP_TIMEOUT_S)
+            self._baton("up", *self._settings, *pools, "--grpc-port", "0", timeout_s=_UP_TIMEOUT_S)
             self.address = self.status()["address"]
         except BaseException:
             self._baton("down")
@@ -38,7 +52,51 @@ class BatonService:
         status: dict[str, Any] = json.loads(self._baton("status", "--json"))
         return status
 
+    def wait_for_rest(self, timeout_s: float) -> dict[str, Any]:
+        """What `baton status --check --json` says once all workers are there and nothing is in use, or then."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            command = self._command("status", "--json", "--check")
+            done = subprocess.run(command, timeout=_CALL_TIMEOUT_S, stdout=subprocess.PIPE, text=True, check=False)
+            status: dict[str, Any] = json.loads(done.stdout)
+            is_whole = all(len(status["pools"][role]) == size for role, size in self._pools.items())
+            if (is_whole and not status["problems"] and not num_in_use(status)) or time.monotonic() > deadline:
+                return status
+            time.sleep(_POLL_S)
+
+    @property
+    def redis_pid(self) -> int:
+        """Of the server of its own."""
+        redis = self._state().redis
+        assert redis is not None, "it has no Redis of its own"
+        return redis.pid
+
+    def kill_redis(self) -> None:
+        os.kill(self.redis_pid, signal.SIGKILL)
+
+    def start_redis(self) -> None:
+        """A new one in the place of the one that was killed, which `baton down` will end."""
+        state = self._state()
+        server = redis_server.start(redis_server.find_program(), Path(state.run_dir), RedisSettings().max_bytes)
+        StateFile(self._name).write(replace(state, redis=server.process))
+
+    def _state(self) -> ClusterState:
+        state = StateFile(self._name).read()
+        assert state is not None, "it is not up"
+        return state
+
     def _baton(self, *arguments: str, timeout_s: float = _CALL_TIMEOUT_S) -> str:
-        command = [sys.executable, "-m", "deploy.cli", *arguments, "--name", self._name]
-        done = subprocess.run(command, timeout=timeout_s, stdout=subprocess.PIPE, text=True, check=True)
-        return done.stdout
+        command = self._command(*arguments)
+        return subprocess.run(command, timeout=timeout_s, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    def _command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "deploy.cli", *arguments, "--name", self._name]
+
+
+def num_in_use(status: dict[str, Any]) -> int:
+    """Pages and slots that somebody refers to, leases and holds: what has leaked if no request is open."""
+    counts = [worker["blocks"] for pool in status["pools"].values() for worker in pool]
+    counts.append(status["tiers"]["host"]["blocks"])
+    in_use = sum(count[state] for count in counts for state in ("owned", "published", "draining"))
+    host = status["tiers"]["host"]
+    return int(in_use + host["num_leases"] + host["num_holds"])
