@@ -11,6 +11,7 @@ from typing import Any
 from deploy.byte_size import format_bytes
 from deploy.cli_commands import Subparsers
 from deploy.config import DTYPES, ClusterConfig
+from deploy.model import DEMO_MODEL
 from deploy.startup import Startup
 
 DESCRIPTION = """\
@@ -18,6 +19,7 @@ Starts a cluster on this machine and returns when it serves: Ray (or joins yours
 and the workers. It goes on running in the background until `baton down`.
 
 Every flag is also a setting of a file given with --config, and wins over it. See deploy/baton.example.toml."""
+DEMO_PROMPT = "Pets: Tom dog, Lucy parrot. Question: which pet has Lucy?"
 BAR_WIDTH = 30
 SLOW_S = 1.0
 
@@ -46,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     state = Startup(config, Console()).run()
     named = "" if config.name == "default" else f" --name {config.name}"
     print(f"\nServing {state.model} at {state.address} after {time.monotonic() - began_s:.1f} s. Now:")
-    print(f'  baton generate{named} "Once upon a time"\n  baton status{named}\n  baton down{named}')
+    prompt = DEMO_PROMPT if state.model == DEMO_MODEL else "Once upon a time"
+    print(f'  baton generate{named} "{prompt}"\n  baton status{named}\n  baton down{named}')
     return 0
 
 

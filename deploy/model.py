@@ -1,6 +1,5 @@
 """The model to be served, as far as it must be known before any worker has loaded it."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from deploy.sizing import ModelSize
 from wire.errors import ConfigError
 from wire.layout import KVLayout
 
-log = logging.getLogger(__name__)
+DEMO_MODEL = "demo-model"
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,13 @@ def inspect_model(settings: ModelSettings, device: str) -> ModelFacts:
     from engine.fingerprint import fingerprint
     from kernels.backend import select_backend
 
-    path = settings.path or _demo_model()
-    checkpoint = Checkpoint(resolve(path))
+    checkpoint = Checkpoint(resolve(settings.path or _demo_model()))
     place = torch.device(device)
     asked = None if settings.dtype == "auto" else settings.dtype
     dtype = str(compute_dtype(asked, checkpoint.config, place)).removeprefix("torch.")
     layout = checkpoint.config.kv_layout(dtype, settings.block_size)
     return ModelFacts(
-        name=_name(path),
+        name=_name(settings.path),
         folder=str(checkpoint.folder.resolve()),
         device=device,
         dtype=dtype,
@@ -72,7 +70,9 @@ def _demo_model() -> str:
     return str(CHECKPOINT)
 
 
-def _name(path: str) -> str:
+def _name(path: str | None) -> str:
     """The folder's own name for a path, the whole of a name on the hub."""
+    if path is None:
+        return DEMO_MODEL
     folder = Path(path).expanduser()
     return folder.resolve().name if folder.exists() else path

@@ -62,10 +62,10 @@ def _render_tiers(status: cluster_pb2.ClusterStatus) -> str:
     host, redis = status.host, status.redis
     blocks = ", ".join(f"{count} {state}" for state, count in _blocks(host.blocks).items() if state != "total")
     size = format_bytes(host.blocks.total * host.block_bytes)
+    counts = ", ".join(f"{count} {name}" for name, count in _redis(redis).items() if name != "state")
     lines = [
         f"host   {host.blocks.total} blocks ({size}): {blocks}; {host.num_leases} leases, {host.num_holds} holds",
-        f"redis  {redis.state or 'unknown'}: {redis.hits} hits, {redis.misses} misses, {redis.errors} errors, "
-        f"{redis.corrupt} corrupt, {redis.written} written",
+        "redis  off" if redis.state == "off" else f"redis  {redis.state or 'unknown'}: {counts}",
     ]
     return "\n".join(lines)
 
