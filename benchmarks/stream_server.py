@@ -1,0 +1,90 @@
+"""The servers of `streams.py`, each a process of its own: prints its addresses, and serves until its input ends.
+
+stream_server.py workers INTERVAL_S | bare INTERVAL_S | router PREFILL_ADDRESS DECODE_ADDRESS
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.paced_worker import PacedWorker, beats
+from router.controller_port import LocalController, Pools
+from router.grpc_worker_client import GrpcWorkerClient
+from router.members import Role
+from router.membership import Listed
+from router.router import Router
+from router.server import RouterServer
+from tests.router.fake_cluster import CONFIG
+from tests.router.worker_server import served
+from text.byte_tokenizer import ByteTokenizer
+from wire.ids import WorkerId
+from wire.pb import inference_pb2 as pb
+from wire.pb.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from wire.rpc import SERVER_OPTIONS
+
+_TOKEN = CONFIG.cluster.token
+_CONFIG = replace(CONFIG, model=replace(CONFIG.model, max_context_len=100_000))
+
+
+class BareApi(InferenceServicer):
+    """What a router's clients get, from a server that does nothing else."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
+        request_id = "0" * 24
+        async for number in beats(self._interval_s, request.sampling_params.max_tokens):
+            chunk = pb.Chunk(index=0, token_ids=[ord("a")] * number, text="a" * number)
+            yield pb.GenerateResponse(request_id=request_id, chunk=chunk)
+        yield pb.GenerateResponse(request_id=request_id, complete=pb.Complete())
+
+
+async def _bare(interval_s: str) -> None:
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add_InferenceServicer_to_server(BareApi(float(interval_s)), server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await _serve(f"127.0.0.1:{port}")
+    await server.stop(None)
+
+
+async def _workers(interval_s: str) -> None:
+    async with AsyncExitStack() as servers:
+        workers = [
+            PacedWorker(
+                WorkerId(role.value), role, num_arena_blocks=1 << 20, num_blocks=1 << 20, interval_s=float(interval_s)
+            )
+            for role in (Role.PREFILL, Role.DECODE)
+        ]
+        addresses = [(await servers.enter_async_context(served(worker, _TOKEN)))[1] for worker in workers]
+        await _serve(*addresses)
+
+
+async def _router(prefill: str, decode: str) -> None:
+    router = Router(_CONFIG, ByteTokenizer(), partial(GrpcWorkerClient, token=_TOKEN), LocalController(Pools(1, 1)))
+    server = RouterServer(router)
+    addresses = await server.start()
+    listed = [Listed(WorkerId("prefill"), Role.PREFILL, prefill), Listed(WorkerId("decode"), Role.DECODE, decode)]
+    refused = await router.membership.set(listed)
+    assert not refused, refused
+    await _serve(addresses.public)
+    await server.stop()
+
+
+async def _serve(*addresses: str) -> None:
+    print(*addresses, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run({"workers": _workers, "bare": _bare, "router": _router}[sys.argv[1]](*sys.argv[2:]))
