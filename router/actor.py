@@ -37,7 +37,7 @@ class RouterActor:
         self._router: Router | None = None
 
     async def start(self) -> str:
-        """Serves from now on. Returns `{"address", "operator_address", "pid"}`. Raises ConfigError or ModelError."""
+        """Serves from now on. Returns addresses and `"pid"`. Raises ConfigError or ModelError."""
         config = self._config
         codec = await asyncio.to_thread(Tokenizer.load, Path(config.model.folder))
         connect = partial(GrpcWorkerClient, token=config.cluster.token)
@@ -45,7 +45,14 @@ class RouterActor:
         self._router = Router(config, codec, connect, port)
         self._server = RouterServer(self._router)
         addresses = await self._server.start()
-        return json.dumps({"address": addresses.public, "operator_address": addresses.operator, "pid": os.getpid()})
+        return json.dumps(
+            {
+                "address": addresses.public,
+                "operator_address": addresses.operator,
+                "metrics_address": addresses.metrics,
+                "pid": os.getpid(),
+            }
+        )
 
     async def set_members(self, members_json: str) -> str:
         """The workers there are, `[{"worker_id", "role", "address", "draining"?}]`; all others are dropped.

@@ -19,6 +19,11 @@ class Attempts:
         self._num_tokens_before = 0
 
     @property
+    def num_begun(self) -> int:
+        """Attempts made, the one under way included."""
+        return self.number - 1 if self.are_exhausted else self.number
+
+    @property
     def are_exhausted(self) -> bool:
         return self._num_in_vain >= MAX_ATTEMPTS
 

@@ -58,9 +58,12 @@ async def _ask(member: Member, request: worker_pb2.GetWorkerStatusRequest) -> wo
 
 
 def _add_tiers(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.WorkerStatus]) -> None:
-    """The workers of a node share the tiers below their pages; the first that tells of them speaks for all."""
-    for worker in workers:
-        if worker.HasField("host"):
-            status.host.CopyFrom(worker.host)
-            status.redis.CopyFrom(worker.redis)
-            return
+    """The workers of a node share its arena, of which the first speaks for all; each has its own line to Redis."""
+    telling = [worker for worker in workers if worker.HasField("host")]
+    for worker in telling[:1]:
+        status.host.CopyFrom(worker.host)
+    states = {worker.redis.state for worker in telling}
+    status.redis.state = next((state for state in ("broken", "up", "off") if state in states), "")
+    for name in ("hits", "misses", "errors", "corrupt"):
+        setattr(status.redis, name, sum(getattr(worker.redis, name) for worker in telling))
+    status.redis.written = max((worker.redis.written for worker in telling), default=0)

@@ -31,11 +31,12 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Listeners:
-    """Where the router listens. Port 0 takes a free one."""
+    """Where the router listens. Port 0 takes a free one; without a port for metrics, there are none to scrape."""
 
     host: str = "127.0.0.1"
     grpc_port: int = 0
     operator_port: int = 0
+    metrics_port: int | None = None
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,13 @@ class Dispatcher:
 
     def open(self, request: pb.GenerateRequest, time_left_s: float | None) -> Session:
         """Starts a request, or raises at once what is wrong with it, or Overloaded. None: it has no deadline."""
+        try:
+            return self._open(request, time_left_s)
+        except Exception as error:
+            self._services.metrics.refused(error)
+            raise
+
+    def _open(self, request: pb.GenerateRequest, time_left_s: float | None) -> Session:
         now_s = asyncio.get_running_loop().time()
         limits = self._limits()
         valid = validate(request, limits)

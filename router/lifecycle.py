@@ -41,6 +41,7 @@ from router.events import (
     Tokenized,
     TrialBegun,
 )
+from router.record import Summary
 from text.incremental import IncrementalText
 from wire.errors import AttemptsExhausted, BatonError, Cancelled, RequestExists, Unavailable, WireError
 from wire.ids import WorkerId
@@ -70,6 +71,17 @@ class Lifecycle:
         self._prefill_worker: WorkerId | None = None
         self._decode_worker: WorkerId | None = None
         self._todo: list[Instruction] = []
+
+    @property
+    def summary(self) -> Summary:
+        return Summary(
+            self._num_prompt_tokens,
+            self._num_tokens,
+            self._cached,
+            self._prefill_worker,
+            self._decode_worker,
+            self._attempts.num_begun,
+        )
 
     def start(self) -> list[Instruction]:
         """What a new request begins with."""

@@ -4,8 +4,8 @@ from typing import Any
 
 import grpc.aio
 
-from router.cluster_status import StatusReader
-from router.controller_port import ControllerPort
+from router.addresses import Addresses
+from router.router import Router
 from wire.errors import BatonError
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
@@ -15,18 +15,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterApi(ClusterServicer):
-    """What it raises becomes a status in the server's interceptor. `address` is where clients connect."""
+    """What it raises becomes a status in the server's interceptor."""
 
-    def __init__(self, model: str, address: str, statuses: StatusReader, port: ControllerPort) -> None:
-        self._model = model
-        self._address = address
-        self._statuses = statuses
-        self._port = port
+    def __init__(self, router: Router, addresses: Addresses) -> None:
+        self._router = router
+        self._addresses = addresses
+        self._port = router.port
 
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Context) -> cluster_pb2.ClusterStatus:  # noqa: N802
-        status = await self._statuses.read(request)
-        status.model = self._model
-        status.address = self._address
+        status = await self._router.statuses.read(request)
+        status.model = self._router.config.model.name
+        status.address = self._addresses.public
+        status.metrics_address = self._addresses.metrics
+        status.prefix_cache.CopyFrom(self._router.metrics.prefix_cache)
         await self._add_events(status)
         return status
 
@@ -47,10 +48,10 @@ class ClusterApi(ClusterServicer):
 
     async def _add_events(self, status: cluster_pb2.ClusterStatus) -> None:
         """A cluster whose controller is gone still serves, and its status can still be read."""
+        events = self._router.watch.events
         try:
-            events = await self._port.events()
+            events += await self._port.events()
         except BatonError as error:
             status.problems.append(error.message)
-            return
-        for event in events:
+        for event in sorted(events, key=lambda event: -event.age_s):
             status.events.add(age_s=event.age_s, text=event.text)

@@ -1,5 +1,6 @@
 """A router without its servers: the parts that serve requests, put together."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,12 +12,15 @@ from router.dispatch import Dispatcher
 from router.hold_keeper import HoldKeeper
 from router.members import Members
 from router.membership import Membership
+from router.metrics import RequestMetrics
 from router.prefix_map import PrefixMap
 from router.quarantine import Quarantine
+from router.status_watch import StatusWatch
 from router.steps import Services
 from router.trials import Trials
 from router.validator import Limits
 from router.worker_client import WorkerClient
+from router.worker_metrics import WorkerCollector
 from router.worker_pool import WorkerPool
 from text.codec import Codec
 from wire.keys import namespace_root
@@ -38,6 +42,7 @@ class Router:
         model, layout = config.model, config.model.layout
         self.config = config
         self.port = port
+        self.metrics = RequestMetrics()
         self._members = Members(model.fingerprint, layout.encode())
         self._block_size = layout.block_size
         self._holds = HoldKeeper(self._members)
@@ -56,16 +61,21 @@ class Router:
             Trials(),
             Quarantine(),
             self.membership.suspect,
+            self.metrics,
         )
         self.dispatcher = Dispatcher(services, Admission(config.admission), config.streams, self._limits)
         self.statuses = StatusReader(self._members, self.dispatcher, self._holds)
+        self.watch = StatusWatch(self.statuses, time.monotonic)
+        self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))
 
     def start(self) -> None:
         self._holds.start()
+        self.watch.start()
 
     async def stop(self) -> None:
         """Ends what is under way; clients of open requests are told that the service is unavailable."""
         self.dispatcher.stop()
+        await self.watch.stop()
         await self._holds.stop()
         await self.membership.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,13 +1,15 @@
-"""The two gRPC servers of a router: one for clients, one for the operator."""
+"""What a router listens with: a gRPC server for clients, one for the operator, one over HTTP for Prometheus."""
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from router.addresses import Addresses
 from router.api import InferenceApi
+from router.metrics_server import MetricsServer
 from router.operator import ClusterApi
 from router.router import Router
 from wire.errors import ConfigError
@@ -21,14 +23,6 @@ _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
 
 
-@dataclass(frozen=True)
-class Addresses:
-    """Where a router answers: clients at `public`, the command line at `operator`."""
-
-    public: str
-    operator: str
-
-
 class RouterServer:
     """Serves from `start` to `stop`, with health and reflection on both ports; the operator's wants the token."""
 
@@ -38,6 +32,7 @@ class RouterServer:
         token = TokenInterceptor(router.config.cluster.token)
         self._public = self._server(_INFERENCE, [ErrorInterceptor()])
         self._operator = self._server(_CLUSTER, [token, ErrorInterceptor()])
+        self._metrics: MetricsServer | None = None
 
     async def start(self) -> Addresses:
         """Raises ConfigError if a port is in use; nothing is left running then."""
@@ -48,10 +43,12 @@ class RouterServer:
             raise
         router, config = self._router, self._router.config
         inference = InferenceApi(config.model, router.dispatcher, config.streams)
-        cluster = ClusterApi(config.model.name, addresses.public, router.statuses, router.port)
+        cluster = ClusterApi(router, addresses)
         add_InferenceServicer_to_server(inference, self._public)  # type: ignore[no-untyped-call]
         add_ClusterServicer_to_server(cluster, self._operator)  # type: ignore[no-untyped-call]
         router.start()
+        if self._metrics is not None:
+            self._metrics.start()
         await self._public.start()
         await self._operator.start()
         for service in (_INFERENCE, _CLUSTER):
@@ -64,12 +61,17 @@ class RouterServer:
         await self._router.stop()
         await self._public.stop(STOP_GRACE_S)
         await self._operator.stop(STOP_GRACE_S)
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.stop)
 
     def _bind(self) -> Addresses:
         listeners = self._router.config.listeners
+        if listeners.metrics_port is not None:
+            self._metrics = MetricsServer(self._router.metrics.registry, listeners.host, listeners.metrics_port)
         return Addresses(
             _listen(self._public, listeners.host, listeners.grpc_port),
             _listen(self._operator, listeners.host, listeners.operator_port),
+            self._metrics.address if self._metrics is not None else "",
         )
 
     def _server(self, service: str, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:

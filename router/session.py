@@ -1,6 +1,7 @@
 """One request under way: carries out what its lifecycle asks for, and tells it what came of it."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -27,12 +28,17 @@ from router.events import (
 )
 from router.lifecycle import Lifecycle
 from router.outbox import Outbox
+from router.pace import Pace
+from router.record import OK, RequestRecord, outcome_of
 from router.steps import Order, Services, Steps
 from router.timeline import Timeline
 from text.incremental import IncrementalText
 from wire.errors import BatonError, DeadlineExceeded, Overloaded
+from wire.logs import fields
 from wire.pb import inference_pb2 as pb
 from wire.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
 
 Step = Callable[[], Awaitable[Event]]
 
@@ -60,6 +66,7 @@ class Session:
         self._timeline = Timeline(order.arrived_s)
         self._steps = Steps(order, services, self._timeline)
         self._lifecycle = Lifecycle(self._new_text)
+        self._pace = Pace(services.metrics, order.arrived_s)
         self._inbox: deque[Event] = deque()
         self._is_working = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -144,19 +151,28 @@ class Session:
 
     def _send(self, chunk: pb.Chunk) -> None:
         self._on_first_token()
+        self._pace.gained(chunk.index, len(chunk.token_ids), self._loop.time())
         if not self.outbox.put(pb.GenerateResponse(request_id=self._order.request_id, chunk=chunk)):
             self.on(Stopped(Overloaded("the client reads more slowly than its tokens come")))
 
     def _end(self, last: SendComplete | SendError) -> None:
         self._deadline.cancel()
         self._on_end()
+        timeline = self._timeline.finish(self._loop.time())
+        self._record(OK if isinstance(last, SendComplete) else outcome_of(last.error), timeline)
         if isinstance(last, SendError):
             self.outbox.fail(last.error)
             return
-        last.complete.timeline.CopyFrom(self._timeline.finish(self._loop.time()))
+        last.complete.timeline.CopyFrom(timeline)
         last.complete.timeline.prefill_worker = last.prefill_worker or ""
         last.complete.timeline.decode_worker = last.decode_worker or ""
         self.outbox.complete(pb.GenerateResponse(request_id=self._order.request_id, complete=last.complete))
+
+    def _record(self, outcome: str, timeline: pb.Timeline) -> None:
+        summary = self._lifecycle.summary
+        record = RequestRecord(self._order.request_id, outcome, summary, self._pace.ttft_s, timeline)
+        self._services.metrics.ended(record)
+        log.info("request ended", extra=fields(**record.values))
 
     def _new_text(self, sampling: SamplingParams) -> IncrementalText:
         return IncrementalText(self._services.codec, sampling.stop, sampling.min_tokens)

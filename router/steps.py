@@ -1,10 +1,12 @@
 """What a request waits for: one coroutine a step, each of which ends in the event that tells how it went."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from router.events import (
     BeginTrial,
@@ -22,6 +24,7 @@ from router.events import (
     TrialBegun,
 )
 from router.hold_keeper import HoldKeeper
+from router.metrics import RequestMetrics
 from router.prepare import Prepared, prepare
 from router.quarantine import Quarantine
 from router.timeline import Timeline
@@ -49,6 +52,7 @@ class Services:
     trials: Trials
     quarantine: Quarantine
     suspect: Callable[[WorkerId], None]
+    metrics: RequestMetrics
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,9 @@ class Steps:
 
     async def tokenize(self) -> Tokenized:
         services, order = self._services, self._order
-        self._prepared = await asyncio.get_running_loop().run_in_executor(
-            services.threads, prepare, order.valid, services.codec, order.limits, services.root
-        )
+        work = partial(prepare, order.valid, services.codec, order.limits, services.root)
+        began_s, self._prepared = await asyncio.get_running_loop().run_in_executor(services.threads, _timed, work)
+        self._timeline.reached("wait_tokenizer", began_s)
         self._timeline.reached("tokenize", self._now_s)
         if services.quarantine.holds(self.prepared.keys[-1], self._now_s):
             raise AttemptsExhausted("workers were lost over this prompt; it is not tried again for a while")
@@ -101,7 +105,7 @@ class Steps:
         pool, keys = self._services.pool, self.prepared.keys
         if pool.has_prefill:
             await self._services.holds.enter(self._order.request_id, keys)
-            self._timeline.reached("queue", self._now_s)
+            self._timeline.reached("wait_room", self._now_s)
         worker = pool.choose_prefill(keys, len(self.prepared.prompt_ids))
         return NoPrefillWorker(step.attempt) if worker is None else PrefillChosen(step.attempt, worker)
 
@@ -171,3 +175,8 @@ class Steps:
     @property
     def _time_left_s(self) -> float:
         return max(self._order.deadline_s - self._now_s, 0.001)
+
+
+def _timed(work: Callable[[], Prepared]) -> tuple[float, Prepared]:
+    """On a thread: when the work was begun, by the event loop's clock, and what came of it."""
+    return time.monotonic(), work()

@@ -1,10 +1,11 @@
 """Where the time of one request went: every millisecond from its arrival to its end stands in some span.
 
-    router    |check|tokenize|queue|                      |wait_decode|
+    router    |check|tokenize|wait_*|                     |wait_decode|
     worker                         .  |prefill.*| prefill.* |.           .|decode.*   ...   |.
     gaps      within a call (.) are `network`, all others `router`
 
 A worker's spans count from the arrival of the call; here they are placed as if it had arrived when it was sent.
+docs/timeline.md tells what each span means.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

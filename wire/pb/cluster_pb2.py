@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from wire.pb import worker_pb2 as wire_dot_pb_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15wire/pb/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x14wire/pb/worker.proto\"!\n\x10GetStatusRequest\x12\r\n\x05\x63heck\x18\x01 \x01(\x08\"\x8d\x02\n\rClusterStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x12\n\nnum_queued\x18\x05 \x01(\r\x12&\n\x04host\x18\x06 \x01(\x0b\x32\x18.baton.v1.HostTierStatus\x12(\n\x05redis\x18\x07 \x01(\x0b\x32\x19.baton.v1.RedisTierStatus\x12&\n\x06\x65vents\x18\x08 \x03(\x0b\x32\x16.baton.v1.ClusterEvent\x12\x10\n\x08problems\x18\t \x03(\t\"+\n\x0c\x43lusterEvent\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"0\n\rScaleResponse\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"\x11\n\x0fShutdownRequest\"\x12\n\x10ShutdownResponse2\x82\x02\n\x07\x43luster\x12@\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x17.baton.v1.ClusterStatus\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12\x41\n\x08Shutdown\x12\x19.baton.v1.ShutdownRequest\x1a\x1a.baton.v1.ShutdownResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15wire/pb/cluster.proto\x12\x08\x62\x61ton.v1\x1a\x14wire/pb/worker.proto\"!\n\x10GetStatusRequest\x12\r\n\x05\x63heck\x18\x01 \x01(\x08\"\xd3\x02\n\rClusterStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x12\n\nnum_queued\x18\x05 \x01(\r\x12&\n\x04host\x18\x06 \x01(\x0b\x32\x18.baton.v1.HostTierStatus\x12(\n\x05redis\x18\x07 \x01(\x0b\x32\x19.baton.v1.RedisTierStatus\x12&\n\x06\x65vents\x18\x08 \x03(\x0b\x32\x16.baton.v1.ClusterEvent\x12\x10\n\x08problems\x18\t \x03(\t\x12\x17\n\x0fmetrics_address\x18\n \x01(\t\x12+\n\x0cprefix_cache\x18\x0b \x01(\x0b\x32\x15.baton.v1.PrefixCache\"K\n\x0bPrefixCache\x12\x0f\n\x07queries\x18\x01 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\x04\x12\x0c\n\x04host\x18\x03 \x01(\x04\x12\r\n\x05redis\x18\x04 \x01(\x04\"+\n\x0c\x43lusterEvent\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"0\n\rScaleResponse\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"\x11\n\x0fShutdownRequest\"\x12\n\x10ShutdownResponse2\x82\x02\n\x07\x43luster\x12@\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x17.baton.v1.ClusterStatus\x12\x38\n\x05Scale\x12\x16.baton.v1.ScaleRequest\x1a\x17.baton.v1.ScaleResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12\x41\n\x08Shutdown\x12\x19.baton.v1.ShutdownRequest\x1a\x1a.baton.v1.ShutdownResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,21 +35,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=57
   _globals['_GETSTATUSREQUEST']._serialized_end=90
   _globals['_CLUSTERSTATUS']._serialized_start=93
-  _globals['_CLUSTERSTATUS']._serialized_end=362
-  _globals['_CLUSTEREVENT']._serialized_start=364
-  _globals['_CLUSTEREVENT']._serialized_end=407
-  _globals['_SCALEREQUEST']._serialized_start=409
-  _globals['_SCALEREQUEST']._serialized_end=489
-  _globals['_SCALERESPONSE']._serialized_start=491
-  _globals['_SCALERESPONSE']._serialized_end=539
-  _globals['_DRAINREQUEST']._serialized_start=541
-  _globals['_DRAINREQUEST']._serialized_end=574
-  _globals['_DRAINRESPONSE']._serialized_start=576
-  _globals['_DRAINRESPONSE']._serialized_end=591
-  _globals['_SHUTDOWNREQUEST']._serialized_start=593
-  _globals['_SHUTDOWNREQUEST']._serialized_end=610
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=612
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=630
-  _globals['_CLUSTER']._serialized_start=633
-  _globals['_CLUSTER']._serialized_end=891
+  _globals['_CLUSTERSTATUS']._serialized_end=432
+  _globals['_PREFIXCACHE']._serialized_start=434
+  _globals['_PREFIXCACHE']._serialized_end=509
+  _globals['_CLUSTEREVENT']._serialized_start=511
+  _globals['_CLUSTEREVENT']._serialized_end=554
+  _globals['_SCALEREQUEST']._serialized_start=556
+  _globals['_SCALEREQUEST']._serialized_end=636
+  _globals['_SCALERESPONSE']._serialized_start=638
+  _globals['_SCALERESPONSE']._serialized_end=686
+  _globals['_DRAINREQUEST']._serialized_start=688
+  _globals['_DRAINREQUEST']._serialized_end=721
+  _globals['_DRAINRESPONSE']._serialized_start=723
+  _globals['_DRAINRESPONSE']._serialized_end=738
+  _globals['_SHUTDOWNREQUEST']._serialized_start=740
+  _globals['_SHUTDOWNREQUEST']._serialized_end=757
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=759
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=777
+  _globals['_CLUSTER']._serialized_start=780
+  _globals['_CLUSTER']._serialized_end=1038
 # @@protoc_insertion_point(module_scope)

@@ -14,7 +14,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, check: _Optional[bool] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("model", "address", "workers", "num_running", "num_queued", "host", "redis", "events", "problems")
+    __slots__ = ("model", "address", "workers", "num_running", "num_queued", "host", "redis", "events", "problems", "metrics_address", "prefix_cache")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,8 @@ class ClusterStatus(_message.Message):
     REDIS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     model: str
     address: str
     workers: _containers.RepeatedCompositeFieldContainer[_worker_pb2.WorkerStatus]
@@ -33,7 +35,21 @@ class ClusterStatus(_message.Message):
     redis: _worker_pb2.RedisTierStatus
     events: _containers.RepeatedCompositeFieldContainer[ClusterEvent]
     problems: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[_worker_pb2.WorkerStatus, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_queued: _Optional[int] = ..., host: _Optional[_Union[_worker_pb2.HostTierStatus, _Mapping]] = ..., redis: _Optional[_Union[_worker_pb2.RedisTierStatus, _Mapping]] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+    metrics_address: str
+    prefix_cache: PrefixCache
+    def __init__(self, model: _Optional[str] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[_worker_pb2.WorkerStatus, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_queued: _Optional[int] = ..., host: _Optional[_Union[_worker_pb2.HostTierStatus, _Mapping]] = ..., redis: _Optional[_Union[_worker_pb2.RedisTierStatus, _Mapping]] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., prefix_cache: _Optional[_Union[PrefixCache, _Mapping]] = ...) -> None: ...
+
+class PrefixCache(_message.Message):
+    __slots__ = ("queries", "device", "host", "redis")
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    REDIS_FIELD_NUMBER: _ClassVar[int]
+    queries: int
+    device: int
+    host: int
+    redis: int
+    def __init__(self, queries: _Optional[int] = ..., device: _Optional[int] = ..., host: _Optional[int] = ..., redis: _Optional[int] = ...) -> None: ...
 
 class ClusterEvent(_message.Message):
     __slots__ = ("age_s", "text")

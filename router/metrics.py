@@ -1,0 +1,82 @@
+"""Metrics of requests, as their clients see them. docs/operating.md says what each one means."""
+
+import prometheus_client as prometheus
+
+from router.record import OK, TIERS, RequestRecord, outcome_of
+from wire.pb import cluster_pb2
+from wire.pb import inference_pb2 as pb
+
+NAMESPACE = "baton"
+FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class RequestMetrics:
+    """Written to on the event loop, read by scrapers' threads; a registry of its own, nothing global."""
+
+    def __init__(self) -> None:
+        self.registry = prometheus.CollectorRegistry()
+        self.prefix_cache = cluster_pb2.PrefixCache()
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token", FIRST_TOKEN_BUCKETS_S
+        )
+        self._inter_token = self._histogram(
+            "inter_token_latency_seconds", "From one token of a choice to its next", INTER_TOKEN_BUCKETS_S
+        )
+        self._whole = self._histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its end, if it ended well", REQUEST_BUCKETS_S
+        )
+        self._queued = self._histogram(
+            "request_queue_time_seconds", "Time that a request waited at any gate", FIRST_TOKEN_BUCKETS_S
+        )
+        self._waits = self._counter("gate_wait_seconds", "Time that requests waited, by gate", "gate")
+        self._requests = self._counter("requests", "Requests that are over, by gRPC status", "outcome")
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were prefilled or found cached")
+        self._generated = self._counter("generation_tokens", "Tokens sent to clients")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in a tier", "tier")
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in a tier", "tier")
+        self._replays = self._counter("request_replays", "Attempts at requests after their first")
+
+    def first_token(self, after_s: float) -> None:
+        self._first_token.observe(after_s)
+
+    def tokens(self, num_tokens: int) -> None:
+        self._generated.inc(num_tokens)
+
+    def inter_token(self, gap_s: float) -> None:
+        self._inter_token.observe(gap_s)
+
+    def refused(self, error: Exception) -> None:
+        """A request was not let in."""
+        self._requests.labels(outcome_of(error)).inc()
+
+    def ended(self, record: RequestRecord) -> None:
+        self._requests.labels(record.outcome).inc()
+        self._replays.inc(record.summary.num_attempts - 1)
+        waits_s = record.waits_s
+        self._queued.observe(sum(waits_s.values()))
+        for gate, wait_s in waits_s.items():
+            self._waits.labels(gate).inc(wait_s)
+        if record.outcome == OK:
+            self._whole.observe(record.total_s)
+        if record.summary.cached is not None:
+            self._prompt_tokens.inc(record.summary.num_prompt_tokens)
+            self._count_prefix(record.summary.num_prompt_tokens, record.summary.cached)
+
+    def _count_prefix(self, num_prompt_tokens: int, cached: pb.TierCounts) -> None:
+        """A tier is asked for what no nearer one had."""
+        self.prefix_cache.queries += num_prompt_tokens
+        num_sought = num_prompt_tokens
+        for tier in TIERS:
+            num_found = getattr(cached, tier)
+            self._queries.labels(tier).inc(num_sought)
+            self._hits.labels(tier).inc(num_found)
+            setattr(self.prefix_cache, tier, getattr(self.prefix_cache, tier) + num_found)
+            num_sought -= num_found
+
+    def _histogram(self, name: str, text: str, buckets_s: tuple[float, ...]) -> prometheus.Histogram:
+        return prometheus.Histogram(name, text, namespace=NAMESPACE, registry=self.registry, buckets=buckets_s)
+
+    def _counter(self, name: str, text: str, *labels: str) -> prometheus.Counter:
+        return prometheus.Counter(name, text, labels, namespace=NAMESPACE, registry=self.registry)

@@ -1,0 +1,59 @@
+"""The cluster's status as it was a moment ago, for whoever must not wait for workers; and what has changed in it."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from router.cluster_status import StatusReader
+from router.controller_port import ClusterEvent
+from wire.pb import cluster_pb2
+
+READ_EVERY_S = 2.0
+MAX_EVENTS = 20
+
+
+class StatusWatch:
+    """Reads the status every few seconds between `start` and `stop`. `clock` is monotonic, in seconds."""
+
+    def __init__(self, statuses: StatusReader, clock: Callable[[], float], read_every_s: float = READ_EVERY_S) -> None:
+        self.last = cluster_pb2.ClusterStatus()
+        self._statuses = statuses
+        self._clock = clock
+        self._read_every_s = read_every_s
+        self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def events(self) -> list[ClusterEvent]:
+        """The last changes, newest last."""
+        now_s = self._clock()
+        return [ClusterEvent(now_s - at_s, text) for at_s, text in self._events]
+
+    async def _run(self) -> None:
+        while True:
+            await self.read()
+            await asyncio.sleep(self._read_every_s)
+
+    async def read(self) -> None:
+        """Reads it now."""
+        status = await self._statuses.read(cluster_pb2.GetStatusRequest())
+        self._events.extend((self._clock(), text) for text in changes(self.last, status))
+        self.last = status
+
+
+def changes(before: cluster_pb2.ClusterStatus, after: cluster_pb2.ClusterStatus) -> Iterator[str]:
+    """What an operator wants to know of two statuses that follow one another."""
+    if before.redis.state == "up" and after.redis.state == "broken":
+        yield "Redis does not answer: workers go on without it"
+    if before.redis.state == "broken" and after.redis.state == "up":
+        yield "Redis answers again"
+    if before.host.epoch and after.host.epoch and before.host.epoch != after.host.epoch:
+        yield "the arena's directory is a new one: every block in the arena is a miss"

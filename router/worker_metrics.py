@@ -1,0 +1,120 @@
+"""Metrics of workers and tiers, from the last status that the router has read: one scrape tells of the whole cluster.
+
+A worker that is gone is in no status, and so in no metric; nothing here waits for a worker.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from router.metrics import NAMESPACE
+from wire.pb import cluster_pb2, worker_pb2
+
+WORKER = ("role", "worker")
+ROUTER = ("router", "router")
+NODE = ("node", "node")
+BLOCK_STATES = ("free", "owned", "published", "cached", "draining")
+Row = tuple[Sequence[str], float]
+
+
+class WorkerCollector(Collector):
+    """`read_last` may be called on any thread, and must not block."""
+
+    def __init__(self, read_last: Callable[[], cluster_pb2.ClusterStatus]) -> None:
+        self._read_last = read_last
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._read_last()
+        answering = [worker for worker in status.workers if worker.HasField("blocks")]
+        yield from _of_requests(status, answering)
+        yield from _of_blocks(status, answering)
+        yield from _of_redis(status, answering)
+        yield _gauge(
+            "worker_up",
+            "Whether a worker answered when it was last asked",
+            WORKER,
+            ((_ids(worker), float(worker.HasField("blocks"))) for worker in status.workers),
+        )
+
+
+def _of_requests(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
+    running = [(_ids(worker), worker.num_running) for worker in workers]
+    waiting = [(_ids(worker), worker.num_waiting) for worker in workers]
+    yield _gauge(
+        "num_requests_running",
+        "At the router: requests that have a first token. At a worker: choices that have pages",
+        WORKER,
+        [(ROUTER, status.num_running), *running],
+    )
+    yield _gauge(
+        "num_requests_waiting",
+        "At the router: requests without a first token yet. At a worker: choices that wait for pages or a slot",
+        WORKER,
+        [(ROUTER, status.num_queued), *waiting],
+    )
+    for name, field, text in (
+        ("num_preemptions", "num_preemptions", "Choices that lost their pages to older ones"),
+        ("worker_computed_prompt_tokens", "computed_prompt_tokens", "Tokens of prompts that a worker has computed"),
+        ("worker_cached_prompt_tokens", "cached_prompt_tokens", "Tokens of prompts that a worker has found in a tier"),
+        ("worker_generated_tokens", "generated_tokens", "Tokens that a worker has sampled"),
+    ):
+        yield _counter(name, text, [(_ids(worker), getattr(worker, field)) for worker in workers])
+
+
+def _of_blocks(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
+    pools = [((*_ids(worker), "device"), worker.blocks) for worker in workers]
+    if status.host.blocks.total:
+        pools.append(((*NODE, "host"), status.host.blocks))
+    yield _gauge(
+        "kv_cache_usage_perc",
+        "Share of KV blocks that nobody else can have now: 1 is all. Cached blocks can be had",
+        (*WORKER, "tier"),
+        ((ids, _usage(blocks)) for ids, blocks in pools),
+    )
+    yield _gauge(
+        "kv_blocks",
+        "KV blocks by their state",
+        (*WORKER, "tier", "state"),
+        (((*ids, state), getattr(blocks, state)) for ids, blocks in pools for state in BLOCK_STATES),
+    )
+    yield _gauge(
+        "host_holds", "Prompts in the arena that decode has not fetched yet", (), [((), status.host.num_holds)]
+    )
+
+
+def _of_redis(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
+    if status.redis.state in ("", "off"):
+        return
+    yield _gauge(
+        "redis_up",
+        "Whether a worker's Redis answers; 0: its breaker is open",
+        WORKER,
+        [(_ids(worker), float(worker.redis.state == "up")) for worker in workers],
+    )
+    for name in ("hits", "misses", "errors", "corrupt"):
+        rows = [(_ids(worker), getattr(worker.redis, name)) for worker in workers]
+        yield _counter(f"redis_{name}", f"Blocks asked of Redis: {name}", rows)
+
+
+def _counter(name: str, text: str, rows: Iterable[Row]) -> Metric:
+    return _filled(CounterMetricFamily(f"{NAMESPACE}_{name}", text, labels=WORKER), rows)
+
+
+def _gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
+    return _filled(GaugeMetricFamily(f"{NAMESPACE}_{name}", text, labels=labels), rows)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, rows: Iterable[Row]) -> Metric:
+    for labels, value in rows:
+        family.add_metric(labels, value)
+    return family
+
+
+def _ids(worker: worker_pb2.WorkerStatus) -> tuple[str, str]:
+    return worker.role, worker.worker_id
+
+
+def _usage(blocks: worker_pb2.BlockCounts) -> float:
+    return (blocks.total - blocks.free - blocks.cached) / blocks.total if blocks.total else 0.0
