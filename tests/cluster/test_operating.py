@@ -76,9 +76,9 @@ def test_a_second_cluster_of_the_name_is_refused(cluster: ServedCluster, checkpo
     assert _is_right(cluster, checkpoint)
 
 
-def test_a_port_in_use_is_found_at_once(cluster: ServedCluster, checkpoint: Path) -> None:
+def test_a_port_in_use_is_found_at_once(cluster: ServedCluster, checkpoint: Path, tmp_path: Path) -> None:
     port = cluster.status()["address"].rpartition(":")[2]
-    other = ServedCluster("taken", Path(cluster.state()["run_dir"]))
+    other = ServedCluster(f"p{os.getpid()}", tmp_path)
     refused = other.run("up", "--model", str(checkpoint), "--grpc-port", port)
     assert refused.returncode == 78
     assert f"port {port} cannot be had" in refused.stderr
@@ -86,7 +86,7 @@ def test_a_port_in_use_is_found_at_once(cluster: ServedCluster, checkpoint: Path
 
 
 def test_a_ray_cluster_that_is_not_there_is_found_out_at_once(tmp_path: Path, checkpoint: Path) -> None:
-    other = ServedCluster("away", tmp_path)
+    other = ServedCluster(f"a{os.getpid()}", tmp_path)
     refused = other.run("up", "--model", str(checkpoint), "--grpc-port", "0", "--ray-address", "127.0.0.1:1")
     assert refused.returncode == 78
     assert refused.stderr == "baton: no Ray cluster answers at 127.0.0.1:1 (Connection refused)\n"
