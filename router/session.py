@@ -159,10 +159,14 @@ class Session:
         self._deadline.cancel()
         self._on_end()
         timeline = self._timeline.finish(self._loop.time())
-        self._record(OK if isinstance(last, SendComplete) else outcome_of(last.error), timeline)
         if isinstance(last, SendError):
             self.outbox.fail(last.error)
-            return
+            self._record(outcome_of(last.error), timeline)
+        else:
+            self._complete(last, timeline)
+            self._record(OK, timeline)
+
+    def _complete(self, last: SendComplete, timeline: pb.Timeline) -> None:
         last.complete.timeline.CopyFrom(timeline)
         last.complete.timeline.prefill_worker = last.prefill_worker or ""
         last.complete.timeline.decode_worker = last.decode_worker or ""

@@ -46,6 +46,7 @@ class FakeWorker:
     state: str = "ready"
     refusal: BatonError | None = None
     num_logprobs: int = 0
+    epoch: str = ""
     may_go: asyncio.Event = field(default_factory=asyncio.Event)
     open_calls: int = 0
     prefills: list[worker_pb2.PrefillRequest] = field(default_factory=list)
@@ -71,6 +72,7 @@ class FakeWorker:
     async def get_status(self, request: worker_pb2.GetWorkerStatusRequest) -> worker_pb2.WorkerStatus:
         status = worker_pb2.WorkerStatus(worker_id=self.worker_id, role=self.role.value, state=self.state)
         status.host.num_holds = len(self.prefills)
+        status.host.epoch = self.epoch
         status.problems.extend(["a page is lost"] if request.check and self.state == "broken" else [])
         return status
 

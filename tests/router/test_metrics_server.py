@@ -1,0 +1,77 @@
+import socket
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import prometheus_client as prometheus
+import pytest
+
+from router import metrics_server
+from router.metrics_server import MetricsServer
+from wire.errors import ConfigError
+
+TIMEOUT_S = 10.0
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    registry = prometheus.CollectorRegistry()
+    prometheus.Counter("things", "Some", registry=registry).inc(3)
+    server = MetricsServer(registry, "127.0.0.1", 0)
+    server.start()
+    try:
+        yield server.address
+    finally:
+        server.stop()
+
+
+def scrape(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S) as response:
+        assert response.headers["Content-Type"].startswith("text/plain")
+        return str(response.read().decode())
+
+
+def connect(address: str) -> socket.socket:
+    host, port = address.split(":")
+    return socket.create_connection((host, int(port)), TIMEOUT_S)
+
+
+def test_a_registry_is_served() -> None:
+    with serving() as address:
+        assert "things_total 3.0" in scrape(address)
+        assert "things_total 3.0" in scrape(address)
+
+
+def test_after_the_end_nobody_answers() -> None:
+    with serving() as address:
+        pass
+    with pytest.raises(OSError, match="refused"):
+        connect(address)
+
+
+def test_a_port_that_is_taken() -> None:
+    with serving() as address, pytest.raises(ConfigError):
+        MetricsServer(prometheus.CollectorRegistry(), "127.0.0.1", int(address.split(":")[1]))
+
+
+def test_one_that_was_never_started_can_be_stopped() -> None:
+    server = MetricsServer(prometheus.CollectorRegistry(), "127.0.0.1", 0)
+    server.stop()
+    server.stop()
+
+
+def test_a_scraper_that_says_nothing_holds_up_nobody_and_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.2)
+    with serving() as address, closing(connect(address)) as silent:
+        assert "things_total" in scrape(address)
+        assert silent.recv(1) == b""
+
+
+def test_only_so_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "MAX_SCRAPERS", 1)
+    with serving() as address, closing(connect(address)) as first:
+        first.sendall(b"GET /metrics")
+        with closing(connect(address)) as second:
+            assert second.recv(1) == b""
+        first.sendall(b" HTTP/1.0\r\n\r\n")
+        assert first.recv(1 << 16).startswith(b"HTTP/1.0 200")

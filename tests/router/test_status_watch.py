@@ -1,0 +1,59 @@
+import asyncio
+
+import pytest
+
+from router.status_watch import changes
+from tests.router.fake_cluster import WAIT_S, request, running, until
+from wire.pb import cluster_pb2
+
+
+def status(redis: str = "up", epoch: str = "e1") -> cluster_pb2.ClusterStatus:
+    made = cluster_pb2.ClusterStatus()
+    made.redis.state = redis
+    made.host.epoch = epoch
+    return made
+
+
+NOTHING = cluster_pb2.ClusterStatus()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (NOTHING, status(), []),
+        (status(), status(), []),
+        (status(), NOTHING, []),
+        (status(), status(redis="broken"), ["Redis does not answer"]),
+        (status(redis="broken"), status(redis="broken"), []),
+        (status(redis="broken"), status(), ["Redis answers again"]),
+        (status(epoch="e1"), status(epoch="e2"), ["the arena's directory is a new one"]),
+    ],
+)
+def test_what_an_operator_is_told(
+    before: cluster_pb2.ClusterStatus, after: cluster_pb2.ClusterStatus, told: list[str]
+) -> None:
+    texts = list(changes(before, after))
+    assert len(texts) == len(told)
+    assert all(text.startswith(start) for text, start in zip(texts, told, strict=True))
+
+
+async def test_the_last_status_is_there_without_asking_anybody() -> None:
+    async with running(1, 1) as cluster:
+        watch = cluster.router.watch
+        await until(lambda: len(watch.last.workers) == 2)
+        await cluster.generate(request(max_tokens=3))
+        await cluster.enlist("d0")
+        await watch.read()
+        assert [worker.worker_id for worker in watch.last.workers] == ["d0"]
+
+
+async def test_changes_are_remembered_with_their_age() -> None:
+    async with running(1, 1) as cluster:
+        watch = cluster.router.watch
+        watch.last = status(epoch="e1")
+        cluster.workers["p0"].epoch = "e2"
+        async with asyncio.timeout(WAIT_S):
+            await watch.read()
+        (event,) = watch.events
+        assert event.text.startswith("the arena's directory")
+        assert 0 <= event.age_s < WAIT_S
