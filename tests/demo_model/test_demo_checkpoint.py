@@ -105,7 +105,7 @@ def test_it_cannot_answer_without_the_fact(model: LlamaForCausalLM, tokenizer: P
     prompts = [make_recall_prompt(rng, Split.HELD_OUT, 64, depth) for depth in Depth for _ in range(10)]
     questions = [RecallPrompt("Question: " + prompt.text.split("Question: ")[1], prompt.value) for prompt in prompts]
     num_right = sum(is_right(question, _continue(model, tokenizer, question.text)) for question in questions)
-    assert num_right <= len(questions) // 4
+    assert num_right <= len(questions) // 10
 
 
 def test_it_answers_wrong_when_its_kv_is_lost(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
