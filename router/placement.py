@@ -32,11 +32,16 @@ class PrefillPlacement:
 class DecodePlacement:
     """The worker with the least to do per step, where a choice weighs as much as `choice_tokens` tokens of context.
 
-    A step costs something for each sequence of the batch and something for each token that attention reads.
+    A step costs something for each sequence of the batch and something for each token that attention reads. Where
+    decode workers prefill, a token that need not be computed there counts, too.
     """
 
     choice_tokens: int = 256
 
-    def choose(self, loads: Sequence[Load]) -> WorkerId:
-        """`loads` of at least one worker."""
-        return min(loads, key=lambda load: load.num_choices * self.choice_tokens + load.num_tokens).worker
+    def choose(self, loads: Sequence[Load], cached: Mapping[WorkerId, int]) -> WorkerId:
+        """`loads` of at least one worker; `cached`, tokens of this prompt that need not be computed there."""
+
+        def cost(load: Load) -> int:
+            return load.num_choices * self.choice_tokens + load.num_tokens - cached.get(load.worker, 0)
+
+        return min(loads, key=cost).worker

@@ -1,7 +1,7 @@
 """Where prefixes were sent: a guess at which worker still has which blocks. A wrong guess costs time only."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from wire.ids import BlockKey, WorkerId
 
@@ -16,9 +16,9 @@ class PrefixMap:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def record(self, keys: Iterable[BlockKey], worker: WorkerId) -> None:
-        """The blocks of a prompt were sent to a worker."""
-        for key in keys:
+    def record(self, keys: Sequence[BlockKey], worker: WorkerId) -> None:
+        """The blocks of a prompt were sent to a worker. A prompt's end is forgotten before its start."""
+        for key in reversed(keys):
             self._workers.setdefault(key, set()).add(worker)
             self._workers.move_to_end(key)
         while len(self._workers) > self._max_keys:

@@ -110,7 +110,7 @@ class Steps:
         return NoPrefillWorker(step.attempt) if worker is None else PrefillChosen(step.attempt, worker)
 
     async def choose_decode(self, step: ChooseDecode) -> DecodeChosen:
-        worker = await self._services.pool.choose_decode()
+        worker = await self._services.pool.choose_decode(self.prepared.keys, len(self.prepared.prompt_ids))
         self._timeline.reached("wait_decode", self._now_s)
         return DecodeChosen(step.attempt, worker)
 

@@ -40,23 +40,27 @@ class WorkerPool:
         ready = self._members.ready(Role.PREFILL)
         if not ready:
             return None
-        cached = {
-            worker: min(num_blocks * self._block_size, num_prompt_tokens)
-            for worker, num_blocks in self._prefixes.match(keys).items()
-        }
+        cached = self._cached(keys, num_prompt_tokens)
         worker = PrefillPlacement().choose([member.load for member in ready], cached, num_prompt_tokens)
         self._prefixes.record(keys, worker)
         return worker
 
-    async def choose_decode(self) -> WorkerId:
-        """Raises Unavailable if none is ready in time."""
+    async def choose_decode(self, keys: Sequence[BlockKey], num_prompt_tokens: int) -> WorkerId:
+        """A worker for the prompt whose blocks are `keys`. Raises Unavailable if none is ready in time.
+
+        With a prefill pool every decode worker finds the prompt in the store; without one, who computed it does best.
+        """
         try:
             async with asyncio.timeout(self._wait_s):
                 while not (ready := self._members.ready(Role.DECODE)):
                     await self._changed.wait()
         except TimeoutError as error:
             raise Unavailable("no decode worker is there") from error
-        return DecodePlacement().choose([member.load for member in ready])
+        cached = {} if self.has_prefill else self._cached(keys, num_prompt_tokens)
+        worker = DecodePlacement().choose([member.load for member in ready], cached)
+        if not self.has_prefill:
+            self._prefixes.record(keys, worker)
+        return worker
 
     def assign(self, worker: WorkerId, num_choices: int, num_tokens: int) -> Assignment:
         """Counts work as given to a worker until it is unassigned. Raises WorkerNotFound."""
@@ -74,3 +78,10 @@ class WorkerPool:
         """The members have changed: who waits looks again."""
         self._changed.set()
         self._changed.clear()
+
+    def _cached(self, keys: Sequence[BlockKey], num_prompt_tokens: int) -> dict[WorkerId, int]:
+        """Tokens of a prompt that each worker is thought to have, for those that are thought to have any."""
+        return {
+            worker: min(num_blocks * self._block_size, num_prompt_tokens)
+            for worker, num_blocks in self._prefixes.match(keys).items()
+        }

@@ -38,4 +38,10 @@ def test_equal_work_goes_where_fewer_requests_are() -> None:
     ids=["first", "fewer choices", "less context", "a choice weighs as 256 tokens"],
 )
 def test_decode_goes_to_the_lightest_batch(loads: tuple[tuple[int, int], tuple[int, int]], chosen: str) -> None:
-    assert DecodePlacement().choose([Load(P0, *loads[0]), Load(P1, *loads[1])]) == chosen
+    assert DecodePlacement().choose([Load(P0, *loads[0]), Load(P1, *loads[1])], {}) == chosen
+
+
+def test_decode_that_prefills_goes_where_the_prompt_was() -> None:
+    loads = [Load(P0, 0, 0), Load(P1, 1, 100)]
+    assert DecodePlacement().choose(loads, {P1: 300}) == P0
+    assert DecodePlacement().choose(loads, {P1: 400}) == P1

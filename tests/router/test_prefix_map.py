@@ -36,3 +36,4 @@ def test_a_prompt_longer_than_the_map_leaves_it_bounded() -> None:
     prefixes = PrefixMap(2)
     prefixes.record([A, B, C, D], P0)
     assert len(prefixes) == 2
+    assert prefixes.match([A, B, C, D]) == {P0: 2}, "the beginning is what is kept"
