@@ -4,11 +4,14 @@ import argparse
 import asyncio
 import json
 import sys
+from pathlib import Path
 
+from deploy import run_dir
 from deploy.cli_commands import Subparsers, add_command
 from deploy.client import find_cluster, metadata, operator
 from deploy.state import ClusterState
-from deploy.status_view import render_status, to_object
+from deploy.status_object import to_object
+from deploy.status_view import render_status
 from wire.pb import cluster_pb2
 
 DESCRIPTION = """\
@@ -26,8 +29,13 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    status = asyncio.run(_ask(find_cluster(args.name), args.check))
-    print(json.dumps(to_object(status)) if args.json else render_status(status))
+    state = find_cluster(args.name)
+    status = asyncio.run(_ask(state, args.check))
+    if args.json:
+        print(json.dumps(to_object(status)))
+    else:
+        print(render_status(status))
+        _show_logs(state)
     if not args.check:
         return 0
     if status.problems:
@@ -36,6 +44,12 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print("\nall invariants hold")
     return 0
+
+
+def _show_logs(state: ClusterState) -> None:
+    """Of a Ray cluster that was joined nobody here knows where it keeps them."""
+    if state.head is not None:
+        print(f"\nlogs in {run_dir.ray_logs(Path(state.run_dir))}")
 
 
 async def _ask(state: ClusterState, check: bool) -> cluster_pb2.ClusterStatus:

@@ -94,6 +94,13 @@ def _add_services(group: Any) -> None:
         help="where clients connect, on 127.0.0.1; 0 is any free port (default: 50051)",
     )
     group.add_argument(
+        "--metrics-port",
+        dest="router.metrics_port",
+        type=_port_or_off,
+        metavar="PORT",
+        help="where Prometheus scrapes, on 127.0.0.1; 0 is any free port, `off` is none (default: 0)",
+    )
+    group.add_argument(
         "--arena-bytes", dest="arena.size_bytes", metavar="SIZE", help="shared memory for KV blocks, like 1GiB"
     )
     group.add_argument(
@@ -105,6 +112,10 @@ def _add_services(group: Any) -> None:
     group.add_argument(
         "--ray-address", dest="ray.address", metavar="ADDRESS", help="a Ray cluster to join (default: start one)"
     )
+
+
+def _port_or_off(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:

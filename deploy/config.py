@@ -87,14 +87,19 @@ class RedisSettings:
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """Where clients connect, on 127.0.0.1. Port 0 is any free one."""
+    """Where clients connect, and Prometheus, on 127.0.0.1. Port 0 is any free one; `off` serves no metrics."""
 
     grpc_port: int = 50051
+    metrics_port: int | str = 0
     max_open_requests: int = 2048
     max_queued_requests: int = 512
 
     def __post_init__(self) -> None:
         _require_range(self.grpc_port, "router.grpc_port", 0, 65535)
+        if isinstance(self.metrics_port, str):
+            _require(self.metrics_port == "off", "router.metrics_port", "a port or `off`", self.metrics_port[:16])
+        else:
+            _require_range(self.metrics_port, "router.metrics_port", 0, 65535)
         _require_range(self.max_open_requests, "router.max_open_requests", 1, 1 << 20)
         _require_range(self.max_queued_requests, "router.max_queued_requests", 1, 1 << 20)
 

@@ -48,7 +48,7 @@ class Controller:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
-        """Returns when the cluster serves: `{"address", "operator_address", "pids"}`.
+        """Returns when the cluster serves: `{"address", "operator_address", "metrics_address", "pids"}`.
 
         Raises BatonError, with the reason, if any part of it does not start; what did is ended by `shutdown`.
         """
@@ -58,7 +58,7 @@ class Controller:
         self._tasks.append(asyncio.create_task(self._node.watch(on_restart=lambda: None)))
         self._tasks.append(asyncio.create_task(self._router.watch(on_restart=self._fleet.introduce)))
         self._events.note("the cluster serves")
-        addresses = {key: router[key] for key in ("address", "operator_address")}
+        addresses = {key: router[key] for key in ("address", "operator_address", "metrics_address")}
         return json.dumps({**addresses, "pids": [os.getpid(), node["pid"], router["pid"]]})
 
     async def progress(self) -> str:
@@ -101,6 +101,7 @@ class Controller:
             self._router_config.listeners,
             grpc_port=_port(answer["address"]),
             operator_port=_port(answer["operator_address"]),
+            metrics_port=_port(answer["metrics_address"]) if answer["metrics_address"] else None,
         )
         self._router.config_json = replace(self._router_config, listeners=listeners).to_json()
         return answer

@@ -43,7 +43,10 @@ def _router(config: ClusterConfig, model: ModelFacts, token: str, secret: bytes)
             layout_hex=model.layout.encode().hex(),
         ),
         cluster=ClusterAccess(token, secret.hex(), CONTROLLER, namespace(config.name)),
-        listeners=Listeners(grpc_port=config.router.grpc_port),
+        listeners=Listeners(
+            grpc_port=config.router.grpc_port,
+            metrics_port=config.router.metrics_port if isinstance(config.router.metrics_port, int) else None,
+        ),
         admission=Bounds(config.router.max_open_requests, config.router.max_queued_requests),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from deploy.cluster_plan import ClusterPlan
 from deploy.processes import ProcessRef, spawn_leader
-from deploy.run_dir import log_tail
+from deploy.run_dir import log_tail, ray_folder
 from wire.errors import ConfigError
 
 RAY_TIMEOUT_S = 120.0
@@ -23,11 +23,12 @@ SOURCES = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Launched:
-    """A cluster that serves. `pids`: of the actors that there is one of each."""
+    """A cluster that serves. `pids`: of the actors that there is one of each. No metrics, no address for them."""
 
     address: str
     operator_address: str
     pids: list[int]
+    metrics_address: str = ""
 
 
 class RayHead:
@@ -36,7 +37,7 @@ class RayHead:
     def __init__(self, run_dir: Path, namespace: str, ray_address: str | None) -> None:
         """Begins at once; returns before Ray is there."""
         self._log = run_dir / "ray.log"
-        config = {"namespace": namespace, "temp_dir": str(run_dir / "r"), "address": ray_address}
+        config = {"namespace": namespace, "temp_dir": str(ray_folder(run_dir)), "address": ray_address}
         stdin, self._stdin = os.pipe()
         self._stdout, stdout = os.pipe()
         command = [sys.executable, "-m", "deploy.ray_head", json.dumps(config)]

@@ -23,6 +23,16 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def ray_folder(folder: Path) -> Path:
+    """Where a Ray of our own keeps its files. A short name: see above."""
+    return folder / "r"
+
+
+def ray_logs(folder: Path) -> Path:
+    """Where such a Ray collects what actors write to stderr, a file for each process."""
+    return ray_folder(folder) / "session_latest" / "logs"
+
+
 def log_tail(log: Path, num_lines: int = 15) -> str:
     """The last lines of a log, for a message; empty if there is none."""
     if not log.exists():

@@ -53,7 +53,8 @@ class Startup:
     def run(self) -> ClusterState:
         """Returns when the cluster serves. Raises ConfigError, and leaves nothing behind, if it cannot."""
         try:
-            _require_free(self._config.router.grpc_port)
+            _require_free("--grpc-port", self._config.router.grpc_port)
+            _require_free("--metrics-port", self._config.router.metrics_port)
             _require_ray(self._config.ray.address)
             self._claim()
         except BaseException:
@@ -149,6 +150,7 @@ class Startup:
             model=model.name,
             address=launched.address,
             operator_address=launched.operator_address,
+            metrics_address=launched.metrics_address,
             actors=tuple(ProcessRef.of(pid) for pid in launched.pids),
             head=None if self._config.ray.address else self._state.head,
         )
@@ -159,15 +161,17 @@ class Startup:
         self._file.write(self._state)
 
 
-def _require_free(port: int) -> None:
+def _require_free(flag: str, port: int | str) -> None:
     """Found out here in milliseconds, and not by the router in seconds."""
+    if not isinstance(port, int):
+        return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))
         except OSError as error:
             raise ConfigError(
-                f"port {port} cannot be had ({error.strerror}): give another --grpc-port, or 0 for any free one"
+                f"port {port} cannot be had ({error.strerror}): give another {flag}, or 0 for any free one"
             ) from error
 
 

@@ -37,6 +37,7 @@ class ClusterState:
     model: str = ""
     address: str = ""
     operator_address: str = ""
+    metrics_address: str = ""
     ray_address: str = ""
     arena_path: str = ""
     head: ProcessRef | None = None

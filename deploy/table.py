@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+NOT_KNOWN = "-"
+
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest cell; those of numbers are aligned to the right. The last one is not padded."""
@@ -20,4 +22,4 @@ def _line(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) ->
 
 
 def _is_number(cell: str) -> bool:
-    return cell.replace(".", "", 1).replace("-", "", 1).isdigit()
+    return cell == NOT_KNOWN or cell.removesuffix(" %").replace(".", "", 1).replace("-", "", 1).isdigit()

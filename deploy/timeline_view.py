@@ -6,19 +6,28 @@ from deploy.table import render
 from wire.pb import inference_pb2 as pb
 
 TIERS = ("device", "host", "redis")
+MIN_WAIT_MS = 1.0
 
 
 def render_timeline(complete: pb.Complete) -> str:
-    """A row for each step: when, how long, which worker, what, blocks by tier. Then what the request took in all."""
+    """A row for each step: when, how long, which worker, what, blocks by tier. Then what the request took in all.
+
+    Gates that were passed at once have no row.
+    """
     timeline = complete.timeline
     steps = [span for span in timeline.spans if "." in span.name]
     rows = [
         (f"{span.start_ms:.1f}", f"{span.duration_ms:.1f}", span.worker, span.name.partition(".")[2], _describe(span))
         for span in steps
+        if not (_is_gate(span) and span.duration_ms < MIN_WAIT_MS)
     ]
     between_ms = timeline.total_ms - sum(span.duration_ms for span in steps)
     head = ("at ms", "took ms", "worker", "step", "")
     return "\n".join([render(head, rows), "", _summary(complete, between_ms)])
+
+
+def _is_gate(span: pb.Span) -> bool:
+    return span.name.partition(".")[2].startswith("wait_")
 
 
 def _summary(complete: pb.Complete, between_ms: float) -> str:

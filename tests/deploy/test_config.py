@@ -114,3 +114,14 @@ def test_settings_cannot_be_changed() -> None:
     config: Any = ClusterConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.name = "other"
+
+
+@pytest.mark.parametrize("port", [0, 9090, "off"])
+def test_metrics_have_a_port_or_none(port: int | str) -> None:
+    assert ClusterConfig.load(None, {"router": {"metrics_port": port}}).router.metrics_port == port
+
+
+@pytest.mark.parametrize("port", [-1, 70000, "on", 1.5, True])
+def test_a_port_for_metrics_that_is_none(port: object) -> None:
+    with pytest.raises(ConfigError, match=r"router\.metrics_port"):
+        ClusterConfig.load(None, {"router": {"metrics_port": port}})

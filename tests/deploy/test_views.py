@@ -69,3 +69,14 @@ def test_logprobs_are_there_if_they_were_asked_for() -> None:
     assert answer["choices"][0]["logprobs"] == [
         {"token_id": 4, "logprob": -0.5, "top": [{"token_id": 4, "logprob": -0.5}]}
     ]
+
+
+def test_a_gate_is_shown_if_it_took_time() -> None:
+    spans = [
+        pb.Span(name="router.wait_room", worker="router", start_ms=0, duration_ms=0.4),
+        pb.Span(name="decode.wait_pages", worker="d", start_ms=0.4, duration_ms=6.0),
+    ]
+    shown = render_timeline(pb.Complete(timeline=pb.Timeline(spans=spans, total_ms=6.4)))
+    assert "wait_room" not in shown
+    assert "wait_pages" in shown
+    assert "(0.0 ms of it between processes)" in shown
