@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-
 from engine.batch import Model
 from engine.batcher import Batcher, Gate, Plan
 from engine.events import (
@@ -26,13 +24,14 @@ from engine.events import (
     Scheduled,
     Started,
 )
+from engine.forward import Forward, Gain
 from engine.kv_cache import FetchedInto, KVCache
 from engine.request import EngineRequest, HandOff
 from engine.roster import Roster
-from engine.runner import Chunk, Runner
-from engine.sampler import Draw, Drawn, sample
+from engine.runner import Chunk
+from engine.sampler import Drawn
 from engine.sequence import Sequence, State
-from engine.stop import end_of, may_not_come_yet
+from engine.stop import end_of
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import BlockCounts
 from kv_store.transfers import Transfers
@@ -65,7 +64,7 @@ class EngineCore:
         self.pool = pool
         self._cache = KVCache(pool, transfers)
         self._batcher = batcher
-        self._runner = Runner(model, pool.kv)
+        self._forward = Forward(model, pool.kv, self._cache)
         self._roster = Roster()
         self._num_held: dict[RequestId, int] = {}
         self._events: list[Event] = []
@@ -96,7 +95,8 @@ class EngineCore:
         """One iteration: finish transfers, plan, run, sample, report. Cheap when there is nothing to do.
 
         What transfers bring is reported at once, by a step that does no more, so that nobody waits for a run to hear
-        of it. A step that raises reports nothing, then or later; its requests can be aborted.
+        of it. A request that cannot be run fails alone. A step that raises reports nothing, then or later; its requests
+        can be aborted.
         """
         self._events = []
         num_finished = self._finish_transfers()
@@ -106,7 +106,7 @@ class EngineCore:
         plan = self._plan()
         chunks = self._make_room(plan)
         if chunks:
-            self._collect(chunks, self._sample(chunks, self._runner.run(chunks)))
+            self._collect(chunks, self._forward.run(chunks))
         self._is_stalled = not (num_finished or chunks or self._events)
         return self._events
 
@@ -203,23 +203,19 @@ class EngineCore:
         self._num["preempted"] += 1
         self._events.append(Preempted(sequence.request.request_id, sequence.choice))
 
-    def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Drawn | None]:
-        """What each chunk's sequence gained: None for those that have not reached their last known token."""
-        draws = [_draw(chunk.sequence, self.model) for chunk in chunks if chunk.samples]
-        drawn = iter(sample(logits, draws) if draws else ())
-        return [next(drawn) if chunk.samples else None for chunk in chunks]
-
-    def _collect(self, chunks: list[Chunk], drawn: list[Drawn | None]) -> None:
-        for chunk, gained in zip(chunks, drawn, strict=True):
+    def _collect(self, chunks: list[Chunk], gains: list[Gain]) -> None:
+        for chunk, gain in zip(chunks, gains, strict=True):
             sequence = chunk.sequence
-            if gained is not None and gained.token_id is None:
-                self._fail(sequence.request.request_id, BatonError("the model's output is not a number"))
             if sequence.state is State.ENDED:
+                continue
+            if isinstance(gain, BatonError):
+                self._cache.withdraw(sequence)
+                self._fail(sequence.request.request_id, gain)
                 continue
             self._count_prompt(sequence, chunk)
             self._cache.advance(sequence, chunk.num_tokens)
-            if gained is not None and gained.token_id is not None:
-                self._emit(sequence, gained.token_id, gained)
+            if gain is not None and gain.token_id is not None:
+                self._emit(sequence, gain.token_id, gain)
 
     def _count_prompt(self, sequence: Sequence, chunk: Chunk) -> None:
         num_prompt = sequence.num_prompt
@@ -267,9 +263,3 @@ class EngineCore:
     def _end(self, sequence: Sequence) -> None:
         self._cache.free(sequence)
         sequence.state = State.ENDED
-
-
-def _draw(sequence: Sequence, model: Model) -> Draw:
-    request = sequence.request
-    banned = may_not_come_yet(sequence, model)
-    return Draw(request.sampling, sequence.choice, request.prompt_ids, sequence.output_ids, banned)

@@ -3,7 +3,9 @@
 The only place of the engine that touches the pool's ledger and the transfers. All of it runs on the engine's thread.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.batcher import Pages
@@ -115,6 +117,21 @@ class KVCache:
         if tail is not None and sequence.num_computed == sequence.num_known - 1:
             self._publish([tail], [sequence.pages[sequence.num_computed // self._block_size]], None)
         self.free(sequence)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """What a sequence has computed or found so far is not to be found again, here or in the store."""
+        names = sequence.cover(sequence.num_computed)
+        for page in sequence.pages:
+            self._ledger.withdraw(page)
+        if names:
+            self._transfers.start_withdraw(self._begin(_Publish([], None)), names)
+
+    @contextmanager
+    def borrowed_page(self) -> Iterator[PageId | None]:
+        """A page that is nobody's meanwhile; None if there is none."""
+        pages = self._ledger.allocate(min(1, self._ledger.num_allocatable))
+        yield pages[0] if pages else None
+        self._free(pages)
 
     def free(self, sequence: Sequence) -> None:
         """Gives a sequence's pages back; those with a transfer under way drain first."""

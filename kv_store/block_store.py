@@ -37,7 +37,7 @@ class StoreStatus:
 
 
 class BlockStore(Protocol):
-    """Blocking; one thread fetches and publishes. A tier at fault is a miss and never an error."""
+    """Blocking; one thread fetches, publishes and withdraws. A tier at fault is a miss and never an error."""
 
     def fence(self) -> None:
         """Called by the thread that computes, before it has pages fetched into or published."""
@@ -50,6 +50,9 @@ class BlockStore(Protocol):
 
     def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> Published:
         """Copies device pages into the host tier where they are not yet; with `hold`, keeps them for that request."""
+
+    def withdraw(self, names: Sequence[BlockName]) -> None:
+        """Lets these blocks be found in no tier any more."""
 
     def hold(self, request_id: RequestId, names: Sequence[BlockName]) -> int:
         """Keeps blocks of the host tier for a request until released or not renewed in time; how many were there."""

@@ -35,6 +35,9 @@ class ColdTier(Protocol):
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
         """Stores a block; False if that failed."""
 
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forgets blocks, as far as the tier can be reached."""
+
     def status(self) -> ColdStatus: ...
 
     def close(self) -> None: ...

@@ -70,6 +70,16 @@ class HostTier:
         self._directory.withdraw([Block(entry.slot, name, entry.checksum)])
         return None
 
+    def withdraw(self, names: Sequence[BlockName]) -> None:
+        """Lets blocks be found no more, whatever their bytes."""
+        self.attach()
+        lease = self.lease(names)
+        try:
+            found = zip(names, lease.entries, strict=True)
+            self._directory.withdraw([Block(entry.slot, name, entry.checksum) for name, entry in found if entry])
+        finally:
+            self.release(lease)
+
     def reserve(self, names: Sequence[BlockName], hold: Hold | None) -> Reservation:
         return self._directory.reserve(self._me, names, hold)
 

@@ -52,6 +52,11 @@ class MemoryTier:
             self._counted["written"] += 1
         return True
 
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        with self._lock:
+            for key in keys:
+                self.frames.pop(key, None)
+
     def status(self) -> ColdStatus:
         with self._lock:
             return ColdStatus("up", **self._counted)

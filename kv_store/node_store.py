@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeStore:
-    """A BlockStore. `lookup`, `fetch` and `publish` are for one thread, all else for any.
+    """A BlockStore. `lookup`, `fetch`, `publish` and `withdraw` are for one thread, all else for any.
 
     directory: the arena's. While it is out of reach everything is a miss; after its restart the new arena is mapped.
     cold: None for no cold tier.
@@ -63,6 +63,11 @@ class NodeStore:
 
     def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> Published:
         return self._or_else(Published(), lambda: self._publish(names, pages, hold))
+
+    def withdraw(self, names: Sequence[BlockName]) -> None:
+        self._or_else(None, lambda: self._host.withdraw(names))
+        if self._cold is not None:
+            self._cold.delete([name.key for name in names])
 
     def hold(self, request_id: RequestId, names: Sequence[BlockName]) -> int:
         hold = Hold(request_id, HOLD_TTL_S)

@@ -85,6 +85,11 @@ class RedisTier:
         self._counted["written"] += is_stored
         return is_stored
 
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        rest = iter(keys)
+        while batch := list(islice(rest, _KEYS_PER_ROUND)):
+            self._ask(partial(self._redis.unlink, *(_PREFIX + key for key in batch)), 0)
+
     def status(self) -> ColdStatus:
         return ColdStatus("broken" if self._breaker.is_open else "up", **self._counted)
 

@@ -34,7 +34,15 @@ class PublishDone:
     error: str | None = None
 
 
-Done = FetchDone | PublishDone
+@dataclass(frozen=True)
+class WithdrawDone:
+    """The blocks are found nowhere in the store any more. With an `error`, some may be."""
+
+    ticket: int
+    error: str | None = None
+
+
+Done = FetchDone | PublishDone | WithdrawDone
 
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -51,6 +59,8 @@ class Transfers(Protocol):
     def start_publish(
         self, ticket: int, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None
     ) -> None: ...
+
+    def start_withdraw(self, ticket: int, names: Sequence[BlockName]) -> None: ...
 
     def poll(self) -> list[Done]: ...
 
@@ -93,6 +103,10 @@ class InlineTransfers(_DoneAtOnce):
         self._store.fence()
         self._done.append(PublishDone(ticket, self._store.publish(names, pages, hold).num_resident))
 
+    def start_withdraw(self, ticket: int, names: Sequence[BlockName]) -> None:
+        self._store.withdraw(names)
+        self._done.append(WithdrawDone(ticket))
+
 
 class NoStore(_DoneAtOnce):
     """For an engine without a store: finds nothing, publishes nothing."""
@@ -104,6 +118,9 @@ class NoStore(_DoneAtOnce):
         self, ticket: int, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None
     ) -> None:
         self._done.append(PublishDone(ticket))
+
+    def start_withdraw(self, ticket: int, names: Sequence[BlockName]) -> None:
+        self._done.append(WithdrawDone(ticket))
 
 
 class ThreadTransfers:
@@ -146,6 +163,16 @@ class ThreadTransfers:
                 return PublishDone(ticket, error=repr(error))
 
         self._start(publish, PublishDone(ticket, error="too many transfers"))
+
+    def start_withdraw(self, ticket: int, names: Sequence[BlockName]) -> None:
+        def withdraw() -> Done:
+            try:
+                self._store.withdraw(names)
+                return WithdrawDone(ticket)
+            except Exception as error:  # as above
+                return WithdrawDone(ticket, error=repr(error))
+
+        self._start(withdraw, WithdrawDone(ticket, error="too many transfers"))
 
     def poll(self) -> list[Done]:
         done = [self._done.popleft() for _ in range(len(self._done))]

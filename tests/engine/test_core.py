@@ -6,7 +6,8 @@ from engine.batcher import ContinuousBatcher, Gate
 from engine.events import Emitted, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started
 from engine.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
-from tests.pair import ROOT, drive, make_core, request, serve
+from kv_store.memory_tier import MemoryTier
+from tests.pair import ROOT, Node, drive, make_core, request, serve
 from wire.errors import InvalidRequest, RequestExists
 from wire.ids import RequestId
 from wire.layout import KVLayout
@@ -189,6 +190,83 @@ def test_logits_that_are_no_numbers_end_their_request_only() -> None:
     assert [event.request_id for event in events if isinstance(event, Finished)] == [good.request_id]
     assert core.stats().blocks.cached == (len(PROMPT) + 4) // 16, "blocks of the failed request must not be found"
     assert core.check() == []
+
+
+class Fallible(HashModel):
+    """Fails at a token, and for the next so many runs."""
+
+    num_failures = 0
+
+    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        self.num_failures -= 1
+        if self.num_failures >= 0 or 13 in batch.token_ids:
+            raise RuntimeError("no such kernel")
+        return super().forward(batch, kv)
+
+
+def test_a_request_that_cannot_be_run_fails_alone() -> None:
+    model = Fallible(LAYOUT, 11)
+    core = make_core(model)
+    good, bad = request(range(10), greedy(5)), request((13, *range(20)), greedy(5))
+    core.add(good)
+    core.add(bad)
+    events = [event for _ in range(20) for event in core.step()]
+    assert [event.request_id for event in events if isinstance(event, Failed)] == [bad.request_id]
+    tokens = [event.token_id for event in events if isinstance(event, Emitted)]
+    assert tokens == model.oracle(range(10), 5)
+    assert core.check() == []
+
+
+def test_a_request_that_cannot_be_run_fails_even_if_nobody_is_with_it() -> None:
+    core = make_core(Fallible(LAYOUT, 11))
+    core.add(request((13, 1, 2), greedy(5)))
+    events = [event for _ in range(4) for event in core.step()]
+    assert isinstance(events[-1], Failed)
+    assert "incident" in events[-1].error.message
+    assert "kernel" not in events[-1].error.message
+    assert core.check() == []
+
+
+def test_a_run_that_fails_for_all_together_is_done_for_each() -> None:
+    model = Fallible(LAYOUT, 11)
+    core = make_core(model)
+    asked = [request(range(number, number + 20), greedy(6)) for number in (20, 21, 22)]
+    model.num_failures = 1
+    for run, one in zip(drive(core, asked), asked, strict=True):
+        assert run.outputs[0] == model.oracle(one.prompt_ids, 6)
+
+
+@pytest.mark.parametrize("num_blocks", [64, 2])
+def test_a_model_that_does_not_run_at_all_is_no_requests_fault(num_blocks: int) -> None:
+    """Or may not be: with all pages in use there is none to try it with."""
+    model = Fallible(LAYOUT, 11)
+    core = make_core(model, num_blocks=num_blocks)
+    asked = request(range(20), greedy(6))
+    core.add(asked)
+    core.step()
+    core.step()
+    model.num_failures = 100
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        core.step()
+    core.abort(asked.request_id)
+    assert core.check() == []
+
+
+def test_blocks_that_led_to_no_number_are_found_nowhere() -> None:
+    """Neither on the device nor in the tiers of the store, to which they went before it showed."""
+    cold = MemoryTier(LAYOUT)
+    node = Node(Poisoned(LAYOUT, 997), cold=cold)
+    core = make_core(Poisoned(LAYOUT, 997), node, batcher=ContinuousBatcher(max_step_tokens=16, max_running=4))
+    bad = request((*range(100, 148), 13), greedy(5))
+    core.add(bad)
+    events = core.step() + core.step() + core.step()
+    node.write_all_cold()
+    assert len(cold.frames) > 0
+    events += [event for _ in range(8) for event in core.step()]
+    assert isinstance(events[-1], Failed)
+    assert len(cold.frames) == 0
+    assert node.directory.status().counts.free == node.directory.status().counts.total
+    assert core.stats().blocks.free == core.stats().blocks.total
 
 
 def test_unused_slots_are_few_at_steady_load(model: HashModel) -> None:

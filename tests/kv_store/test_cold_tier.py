@@ -71,6 +71,16 @@ def test_a_block_comes_back(cold: Cold) -> None:
 
 def test_nothing_is_asked_for_nothing(cold: Cold) -> None:
     assert cold.tier.exists([]) == []
+    cold.tier.delete([])
+
+
+def test_what_is_deleted_is_gone(cold: Cold) -> None:
+    names = names_of(12)
+    for name in names:
+        cold.put(name)
+    cold.tier.delete([names[0].key, names[1].key, names_of(4, first=99)[0].key])
+    assert [cold.get(name) for name in names] == [None, None, payload_of(names[2])]
+    assert cold.tier.status().errors == 0
 
 
 def test_many_are_looked_up_at_once(cold: Cold) -> None:

@@ -279,6 +279,18 @@ def test_a_device_that_fails_publishes_nothing(node: Node) -> None:
     assert node.directory.status().counts.draining == 0
 
 
+def test_withdrawn_blocks_are_found_nowhere(node: Node) -> None:
+    names = names_of(18)
+    store = node.publish(names)
+    node.write_cold()
+    assert node.fetch(names) == [Tier.HOST] * 5
+    store.withdraw(names)
+    assert node.fetch(names) == []
+    node.evict_all()
+    assert node.fetch(names) == []
+    assert node.directory.check() == []
+
+
 def test_without_a_cold_tier(node: Node) -> None:
     node.cold = None
     names = names_of(8)

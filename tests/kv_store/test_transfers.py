@@ -5,7 +5,16 @@ import pytest
 
 from kv_store.block_store import Fetched, Published, StoreStatus
 from kv_store.tier import Tier
-from kv_store.transfers import Done, FetchDone, InlineTransfers, NoStore, PublishDone, ThreadTransfers, Transfers
+from kv_store.transfers import (
+    Done,
+    FetchDone,
+    InlineTransfers,
+    NoStore,
+    PublishDone,
+    ThreadTransfers,
+    Transfers,
+    WithdrawDone,
+)
 from tests.kv_store.names import names_of
 from tests.kv_store.pools import pages_from
 from wire.ids import PageId, RequestId
@@ -36,6 +45,9 @@ class FakeStore:
     def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> Published:
         self._work("publish", names, pages, hold)
         return Published(len(names))
+
+    def withdraw(self, names: Sequence[BlockName]) -> None:
+        self._work("withdraw", names)
 
     def _work(self, *asked: object) -> None:
         assert self.gate.wait(WAIT_S)
@@ -99,9 +111,10 @@ def test_inline_is_done_when_started(store: FakeStore) -> None:
     transfers: Transfers = InlineTransfers(store)
     transfers.start_fetch(1, NAMES, PAGES)
     transfers.start_publish(2, NAMES, PAGES, REQUEST)
-    assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST)]
-    assert len(store.fenced_by) == transfers.pending == 2
-    assert transfers.poll() == [FetchDone(1, [Tier.HOST] * 2), PublishDone(2, 2)]
+    transfers.start_withdraw(3, NAMES)
+    assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST), ("withdraw", NAMES)]
+    assert (len(store.fenced_by), transfers.pending) == (2, 3)
+    assert transfers.poll() == [FetchDone(1, [Tier.HOST] * 2), PublishDone(2, 2), WithdrawDone(3)]
     assert (transfers.poll(), transfers.pending) == ([], 0)
 
 
@@ -109,16 +122,18 @@ def test_without_a_store_nothing_is_found_or_published() -> None:
     transfers: Transfers = NoStore()
     transfers.start_fetch(1, NAMES, PAGES)
     transfers.start_publish(2, NAMES, PAGES, None)
-    assert transfers.pending == 2
-    assert transfers.poll() == [FetchDone(1), PublishDone(2)]
+    transfers.start_withdraw(3, NAMES)
+    assert transfers.pending == 3
+    assert transfers.poll() == [FetchDone(1), PublishDone(2), WithdrawDone(3)]
     assert (transfers.poll(), transfers.pending) == ([], 0)
 
 
 def test_a_thread_does_it_in_order_and_wakes(store: FakeStore, waker: Waker, threaded: ThreadTransfers) -> None:
     threaded.start_fetch(1, NAMES, PAGES)
     threaded.start_publish(2, NAMES, PAGES, REQUEST)
-    assert waker.poll(threaded, 2) == [FetchDone(1, [Tier.HOST] * 2), PublishDone(2, 2)]
-    assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST)]
+    threaded.start_withdraw(3, NAMES)
+    assert waker.poll(threaded, 3) == [FetchDone(1, [Tier.HOST] * 2), PublishDone(2, 2), WithdrawDone(3)]
+    assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST), ("withdraw", NAMES)]
     assert threaded.pending == 0
 
 
@@ -135,10 +150,11 @@ def test_an_error_is_an_answer_and_not_the_end(store: FakeStore, threaded: Threa
     store.error = RuntimeError("the device is lost")
     threaded.start_fetch(1, NAMES, PAGES)
     threaded.start_publish(2, NAMES, PAGES, None)
-    for done in waker.poll(threaded, 2):
+    threaded.start_withdraw(3, NAMES)
+    for done in waker.poll(threaded, 3):
         assert done.error is not None
         assert "the device is lost" in done.error
-        assert done in (FetchDone(1, error=done.error), PublishDone(2, error=done.error))
+        assert done in [kind(done.ticket, error=done.error) for kind in (FetchDone, PublishDone, WithdrawDone)]
     store.error = None
     threaded.start_fetch(3, NAMES, PAGES)
     assert waker.poll(threaded, 1) == [FetchDone(3, [Tier.HOST] * 2)]

@@ -38,18 +38,17 @@ _ROLES = {RoleName.PREFILL: prefill_role, RoleName.DECODE: decode_role}
 
 
 class Model(HashModel):
-    """Fails steps on demand, gives no numbers for POISON, and waits before each step while `may_go` is not set."""
+    """Fails while it is broken, gives no numbers for POISON, and waits before each step while `may_go` is not set."""
 
     def __init__(self) -> None:
         super().__init__(LAYOUT, VOCAB_SIZE)
-        self.num_failures = 0
+        self.is_broken = False
         self.may_go = threading.Event()
         self.may_go.set()
 
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
         assert self.may_go.wait(TIMEOUT_S)
-        if self.num_failures:
-            self.num_failures -= 1
+        if self.is_broken:
             raise RuntimeError("out of memory")
         logits = super().forward(batch, kv)
         is_poisoned = (batch.token_ids == POISON[-1]) & (batch.positions == len(POISON) - 1)
