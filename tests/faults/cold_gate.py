@@ -42,6 +42,9 @@ class ColdGate:
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
         return self._tier.put(name, payload, checksum)
 
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        self._tier.delete(keys)
+
     def status(self) -> ColdStatus:
         return self._tier.status()
 

@@ -148,8 +148,9 @@ class FaultyCluster(LocalCluster):
         return client
 
     def _be_poisoned(self, name: str) -> None:
-        self.models[name].poison = self._poison
-        self.models[name].on_poison = lambda: self.crash(name)
+        if self._poison is not None:
+            self.models[name].poison = self._poison
+            self.models[name].on_poison = lambda: self.crash(name)
 
     def _died(self, name: str) -> None:
         self.gates[name].cut()

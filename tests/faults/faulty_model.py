@@ -10,6 +10,7 @@ from wire.layout import KVLayout
 
 MAX_WAIT_S = 10.0
 NEVER = -1e4
+SPOILT = 0x7FF8DEAD
 
 
 class FaultyModel:
@@ -18,6 +19,8 @@ class FaultyModel:
     on_step: called before each step with its number, from 1.
     poison: steps with this token fail, and `on_poison` is called before.
     spoilt: the logits after this token are no numbers.
+    spoilt_kv: the KV of this token is not what it should be, and the logits wherever it is read are no numbers.
+    is_broken: no step can be done.
 
     `pause` makes the next steps wait, `go_on` lets them go.
     """
@@ -26,6 +29,8 @@ class FaultyModel:
         self.poison: int | None = None
         self.on_poison: Callable[[], None] = lambda: None
         self.spoilt: int | None = None
+        self.spoilt_kv: int | None = None
+        self.is_broken = False
         self.num_steps = 0
         self.on_step: Callable[[int], None] = lambda number: None
         self._model = model
@@ -62,10 +67,22 @@ class FaultyModel:
         self.num_steps += 1
         self.on_step(self.num_steps)
         assert self._may_go.wait(MAX_WAIT_S), "nobody let the model go on"
+        if self.is_broken:
+            raise RuntimeError("the device is lost")
         if self.poison is not None and self.poison in batch.token_ids:
             self.on_poison()
             raise RuntimeError("a step that cannot be done")
         logits = torch.nn.functional.pad(self._model.forward(batch, kv), (0, 1), value=NEVER)
         if self.spoilt is not None:
             logits[batch.token_ids[batch.sample_rows] == self.spoilt] = torch.nan
+        if self.spoilt_kv is not None:
+            self._spoil(batch, kv.view(torch.int64), logits)
         return logits
+
+    def _spoil(self, batch: Batch, words: torch.Tensor, logits: torch.Tensor) -> None:
+        slots = batch.slot_mapping[batch.token_ids == self.spoilt_kv]
+        words[slots // self.layout.block_size, :, :, :, slots % self.layout.block_size] = SPOILT
+        for row, sequence in enumerate(torch.searchsorted(batch.cu_query_lens, batch.sample_rows, right=True) - 1):
+            num_blocks = -(-int(batch.context_lens[sequence]) // self.layout.block_size)
+            if (words[batch.block_tables[sequence, :num_blocks]] == SPOILT).any():
+                logits[row] = torch.nan
