@@ -77,11 +77,16 @@ def _read_config(folder: Path) -> ModelConfig:
     if "auto_map" in values:
         logger.warning("config.json names code of its own (auto_map), which is ignored")
     config = ModelConfig.parse(values)
+    eos_token_ids = _read_generation_eos(folder) or config.eos_token_ids
+    # An id that is no token can never come; it must not be looked up among the logits either.
+    return replace(config, eos_token_ids=tuple(one for one in eos_token_ids if one < config.vocab_size))
+
+
+def _read_generation_eos(folder: Path) -> tuple[int, ...]:
     if not os.path.lexists(folder / "generation_config.json"):
-        return config
+        return ()
     data = read_regular(folder / "generation_config.json", MAX_CONFIG_BYTES)
-    generation = JsonFields(parse_object(data, "generation_config.json"), "generation_config.json")
-    return replace(config, eos_token_ids=parse_eos(generation) or config.eos_token_ids)
+    return parse_eos(JsonFields(parse_object(data, "generation_config.json"), "generation_config.json"))
 
 
 def _open_weights(folder: Path) -> dict[str, TensorFile]:

@@ -9,8 +9,12 @@ import torch
 
 from engine.batch import Model
 from engine.batcher import Batcher
+from engine.checkpoint import Checkpoint
 from engine.core import EngineCore
 from engine.decoder import Decoder
+from engine.digest_cache import DigestCache
+from engine.fingerprint import fingerprint
+from kernels.backend import select_backend
 from kv_store.arena import Arena
 from kv_store.block_store import BlockStore
 from kv_store.device_pool import DevicePool
@@ -18,6 +22,7 @@ from kv_store.directory_client import DirectoryClient
 from kv_store.node_store import NodeStore
 from kv_store.redis_tier import RedisTier
 from kv_store.transfers import ThreadTransfers, Transfers
+from wire.errors import ModelError
 from wire.ids import PROTOCOL_VERSION
 from wire.pb import worker_pb2
 from worker.commands import Command
@@ -49,6 +54,7 @@ def assemble(config: WorkerConfig, batcher: Batcher) -> Assembly:
     model = Decoder.load(
         Path(config.model.folder), config.model.dtype, torch.device(config.model.device), config.pool.block_size
     )
+    _require_same_model(config, model.layout.dtype)
     pool = DevicePool(model.layout, config.pool.num_blocks, model.device)
     directory = DirectoryClient(config.store.directory_path)
     arena = Arena.open(directory.attach().arena_path)
@@ -58,6 +64,17 @@ def assemble(config: WorkerConfig, batcher: Batcher) -> Assembly:
     transfers = ThreadTransfers(store, inbox.ring)
     engine = EngineCore(model, pool, batcher, transfers)
     return Assembly(describe(config, model, arena.num_slots), engine, inbox, store, transfers)
+
+
+def _require_same_model(config: WorkerConfig, dtype: str) -> None:
+    """Raises ModelError if the folder is not, or no longer, what the cluster was started with: KV would be mixed up.
+
+    Looked at after loading, so that a change at any time before shows. Files that have not changed are not read again.
+    """
+    checkpoint = Checkpoint(Path(config.model.folder))
+    version = select_backend(torch.device(config.model.device)).version
+    if fingerprint(checkpoint.files, dtype, version, DigestCache.of_user()) != config.model.fingerprint:
+        raise ModelError("the model folder has changed since the cluster was started", folder=config.model.folder)
 
 
 def describe(config: WorkerConfig, model: Model, num_arena_blocks: int) -> worker_pb2.WorkerInfo:

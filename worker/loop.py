@@ -93,11 +93,15 @@ class WorkerLoop:
         return answer
 
     def _run(self) -> None:
-        while self.state is LoopState.RUNNING:
-            self._commands += self._inbox.take(0.0 if self._has_more_to_do else MAX_IDLE_S)
-            self._turn()
-            self.stats = self._engine.stats()
-            self._deliver(self._lives.take_deliveries())
+        try:
+            while self.state is LoopState.RUNNING:
+                self._commands += self._inbox.take(0.0 if self._has_more_to_do else MAX_IDLE_S)
+                self._turn()
+                self.stats = self._engine.stats()
+                self._deliver(self._lives.take_deliveries())
+        except Exception:  # a bug of ours outside of a step: nobody may go on waiting for this thread
+            log.critical("the engine's thread has failed", exc_info=True)
+            self.state = LoopState.BROKEN
         self._wind_up()
         if self.state is LoopState.BROKEN:
             self._on_broken()

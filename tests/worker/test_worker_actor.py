@@ -13,14 +13,18 @@ import pytest
 import torch
 
 from decode_worker.actor import DecodeActor
+from engine.checkpoint import Checkpoint
 from engine.decoder import Decoder
+from engine.digest_cache import DigestCache
+from engine.fingerprint import fingerprint
+from kernels.backend import select_backend
 from kv_store.arena import Arena
 from kv_store.directory import Directory
 from kv_store.directory_server import DirectoryServer
 from prefill_worker.actor import PrefillActor
 from tests.checkpoints import choose_prompt, make_checkpoint
 from tests.worker.workers import decode_request, greedy, prefill_request, tokens_of
-from wire.errors import ConfigError, Unavailable
+from wire.errors import ConfigError, ModelError, Unavailable
 from wire.pb.worker_pb2_grpc import WorkerStub
 from wire.rpc import TOKEN_METADATA
 from worker.config import ModelSettings, PoolSettings, ServerSettings, StoreSettings, WorkerConfig
@@ -36,7 +40,7 @@ class WorkerProcess:
     """One worker; `stub` speaks to it."""
 
     def __init__(self, role: str, checkpoint: Path, directory_path: str) -> None:
-        config = config_of(role, checkpoint, directory_path)
+        config = config_of(role, checkpoint, directory_path, fingerprint_of(checkpoint))
         command = [sys.executable, "-m", "tests.worker.worker_process", f"{role}_worker.actor", f"{role.title()}Actor"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdin is not None
@@ -77,11 +81,16 @@ def workers(checkpoint: Path, directory_path: str) -> Iterator[dict[str, WorkerP
             process.kill()
 
 
-def config_of(role: str, checkpoint: Path, directory_path: str) -> WorkerConfig:
+def fingerprint_of(checkpoint: Path) -> str:
+    version = select_backend(torch.device("cpu")).version
+    return fingerprint(Checkpoint(checkpoint).files, "float32", version, DigestCache.of_user()).hex()
+
+
+def config_of(role: str, checkpoint: Path, directory_path: str, fingerprint_hex: str = "ab" * 32) -> WorkerConfig:
     return WorkerConfig(
         worker_id=f"{role}-0",
         role=role,
-        model=ModelSettings(str(checkpoint), "ab" * 32),
+        model=ModelSettings(str(checkpoint), fingerprint_hex),
         pool=PoolSettings(num_blocks=64),
         store=StoreSettings(directory_path),
         server=ServerSettings(TOKEN),
@@ -113,6 +122,16 @@ async def test_processes_serve_a_request_between_them_and_end_well_when_told(
     assert (fetched.fetched_tokens.host, fetched.computed_tokens) == (60, 0)
     codes = [await asyncio.to_thread(worker.process.wait, TIMEOUT_S) for worker in workers.values()]
     assert codes == [0, 0]
+
+
+async def test_a_model_folder_that_has_changed_is_not_served(checkpoint: Path, directory_path: str) -> None:
+    config = config_of("decode", checkpoint, directory_path, fingerprint_of(checkpoint))
+    weights = checkpoint / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ModelError, match="has changed"):
+        await DecodeActor(config.to_json()).start()
 
 
 def test_a_role_refuses_the_configuration_of_the_other() -> None:
