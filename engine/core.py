@@ -134,6 +134,12 @@ class EngineCore:
     def _check(self, request: EngineRequest) -> None:
         if request.request_id in self._roster:
             raise RequestExists("a request of this id is running", request_id=request.request_id)
+        if not request.prompt_ids or not request.choices:
+            raise InvalidRequest("prompt", "must have a token and a choice to make")
+        if not all(0 <= token < self.model.vocab_size for token in request.prompt_ids):
+            raise InvalidRequest("token_ids", f"must be from 0 to {self.model.vocab_size - 1}")
+        if request.sampling.max_tokens < 1:
+            raise InvalidRequest("max_tokens", "must be at least 1")
         num_tokens = len(request.prompt_ids) + request.sampling.max_tokens
         if num_tokens > self.model.max_context_len:
             raise InvalidRequest("max_tokens", f"{num_tokens} tokens exceed the context ({self.model.max_context_len})")

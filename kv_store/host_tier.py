@@ -1,5 +1,6 @@
 """The host tier as one process uses it: the arena's bytes, by leave of its directory."""
 
+import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +16,8 @@ from wire.layout import KVLayout
 
 _LEASE_TTL_S = 5.0
 _LEASE_TTL_PER_BLOCK_S = 0.02
+
+log = logging.getLogger(__name__)
 
 
 class HostTier:
@@ -67,6 +70,7 @@ class HostTier:
         if checksum_of(payload) == entry.checksum:
             return payload
         self.num_corrupt += 1
+        log.warning("slot %d of the arena does not hold what was written there: its block is withdrawn", entry.slot)
         self._directory.withdraw([Block(entry.slot, name, entry.checksum)])
         return None
 

@@ -3,6 +3,7 @@
 An engine brackets each in `begin_transfer` and `end_transfer` of its own ledger; nothing here touches that.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from kv_store.block_store import BlockStore
 from kv_store.tier import Tier
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,7 @@ class ThreadTransfers:
             try:
                 return FetchDone(ticket, self._store.fetch(names, pages).tiers)
             except Exception as error:  # an engine waits for each ticket, with its pages: all of them are answered
+                log.exception("a fetch failed by a fault of its own; its blocks are computed instead")
                 return FetchDone(ticket, error=repr(error))
 
         self._start(fetch, FetchDone(ticket, error="too many transfers"))
@@ -160,6 +164,7 @@ class ThreadTransfers:
             try:
                 return PublishDone(ticket, self._store.publish(names, pages, hold).num_resident)
             except Exception as error:  # as above
+                log.exception("a publish failed by a fault of its own; its blocks are missing for others")
                 return PublishDone(ticket, error=repr(error))
 
         self._start(publish, PublishDone(ticket, error="too many transfers"))

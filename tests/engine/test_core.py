@@ -138,6 +138,18 @@ def test_refuses_what_can_never_fit(model: HashModel, max_tokens: int) -> None:
     assert not core.has_requests
 
 
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens"),
+    [((), 5), ((5, 997), 5), ((5, -1), 5), (PROMPT, 0)],
+    ids=["empty", "wide", "negative", "none"],
+)
+def test_refuses_what_no_step_could_run(model: HashModel, prompt: tuple[int, ...], max_tokens: int) -> None:
+    core = make_core(model)
+    with pytest.raises(InvalidRequest):
+        core.add(request(prompt, greedy(max_tokens)))
+    assert not core.has_requests
+
+
 def test_runs_what_just_fits(model: HashModel) -> None:
     core = make_core(model, num_blocks=8)
     num = 8 * 16 - len(PROMPT)
@@ -205,7 +217,7 @@ class Fallible(HashModel):
 
 
 def test_a_request_that_cannot_be_run_fails_alone() -> None:
-    model = Fallible(LAYOUT, 11)
+    model = Fallible(LAYOUT, 997)
     core = make_core(model)
     good, bad = request(range(10), greedy(5)), request((13, *range(20)), greedy(5))
     core.add(good)
@@ -218,7 +230,7 @@ def test_a_request_that_cannot_be_run_fails_alone() -> None:
 
 
 def test_a_request_that_cannot_be_run_fails_even_if_nobody_is_with_it() -> None:
-    core = make_core(Fallible(LAYOUT, 11))
+    core = make_core(Fallible(LAYOUT, 997))
     core.add(request((13, 1, 2), greedy(5)))
     events = [event for _ in range(4) for event in core.step()]
     assert isinstance(events[-1], Failed)
@@ -228,7 +240,7 @@ def test_a_request_that_cannot_be_run_fails_even_if_nobody_is_with_it() -> None:
 
 
 def test_a_run_that_fails_for_all_together_is_done_for_each() -> None:
-    model = Fallible(LAYOUT, 11)
+    model = Fallible(LAYOUT, 997)
     core = make_core(model)
     asked = [request(range(number, number + 20), greedy(6)) for number in (20, 21, 22)]
     model.num_failures = 1
@@ -239,7 +251,7 @@ def test_a_run_that_fails_for_all_together_is_done_for_each() -> None:
 @pytest.mark.parametrize("num_blocks", [64, 2])
 def test_a_model_that_does_not_run_at_all_is_no_requests_fault(num_blocks: int) -> None:
     """Or may not be: with all pages in use there is none to try it with."""
-    model = Fallible(LAYOUT, 11)
+    model = Fallible(LAYOUT, 997)
     core = make_core(model, num_blocks=num_blocks)
     asked = request(range(20), greedy(6))
     core.add(asked)
