@@ -7,6 +7,7 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -52,7 +53,7 @@ class RayActor:
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 self._note_process(await self._handle.ping.remote())
-        except RayActorError:
+        except (RayActorError, psutil.NoSuchProcess):  # it may die right after its answer
             return Life.DEAD
         except (RayError, TimeoutError):
             return Life.SILENT
