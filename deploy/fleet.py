@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Coroutine
 
 from deploy.event_log import EventLog
-from deploy.pools import Action, Drain, Pools, Sizes, Stage, Start
+from deploy.pools import Action, Drain, Pools, Role, Sizes, Stage, Start
 from deploy.roll import Membership, Roll
+from deploy.supervision import repeat
 from deploy.worker_host import Life, WorkerHost
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import WorkerId
@@ -39,6 +40,7 @@ class Fleet:
         self._silent_since_s: dict[WorkerId, float] = {}
         self._failures: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._burials: dict[Role, set[asyncio.Task[None]]] = {role: set() for role in Role}
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
 
@@ -49,15 +51,7 @@ class Fleet:
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            self._wake.clear()
-            for action in self._pools.plan(self._clock()):
-                self._spawn(self._carry_out(action))
-            if not self._roll.is_known:
-                await self._roll.announce()
-            await self._notify()
-            await self._sleep()
-            await asyncio.gather(*(self._look(worker_id) for worker_id in self._roll))
+        await repeat("the care for the workers", self._step, self._events)
 
     async def settle(self, timeout_s: float, max_failures: int) -> Sizes:
         """Returns when all is as asked. Unavailable, with the reason, once so many more workers did not start."""
@@ -100,9 +94,21 @@ class Fleet:
 
     async def end(self) -> None:
         """Ends all workers, whatever they do."""
-        for task in self._tasks:
+        burials = set[asyncio.Task[None]]().union(*self._burials.values())
+        for task in self._tasks - burials:
             task.cancel()
-        await asyncio.gather(*(self._host.end(worker.worker_id) for worker in self._pools))
+        ends = [self._spawn(self._host.end(worker.worker_id)) for worker in self._pools]
+        await asyncio.gather(*ends, *burials, return_exceptions=True)  # `_finished` has logged what failed
+
+    async def _step(self) -> None:
+        self._wake.clear()
+        for action in self._pools.plan(self._clock()):
+            self._spawn(self._carry_out(action))
+        if not self._roll.is_known:
+            await self._roll.announce()
+        await self._notify()
+        await self._sleep()
+        await asyncio.gather(*(self._look(worker_id) for worker_id in self._roll))
 
     async def _carry_out(self, action: Action) -> None:
         if isinstance(action, Start):
@@ -113,13 +119,20 @@ class Fleet:
         await self._notify()
 
     async def _start(self, action: Start) -> None:
+        """In the place of one that died only when that one's process is gone. Whatever fails is a failed start."""
+        if self._burials[action.role]:
+            await asyncio.wait(self._burials[action.role])
+        if not self._is_at(action.worker_id, Stage.STARTING):
+            return  # it was stopped meanwhile
         began_s = self._clock()
         try:
             place = await self._host.start(action.worker_id, action.role)
-        except BatonError as error:
+        except Exception as error:
+            log.info("worker %s did not start", action.worker_id, exc_info=error)
             if self._is_at(action.worker_id, Stage.STARTING):  # else it was stopped meanwhile
-                self._failures.append(f"worker {action.worker_id} did not start: {error.message}")
-                await self._lose(action.worker_id, self._failures[-1])
+                reason = error.message if isinstance(error, BatonError) else repr(error)
+                self._failures.append(f"worker {action.worker_id} did not start: {reason}")
+                self._lose(action.worker_id, self._failures[-1])
             return
         if self._is_at(action.worker_id, Stage.STARTING):
             self._roll.enter(action.worker_id, place)
@@ -155,18 +168,21 @@ class Fleet:
         if worker_id not in self._roll or not self._is_at(worker_id, Stage.READY):
             return  # whoever dismisses it finds out
         if life is Life.DEAD:
-            await self._lose(worker_id, f"worker {worker_id} was lost")
+            self._lose(worker_id, f"worker {worker_id} was lost")
         elif silent_s > MAX_SILENCE_S:
-            await self._lose(worker_id, f"worker {worker_id} was silent for {silent_s:.0f} s, and is ended")
+            self._lose(worker_id, f"worker {worker_id} was silent for {silent_s:.0f} s, and is ended")
 
-    async def _lose(self, worker_id: WorkerId, reason: str) -> None:
-        """A worker is dead, or as good as: its process ends before anything else can take its place."""
+    def _lose(self, worker_id: WorkerId, reason: str) -> None:
+        """A worker is dead, or as good as. Its process may take its time to end, and nobody else waits for that."""
+        role = self._pools[worker_id].role
         self._events.note(reason)
         self._roll.strike(worker_id)
         self._silent_since_s.pop(worker_id, None)
         self._pools.lost(worker_id, self._clock())
+        burial = self._spawn(self._host.end(worker_id))
+        self._burials[role].add(burial)
+        burial.add_done_callback(self._burials[role].discard)
         self._wake.set()
-        await self._host.end(worker_id)
 
     def _is_at(self, worker_id: WorkerId, stage: Stage) -> bool:
         return worker_id in self._pools and self._pools[worker_id].stage is stage
@@ -182,10 +198,11 @@ class Fleet:
         async with self._changed:
             self._changed.notify_all()
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

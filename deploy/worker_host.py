@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Protocol
 
 from deploy.pools import Role
-from wire.errors import BatonError, Unavailable
+from wire.errors import Unavailable
 from wire.ids import WorkerId
 
 
@@ -49,7 +49,7 @@ class LocalWorkerHost:
 
     def __init__(self) -> None:
         self.lives: dict[WorkerId, Life] = {}
-        self.failures: list[BatonError] = []
+        self.failures: list[Exception] = []
         self.drained: list[WorkerId] = []
         self._busy: dict[WorkerId, asyncio.Event] = {}
 

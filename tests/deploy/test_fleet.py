@@ -1,10 +1,11 @@
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 from deploy import fleet as fleet_module
+from deploy import supervision
 from deploy.event_log import EventLog
 from deploy.fleet import Fleet
 from deploy.pools import Pools, Sizes
@@ -35,12 +36,38 @@ class FakeRouter:
         return {one.worker_id for one in self.told[-1]}
 
 
+class SlowHost(LocalWorkerHost):
+    """Its first prefill worker takes its time to end, until it `may_end`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = asyncio.Event()
+
+    async def end(self, worker_id: WorkerId) -> None:
+        if worker_id == P0:
+            await self.may_end.wait()
+        await super().end(worker_id)
+
+
+class BrokenHost(LocalWorkerHost):
+    """Fails in a way that nobody thought of, once for each of `surprises`."""
+
+    def __init__(self, surprises: list[Exception]) -> None:
+        super().__init__()
+        self.surprises = surprises
+
+    async def look(self, worker_id: WorkerId) -> Life:
+        if self.surprises:
+            raise self.surprises.pop()
+        return await super().look(worker_id)
+
+
 class World:
     """A fleet, what it works with, and a clock that tests move."""
 
-    def __init__(self, prefill: int, decode: int) -> None:
+    def __init__(self, prefill: int, decode: int, host: LocalWorkerHost | None = None) -> None:
         self.now_s = 0.0
-        self.host = LocalWorkerHost()
+        self.host = host or LocalWorkerHost()
         self.router = FakeRouter()
         self.events = EventLog(lambda: self.now_s)
         self.pools = Pools(Sizes(prefill, decode))
@@ -59,9 +86,18 @@ class World:
         await self.fleet.settle(5, 1)
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if holds():
+            return
+        await asyncio.sleep(0.001)
+    pytest.fail("it has not come to that")
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(supervision, "PAUSE_S", 0.005)
 
 
 async def test_workers_start_and_the_router_hears_of_them() -> None:
@@ -124,6 +160,64 @@ async def test_a_dead_worker_is_replaced() -> None:
         assert "worker prefill-0 was lost" in world.events.encode()
 
 
+async def test_a_start_that_fails_in_an_unexpected_way_is_tried_again_too() -> None:
+    world = World(0, 1)
+    world.host.failures = [ValueError("the name is taken")]
+    async with world.running():
+        with pytest.raises(Unavailable, match=r"decode-0 did not start: .*the name is taken"):
+            await world.settled()
+        world.now_s += 1
+        await world.settled()
+        assert world.router.known == {D1}
+
+
+async def test_a_worker_that_is_slow_to_end_holds_up_its_own_replacement_only() -> None:
+    host = SlowHost()
+    async with World(1, 1, host).running() as world:
+        await world.settled()
+        world.host.lives[P0] = Life.DEAD
+        await world.fleet.suspect(P0)
+        world.host.lives[D0] = Life.DEAD
+        await until(lambda: D1 in world.host.lives)
+        assert P1 not in world.host.lives
+        host.may_end.set()
+        await world.settled()
+        assert world.router.known == {P1, D1}
+
+
+async def test_a_worker_that_is_not_wanted_any_more_does_not_start_after_a_burial() -> None:
+    host = SlowHost()
+    async with World(1, 1, host).running() as world:
+        await world.settled()
+        world.host.lives[P0] = Life.DEAD
+        await world.fleet.suspect(P0)
+        await until(lambda: P1 in world.pools)
+        world.fleet.resize(0, None)
+        await world.settled()
+        host.may_end.set()
+        await world.settled()
+        assert set(world.host.lives) <= {P0, D0}
+
+
+async def test_the_end_of_a_fleet_waits_for_workers_that_are_slow_to_end() -> None:
+    host = SlowHost()
+    async with World(1, 1, host).running() as world:
+        await world.settled()
+        world.host.lives[P0] = Life.DEAD
+        await world.fleet.suspect(P0)
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(host.may_end.set)
+    assert host.lives == {}
+
+
+async def test_what_nobody_thought_of_does_not_end_the_care_for_workers() -> None:
+    async with World(1, 1, BrokenHost([RuntimeError("no such thing")])).running() as world:
+        await world.settled()
+        world.host.lives[P0] = Life.DEAD
+        await until(lambda: P1 in world.host.lives)
+        assert "no such thing" in world.events.encode()
+
+
 async def test_a_silent_worker_gets_time() -> None:
     async with World(1, 1).running() as world:
         await world.settled()
@@ -139,6 +233,7 @@ async def test_a_silent_worker_gets_time() -> None:
         world.now_s += 31
         await world.fleet.suspect(P0)
         assert P0 not in world.pools
+        await world.settled()
         assert P0 not in world.host.lives
 
 
