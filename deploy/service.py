@@ -2,15 +2,20 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from deploy.event_log import EventLog
 from deploy.ray_actor import RayActor, Resources
+from deploy.supervision import repeat
 from deploy.worker_host import Life
 from wire.errors import BatonError
 
 START_TIMEOUT_S = 300.0
 LOOK_EVERY_S = 1.0
+MAX_SILENCE_S = 30.0
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -18,35 +23,73 @@ log = logging.getLogger(__name__)
 class Service:
     """`config_json` is what the next start is given."""
 
-    def __init__(self, name: str, module: str, class_name: str, config_json: str, events: EventLog) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        class_name: str,
+        config_json: str,
+        events: EventLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config_json = config_json
         self._name = name
         self._class = (module, class_name)
         self._events = events
+        self._clock = clock
+        self._answered_s = clock()
         self.actor = self._make()
 
     async def start(self) -> str:
         """What the object answers. Raises as `RayActor.start` does."""
-        return await self.actor.start(self.config_json, START_TIMEOUT_S)
+        answer = await self.actor.start(self.config_json, START_TIMEOUT_S)
+        self._answered_s = self._clock()
+        return answer
 
     async def watch(self, on_restart: Callable[[], None]) -> None:
         """Until cancelled; `on_restart` is called when the service is there again."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if await self.actor.look() is Life.DEAD:
-                self._events.note(f"the {self._name} was lost")
-                await self._restart(on_restart)
+        self._answered_s = self._clock()
+        await repeat(f"the care for the {self._name}", lambda: self._step(on_restart), self._events)
 
-    async def _restart(self, on_restart: Callable[[], None]) -> None:
+    async def _step(self, on_restart: Callable[[], None]) -> None:
+        await asyncio.sleep(LOOK_EVERY_S)
+        trouble = await self._look()
+        if trouble is not None:
+            self._events.note(f"the {self._name} {trouble}")
+            await self._replace(on_restart)
+
+    async def _look(self) -> str | None:
+        """What is wrong with it."""
+        life = await self.actor.look()
+        if life is Life.DEAD:
+            return "was lost"
+        if life is Life.ANSWERING:
+            self._answered_s = self._clock()
+        silent_s = self._clock() - self._answered_s
+        return f"was silent for {silent_s:.0f} s, and is ended" if silent_s > MAX_SILENCE_S else None
+
+    async def _replace(self, on_restart: Callable[[], None]) -> None:
+        """Tries until it succeeds, after longer and longer pauses."""
         await self.actor.end()
-        self.actor = self._make()
-        try:
-            await self.start()
-        except BatonError as error:
-            self._events.note(f"the {self._name} did not start again: {error.message}")
-            return
+        pause_s = FIRST_PAUSE_S
+        while not await self._restart():
+            await asyncio.sleep(pause_s)
+            pause_s = min(MAX_PAUSE_S, 2 * pause_s)
         self._events.note(f"the {self._name} is back")
         on_restart()
+
+    async def _restart(self) -> bool:
+        """A process whose object did not start would answer a look all the same: it ends."""
+        try:
+            self.actor = self._make()
+            await self.start()
+        except Exception as error:
+            log.info("the %s did not start again", self._name, exc_info=error)
+            reason = error.message if isinstance(error, BatonError) else repr(error)
+            self._events.note(f"the {self._name} did not start again: {reason}")
+            await self.actor.end()
+            return False
+        return True
 
     def _make(self) -> RayActor:
         return RayActor(self._name, *self._class, Resources())

@@ -1,0 +1,124 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from deploy import service as service_module
+from deploy import supervision
+from deploy.event_log import EventLog
+from deploy.service import Service
+from deploy.worker_host import Life
+from wire.errors import ConfigError, Unavailable
+
+
+class FakeActor:
+    """Answers from its making to its end, whether its object has started or not."""
+
+    def __init__(self, failure: Exception | None) -> None:
+        self.life = Life.ANSWERING
+        self._failure = failure
+
+    async def start(self, config_json: str, _timeout_s: float) -> str:
+        if self._failure is not None:
+            raise self._failure
+        return config_json
+
+    async def look(self) -> Life:
+        return self.life
+
+    async def end(self) -> None:
+        self.life = Life.DEAD
+
+
+class World:
+    """A service that has started, the actors that were made for it, and how the next starts fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.actors: list[FakeActor] = []
+        self.failures: list[Exception] = []
+        self.events = EventLog(lambda: self.now_s)
+        self._is_back = asyncio.Event()
+        monkeypatch.setattr(service_module, "RayActor", self._make)
+        self.service = Service("node", "a", "B", "{}", self.events, lambda: self.now_s)
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator["World"]:
+        task = asyncio.create_task(self.service.watch(self._is_back.set))
+        await asyncio.sleep(0)
+        yield self
+        task.cancel()
+
+    async def is_back(self) -> None:
+        async with asyncio.timeout(5):
+            await self._is_back.wait()
+
+    @property
+    def current(self) -> object:
+        return self.service.actor
+
+    @property
+    def living(self) -> list[FakeActor]:
+        return [actor for actor in self.actors if actor.life is not Life.DEAD]
+
+    def _make(self, *_what: Any) -> FakeActor:
+        self.actors.append(FakeActor(self.failures.pop(0) if self.failures else None))
+        return self.actors[-1]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(service_module, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(service_module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(supervision, "PAUSE_S", 0.001)
+    return World(monkeypatch)
+
+
+async def test_a_service_that_dies_is_replaced(world: World) -> None:
+    async with world.watched():
+        world.actors[0].life = Life.DEAD
+        await world.is_back()
+    assert len(world.actors) == 2
+    assert "the node was lost" in world.events.encode()
+
+
+async def test_a_restart_that_fails_is_tried_again_and_leaves_no_process(world: World) -> None:
+    world.failures = [ConfigError("too little memory"), Unavailable("no answer"), Unavailable("no answer")]
+    async with world.watched():
+        world.actors[0].life = Life.DEAD
+        await world.is_back()
+    assert len(world.actors) == 5
+    assert world.living == [world.actors[-1]] == [world.current]
+    assert "did not start again: too little memory" in world.events.encode()
+
+
+async def test_a_service_that_is_silent_for_long_is_replaced(world: World) -> None:
+    async with world.watched():
+        world.actors[0].life = Life.SILENT
+        world.now_s += service_module.MAX_SILENCE_S + 1
+        await world.is_back()
+    assert world.living == [world.current] == [world.actors[1]]
+    assert "the node was silent for 31 s" in world.events.encode()
+
+
+async def test_a_service_that_is_silent_for_a_while_gets_time(world: World) -> None:
+    async with world.watched():
+        world.actors[0].life = Life.SILENT
+        world.now_s += service_module.MAX_SILENCE_S - 1
+        await asyncio.sleep(0.02)
+        world.actors[0].life = Life.ANSWERING
+        await asyncio.sleep(0.02)
+        world.now_s += service_module.MAX_SILENCE_S - 1
+        await asyncio.sleep(0.02)
+    assert len(world.actors) == 1
+
+
+async def test_what_nobody_thought_of_does_not_end_the_watch(world: World) -> None:
+    world.failures = [ValueError("the name is taken")]
+    async with world.watched():
+        world.actors[0].life = Life.DEAD
+        await world.is_back()
+    assert world.current is world.actors[-1]
+    assert "the name is taken" in world.events.encode()
