@@ -8,7 +8,10 @@ from pathlib import Path
 
 import psutil
 
+from wire.errors import ConfigError
+
 SHARED_MEMORY = Path("/dev/shm")
+QUERY_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """As it is now. Blocks for a second where there is a GPU."""
+    """As it is now. Blocks for a second where there is a GPU. Raises ConfigError for one that does not answer."""
     shared = os.statvfs(SHARED_MEMORY)
     return Machine(
         memory_bytes=min(psutil.virtual_memory().available, _free_in_cgroup()),
@@ -48,5 +51,10 @@ def _free_on_gpus() -> tuple[int, ...]:
     if program is None:
         return ()
     query = [program, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"nvidia-smi did not answer within {QUERY_TIMEOUT_S:.0f} s: is the GPU's driver well?"
+        ) from error
     return tuple(int(line) << 20 for line in answer.stdout.split() if line.isdigit())

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ REDIS_GRACE_S = 5.0
 COMMAND_GRACE_S = 60.0
 ACTOR_GRACE_S = 20.0
 JOIN_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 5.0
 
 
 def tear_down(state: ClusterState) -> list[str]:
@@ -50,10 +52,22 @@ def _end(leader: ProcessRef, grace_s: float, what: str) -> list[str]:
 
 
 def _end_joined(state: ClusterState) -> list[str]:
-    """Through Ray itself where actors are left, since more may have been started than the state knows of."""
-    if not any(actor.is_alive for actor in state.actors):
-        return []
+    """Through Ray itself, whatever the state knows of: workers may be left, of which it knows nothing."""
     command = [sys.executable, "-m", "deploy.end_actors", state.ray_address, namespace(state.name)]
-    subprocess.run(command, timeout=JOIN_TIMEOUT_S, capture_output=True, check=False)
+    if not _listens(state.ray_address):
+        return []  # its actors have ended with it
+    try:
+        subprocess.run(command, timeout=JOIN_TIMEOUT_S, capture_output=True, check=False)
+    except subprocess.TimeoutExpired:
+        return [f"Ray at {state.ray_address} did not end the actors within {JOIN_TIMEOUT_S:.0f} s"]
     alive = [actor.pid for actor in state.actors if actor.is_alive and not wait_for_end(actor.pid, ACTOR_GRACE_S)]
     return [f"actor process {pid} does not end" for pid in alive]
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,62 @@
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy import run_dir, teardown
+from deploy.processes import ProcessRef
+from deploy.state import ClusterState, Phase
+
+
+@pytest.fixture
+def ray_address() -> Iterator[str]:
+    """Where something listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands that were run; none of them does anything."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return commands
+
+
+def joined(address: str) -> ClusterState:
+    """A cluster on a Ray cluster of somebody else, of whose actors none is known to live."""
+    folder = str(run_dir.create("joined"))
+    return ClusterState("joined", Phase.RUNNING, ProcessRef.of(os.getpid()), folder, "token", ray_address=address)
+
+
+def test_actors_are_ended_though_none_is_known_to_live(ray_address: str, ran: list[list[str]]) -> None:
+    state = joined(ray_address)
+    assert teardown.tear_down(state) == []
+    assert [command[-3:] for command in ran] == [["deploy.end_actors", ray_address, "baton-joined"]]
+    assert not Path(state.run_dir).exists()
+
+
+def test_a_ray_cluster_that_is_gone_has_no_actors(ran: list[list[str]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        gone = f"127.0.0.1:{listener.getsockname()[1]}"
+    assert teardown.tear_down(joined(gone)) == []
+    assert ran == []
+
+
+def test_a_ray_cluster_that_does_not_answer_is_told(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_options: Any) -> None:
+        raise subprocess.TimeoutExpired(command, 60)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    state = joined(ray_address)
+    assert teardown.tear_down(state) == [f"Ray at {ray_address} did not end the actors within 60 s"]
+    assert not Path(state.run_dir).exists()
