@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from deploy.node_config import NodeConfig
 from kv_store.arena import Arena
@@ -19,11 +18,12 @@ from wire.settings import from_json
 class _Parts:
     arena: Arena
     server: DirectoryServer
+    cold: RedisTier | None
     writer: ColdWriter | None
 
 
 class NodeActor:
-    """Started once. An arena file of that path is an earlier service's, which is dead: it is removed."""
+    """Started once. An arena of that path is an earlier service's, which is dead: it goes, and its memory too."""
 
     def __init__(self, config_json: str) -> None:
         """Raises ConfigError."""
@@ -48,19 +48,20 @@ class NodeActor:
 
     def _make(self) -> _Parts:
         config, layout = self._config, self._config.layout
-        Path(config.arena_path).unlink(missing_ok=True)
+        Arena.discard(config.arena_path)
         cold = RedisTier(config.redis_url, layout) if config.redis_url else None
         arena = Arena.create(config.arena_path, layout.block_bytes, config.num_slots, self._note_progress)
         directory = Directory(config.num_slots, arena_path=config.arena_path, block_bytes=layout.block_bytes)
-        parts = _Parts(
-            arena,
-            DirectoryServer(directory, config.directory_path),
-            ColdWriter(layout, arena, directory, cold) if cold else None,
-        )
-        parts.server.start()
-        if parts.writer is not None:
-            parts.writer.start()
-        return parts
+        server = DirectoryServer(directory, config.directory_path)
+        try:
+            server.start()
+        except BaseException:
+            _remove(arena)
+            raise
+        writer = ColdWriter(layout, arena, directory, cold) if cold else None
+        if writer is not None:
+            writer.start()
+        return _Parts(arena, server, cold, writer)
 
     def _note_progress(self, done_bytes: int, _total_bytes: int) -> None:
         self._num_bytes_done = done_bytes
@@ -69,6 +70,12 @@ class NodeActor:
 def _unmake(parts: _Parts) -> None:
     if parts.writer is not None:
         parts.writer.stop()
+    if parts.cold is not None:
+        parts.cold.close()
     parts.server.stop()
-    parts.arena.unlink()
-    parts.arena.close()
+    _remove(parts.arena)
+
+
+def _remove(arena: Arena) -> None:
+    arena.unlink()
+    arena.close()

@@ -78,6 +78,22 @@ class Arena:
             raise StoreError("the file is not an arena")
         return cls(memory, *geometry, Path(path))
 
+    @staticmethod
+    def discard(path: str) -> None:
+        """Removes the file of an arena whose owner is dead, and gives its memory back, though others still map it.
+
+        They read zeros from now on, and what they write is lost: no slot of theirs is one of a later arena. Does
+        nothing if there is no file. Memory that is pinned for a GPU stays until they close it.
+        """
+        try:
+            with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+                memory.madvise(mmap.MADV_REMOVE)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:  # empty, or not in shared memory
+            log.warning("the memory of arena %s stays until nobody maps it: %s", path, error)
+        Path(path).unlink(missing_ok=True)
+
     @classmethod
     def anonymous(cls, block_bytes: int, num_slots: int) -> "Arena":
         """An arena without a file."""

@@ -50,6 +50,29 @@ def test_it_is_for_its_user_only_and_gone_when_unlinked(path: str) -> None:
     arena.close()
 
 
+def test_what_is_discarded_takes_no_memory_though_others_map_it(path: str) -> None:
+    arena = Arena.create(path, BLOCK, 200)
+    other = Arena.open(path)
+    arena.slot(PageId(7))[:] = b"\x07" * BLOCK
+    with open(path, "rb") as file:
+        Arena.discard(path)
+        assert os.fstat(file.fileno()).st_blocks == 0
+    assert not any(other.slot(PageId(7)))
+    later = Arena.create(path, BLOCK, 200)
+    other.slot(PageId(7))[:] = b"\x08" * BLOCK
+    assert not any(later.slot(PageId(7)))
+    for one in (arena, other, later):
+        one.close()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"none"])
+def test_what_is_no_arena_is_discarded_too(path: str, content: bytes | None) -> None:
+    if content is not None:
+        Path(path).write_bytes(content)
+    Arena.discard(path)
+    assert not os.path.exists(path)
+
+
 def test_all_of_it_is_allocated_and_touched_at_the_start(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "_STEP_BYTES", 8 * BLOCK)
     progress: list[tuple[int, int]] = []
