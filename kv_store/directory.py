@@ -72,6 +72,7 @@ class Directory:
         self._reservations = Reservations(self._ledger)
         self._blocks: dict[PageId, Block] = {}
         self._num_read = Counter[bool]()
+        self._num_copied = 0
         self._lock = threading.Lock()
 
     def info(self) -> DirectoryInfo:
@@ -166,6 +167,7 @@ class Directory:
         slots = [slot for slot in self._find(keys) if not self._blocks[slot].name.is_tail]
         for slot in slots:
             self._ledger.revalue(slot, Worth.COPIED)
+        self._num_copied += len(slots)
         return len(slots)
 
     @_exclusive
@@ -178,6 +180,7 @@ class Directory:
             hits=self._num_read[True],
             misses=self._num_read[False],
             evictions=self._ledger.num_evicted,
+            copied=self._num_copied,
         )
 
     @_exclusive

@@ -52,7 +52,7 @@ class Timeline:
         return call
 
     def ended(self, call: Call, now_s: float, spans: Sequence[pb.Span] = ()) -> None:
-        """A call is over; its first end counts. Without the worker's spans it stands as one."""
+        """A call is over; its first end counts. Without the worker's spans it stands as one, `NAME.call`."""
         if call.ended_ms is None:
             call.ended_ms = self._last_ms = self._ms(now_s)
             call.spans = spans
@@ -83,7 +83,7 @@ def _placed(call: Call) -> Iterator[pb.Span]:
     """A call's spans on the request's own clock, cut off at the end of the call."""
     ended_ms = call.ended_ms if call.ended_ms is not None else call.sent_ms
     if not call.spans:
-        yield _span(call.name, call.worker, call.sent_ms, ended_ms)
+        yield _span(f"{call.name}.call", call.worker, call.sent_ms, ended_ms)
     for span in call.spans:
         start_ms = min(call.sent_ms + span.start_ms, ended_ms)
         placed = _span(span.name, span.worker, start_ms, min(start_ms + span.duration_ms, ended_ms))

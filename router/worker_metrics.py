@@ -93,6 +93,9 @@ def _of_redis(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.Wo
         WORKER,
         [(_ids(worker), float(worker.redis.state == "up")) for worker in workers],
     )
+    yield _counter(
+        "redis_written", "Blocks that the node's service has written to Redis", [(NODE, status.redis.written)]
+    )
     for name in ("hits", "misses", "errors", "corrupt"):
         rows = [(_ids(worker), getattr(worker.redis, name)) for worker in workers]
         yield _counter(f"redis_{name}", f"Blocks asked of Redis: {name}", rows)

@@ -190,7 +190,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class DirectoryStatus:
-    """Hits and misses count keys that readers asked for."""
+    """Hits and misses count keys that readers asked for; `copied` counts blocks written to the cold tier."""
 
     counts: BlockCounts
     num_leases: int
@@ -199,6 +199,7 @@ class DirectoryStatus:
     hits: int
     misses: int
     evictions: int
+    copied: int
 
 
 @dataclass(frozen=True)

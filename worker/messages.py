@@ -149,5 +149,9 @@ def _host_to_pb(store: StoreStatus) -> worker_pb2.HostTierStatus:
 
 
 def _redis_to_pb(store: StoreStatus) -> worker_pb2.RedisTierStatus:
-    cold = store.cold
-    return worker_pb2.RedisTierStatus(state="off") if cold is None else worker_pb2.RedisTierStatus(**asdict(cold))
+    """Blocks are read by the worker itself, and written by its node's service."""
+    if store.cold is None:
+        return worker_pb2.RedisTierStatus(state="off")
+    message = worker_pb2.RedisTierStatus(**asdict(store.cold))
+    message.written += 0 if store.directory is None else store.directory.copied
+    return message

@@ -59,6 +59,7 @@ def test_the_oldest_blocks_go_first_each_once(node: Node) -> None:
     node.publish(names[3:])
     node.publish(names_of(12, first=1000))
     assert [node.writer.write_some(), node.writer.write_some(), node.writer.write_some()] == [4, 2, 0]
+    assert node.directory.status().copied == 6
     assert all(node.is_cold(name) for name in names[3:])
 
 

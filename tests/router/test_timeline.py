@@ -56,7 +56,7 @@ def test_a_call_whose_worker_was_lost_stands_as_one() -> None:
     timeline.ended(timeline.sent("decode", D0, 0.001), 0.005)
     assert rows(timeline.finish(0.006)) == [
         ("router", "router", 0, 1),
-        ("decode", "d0", 1, 5),
+        ("decode.call", "d0", 1, 5),
         ("router", "router", 5, 6),
     ]
 
@@ -64,7 +64,7 @@ def test_a_call_whose_worker_was_lost_stands_as_one() -> None:
 def test_a_call_that_is_open_ends_with_the_request() -> None:
     timeline = Timeline(0.0)
     timeline.sent("decode", D0, 0.0)
-    assert rows(timeline.finish(0.004)) == [("decode", "d0", 0, 4)]
+    assert rows(timeline.finish(0.004)) == [("decode.call", "d0", 0, 4)]
 
 
 def test_a_worker_cannot_have_taken_longer_than_its_call() -> None:

@@ -31,6 +31,7 @@ class Cluster:
         self.status.host.blocks.CopyFrom(worker_pb2.BlockCounts(free=60, published=20, cached=20, total=100))
         self.status.host.num_holds = 6
         self.status.redis.state = "up"
+        self.status.redis.written = 10
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(WorkerCollector(lambda: self.status))
 
@@ -81,6 +82,7 @@ def test_each_worker_has_its_own_line_to_redis(state: str, up: float) -> None:
     assert cluster.value("redis_up", role="decode", worker="d0") == up
     assert cluster.value("redis_hits_total", role="decode", worker="d0") == 4
     assert cluster.value("redis_errors_total", role="decode", worker="d0") == 6
+    assert cluster.value("redis_written_total", role="node", worker="node") == 10
 
 
 def test_without_redis_nothing_is_said_of_it() -> None:

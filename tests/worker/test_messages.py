@@ -84,8 +84,8 @@ def test_an_answer_tells_where_the_prompt_came_from() -> None:
 
 
 def test_status_shows_every_tier() -> None:
-    directory = DirectoryStatus(COUNTS, num_leases=2, num_holds=3, epoch="e", hits=0, misses=0, evictions=0)
-    store = StoreStatus(directory, ColdStatus("up", hits=4, written=5), block_bytes=4096)
+    directory = DirectoryStatus(COUNTS, num_leases=2, num_holds=3, epoch="e", hits=0, misses=0, evictions=0, copied=5)
+    store = StoreStatus(directory, ColdStatus("up", hits=4), block_bytes=4096)
     status = status_to_pb(worker_pb2.WorkerInfo(worker_id="w"), "ready", STATS, store, ["a"])
     assert (status.blocks.cached, status.blocks.total, status.num_running) == (4, 15, 6)
     assert (status.host.blocks.published, status.host.num_holds, status.host.block_bytes) == (3, 3, 4096)
