@@ -103,7 +103,7 @@ async def _memory_at_rest_mb(cluster: FakeCluster) -> float:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--warm-up", type=int, default=6_000, help="requests before memory is first looked at")
+    parser.add_argument("--warm-up", type=int, default=10_000, help="requests before memory is first looked at")
     parser.add_argument("--cancelled", type=float, default=0.1, help="share of requests")
     parser.add_argument("--at-a-time", type=int, default=50, help="open requests")
     parser.add_argument("--seed", type=int, default=1)

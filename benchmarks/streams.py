@@ -22,6 +22,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.result_file import write_result
+from benchmarks.stream_gaps import gaps_while_all_open
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
 
@@ -64,19 +65,18 @@ async def _round(address: str, num_streams: int, num_tokens: int) -> list[float]
     async with grpc.aio.insecure_channel(address) as channel:
         stub = pb_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
         streams = await asyncio.gather(*(_stream(stub, num_tokens) for _ in range(num_streams)))
-    return [gap for arrivals in streams for gap in np.diff(arrivals).tolist()]
+    return gaps_while_all_open(streams)
 
 
 async def _stream(stub: pb_grpc.InferenceStub, num_tokens: int) -> list[float]:
-    """When messages came, but for the first two: they come before all streams are open."""
+    """When messages came."""
     sampling = pb.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     request = pb.GenerateRequest(text="hello", sampling_params=sampling)
-    arrivals = [
+    return [
         time.perf_counter()
         async for response in stub.Generate(request, timeout=_TIMEOUT_S)
         if response.WhichOneof("event") == "chunk"
     ]
-    return arrivals[2:]
 
 
 def _cpu_s(pid: int) -> float:

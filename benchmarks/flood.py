@@ -1,0 +1,136 @@
+"""Ten times as many requests as a service can answer: how fast it turns away, and what the others get.
+
+    python benchmarks/flood.py --duration 15 --rounds 2
+
+Rounds alternate: a steady number of requests at a time, which gives the peak, and a Poisson flood of ten times that.
+"""
+
+import argparse
+import asyncio
+import itertools
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.baton_service import BatonService
+from benchmarks.latency import Record
+from benchmarks.load_client import LoadClient
+from benchmarks.result_file import write_result
+from benchmarks.schedule import Arrival, poisson
+from tests.checkpoints import make_checkpoint
+
+_REJECTED = "RESOURCE_EXHAUSTED"
+_LEAD_S = 2.0
+"""Not counted at the start of a round."""
+
+
+def main() -> None:
+    options = _parse(sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_checkpoint("llama-gqa", Path(folder) / "random", max_position_embeddings=2048)
+        config = Path(folder) / "baton.toml"
+        config.write_text(
+            f"[router]\nmax_open_requests = {options.max_open}\nmax_queued_requests = {options.max_queued}\n"
+        )
+        with BatonService("flood", str(model), 1, 1, ["--config", str(config)]) as service:
+            peaks, floods = asyncio.run(_measure(service.address, options))
+            status = service.wait_for_rest(60)
+    figures = _figures(peaks, floods, options) | {"problems_at_rest": status["problems"]}
+    write_result(options.out, figures, {})
+
+
+async def _measure(address: str, options: argparse.Namespace) -> tuple[list[list[Record]], list[list[Record]]]:
+    peaks: list[list[Record]] = []
+    floods: list[list[Record]] = []
+    async with LoadClient(address, options.deadline) as client:
+        for seed in range(options.rounds):
+            peaks.append(await _steady(client, options, seed))
+            rate = options.factor * _tokens_per_s(peaks[-1], options.duration) / options.output_len
+            flood = poisson(rate, options.duration, options.input_len, options.output_len, seed)
+            floods.append(await client.run(flood))
+    return peaks, floods
+
+
+async def _steady(client: LoadClient, options: argparse.Namespace, seed: int) -> list[Record]:
+    """`--at-a-time` requests are open for so long."""
+    prompts = iter(poisson(1000.0, options.duration, options.input_len, options.output_len, seed + 1000))
+    start = time.perf_counter()
+
+    async def lane() -> list[Record]:
+        records: list[Record] = []
+        while (offset_s := time.perf_counter() - start) < options.duration:
+            [record] = await client.run([Arrival(0.0, next(prompts).prompt, options.output_len)])
+            records.append(_later(record, offset_s))
+        return records
+
+    return list(itertools.chain.from_iterable(await asyncio.gather(*(lane() for _ in range(options.at_a_time)))))
+
+
+def _later(record: Record, offset_s: float) -> Record:
+    chunks = tuple((at_s + offset_s, number) for at_s, number in record.chunks)
+    return replace(record, sent_s=record.sent_s + offset_s, chunks=chunks, ended_s=record.ended_s + offset_s)
+
+
+def _tokens_per_s(records: Sequence[Record], duration_s: float) -> float:
+    """Of requests that ended well, while all of the load was there."""
+    within = [
+        number
+        for record in records
+        if record.error is None
+        for at_s, number in record.chunks
+        if _LEAD_S <= at_s < duration_s
+    ]
+    return sum(within) / (duration_s - _LEAD_S)
+
+
+def _figures(
+    peaks: Sequence[Sequence[Record]], floods: Sequence[Sequence[Record]], options: argparse.Namespace
+) -> dict[str, object]:
+    peak, flood = (
+        float(np.mean([_tokens_per_s(records, options.duration) for records in rounds])) for rounds in (peaks, floods)
+    )
+    sent = [record for records in floods for record in records]
+    turned_away_ms = [(one.ended_s - one.sent_s) * 1000 for one in sent if one.error == _REJECTED]
+    admitted = [one for one in sent if one.error != _REJECTED]
+    return {
+        "throughput_ratio": flood / peak,
+        "peak_tokens_per_s": peak,
+        "flood_tokens_per_s": flood,
+        "flood_sent": len(sent),
+        "flood_rate_rps": len(sent) / options.rounds / options.duration,
+        "rejected": len(turned_away_ms),
+        "rejection_p50_ms": float(np.median(turned_away_ms)),
+        "rejection_p99_ms": float(np.percentile(turned_away_ms, 99)),
+        "admitted": len(admitted),
+        "admitted_errors": dict(Counter(one.error for one in admitted if one.error is not None)),
+        "admitted_longest_s": max(one.ended_s - one.sent_s for one in admitted),
+        "deadline_s": options.deadline,
+        "client_lateness_p99_ms": float(np.percentile([(one.sent_s - one.scheduled_s) * 1000 for one in sent], 99)),
+    }
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--factor", type=float, default=10.0, help="rate of the flood, in capacities")
+    parser.add_argument("--duration", type=float, default=15.0, help="seconds of each round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--at-a-time", type=int, default=32, help="open requests that give the peak")
+    parser.add_argument("--max-open", type=int, default=64, help="requests that the router lets in")
+    parser.add_argument("--max-queued", type=int, default=32, help="of these, without a first token")
+    parser.add_argument("--input-len", type=int, default=64)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--deadline", type=float, default=20.0, help="seconds that each request may take")
+    parser.add_argument("--out", default="flood", help="name of the result in benchmarks/results")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
