@@ -10,6 +10,7 @@ from typing import Any
 from deploy.settings import count_bytes, merge
 from wire.errors import ConfigError
 from wire.settings import from_object
+from worker.config import BatchSettings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -87,12 +88,20 @@ class RedisSettings:
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """Where clients connect, and Prometheus, on 127.0.0.1. Port 0 is any free one; `off` serves no metrics."""
+    """Where clients connect, and Prometheus, on 127.0.0.1; port 0 is any free one, `off` serves no metrics. And bounds,
+    which are those of `router.admission.Bounds` and `router.config.StreamBounds`.
+    """
 
     grpc_port: int = 50051
     metrics_port: int | str = 0
     max_open_requests: int = 2048
     max_queued_requests: int = 512
+    max_queued_bytes: int = 64 * MIB
+    retry_after_s: float = 1.0
+    max_deadline_s: float = 600.0
+    max_buffered_events: int = 256
+    max_stall_s: float = 30.0
+    max_worker_wait_s: float = 60.0
 
     def __post_init__(self) -> None:
         _require_range(self.grpc_port, "router.grpc_port", 0, 65535)
@@ -100,8 +109,11 @@ class RouterSettings:
             _require(self.metrics_port == "off", "router.metrics_port", "a port or `off`", self.metrics_port[:16])
         else:
             _require_range(self.metrics_port, "router.metrics_port", 0, 65535)
-        _require_range(self.max_open_requests, "router.max_open_requests", 1, 1 << 20)
-        _require_range(self.max_queued_requests, "router.max_queued_requests", 1, 1 << 20)
+        for name in ("max_open_requests", "max_queued_requests", "max_buffered_events"):
+            _require_range(getattr(self, name), f"router.{name}", 1, 1 << 20)
+        _require_range(self.max_queued_bytes, "router.max_queued_bytes", MIB, 1 << 40)
+        for name in ("retry_after_s", "max_deadline_s", "max_stall_s", "max_worker_wait_s"):
+            _require_range(getattr(self, name), f"router.{name}", 0.1, 86400)
 
 
 @dataclass(frozen=True)
@@ -119,6 +131,7 @@ class ClusterConfig:
     model: ModelSettings = field(default_factory=ModelSettings)
     pools: PoolSettings = field(default_factory=PoolSettings)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
+    batch: BatchSettings = field(default_factory=BatchSettings)
     arena: ArenaSettings = field(default_factory=ArenaSettings)
     redis: RedisSettings = field(default_factory=RedisSettings)
     router: RouterSettings = field(default_factory=RouterSettings)

@@ -1,13 +1,13 @@
 """From what was asked for, what the model is and what the machine has, to what each part is started with. Pure."""
 
 from deploy.cluster_plan import ClusterPlan
-from deploy.config import ClusterConfig
+from deploy.config import ClusterConfig, RouterSettings
 from deploy.model import ModelFacts
 from deploy.names import CONTROLLER, namespace
 from deploy.node_config import NodeConfig
 from deploy.sizing import Sizes
 from router.admission import Bounds
-from router.config import ClusterAccess, Listeners, RouterConfig, ServedModel
+from router.config import ClusterAccess, Listeners, RouterConfig, ServedModel, StreamBounds
 from worker.config import ModelSettings, PoolSettings, ServerSettings, StoreSettings, WorkerConfig
 
 
@@ -24,7 +24,7 @@ def make_plan(
         decode=config.pools.decode,
         node=node,
         router=_router(config, model, token, secret),
-        worker=_worker(model, sizes, node, token),
+        worker=_worker(config, model, sizes, node, token),
         num_cpus=config.worker.num_cpus,
         num_gpus=sizes.num_gpus,
         drain_grace_s=config.worker.drain_grace_s,
@@ -47,11 +47,30 @@ def _router(config: ClusterConfig, model: ModelFacts, token: str, secret: bytes)
             grpc_port=config.router.grpc_port,
             metrics_port=config.router.metrics_port if isinstance(config.router.metrics_port, int) else None,
         ),
-        admission=Bounds(config.router.max_open_requests, config.router.max_queued_requests),
+        admission=_admission(config.router),
+        streams=_streams(config.router),
     )
 
 
-def _worker(model: ModelFacts, sizes: Sizes, node: NodeConfig, token: str) -> WorkerConfig:
+def _admission(settings: RouterSettings) -> Bounds:
+    return Bounds(
+        max_open_requests=settings.max_open_requests,
+        max_queued_requests=settings.max_queued_requests,
+        max_queued_bytes=settings.max_queued_bytes,
+        retry_after_s=settings.retry_after_s,
+    )
+
+
+def _streams(settings: RouterSettings) -> StreamBounds:
+    return StreamBounds(
+        max_deadline_s=settings.max_deadline_s,
+        max_buffered_events=settings.max_buffered_events,
+        max_stall_s=settings.max_stall_s,
+        max_worker_wait_s=settings.max_worker_wait_s,
+    )
+
+
+def _worker(config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeConfig, token: str) -> WorkerConfig:
     return WorkerConfig(
         worker_id="any",
         role="decode",
@@ -59,5 +78,6 @@ def _worker(model: ModelFacts, sizes: Sizes, node: NodeConfig, token: str) -> Wo
         pool=PoolSettings(sizes.num_pool_blocks, model.layout.block_size),
         store=StoreSettings(node.directory_path, node.redis_url),
         server=ServerSettings(token),
+        batch=config.batch,
         num_threads=sizes.num_threads,
     )

@@ -1,0 +1,45 @@
+from dataclasses import asdict, fields
+
+from deploy.config import ClusterConfig, RouterSettings
+from deploy.model import ModelFacts
+from deploy.node_config import NodeConfig
+from deploy.planning import make_plan
+from deploy.sizing import Sizes
+from router.admission import Bounds
+from router.config import StreamBounds
+from tests.kv_store.names import LAYOUT
+from worker.config import BatchSettings
+
+MODEL = ModelFacts("m", "/m", "cpu", "float32", 64, 300, bytes(32), LAYOUT, 1000)
+NODE = NodeConfig("/dev/shm/a", "/run/d.sock", LAYOUT.encode().hex(), 8)
+SIZES = Sizes(num_pool_blocks=8, num_arena_slots=8, num_threads=1, num_gpus=0.0)
+BOUNDS = {
+    "max_open_requests": 11,
+    "max_queued_requests": 12,
+    "max_queued_bytes": 13 << 20,
+    "retry_after_s": 14.0,
+    "max_deadline_s": 15.0,
+    "max_buffered_events": 16,
+    "max_stall_s": 17.0,
+    "max_worker_wait_s": 18.0,
+}
+
+
+def test_what_is_not_set_is_as_each_part_has_it() -> None:
+    plan = make_plan(ClusterConfig(), MODEL, SIZES, NODE, "token", b"secret")
+    assert plan.router.admission == Bounds()
+    assert plan.router.streams == StreamBounds()
+    assert plan.worker.batch == BatchSettings()
+
+
+def test_each_bound_of_the_router_is_passed_on() -> None:
+    assert {one.name for one in fields(RouterSettings)} == {*BOUNDS, "grpc_port", "metrics_port"}
+    config = ClusterConfig.load(None, {"router": BOUNDS})
+    plan = make_plan(config, MODEL, SIZES, NODE, "token", b"secret")
+    assert asdict(plan.router.admission) | asdict(plan.router.streams) == BOUNDS
+
+
+def test_each_bound_of_a_batch_is_passed_on() -> None:
+    bounds = {"max_step_tokens": 100, "max_running": 21, "max_chunk_tokens": 22, "patience_tokens": 23}
+    config = ClusterConfig.load(None, {"batch": bounds})
+    assert asdict(make_plan(config, MODEL, SIZES, NODE, "token", b"secret").worker.batch) == bounds
