@@ -47,6 +47,7 @@ class FakeWorker:
     refusal: BatonError | None = None
     num_logprobs: int = 0
     epoch: str = ""
+    redis: worker_pb2.RedisTierStatus = field(default_factory=worker_pb2.RedisTierStatus)
     may_go: asyncio.Event = field(default_factory=asyncio.Event)
     open_calls: int = 0
     prefills: list[worker_pb2.PrefillRequest] = field(default_factory=list)
@@ -73,6 +74,7 @@ class FakeWorker:
         status = worker_pb2.WorkerStatus(worker_id=self.worker_id, role=self.role.value, state=self.state)
         status.host.num_holds = len(self.prefills)
         status.host.epoch = self.epoch
+        status.redis.CopyFrom(self.redis)
         status.problems.extend(["a page is lost"] if request.check and self.state == "broken" else [])
         return status
 

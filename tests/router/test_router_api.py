@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ from router.config import Listeners, RouterConfig
 from router.server import Addresses, RouterServer
 from tests.router.fake_cluster import CONFIG, FakeCluster, expected, request, until
 from wire.errors import ConfigError
-from wire.pb import cluster_pb2
+from wire.ids import WorkerId
+from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
@@ -308,6 +310,48 @@ async def test_status_is_gathered_from_the_workers(service: Service) -> None:
     ]
     assert status.host.num_holds == 1
     assert list(status.problems) == []
+
+
+async def test_metrics_have_a_port_of_their_own_which_the_status_tells() -> None:
+    async with serving(replace(CONFIG, listeners=Listeners(metrics_port=0))) as service:
+        await read(service.inference.Generate(request(max_tokens=2)))
+        await failure_of(service.inference.Generate(request(top_p=5.0)))
+        status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
+        text = await asyncio.to_thread(scrape, status.metrics_address)
+        assert 'baton_requests_total{outcome="OK"} 1.0' in text
+        assert 'baton_requests_total{outcome="INVALID_ARGUMENT"} 1.0' in text
+        assert (status.prefix_cache.queries, status.prefix_cache.host) == (len("hello, world"), 1)
+        port = int(status.metrics_address.rpartition(":")[2])
+        other = FakeCluster(replace(CONFIG, listeners=Listeners(metrics_port=port)))
+        with pytest.raises(ConfigError, match=str(port)):
+            await RouterServer(other.router).start()
+    with pytest.raises(OSError, match="refused"):
+        await asyncio.to_thread(scrape, status.metrics_address)
+
+
+def scrape(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+        return str(response.read().decode())
+
+
+async def test_events_of_router_and_controller_stand_in_their_order(service: Service) -> None:
+    watch, port = service.cluster.router.watch, service.cluster.port
+    watch.last = cluster_pb2.ClusterStatus(host=worker_pb2.HostTierStatus(epoch="e1"))
+    service.cluster.workers["p0"].epoch = "e2"
+    await port.worker_lost(WorkerId("d9"))
+    await watch.read()
+    status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
+    assert [event.text.split()[0] for event in status.events] == ["the", "worker"]
+    assert status.events[0].age_s > status.events[1].age_s == 0.0
+
+
+async def test_each_worker_speaks_to_redis_for_itself(service: Service) -> None:
+    for name, state, num_hits in (("p0", "up", 3), ("d0", "broken", 4)):
+        redis = worker_pb2.RedisTierStatus(state=state, hits=num_hits, errors=num_hits, written=10)
+        service.cluster.workers[name].redis = redis
+    status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
+    assert (status.redis.state, status.redis.hits, status.redis.errors) == ("broken", 7, 7)
+    assert status.redis.written == 10, "by the node's service, of which both know"
 
 
 async def test_status_counts_requests_and_tells_of_problems(service: Service) -> None:
