@@ -8,7 +8,7 @@ keep=no
 [ "${1:-}" = --keep ] && { keep=yes; shift; }
 [ "${1:-}" = -- ] && shift
 
-. deploy/environment.sh
+. deploy/environment.sh ""
 
 name=quickstart
 question="Rooms: Ben 19, Anna 48, Clara 77, David 12, Emma 55. Question: which room has Clara?"
@@ -35,6 +35,8 @@ if [ "$keep" = yes ]; then
     exit 0
 fi
 
+# shellcheck disable=SC2207
+ports=($(python -m deploy.ports "$name"))
 say "\$ baton down"
 baton down --name "$name"
-bash deploy/nothing_left.sh "$name"
+bash deploy/nothing_left.sh "$name" "${ports[@]}"
