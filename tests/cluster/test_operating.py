@@ -58,11 +58,12 @@ def test_a_killed_worker_is_replaced(cluster: ServedCluster, checkpoint: Path, r
 
 
 def test_the_router_and_the_node_service_come_back(cluster: ServedCluster, checkpoint: Path) -> None:
-    address = cluster.status()["address"]
+    before = cluster.status()
     _, node, router = (psutil.Process(actor["pid"]) for actor in cluster.state()["actors"])
     _kill(router)
     wait_until(lambda: cluster.run("status").returncode == 0 and bool(cluster.workers("decode")), "the router is back")
-    assert cluster.status()["address"] == address
+    after = cluster.status()
+    assert (after["address"], after["metrics_address"]) == (before["address"], before["metrics_address"])
     _kill(node)
     wait_until(lambda: "the node is back" in json.dumps(cluster.status()["events"]), "the node is back")
     assert _is_right(cluster, checkpoint)

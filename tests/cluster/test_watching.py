@@ -1,0 +1,44 @@
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.served_cluster import ServedCluster, wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+
+def _lines_of(folder: Path, request_id: str) -> list[dict[str, Any]]:
+    """What all processes have logged of a request."""
+    texts = [path.read_text() for path in folder.glob("worker-*.err")]
+    return [json.loads(line) for text in texts for line in text.splitlines() if request_id in line]
+
+
+def _scrape(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+        return str(response.read().decode())
+
+
+def test_a_request_leaves_a_line_and_is_counted(cluster: ServedCluster) -> None:
+    answer = cluster.generate([1, 2, 3], "--max-tokens", "4", "--ignore-eos")
+    logs = Path(cluster.do("status").splitlines()[-1].removeprefix("logs in "))
+    wait_until(lambda: bool(_lines_of(logs, answer["request_id"])), "the request's line")
+    (line,) = _lines_of(logs, answer["request_id"])
+    assert (line["process"], line["level"], line["message"]) == ("router", "INFO", "request ended")
+    assert (line["outcome"], line["prompt_tokens"], line["output_tokens"]) == ("OK", 3, 4)
+    assert line["decode_worker"] == answer["workers"]["decode"]
+    text = _scrape(cluster.status()["metrics_address"])
+    assert 'baton_requests_total{outcome="OK"}' in text
+
+
+def test_every_worker_is_in_one_scrape(cluster: ServedCluster) -> None:
+    address = cluster.status()["metrics_address"]
+    expected = {
+        f'baton_worker_up{{role="{role}",worker="{worker_id}"}} 1.0'
+        for role in ("prefill", "decode")
+        for worker_id in cluster.workers(role)
+    }
+    assert len(expected) == 2
+    wait_until(lambda: expected <= set(_scrape(address).splitlines()), "all workers in the metrics")
