@@ -90,12 +90,22 @@ def test_four_seeded_samples_every_way(model: Decoder, expected: list[Continuati
     prompt = expected[LENGTHS.index(100)].prompt_ids
     alone = serve(make_core(model), prompt, SAMPLED).outputs
     assert len({tuple(output) for output in alone.values()}) == 4
-    node = Node(model)
-    (handed,) = prefill(make_core(model, node), [prompt], SAMPLED)
-    decode = make_core(model, node)
-    (resumed,) = resume(decode, [handed])
-    assert resumed.outputs == alone
-    assert decode.stats().computed_prompt_tokens == 0
+    cold = MemoryTier(model.layout)
+    node = Node(model, cold=cold)
+    first = make_core(model, node)
+    held = []
+    for core in (first, first, make_core(model, node)):  # computed, hit on the device, hit in the arena
+        decode = make_core(model, node)
+        handed = prefill(core, [prompt], SAMPLED)
+        assert resume(decode, handed)[0].outputs == alone
+        assert decode.stats().computed_prompt_tokens == 0
+        held += handed
+    node.release(held)
+    node.write_all_cold()
+    restarted = Node(model, cold=cold)
+    handed = prefill(make_core(model, restarted), [prompt], SAMPLED)
+    assert handed[0].fetched[0] == hits("redis", handed[0])
+    assert resume(make_core(model, restarted), handed)[0].outputs == alone
     crowded = make_core(model, num_blocks=30)
     others = [request(one.prompt_ids, GREEDY) for one in expected if len(one.prompt_ids) < 700]
     assert drive(crowded, [*others, request(prompt, SAMPLED)])[-1].outputs == alone
