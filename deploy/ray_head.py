@@ -29,6 +29,8 @@ from wire.settings import from_json, to_json
 OBJECT_STORE_BYTES = 80 << 20
 """About the least that Ray takes: no KV goes through it."""
 PROGRESS_EVERY_S = 0.2
+ACTORS_NICENESS = "0"
+"""Ray's default of 15 would leave the router waiting behind whatever else the machine does."""
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ def _connect(config: HeadConfig) -> str:
         ray.init(address=config.address, **common)
         _require_one_node()
     else:
+        os.environ.setdefault("RAY_worker_niceness", ACTORS_NICENESS)
         ray.init(
             address="local",
             include_dashboard=False,

@@ -1,6 +1,7 @@
 """The thread that owns the engine: take commands, step, tell the requests, deliver."""
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -21,6 +22,8 @@ from worker.lives import Deliveries, Lives
 
 log = logging.getLogger(__name__)
 
+ENGINE_NICENESS = 10
+"""Where cores are few, those who only pass tokens on come before those who compute them."""
 MAX_IDLE_S = 1.0
 MAX_FAILED_STEPS = 4
 """Steps that fail, with no token in between, until the engine is given up: then it is not the requests."""
@@ -93,6 +96,7 @@ class WorkerLoop:
         return answer
 
     def _run(self) -> None:
+        os.nice(ENGINE_NICENESS)  # of this thread and of those it starts
         try:
             while self.state is LoopState.RUNNING:
                 self._commands += self._inbox.take(0.0 if self._has_more_to_do else MAX_IDLE_S)
