@@ -1,6 +1,6 @@
 """Ten times as many requests as a service can answer: how fast it turns away, and what the others get.
 
-    python benchmarks/flood.py --duration 20 --rounds 2
+    python benchmarks/flood.py --duration 15 --rounds 2
 
 Rounds alternate: a steady number of requests at a time, which gives the peak, and a Poisson flood of ten times that.
 """
@@ -120,11 +120,11 @@ def _figures(
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--factor", type=float, default=10.0, help="rate of the flood, in capacities")
-    parser.add_argument("--duration", type=float, default=20.0, help="seconds of each round")
+    parser.add_argument("--duration", type=float, default=15.0, help="seconds of each round")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--at-a-time", type=int, default=32, help="open requests that give the peak")
+    parser.add_argument("--at-a-time", type=int, default=60, help="open requests that give the peak")
     parser.add_argument("--max-open", type=int, default=64, help="requests that the router lets in")
-    parser.add_argument("--max-queued", type=int, default=16, help="of these, without a first token")
+    parser.add_argument("--max-queued", type=int, default=64, help="of these, without a first token")
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--deadline", type=float, default=40.0, help="seconds that each request may take")
