@@ -1,7 +1,6 @@
 """What is planned for a step, run: the model, then the sampler. What fails for one sequence fails for it alone."""
 
 import logging
-import secrets
 from collections.abc import Sequence as Seq
 
 import torch
@@ -12,6 +11,7 @@ from engine.runner import Chunk, Runner
 from engine.sampler import Draw, Drawn, sample
 from engine.sequence import Sequence
 from engine.stop import may_not_come_yet
+from wire import incident
 from wire.errors import BatonError
 from wire.ids import PageId
 
@@ -55,10 +55,7 @@ class Forward:
         try:
             [gain] = self._run([chunk])
         except Exception as failure:  # as above
-            incident = secrets.token_hex(8)
-            request_id = chunk.sequence.request.request_id
-            log.error("incident %s: request %s cannot be run", incident, request_id, exc_info=failure)
-            return BatonError(f"internal error, incident {incident}", incident=incident)
+            return incident.report(failure, request_id=chunk.sequence.request.request_id)
         return gain
 
     def _is_sound(self) -> bool:

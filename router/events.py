@@ -75,12 +75,9 @@ class AttemptFailed:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The request is over whatever its workers do: client gone or too slow, aborted, out of time, prompt refused.
+    """The request is over whatever its workers do: client gone or slow, aborted, out of time, prompt refused, a bug."""
 
-    An error that is no BatonError is a bug of ours, and is told to the client as such.
-    """
-
-    error: Exception
+    error: BatonError
 
 
 Event = (
@@ -175,7 +172,7 @@ class SendComplete:
 
 @dataclass(frozen=True)
 class SendError:
-    error: Exception
+    error: BatonError
 
 
 Instruction = (

@@ -10,6 +10,7 @@ from grpc_status import rpc_status
 from router.events import Stopped
 from router.session import Session
 from wire.errors import Overloaded
+from wire.logs import fields
 from wire.rpc import to_status
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ class ReaderWatch:
     async def _watch(self) -> None:
         while (left_s := self._time_left_s()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left_s)
-        log.warning("a client has not read for %s s, and its stream is ended", self._max_stall_s)
+        request = fields(request_id=self._session.request_id)
+        log.warning("a client has not read for %s s, and its stream is ended", self._max_stall_s, extra=request)
         error = Overloaded("the client has stopped reading")
         self._session.on(Stopped(error))
         await self._abort(error)

@@ -33,7 +33,9 @@ from router.record import OK, RequestRecord, outcome_of
 from router.steps import Order, Services, Steps
 from router.timeline import Timeline
 from text.incremental import IncrementalText
+from wire import incident
 from wire.errors import BatonError, DeadlineExceeded, Overloaded
+from wire.ids import RequestId
 from wire.logs import fields
 from wire.pb import inference_pb2 as pb
 from wire.sampling import SamplingParams
@@ -74,6 +76,10 @@ class Session:
             order.deadline_s, self.on, Stopped(DeadlineExceeded("the request's deadline has passed"))
         )
 
+    @property
+    def request_id(self) -> RequestId:
+        return self._order.request_id
+
     def start(self) -> None:
         self._timeline.reached("check", self._loop.time())
         for instruction in self._lifecycle.start():
@@ -99,7 +105,7 @@ class Session:
             case BeginTrial():
                 self._begin(partial(self._steps.begin_trial, instruction), Stopped)
             case EndTrial():
-                self._services.trials.end(self._order.request_id)
+                self._services.trials.end(self.request_id)
             case PutInQuarantine():
                 self._steps.put_in_quarantine()
             case ChoosePrefill():
@@ -111,9 +117,9 @@ class Session:
             case CancelCall():
                 self._cancel()
             case KeepHold():
-                self._services.holds.keep(self._order.request_id)
+                self._services.holds.keep(self.request_id)
             case ReleaseHold():
-                self._services.holds.release(self._order.request_id)
+                self._services.holds.release(self.request_id)
             case SendChunk(chunk):
                 self._send(chunk)
             case SendComplete() | SendError():
@@ -143,7 +149,7 @@ class Session:
         except BatonError as error:
             self.on(failed(error))
         except Exception as error:  # a bug of ours, in the step or in what followed from it, ends this request alone
-            self.on(Stopped(error))
+            self.on(Stopped(incident.report(error, request_id=self.request_id)))
 
     def _cancel(self) -> None:
         for task in self._tasks:
@@ -152,7 +158,7 @@ class Session:
     def _send(self, chunk: pb.Chunk) -> None:
         self._on_first_token()
         self._pace.gained(chunk.index, len(chunk.token_ids), self._loop.time())
-        if not self.outbox.put(pb.GenerateResponse(request_id=self._order.request_id, chunk=chunk)):
+        if not self.outbox.put(pb.GenerateResponse(request_id=self.request_id, chunk=chunk)):
             self.on(Stopped(Overloaded("the client reads more slowly than its tokens come")))
 
     def _end(self, last: SendComplete | SendError) -> None:
@@ -170,11 +176,11 @@ class Session:
         last.complete.timeline.CopyFrom(timeline)
         last.complete.timeline.prefill_worker = last.prefill_worker or ""
         last.complete.timeline.decode_worker = last.decode_worker or ""
-        self.outbox.complete(pb.GenerateResponse(request_id=self._order.request_id, complete=last.complete))
+        self.outbox.complete(pb.GenerateResponse(request_id=self.request_id, complete=last.complete))
 
     def _record(self, outcome: str, timeline: pb.Timeline) -> None:
         summary = self._lifecycle.summary
-        record = RequestRecord(self._order.request_id, outcome, summary, self._pace.ttft_s, timeline)
+        record = RequestRecord(self.request_id, outcome, summary, self._pace.ttft_s, timeline)
         self._services.metrics.ended(record)
         log.info("request ended", extra=fields(**record.values))
 

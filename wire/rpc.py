@@ -6,8 +6,6 @@ Overloaded adds google.rpc.RetryInfo. A handler's bug becomes INTERNAL with an o
 
 import hmac
 import inspect
-import logging
-import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,10 +15,8 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from wire import errors
+from wire import errors, incident
 from wire.errors import BatonError
-
-log = logging.getLogger(__name__)
 
 TOKEN_METADATA = "baton-cluster-token"
 DOMAIN = "baton"
@@ -158,7 +154,7 @@ def _guard_unary(method: Any, parse: Any) -> Any:
         except grpc.aio.AbortError:
             raise
         except Exception as error:
-            await _abort(context, _as_baton_error(error))
+            await _abort(context, error if isinstance(error, BatonError) else incident.report(error))
 
     return call
 
@@ -171,7 +167,7 @@ def _guard_stream(method: Any, parse: Any) -> Any:
         except grpc.aio.AbortError:
             raise
         except Exception as error:
-            await _abort(context, _as_baton_error(error))
+            await _abort(context, error if isinstance(error, BatonError) else incident.report(error))
 
     return call
 
@@ -181,14 +177,6 @@ def _parse(parse: Any, data: bytes) -> Any:
         return parse(data)
     except Exception as error:
         raise errors.InvalidRequest("message", "not a valid protobuf message of this type") from error
-
-
-def _as_baton_error(error: Exception) -> BatonError:
-    if isinstance(error, BatonError):
-        return error
-    incident = secrets.token_hex(8)
-    log.error("incident %s", incident, exc_info=error)
-    return BatonError(f"internal error, incident {incident}", incident=incident)
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:

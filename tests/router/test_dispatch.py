@@ -13,6 +13,7 @@ from tests.router.fake_cluster import CONFIG, PROMPT, Output, collect, expected,
 from tests.router.fake_worker import FakeWorker
 from wire.errors import (
     AttemptsExhausted,
+    BatonError,
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
@@ -303,7 +304,7 @@ async def test_a_bug_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> 
     async with running(1, 1) as cluster:
         with monkeypatch.context() as broken:
             broken.setattr("router.steps.prepare", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
+            with pytest.raises(BatonError, match="internal error, incident"):
                 await cluster.generate(request())
         assert_is_whole(await cluster.generate(request(max_tokens=3)), 3)
 

@@ -222,13 +222,18 @@ async def test_a_message_that_is_too_large_is_refused(service: Service) -> None:
     assert failure.code() == Code.RESOURCE_EXHAUSTED
 
 
-async def test_a_bug_tells_nothing_of_itself(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_tells_nothing_of_itself_but_where_the_log_has_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with monkeypatch.context() as broken:
         broken.setattr("router.steps.prepare", lambda *_: {}["a secret"])
         failure = await failure_of(service.inference.Generate(request()))
     assert failure.code() == Code.INTERNAL
     assert "secret" not in (failure.details() or "")
-    assert info_of(failure).metadata["incident"]
+    (logged,) = (vars(record) for record in caplog.records if record.levelname == "ERROR")
+    assert logged["baton_fields"]["incident"] == info_of(failure).metadata["incident"]
+    assert logged["baton_fields"]["request_id"]
+    assert "a secret" in str(logged["exc_info"][1])
     assert len(await read(service.inference.Generate(request(max_tokens=2)))) == 3
 
 
