@@ -27,6 +27,7 @@ from router.events import (
     Tokenize,
 )
 from router.lifecycle import Lifecycle
+from router.members import Member, WorkerState
 from router.outbox import Outbox
 from router.pace import Pace
 from router.record import OK, RequestRecord, outcome_of
@@ -34,7 +35,7 @@ from router.steps import Order, Services, Steps
 from router.timeline import Timeline
 from text.incremental import IncrementalText
 from wire import incident
-from wire.errors import BatonError, DeadlineExceeded, Overloaded
+from wire.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable, WorkerLeaving
 from wire.ids import RequestId
 from wire.logs import fields
 from wire.pb import inference_pb2 as pb
@@ -133,7 +134,7 @@ class Session:
             if isinstance(instruction, StartPrefill)
             else partial(self._steps.decode, instruction, client, self.on)
         )
-        task = self._begin(step, partial(AttemptFailed, instruction.attempt))
+        task = self._begin(step, partial(_attempt_failed, instruction.attempt, assignment.member))
         # Not in the task: one that is cancelled before its first step never runs.
         task.add_done_callback(lambda _: self._services.pool.unassign(assignment))
 
@@ -186,3 +187,9 @@ class Session:
 
     def _new_text(self, sampling: SamplingParams) -> IncrementalText:
         return IncrementalText(self._services.codec, sampling.stop, sampling.min_tokens)
+
+
+def _attempt_failed(attempt: int, member: Member, error: BatonError) -> AttemptFailed:
+    """A worker that leaves gives its requests back, also where the line to it ends before its word arrives."""
+    is_given_back = isinstance(error, Unavailable) and member.state is WorkerState.DRAINING
+    return AttemptFailed(attempt, WorkerLeaving(error.message) if is_given_back else error)

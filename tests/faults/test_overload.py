@@ -36,6 +36,7 @@ async def expect(reader: Reader, number: int, num_tokens: int) -> None:
 async def test_beyond_its_bound_the_queue_refuses_at_once() -> None:
     """And those that were let in are served before their deadline."""
     async with faulty_cluster(MODEL, 1, 1, Sizes(admission=Bounds(max_queued_requests=32))) as cluster:
+        cluster.models["p0"].pause()
         admitted: list[tuple[int, Reader]] = []
         delays_s: list[float] = []
         advice: set[float | None] = set()
@@ -48,6 +49,7 @@ async def test_beyond_its_bound_the_queue_refuses_at_once() -> None:
                 advice.add(refusal.retry_after_s)
             assert cluster.router.dispatcher.num_queued <= 32
             await asyncio.sleep(0)
+        cluster.models["p0"].go_on()
         assert len(delays_s) > 100
         assert advice == {1.0}
         assert sorted(delays_s)[int(len(delays_s) * 0.99)] < 0.05
