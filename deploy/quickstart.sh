@@ -22,9 +22,12 @@ say "\$ baton up --prefill 1 --decode 1"
 baton up --name "$name" --prefill 1 --decode 1 --grpc-port 0 "$@"
 
 say "\$ baton generate \"$question\""
-baton generate --name "$name" "$question" | tee /dev/stderr | grep -qxF -- "$answer" || {
-    [ $# -gt 0 ] || { echo "quickstart: the answer should have been$answer" >&2; exit 1; }
-}
+baton generate --name "$name" "$question"
+# The demo model knows the answer, and only from the prompt: asked again, the prompt is a hit and the answer the same.
+if [ $# -eq 0 ] && [ "$(baton generate --name "$name" "$question" 2>/dev/null)" != "$answer" ]; then
+    echo "quickstart: the answer should have been$answer" >&2
+    exit 1
+fi
 
 say "\$ baton status --check"
 baton status --name "$name" --check
