@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 
 import grpc
 import grpc.aio
 
 from router.worker_client import DecodeUpdates
-from wire.errors import Unavailable
+from wire.errors import BatonError
 from wire.ids import RequestId
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerStub
@@ -28,7 +29,7 @@ class GrpcWorkerClient:
         self._channel = grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *_RECONNECT_OPTIONS])
         self._stub = WorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._metadata = ((TOKEN_METADATA, token),)
-        self._closed = False
+        self._closed_for: BatonError | None = None
 
     async def get_info(self, timeout_s: float) -> worker_pb2.WorkerInfo:
         request = worker_pb2.GetInfoRequest()
@@ -72,20 +73,23 @@ class GrpcWorkerClient:
         with self._errors():
             await self._stub.StartDrain(request, timeout=timeout_s, metadata=self._metadata)
 
-    async def close(self) -> None:
-        self._closed = True
+    async def close(self, reason: BatonError) -> None:
+        self._closed_for = reason
         await self._channel.close()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        if self._closed:
-            raise Unavailable("the connection to the worker is closed")
+        self._require_open()
         try:
             yield
         except grpc.aio.AioRpcError as failure:
+            self._require_open()
             raise from_rpc_error(failure) from failure
         except asyncio.CancelledError:
             # Closing the channel cancels its calls, which looks to their callers as if they themselves were cancelled.
-            if self._closed:
-                raise Unavailable("the connection to the worker was closed") from None
+            self._require_open()
             raise
+
+    def _require_open(self) -> None:
+        if self._closed_for is not None:
+            raise copy(self._closed_for) from None

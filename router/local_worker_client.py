@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from router.worker_client import DecodeUpdates
-from wire.errors import DeadlineExceeded, Unavailable
+from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import RequestId
 from wire.pb import worker_pb2
 
@@ -50,12 +51,15 @@ class LocalWorkerClient:
     def __init__(self, service: WorkerMethods, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
         self._service = service
-        self._death = asyncio.Event()
+        self._death: BatonError | None = None
         self._callers: set[asyncio.Task[object]] = set()
 
     def kill(self) -> None:
         """The worker dies: calls under way end, and no more are answered."""
-        self._death.set()
+        self._end(Unavailable("the worker died"))
+
+    def _end(self, reason: BatonError) -> None:
+        self._death = self._death or reason
         for caller in self._callers - {asyncio.current_task()}:
             caller.cancel()
 
@@ -94,8 +98,8 @@ class LocalWorkerClient:
         async with self._call(timeout_s):
             await self._service.start_drain(worker_pb2.StartDrainRequest())
 
-    async def close(self) -> None:
-        self.kill()
+    async def close(self, reason: BatonError) -> None:
+        self._end(reason)
 
     async def _suffer(self) -> None:
         await asyncio.sleep(self.faults.delay_s)
@@ -105,10 +109,13 @@ class LocalWorkerClient:
         if self.faults.fail_after is not None:
             self.faults.fail_after -= 1
 
+    def _require_alive(self) -> None:
+        if self._death is not None:
+            raise copy(self._death) from None
+
     @asynccontextmanager
     async def _call(self, timeout_s: float) -> AsyncIterator[None]:
-        if self._death.is_set():
-            raise Unavailable("the worker is dead")
+        self._require_alive()
         caller = _current_task()
         self._callers.add(caller)
         try:
@@ -117,10 +124,10 @@ class LocalWorkerClient:
         except TimeoutError as error:
             raise DeadlineExceeded("the worker did not answer in time") from error
         except asyncio.CancelledError:
-            if not self._death.is_set():
-                raise
-            caller.uncancel()
-            raise Unavailable("the worker died") from None
+            if self._death is not None:
+                caller.uncancel()
+            self._require_alive()
+            raise
         finally:
             self._callers.discard(caller)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from router.controller_port import ControllerPort
 from router.members import Member, Members, Role, WorkerState
 from router.worker_client import WorkerClient
-from wire.errors import BatonError, PairRefused
+from wire.errors import BatonError, PairRefused, Unavailable, WorkerLeaving
 from wire.ids import WorkerId
 from wire.pb import worker_pb2
 
@@ -93,7 +93,7 @@ class Membership:
             probe = self._probes.pop(member.worker_id, None)
             if probe is not None:
                 probe.cancel()
-            await member.client.close()
+            await member.client.close(_farewell(member))
 
     async def _join(self, one: Listed) -> str | None:
         client = self._connect(one.address)
@@ -103,7 +103,7 @@ class Membership:
             self._members.add(Member(one.worker_id, one.role, one.address, info, client))
         except BatonError as error:
             log.warning("worker %s is not taken in: %s", one.worker_id, error.message)
-            await client.close()
+            await client.close(error)
             return error.message
         return None
 
@@ -133,6 +133,13 @@ class Membership:
             log.warning("the controller was not told of worker %s: %s", worker_id, error.message)
             return False
         return True
+
+
+def _farewell(member: Member) -> BatonError:
+    """What is told to calls that are still open. One that was draining has had no accident."""
+    if member.state is WorkerState.DRAINING:
+        return WorkerLeaving("the worker has left", worker_id=member.worker_id)
+    return Unavailable("the worker is no longer there", worker_id=member.worker_id)
 
 
 def _require_same(listed: Listed, info: worker_pb2.WorkerInfo) -> None:

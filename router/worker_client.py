@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from wire.errors import BatonError
 from wire.ids import RequestId
 from wire.pb import worker_pb2
 
@@ -34,6 +35,6 @@ class WorkerClient(Protocol):
 
     async def start_drain(self, timeout_s: float) -> None: ...
 
-    async def close(self) -> None:
-        """Ends what is under way with Unavailable."""
+    async def close(self, reason: BatonError) -> None:
+        """Ends what is under way with this error."""
         ...

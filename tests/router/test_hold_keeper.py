@@ -8,6 +8,7 @@ from router.local_worker_client import LocalWorkerClient
 from router.members import Member, Members, Role, WorkerState
 from tests.router.fake_cluster import until
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
+from wire.errors import Unavailable
 from wire.ids import BlockKey, RequestId, WorkerId
 from wire.pb import worker_pb2
 
@@ -62,7 +63,7 @@ async def test_one_worker_speaks_for_the_node_and_the_next_one_if_it_is_lost(pai
 
 
 async def test_a_worker_that_does_not_take_word_is_passed_over(pair: Pair) -> None:
-    await pair.members[WorkerId("d0")].client.close()
+    await pair.members[WorkerId("d0")].client.close(Unavailable("it is gone"))
     await pair.keeper.enter(A, FIVE)
     pair.keeper.release(A)
     await until(lambda: pair.workers[1].released)

@@ -10,7 +10,7 @@ from router.members import Member, Members, Role, WorkerState
 from router.membership import Listed, Membership
 from tests.router.fake_cluster import until
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
-from wire.errors import PairRefused, Unavailable, WorkerNotFound
+from wire.errors import PairRefused, Unavailable, WorkerLeaving, WorkerNotFound
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import worker_pb2
 
@@ -60,6 +60,17 @@ async def test_who_is_listed_joins_and_who_is_not_leaves(club: Club) -> None:
     with pytest.raises(Unavailable):
         await club.clients["there"].get_info(1.0)
     assert club.num_changes == 2
+
+
+@pytest.mark.parametrize(("is_draining", "reason"), [(False, Unavailable), (True, WorkerLeaving)])
+async def test_calls_to_who_leaves_end_with_the_reason(
+    club: Club, is_draining: bool, reason: type[Unavailable]
+) -> None:
+    await club.list("here", "there", draining=is_draining)
+    await club.list("there", draining=is_draining)
+    with pytest.raises(Unavailable) as told:
+        await club.clients["here"].get_info(1.0)
+    assert type(told.value) is reason
 
 
 async def test_who_stays_keeps_its_connection(club: Club) -> None:

@@ -14,12 +14,13 @@ from router.worker_client import WorkerClient
 from tests.router.fake_cluster import expected, until
 from tests.router.fake_worker import FakeWorker
 from tests.router.worker_server import served
-from wire.errors import DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable
+from wire.errors import DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable, WorkerLeaving
 from wire.ids import RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 
 TOKEN = "the cluster's token"
+CLOSED = WorkerLeaving("it is not needed any more")
 SAMPLING = pb.SamplingParams(seed=1, n=1, max_tokens=6)
 PROMPT = pb.TokenIds(ids=list(b"hello, world"))
 PREFILL = worker_pb2.PrefillRequest(request_id="a", attempt=1, prompt=PROMPT, sampling_params=SAMPLING)
@@ -55,7 +56,7 @@ async def line(request: pytest.FixtureRequest) -> AsyncIterator[Line]:
     async with served(worker, TOKEN) as (server, address):
         client = GrpcWorkerClient(address, TOKEN)
         yield Line(worker, client, lambda: server.stop(None))
-        await client.close()
+        await client.close(CLOSED)
 
 
 async def tokens_of(client: WorkerClient) -> list[int]:
@@ -131,15 +132,15 @@ async def test_a_worker_that_goes_away_is_unavailable_to_those_who_wait(line: Li
         await line.client.get_info(5.0)
 
 
-async def test_a_closed_client_is_unavailable_to_those_who_wait(line: Line) -> None:
+async def test_a_closed_client_tells_the_reason_to_those_who_wait(line: Line) -> None:
     line.worker.may_go.clear()
     calls = [asyncio.create_task(line.client.prefill(PREFILL, 5.0)), asyncio.create_task(tokens_of(line.client))]
     await until(lambda: line.worker.open_calls == 2)
-    await line.client.close()
+    await line.client.close(CLOSED)
     for call in calls:
-        with pytest.raises(Unavailable):
+        with pytest.raises(WorkerLeaving):
             await call
-    with pytest.raises(Unavailable):
+    with pytest.raises(WorkerLeaving):
         await line.client.get_info(5.0)
 
 
@@ -147,7 +148,7 @@ async def test_nobody_at_the_address_is_unavailable() -> None:
     client = GrpcWorkerClient("127.0.0.1:1", TOKEN)
     with pytest.raises(Unavailable):
         await client.get_info(5.0)
-    await client.close()
+    await client.close(CLOSED)
 
 
 async def test_the_wrong_token_is_refused() -> None:
@@ -157,7 +158,7 @@ async def test_the_wrong_token_is_refused() -> None:
             await client.get_info(5.0)
         with pytest.raises(Unauthenticated):
             await tokens_of(client)
-        await client.close()
+        await client.close(CLOSED)
 
 
 async def test_a_worker_that_comes_back_is_reached_again() -> None:
@@ -171,7 +172,7 @@ async def test_a_worker_that_comes_back_is_reached_again() -> None:
         async with asyncio.timeout(5):
             while not await answers(client):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-    await client.close()
+    await client.close(CLOSED)
 
 
 async def answers(client: WorkerClient) -> bool:
