@@ -22,15 +22,15 @@ class Reader:
     def __init__(self, stream: AsyncIterator[pb.GenerateResponse]) -> None:
         self.complete: pb.Complete | None = None
         self._stream = aiter(stream)
-        self._choices: dict[int, ChoiceAnswer] = {}
+        self.by_index: dict[int, ChoiceAnswer] = {}
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(choice.token_ids) for choice in self._choices.values())
+        return sum(len(choice.token_ids) for choice in self.by_index.values())
 
     @property
     def choices(self) -> list[ChoiceAnswer]:
-        return [self._choices[index] for index in sorted(self._choices)]
+        return [self.by_index[index] for index in sorted(self.by_index)]
 
     async def read_tokens(self, num_tokens: int) -> None:
         """Until there are so many of all choices together, or the stream ends."""
@@ -50,9 +50,9 @@ class Reader:
         if response.WhichOneof("event") == "complete":
             self.complete = response.complete
             for finish in response.complete.choices:
-                self._choices.setdefault(finish.index, ChoiceAnswer()).finish = finish
+                self.by_index.setdefault(finish.index, ChoiceAnswer()).finish = finish
             return
-        choice = self._choices.setdefault(response.chunk.index, ChoiceAnswer())
+        choice = self.by_index.setdefault(response.chunk.index, ChoiceAnswer())
         choice.token_ids += response.chunk.token_ids
         choice.text += response.chunk.text
         choice.logprobs += [one.SerializeToString(deterministic=True) for one in response.chunk.logprobs]

@@ -1,8 +1,8 @@
 """A whole cluster in this process whose workers die, stall and lose their store, and are replaced."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 
 from engine.batch import Model
 from kv_store.node_store import HOLD_TTL_S
@@ -17,6 +17,7 @@ from tests.faults.mortal_client import MortalClient
 from tests.kv_store.fake_clock import FakeClock
 from tests.local_cluster.cluster import LocalCluster, Parts, Sizes
 from wire.directory import Block, Hold
+from wire.errors import Unavailable, WorkerNotFound
 from wire.ids import NamespaceRoot, RequestId, WorkerId
 from wire.keys import BlockName, cover
 from wire.pb import inference_pb2 as pb
@@ -63,10 +64,12 @@ class FaultyCluster(LocalCluster):
         return await self.open(request).read_all()
 
     async def drain(self, name: str, grace_s: float = 20.0) -> int:
-        """As the controller drains: the worker leaves the cluster once it has finished, or the grace is over."""
-        await self.router.membership.start_drain(WorkerId(name))
+        """As the controller drains: the worker leaves once it has finished, the grace is over, or it dies."""
+        with suppress(Unavailable, WorkerNotFound):
+            await self.router.membership.start_drain(WorkerId(name))
         num_given_back = await self.workers[name].service.drain(grace_s)
-        self.listed.remove(name)
+        if name in self.listed:
+            self.listed.remove(name)
         await self._apply()
         await self.workers[name].service.close()
         await asyncio.to_thread(self.workers[name].transfers.close)
@@ -118,6 +121,12 @@ class FaultyCluster(LocalCluster):
                 payload = self.arena.slot(block.slot)[: self._plain_model.layout.payload_bytes]
                 self.cold.put(block.name, payload, block.checksum)
         self.empty_arena()
+
+    def spoil_arena(self, spoil: Callable[[Sequence[memoryview]], None]) -> None:
+        """Changes bytes of blocks that nobody reads just now: between check and copy nobody could notice."""
+        with self.directory._lock:
+            idle = [one for one in self.blocks() if not self.directory._ledger.num_transfers(one.slot)]
+            spoil([self.arena.slot(block.slot) for block in idle])
 
     def empty_arena(self) -> None:
         """Evicts everything."""

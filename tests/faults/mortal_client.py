@@ -24,11 +24,8 @@ class MortalClient(LocalWorkerClient):
         self._on_death = on_death
 
     def kill(self) -> None:
-        if not self._death.is_set():
+        if self._death is None:
             self._on_death()
-        super().kill()
-
-    async def close(self) -> None:
         super().kill()
 
     async def decode(self, request: worker_pb2.DecodeRequest, timeout_s: float) -> DecodeUpdates:

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -64,8 +64,12 @@ async def test_a_block_is_evicted_between_two_questions(number: int) -> None:
 
 def flip(cluster: FaultyCluster) -> None:
     """One bit of every block, in the arena and in the cold tier."""
-    for block in cluster.blocks():
-        cluster.arena.slot(block.slot)[random.randrange(LAYOUT.payload_bytes)] ^= 4  # type: ignore[index]
+
+    def flip_each(slots: Sequence[memoryview]) -> None:
+        for slot in slots:
+            slot[random.randrange(LAYOUT.payload_bytes)] ^= 4
+
+    cluster.spoil_arena(flip_each)
     for key, frame in cluster.cold.frames.items():
         place = random.randrange(len(frame))
         cluster.cold.frames[key] = frame[:place] + bytes([frame[place] ^ 4]) + frame[place + 1 :]
@@ -75,9 +79,13 @@ def shuffle(cluster: FaultyCluster) -> None:
     """Every block is under another one's name, checksums and all."""
     keys, frames = list(cluster.cold.frames), list(cluster.cold.frames.values())
     cluster.cold.frames.update(zip(keys, frames[1:] + frames[:1], strict=True))
-    contents = [bytes(cluster.arena.slot(block.slot)) for block in cluster.blocks()]
-    for block, content in zip(cluster.blocks(), contents[1:] + contents[:1], strict=True):
-        cluster.arena.slot(block.slot)[:] = content
+
+    def rotate(slots: Sequence[memoryview]) -> None:
+        contents = [bytes(slot) for slot in slots]
+        for slot, content in zip(slots, contents[1:] + contents[:1], strict=True):
+            slot[:] = content
+
+    cluster.spoil_arena(rotate)
 
 
 def lose(cluster: FaultyCluster) -> None:
