@@ -28,7 +28,7 @@ _PROBE_TTL_MS = 1000
 _KEYS_PER_ROUND = 1024
 _COUNTS = ("hits", "misses", "errors", "corrupt", "written")
 _READ_BYTES = 256 << 10
-_TIMEOUT_S = 0.2
+_TIMEOUT_S = 0.1
 _GREETING_TIMEOUT_S = 2.0
 T = TypeVar("T")
 
@@ -38,11 +38,12 @@ log = logging.getLogger(__name__)
 class RedisTier:
     """A ColdTier over `redis://`, `rediss://` or `unix://` URLs. A connection on which a command failed is closed.
 
-    After three failures in a row nothing is asked but, every two seconds, whether the server is back; and that beside
-    the caller, who must not wait for a server that does not answer.
+    Once the server is silent, or has failed three times in a row, nothing is asked until a probe has succeeded. Probes
+    are made beside the callers, who must not wait for a server that does not answer: at once until the third failure,
+    then every two seconds.
 
-    timeout_s: for a connection to be made, and for each reply to begin and go on. So long may a caller have to wait for
-    nothing, three times; what a block is worth that takes longer is little.
+    timeout_s: for a connection to be made, and for each reply to begin and go on. So long may one caller have to wait
+    for nothing, once; what a block is worth that takes longer is little.
     Raises ConfigError if the URL is none or the server refuses these credentials; one that is away is no error.
     """
 
@@ -53,6 +54,7 @@ class RedisTier:
         self._redis = _connect(url, timeout_s)
         self._breaker = Breaker(clock)
         self._counted = Counter(dict.fromkeys(_COUNTS, 0))
+        self._is_silent = False
         self._probe: threading.Thread | None = None
         self._greet(url, max(timeout_s, _GREETING_TIMEOUT_S))
 
@@ -115,17 +117,25 @@ class RedisTier:
 
     def _ask(self, command: Callable[[], T], otherwise: T) -> T:
         """The command's answer, or `otherwise`."""
-        if not self._breaker.is_open:
-            return self._try(command, otherwise)
-        if self._breaker.allows():
+        answer = otherwise if self._is_in_doubt else self._try(command, otherwise)
+        if self._is_in_doubt and self._breaker.allows():
             self._start_probe()
-        return otherwise
+        return answer
+
+    @property
+    def _is_in_doubt(self) -> bool:
+        return self._is_silent or self._breaker.is_open
 
     def _start_probe(self) -> None:
         if self._probe is None or not self._probe.is_alive():
-            ask = partial(self._try, lambda: self._redis.exists(_PROBE), 0)
-            self._probe = threading.Thread(target=ask, name="redis-probe", daemon=True)
+            self._probe = threading.Thread(target=self._ask_until_settled, name="redis-probe", daemon=True)
             self._probe.start()
+
+    def _ask_until_settled(self) -> None:
+        """Until the server speaks, or the breaker is open."""
+        self._try(partial(self._redis.exists, _PROBE), 0)
+        while self._is_silent and not self._breaker.is_open:
+            self._try(partial(self._redis.exists, _PROBE), 0)
 
     def _try(self, command: Callable[[], T], otherwise: T) -> T:
         """The command's answer, or `otherwise` and a counted error."""
@@ -134,11 +144,13 @@ class RedisTier:
             answer = command()
         except RedisError as error:
             self._breaker.failed()
+            self._is_silent = not isinstance(error, ResponseError)
             self._counted["errors"] += 1
             if self._breaker.is_open and not was_open:
                 log.warning("the cold tier is left alone for now: %s", error)
             return otherwise
         self._breaker.succeeded()
+        self._is_silent = False
         if was_open:
             log.warning("the cold tier answers again")
         return answer

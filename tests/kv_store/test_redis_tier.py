@@ -61,7 +61,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_killed_each_call_is_a_counted_miss_until_it_is_left_alone(launch: Launch) -> None:
+def test_killed_every_call_is_a_miss_until_it_answers_a_probe(launch: Launch) -> None:
     server, clock = launch(), FakeClock()
     tier = tier_of(server, clock)
     assert put(tier)
@@ -69,7 +69,7 @@ def test_killed_each_call_is_a_counted_miss_until_it_is_left_alone(launch: Launc
     assert not got(tier)
     assert tier.exists([NAME.key, NAME.key]) == [False, False]
     assert not put(tier)
-    assert (tier.status().errors, tier.status().state) == (3, "broken")
+    wait_until(lambda: tier.status().state == "broken")
     assert not got(tier)
     assert (tier.status().errors, tier.status().misses) == (3, 2)
     clock.now += 2.0
@@ -90,25 +90,26 @@ def test_started_late_it_is_used_from_then_on(tmp_path: Path, launch: Launch, ca
     clock = FakeClock()
     tier = RedisTier(f"unix://{tmp_path}/redis.sock", LAYOUT, AMPLE_S, clock)
     assert "does not answer yet" in caplog.text
-    assert not got(tier)
     launch()
     assert put(tier)
     assert got(tier)
+    assert tier.status().errors == 0
     tier.close()
 
 
-def test_stopped_it_costs_a_bounded_time_and_then_none(launch: Launch) -> None:
+def test_stopped_it_costs_one_timeout_and_then_none(launch: Launch) -> None:
     server = launch()
     assert put(tier_of(server))
-    tier = tier_of(server, timeout_s=0.2)
+    tier = tier_of(server, timeout_s=0.5)
     server.stop()
     started = time.monotonic()
     for _ in range(50):
         assert not got(tier)
     elapsed = time.monotonic() - started
+    wait_until(lambda: tier.status().state == "broken")
     server.go_on()
     assert tier.status().errors == 3
-    assert 0.6 <= elapsed < 5.0
+    assert 0.5 <= elapsed < 1.0, "two callers have waited"
     tier.close()
 
 
@@ -117,8 +118,8 @@ def test_while_it_is_stopped_its_probes_cost_nobody_anything(launch: Launch) -> 
     tier = tier_of(server, clock, timeout_s=0.3)
     assert put(tier)
     server.stop()
-    for _ in range(3):
-        assert not got(tier)
+    assert not got(tier)
+    wait_until(lambda: tier.status().state == "broken")
     started = time.monotonic()
     for _ in range(200):
         clock.now += 1.0
@@ -140,7 +141,8 @@ def test_a_late_answer_is_never_taken_for_that_to_another_question(launch: Launc
     server.stop()
     assert not got(tier, names[0])
     server.go_on()
-    assert [got(tier, name) for name in names[1:]] == [True] * 3
+    wait_until(lambda: got(tier, names[1]))
+    assert [got(tier, name) for name in names[2:]] == [True] * 2
     tier.close()
 
 
@@ -258,7 +260,7 @@ def test_a_password_that_is_revoked_later_is_a_miss(launch: Launch) -> None:
     assert not got(tier)
     assert not put(tier)
     assert tier.exists([NAME.key]) == [False]
-    assert tier.status().state == "broken"
+    wait_until(lambda: tier.status().state == "broken")
     tier.close()
 
 
