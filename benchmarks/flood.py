@@ -3,6 +3,7 @@
     python benchmarks/flood.py --duration 15 --rounds 2
 
 Rounds alternate: a steady number of requests at a time, which gives the peak, and a Poisson flood of ten times that.
+How fast it turns away is seen by an observer in another process, who asks a bare server that always refuses as well.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.baton_service import BatonService
 from benchmarks.latency import Record
 from benchmarks.load_client import LoadClient
+from benchmarks.observer import observe
 from benchmarks.result_file import write_result
 from benchmarks.schedule import Arrival, poisson
+from benchmarks.server_process import server_process
 from tests.checkpoints import make_checkpoint
 
 _REJECTED = "RESOURCE_EXHAUSTED"
@@ -40,23 +43,39 @@ def main() -> None:
         config.write_text(
             f"[router]\nmax_open_requests = {options.max_open}\nmax_queued_requests = {options.max_queued}\n"
         )
-        with BatonService("flood", str(model), 1, 1, ["--config", str(config)]) as service:
-            peaks, floods = asyncio.run(_measure(service.address, options))
+        with (
+            server_process("refusing_server.py") as (_, bare),
+            BatonService("flood", str(model), 1, 1, ["--config", str(config)]) as service,
+        ):
+            rounds = asyncio.run(_measure(service.address, bare, options))
             status = service.wait_for_rest(60)
-    figures = _figures(peaks, floods, options) | {"problems_at_rest": status["problems"]}
+    figures = _figures(rounds, options) | {"problems_at_rest": status["problems"]}
     write_result(options.out, figures, {})
 
 
-async def _measure(address: str, options: argparse.Namespace) -> tuple[list[list[Record]], list[list[Record]]]:
-    peaks: list[list[Record]] = []
-    floods: list[list[Record]] = []
+@dataclass
+class Rounds:
+    """What was seen: requests of each peak and each flood; how long service and bare server took to refuse."""
+
+    peaks: list[list[Record]] = field(default_factory=list)
+    floods: list[list[Record]] = field(default_factory=list)
+    refusals_ms: list[float] = field(default_factory=list)
+    bare_refusals_ms: list[float] = field(default_factory=list)
+
+
+async def _measure(address: str, bare: str, options: argparse.Namespace) -> Rounds:
+    rounds = Rounds()
     async with LoadClient(address, options.deadline) as client:
         for seed in range(options.rounds):
-            peaks.append(await _steady(client, options, seed))
-            rate = options.factor * _tokens_per_s(peaks[-1], options.duration) / options.output_len
+            rounds.peaks.append(await _steady(client, options, seed))
+            rate = options.factor * _tokens_per_s(rounds.peaks[-1], options.duration) / options.output_len
             flood = poisson(rate, options.duration, options.input_len, options.output_len, seed)
-            floods.append(await client.run(flood))
-    return peaks, floods
+            watching = observe(options.observe, options.duration - _LEAD_S, [address, bare])
+            records, (seen, seen_bare) = await asyncio.gather(client.run(flood), watching)
+            rounds.floods.append(records)
+            rounds.refusals_ms += [ms for code, ms in seen if code == _REJECTED]
+            rounds.bare_refusals_ms += [ms for code, ms in seen_bare if code == _REJECTED]
+    return rounds
 
 
 async def _steady(client: LoadClient, options: argparse.Namespace, seed: int) -> list[Record]:
@@ -91,14 +110,12 @@ def _tokens_per_s(records: Sequence[Record], duration_s: float) -> float:
     return sum(within) / (duration_s - _LEAD_S)
 
 
-def _figures(
-    peaks: Sequence[Sequence[Record]], floods: Sequence[Sequence[Record]], options: argparse.Namespace
-) -> dict[str, object]:
+def _figures(rounds: Rounds, options: argparse.Namespace) -> dict[str, object]:
     peak, flood = (
-        float(np.mean([_tokens_per_s(records, options.duration) for records in rounds])) for rounds in (peaks, floods)
+        float(np.mean([_tokens_per_s(records, options.duration) for records in seen]))
+        for seen in (rounds.peaks, rounds.floods)
     )
-    sent = [record for records in floods for record in records]
-    turned_away_ms = [(one.ended_s - one.sent_s) * 1000 for one in sent if one.error == _REJECTED]
+    sent = [record for records in rounds.floods for record in records]
     admitted = [one for one in sent if one.error != _REJECTED]
     return {
         "throughput_ratio": flood / peak,
@@ -106,14 +123,22 @@ def _figures(
         "flood_tokens_per_s": flood,
         "flood_sent": len(sent),
         "flood_rate_rps": len(sent) / options.rounds / options.duration,
-        "rejected": len(turned_away_ms),
-        "rejection_p50_ms": float(np.median(turned_away_ms)),
-        "rejection_p99_ms": float(np.percentile(turned_away_ms, 99)),
+        "rejected": len(sent) - len(admitted),
+        **_percentiles("rejection", rounds.refusals_ms),
+        **_percentiles("bare_rejection", rounds.bare_refusals_ms),
         "admitted": len(admitted),
         "admitted_errors": dict(Counter(one.error for one in admitted if one.error is not None)),
         "admitted_longest_s": max(one.ended_s - one.sent_s for one in admitted),
         "deadline_s": options.deadline,
         "client_lateness_p99_ms": float(np.percentile([(one.sent_s - one.scheduled_s) * 1000 for one in sent], 99)),
+    }
+
+
+def _percentiles(name: str, values_ms: Sequence[float]) -> dict[str, object]:
+    return {
+        f"{name}s_observed": len(values_ms),
+        f"{name}_p50_ms": float(np.percentile(values_ms, 50)),
+        f"{name}_p99_ms": float(np.percentile(values_ms, 99)),
     }
 
 
@@ -123,6 +148,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--duration", type=float, default=15.0, help="seconds of each round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--at-a-time", type=int, default=60, help="open requests that give the peak")
+    parser.add_argument("--observe", type=float, default=20.0, help="requests a second of the observer")
     parser.add_argument("--max-open", type=int, default=64, help="requests that the router lets in")
     parser.add_argument("--max-queued", type=int, default=64, help="of these, without a first token")
     parser.add_argument("--input-len", type=int, default=64)

@@ -8,11 +8,9 @@ that sends the same messages at the same beats; all are processes of their own.
 
 import argparse
 import asyncio
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc.aio
@@ -22,11 +20,12 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.result_file import write_result
+from benchmarks.server_process import server_process
 from benchmarks.stream_gaps import gaps_while_all_open
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
 
-_SERVER = Path(__file__).with_name("stream_server.py")
+_SERVER = "stream_server.py"
 _TIMEOUT_S = 300.0
 
 
@@ -36,10 +35,10 @@ def main() -> None:
     cpu_s = dict.fromkeys(gaps_s, 0.0)
     with ExitStack() as servers:
         interval = str(options.interval)
-        _, *workers = servers.enter_context(_server("workers", interval))
+        _, *workers = servers.enter_context(server_process(_SERVER, "workers", interval))
         targets = {
-            "router": servers.enter_context(_server("router", *workers)),
-            "bare": servers.enter_context(_server("bare", interval)),
+            "router": servers.enter_context(server_process(_SERVER, "router", *workers)),
+            "bare": servers.enter_context(server_process(_SERVER, "bare", interval)),
         }
         for _ in range(options.rounds):
             for name, (pid, address) in targets.items():
@@ -82,18 +81,6 @@ async def _stream(stub: pb_grpc.InferenceStub, num_tokens: int) -> list[float]:
 def _cpu_s(pid: int) -> float:
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
-
-
-@contextmanager
-def _server(*arguments: str) -> Iterator[tuple[str, ...]]:
-    """Its number and its addresses."""
-    command = [sys.executable, str(_SERVER), *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        yield str(process.pid), *process.stdout.readline().split()
-        process.stdin.close()
-        process.wait(_TIMEOUT_S)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
