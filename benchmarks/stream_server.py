@@ -17,10 +17,8 @@ import grpc.aio
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.paced_worker import PacedWorker, beats
-from router.controller_port import LocalController, Pools
+from router.controller_port import LocalController
 from router.grpc_worker_client import GrpcWorkerClient
-from router.members import Role
-from router.membership import Listed
 from router.router import Router
 from router.server import RouterServer
 from tests.router.fake_cluster import CONFIG
@@ -29,6 +27,7 @@ from text.byte_tokenizer import ByteTokenizer
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from wire.pools import ListedWorker, PoolSizes, Role
 from wire.rpc import SERVER_OPTIONS
 
 _TOKEN = CONFIG.cluster.token
@@ -71,10 +70,13 @@ async def _workers(interval_s: str) -> None:
 
 
 async def _router(prefill: str, decode: str) -> None:
-    router = Router(_CONFIG, ByteTokenizer(), partial(GrpcWorkerClient, token=_TOKEN), LocalController(Pools(1, 1)))
+    router = Router(_CONFIG, ByteTokenizer(), partial(GrpcWorkerClient, token=_TOKEN), LocalController(PoolSizes(1, 1)))
     server = RouterServer(router)
     addresses = await server.start()
-    listed = [Listed(WorkerId("prefill"), Role.PREFILL, prefill), Listed(WorkerId("decode"), Role.DECODE, decode)]
+    listed = [
+        ListedWorker(WorkerId("prefill"), Role.PREFILL, prefill),
+        ListedWorker(WorkerId("decode"), Role.DECODE, decode),
+    ]
     refused = await router.membership.set(listed)
     assert not refused, refused
     await _serve(addresses.public)

@@ -1,13 +1,13 @@
 """A decode worker as a Ray actor."""
 
-from decode_worker.role import decode_role
+from decode_worker.behaviour import decode_behaviour
 from worker.actor import WorkerActor
+from worker.behaviour import Behaviour
 from worker.config import WorkerConfig
-from worker.role import Role
 
 
 class DecodeActor(WorkerActor):
     """See WorkerActor."""
 
-    def make_role(self, config: WorkerConfig) -> Role:
-        return decode_role(config.batch, config.pool.block_size)
+    def make_behaviour(self, config: WorkerConfig) -> Behaviour:
+        return decode_behaviour(config.batch, config.pool.block_size)

@@ -13,13 +13,13 @@ from deploy.cluster_plan import ClusterPlan
 from deploy.event_log import EventLog
 from deploy.fleet import Fleet
 from deploy.names import CONTROLLER
-from deploy.pools import Pools, Sizes
+from deploy.pools import Pools
 from deploy.ray_actor import Resources
 from deploy.ray_worker_host import RayWorkerHost
-from deploy.roll import Listed
 from deploy.service import Service
 from wire.ids import WorkerId
 from wire.logs import start_logging
+from wire.pools import ListedWorker, PoolSizes
 
 START_TIMEOUT_S = 1800.0
 SCALE_TIMEOUT_S = 570.0
@@ -43,7 +43,7 @@ class Controller:
         self._node = Service("node", "deploy.node", "NodeActor", plan.node.to_json(), self._events)
         self._router = Service("router", "router.actor", "RouterActor", plan.router.to_json(), self._events)
         host = RayWorkerHost(plan.worker, Resources(plan.num_cpus, plan.num_gpus), self._node_is_up)
-        pools = Pools(Sizes(plan.prefill, plan.decode))
+        pools = Pools(PoolSizes(plan.prefill, plan.decode))
         self._fleet = Fleet(pools, host, RouterLine(self._router), self._events, plan.drain_grace_s)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -127,7 +127,7 @@ class RouterLine:
     def __init__(self, router: Service) -> None:
         self._router = router
 
-    async def set_members(self, members: list[Listed]) -> dict[WorkerId, str]:
+    async def set_members(self, members: list[ListedWorker]) -> dict[WorkerId, str]:
         listed = json.dumps([{**asdict(one), "role": one.role.value} for one in members])
         refused = json.loads(await self._router.actor.call("set_members", listed, timeout_s=TELL_TIMEOUT_S))
         return {WorkerId(worker_id): reason for worker_id, reason in refused.items()}

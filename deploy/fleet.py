@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Coroutine
 
 from deploy.event_log import EventLog
-from deploy.pools import Action, Drain, Pools, Role, Sizes, Stage, Start
+from deploy.pools import Action, Drain, Pools, Stage, Start
 from deploy.roll import Membership, Roll
 from deploy.supervision import repeat
 from deploy.worker_host import Life, WorkerHost
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import WorkerId
+from wire.pools import PoolSizes, Role
 
 LOOK_EVERY_S = 1.0
 MAX_SILENCE_S = 30.0
@@ -53,7 +54,7 @@ class Fleet:
         """Until cancelled."""
         await repeat("the care for the workers", self._step, self._events)
 
-    async def settle(self, timeout_s: float, max_failures: int) -> Sizes:
+    async def settle(self, timeout_s: float, max_failures: int) -> PoolSizes:
         """Returns when all is as asked. Unavailable, with the reason, once so many more workers did not start."""
         num_allowed = len(self._failures) + max_failures
         try:

@@ -11,15 +11,9 @@ from enum import Enum
 
 from wire.errors import InvalidRequest, WorkerNotFound
 from wire.ids import WorkerId
+from wire.pools import PoolSizes, Role
 
 MAX_PAUSE_S = 30.0
-
-
-class Role(Enum):
-    """What a worker does."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class Stage(Enum):
@@ -28,26 +22,6 @@ class Stage(Enum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Number of workers that each pool should have."""
-
-    prefill: int
-    decode: int
-
-    def __getitem__(self, role: Role) -> int:
-        return self.prefill if role is Role.PREFILL else self.decode
-
-    def resized(self, prefill: int | None, decode: int | None) -> "Sizes":
-        """None leaves a pool as it is. Raises InvalidRequest for what no cluster can work with."""
-        sizes = Sizes(self.prefill if prefill is None else prefill, self.decode if decode is None else decode)
-        if sizes.prefill < 0:
-            raise InvalidRequest("prefill", "must not be negative")
-        if sizes.decode < 1:
-            raise InvalidRequest("decode", "at least one decode worker must stay")
-        return sizes
 
 
 @dataclass(frozen=True)
@@ -87,7 +61,7 @@ Action = Start | Drain | Stop
 class Pools:
     """Both pools. Has no clock: `now_s` are readings of one monotonic clock."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: PoolSizes) -> None:
         self.sizes = sizes
         self._workers: dict[WorkerId, Worker] = {}
         self._num_named = Counter[Role]()
@@ -114,8 +88,8 @@ class Pools:
         )
 
     def resize(self, prefill: int | None, decode: int | None) -> None:
-        """Raises InvalidRequest, and changes nothing, for sizes that cannot be."""
-        self.sizes = self.sizes.resized(prefill, decode)
+        """Raises InvalidRequest, and changes nothing, for sizes that cannot be. None leaves a pool as it is."""
+        self.sizes = _resized(self.sizes, prefill, decode)
 
     def release(self, worker_id: WorkerId) -> Drain | None:
         """Shrinks a worker's pool by that worker; None if it drains already. WorkerNotFound, InvalidRequest."""
@@ -180,3 +154,13 @@ class Pools:
 
     def _set_stage(self, worker: Worker, stage: Stage) -> None:
         self._workers[worker.worker_id] = replace(worker, stage=stage)
+
+
+def _resized(sizes: PoolSizes, prefill: int | None, decode: int | None) -> PoolSizes:
+    """Raises InvalidRequest for what no cluster can work with."""
+    resized = PoolSizes(sizes.prefill if prefill is None else prefill, sizes.decode if decode is None else decode)
+    if resized.prefill < 0:
+        raise InvalidRequest("prefill", "must not be negative")
+    if resized.decode < 1:
+        raise InvalidRequest("decode", "at least one decode worker must stay")
+    return resized

@@ -4,10 +4,10 @@ import asyncio
 import json
 from dataclasses import replace
 
-from deploy.pools import Role
 from deploy.ray_actor import RayActor, Resources
 from deploy.worker_host import Life, Place
 from wire.ids import WorkerId
+from wire.pools import Role
 from worker.config import WorkerConfig
 
 START_TIMEOUT_S = 900.0

@@ -3,32 +3,22 @@
 import asyncio
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from deploy.event_log import EventLog
-from deploy.pools import Pools, Role, Stage
+from deploy.pools import Pools, Stage
 from deploy.worker_host import Place
 from wire.errors import BatonError
 from wire.ids import WorkerId
+from wire.pools import ListedWorker
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A worker as the router is told of it."""
-
-    worker_id: WorkerId
-    role: Role
-    address: str
-    draining: bool
 
 
 class Membership(Protocol):
     """The router, as far as it wants to know of workers."""
 
-    async def set_members(self, members: list[Listed]) -> dict[WorkerId, str]:
+    async def set_members(self, members: list[ListedWorker]) -> dict[WorkerId, str]:
         """These are the workers; those not taken in, with the reason. Raises BatonError if the router is away."""
         ...
 
@@ -79,9 +69,9 @@ class Roll:
                 self._events.note(f"the router does not take worker {worker_id}: {reason}")
             self._refused = refused
 
-    def _members(self) -> list[Listed]:
+    def _members(self) -> list[ListedWorker]:
         return [
-            Listed(worker.worker_id, worker.role, place.address, worker.stage is Stage.DRAINING)
+            ListedWorker(worker.worker_id, worker.role, place.address, worker.stage is Stage.DRAINING)
             for worker in self._pools
             if (place := self._places.get(worker.worker_id)) is not None
         ]

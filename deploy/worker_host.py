@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from deploy.pools import Role
 from wire.errors import Unavailable
 from wire.ids import WorkerId
+from wire.pools import Role
 
 
 class Life(Enum):

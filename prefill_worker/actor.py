@@ -1,13 +1,13 @@
 """A prefill worker as a Ray actor."""
 
-from prefill_worker.role import prefill_role
+from prefill_worker.behaviour import prefill_behaviour
 from worker.actor import WorkerActor
+from worker.behaviour import Behaviour
 from worker.config import WorkerConfig
-from worker.role import Role
 
 
 class PrefillActor(WorkerActor):
     """See WorkerActor."""
 
-    def make_role(self, config: WorkerConfig) -> Role:
-        return prefill_role(config.batch, config.pool.block_size)
+    def make_behaviour(self, config: WorkerConfig) -> Behaviour:
+        return prefill_behaviour(config.batch, config.pool.block_size)

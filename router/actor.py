@@ -12,15 +12,14 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from router.config import RouterConfig
-from router.controller_port import ClusterEvent, Pools
+from router.controller_port import ClusterEvent
 from router.grpc_worker_client import GrpcWorkerClient
-from router.members import Role
-from router.membership import Listed
 from router.router import Router
 from router.server import RouterServer
 from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
+from wire.pools import ListedWorker, PoolSizes, Role
 
 TELL_TIMEOUT_S = 5.0
 SCALE_TIMEOUT_S = 600.0
@@ -60,7 +59,7 @@ class RouterActor:
         Returns `{worker_id: reason}` for those that were not taken in.
         """
         listed = [
-            Listed(WorkerId(one["worker_id"]), Role(one["role"]), one["address"], one.get("draining", False))
+            ListedWorker(WorkerId(one["worker_id"]), Role(one["role"]), one["address"], one.get("draining", False))
             for one in json.loads(members_json)
         ]
         return json.dumps(await self._started.membership.set(listed))
@@ -86,9 +85,9 @@ class RayController:
         self._ray_namespace = ray_namespace
         self._actor: Any = None
 
-    async def scale(self, prefill: int | None, decode: int | None) -> Pools:
+    async def scale(self, prefill: int | None, decode: int | None) -> PoolSizes:
         answer = await self._call("scale", SCALE_TIMEOUT_S, json.dumps({"prefill": prefill, "decode": decode}))
-        return Pools(**json.loads(answer))
+        return PoolSizes(**json.loads(answer))
 
     async def drain(self, worker_id: WorkerId) -> None:
         await self._call("drain", SCALE_TIMEOUT_S, worker_id)

@@ -6,14 +6,7 @@ from typing import Protocol
 
 from wire.errors import Unavailable
 from wire.ids import WorkerId
-
-
-@dataclass(frozen=True)
-class Pools:
-    """Number of workers of each role."""
-
-    prefill: int
-    decode: int
+from wire.pools import PoolSizes
 
 
 @dataclass(frozen=True)
@@ -27,7 +20,7 @@ class ClusterEvent:
 class ControllerPort(Protocol):
     """Raises Unavailable where the controller does not answer in time, and BatonError as it says itself."""
 
-    async def scale(self, prefill: int | None, decode: int | None) -> Pools:
+    async def scale(self, prefill: int | None, decode: int | None) -> PoolSizes:
         """Gives each pool the size asked for; None leaves it as it is. Returns when both have it."""
         ...
 
@@ -51,16 +44,16 @@ class ControllerPort(Protocol):
 class LocalController:
     """A controller whose workers are numbers: what was asked of it can be read from it."""
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: PoolSizes) -> None:
         self.pools = pools
         self.drained: list[WorkerId] = []
         self.lost: list[WorkerId] = []
         self.is_shut_down = False
         self._events: list[ClusterEvent] = []
 
-    async def scale(self, prefill: int | None, decode: int | None) -> Pools:
+    async def scale(self, prefill: int | None, decode: int | None) -> PoolSizes:
         self._require_running()
-        self.pools = Pools(
+        self.pools = PoolSizes(
             self.pools.prefill if prefill is None else prefill, self.pools.decode if decode is None else decode
         )
         self._events.append(ClusterEvent(0.0, f"scaled to {self.pools.prefill} prefill, {self.pools.decode} decode"))

@@ -9,13 +9,7 @@ from router.worker_client import WorkerClient
 from wire.errors import PairRefused, WorkerNotFound
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import worker_pb2
-
-
-class Role(Enum):
-    """What a worker does."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
+from wire.pools import Role
 
 
 class WorkerState(Enum):

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from router.controller_port import ControllerPort
-from router.members import Member, Members, Role, WorkerState
+from router.members import Member, Members, WorkerState
 from router.worker_client import WorkerClient
 from wire.errors import BatonError, PairRefused, Unavailable, WorkerLeaving
 from wire.ids import WorkerId
 from wire.pb import worker_pb2
+from wire.pools import ListedWorker
 
 log = logging.getLogger(__name__)
 
@@ -20,16 +20,6 @@ PROBE_TIMEOUT_S = 1.0
 PROBE_EVERY_S = 1.0
 _STATES = {"ready": WorkerState.READY, "draining": WorkerState.DRAINING}
 """What workers say of themselves. One that says anything else is of no use."""
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A worker as the controller lists it."""
-
-    worker_id: WorkerId
-    role: Role
-    address: str
-    draining: bool = False
 
 
 class Membership:
@@ -49,7 +39,7 @@ class Membership:
         self._setting = asyncio.Lock()
         self._probes: dict[WorkerId, asyncio.Task[None]] = {}
 
-    async def set(self, listed: Sequence[Listed]) -> dict[WorkerId, str]:
+    async def set(self, listed: Sequence[ListedWorker]) -> dict[WorkerId, str]:
         """Makes these the members. Returns those that were not taken, with the reason; they may be listed again.
 
         Calls to workers that are no longer listed end, and their requests go on elsewhere.
@@ -84,7 +74,7 @@ class Membership:
         """Forgets all workers and ends all calls to them."""
         await self.set(())
 
-    async def _drop_all_but(self, listed: Sequence[Listed]) -> None:
+    async def _drop_all_but(self, listed: Sequence[ListedWorker]) -> None:
         places = {(one.worker_id, one.address) for one in listed}
         for member in self._members:
             if (member.worker_id, member.address) in places:
@@ -95,7 +85,7 @@ class Membership:
                 probe.cancel()
             await member.client.close(_farewell(member))
 
-    async def _join(self, one: Listed) -> str | None:
+    async def _join(self, one: ListedWorker) -> str | None:
         client = self._connect(one.address)
         try:
             info = await client.get_info(JOIN_TIMEOUT_S)
@@ -142,6 +132,6 @@ def _farewell(member: Member) -> BatonError:
     return Unavailable("the worker is no longer there", worker_id=member.worker_id)
 
 
-def _require_same(listed: Listed, info: worker_pb2.WorkerInfo) -> None:
+def _require_same(listed: ListedWorker, info: worker_pb2.WorkerInfo) -> None:
     if (info.worker_id, info.role) != (listed.worker_id, listed.role.value):
         raise PairRefused("another worker answers at this address", worker_id=listed.worker_id)

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.members import Member, Members, Role
+from router.members import Member, Members
 from router.placement import DecodePlacement, PrefillPlacement
 from router.prefix_map import PrefixMap
 from wire.errors import Unavailable
 from wire.ids import BlockKey, WorkerId
+from wire.pools import Role
 
 
 @dataclass(frozen=True)

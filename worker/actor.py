@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from wire.errors import ConfigError, Unavailable
 from worker.assembly import Assembly, assemble
+from worker.behaviour import Behaviour
 from worker.config import WorkerConfig
 from worker.grpc_skin import WorkerServer
-from worker.role import Role
 from worker.service import WorkerService
 from worker.termination import on_sigterm
 
@@ -35,14 +35,14 @@ class WorkerActor(ABC):
     def __init__(self, config_json: str) -> None:
         """Raises ConfigError."""
         self._config = WorkerConfig.from_json(config_json)
-        self._role = self.make_role(self._config)
-        if self._config.role != self._role.name.value:
-            raise ConfigError(f"worker.role: this is a {self._role.name.value} worker")
+        self._behaviour = self.make_behaviour(self._config)
+        if self._config.role != self._behaviour.role.value:
+            raise ConfigError(f"worker.role: this is a {self._behaviour.role.value} worker")
         self._started: _Started | None = None
         self._leaving: asyncio.Task[None] | None = None
 
     @abstractmethod
-    def make_role(self, config: WorkerConfig) -> Role:
+    def make_behaviour(self, config: WorkerConfig) -> Behaviour:
         """The batcher and the lifecycle of the role."""
 
     async def start(self) -> str:
@@ -55,8 +55,8 @@ class WorkerActor(ABC):
         def on_broken() -> None:
             loop.call_soon_threadsafe(self._give_up)
 
-        parts = await asyncio.to_thread(assemble, self._config, self._role.batcher)
-        service = WorkerService(parts.info, self._role, parts.engine, parts.inbox, parts.store, on_broken)
+        parts = await asyncio.to_thread(assemble, self._config, self._behaviour.batcher)
+        service = WorkerService(parts.info, self._behaviour, parts.engine, parts.inbox, parts.store, on_broken)
         server = WorkerServer(service, self._config.server)
         self._started = _Started(parts, service, server)
         await service.start()

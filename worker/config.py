@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from wire.errors import ConfigError
+from wire.pools import Role
 from wire.settings import from_json, to_json
-from worker.role import RoleName
 
 FINGERPRINT_BYTES = 32
 
@@ -94,7 +94,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         _require(self.worker_id, "worker_id", "must not be empty")
-        _require(self.role in {one.value for one in RoleName}, "role", "must be prefill or decode")
+        _require(self.role in {one.value for one in Role}, "role", "must be prefill or decode")
         _require(self.num_threads > 0, "num_threads", "must be positive")
 
     def to_json(self) -> str:

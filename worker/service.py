@@ -13,7 +13,9 @@ from kv_store.block_store import BlockStore
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable, Unsupported, WorkerLeaving
 from wire.ids import RequestId
 from wire.pb import worker_pb2
+from wire.pools import Role
 from worker.async_store import AsyncStore
+from worker.behaviour import Behaviour
 from worker.call import Call, Calls
 from worker.commands import Command
 from worker.inbox import Inbox
@@ -27,7 +29,6 @@ from worker.messages import (
     prefill_response_to_pb,
     status_to_pb,
 )
-from worker.role import Role, RoleName
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class WorkerService:
     def __init__(
         self,
         info: worker_pb2.WorkerInfo,
-        role: Role,
+        behaviour: Behaviour,
         engine: EngineCore,
         inbox: Inbox[Command],
         store: BlockStore,
@@ -62,7 +63,7 @@ class WorkerService:
     ) -> None:
         """`on_broken` is called on the engine's thread when the worker is of no use any more; see WorkerLoop."""
         self._info = info
-        self._role = role
+        self._behaviour = behaviour
         self._store = AsyncStore(store)
         self._calls = Calls()
         self._is_draining = False
@@ -101,7 +102,7 @@ class WorkerService:
     async def prefill(
         self, request: worker_pb2.PrefillRequest, timeout_s: float = MAX_REQUEST_S
     ) -> worker_pb2.PrefillResponse:
-        self._require_role(RoleName.PREFILL)
+        self._require_role(Role.PREFILL)
         with self._serve(hand_off_from_pb(request, self._info.vocab_size), request.attempt, timeout_s) as call:
             answer = await call.take()
         assert answer is not None, "a prefill that ends well has sent its answer"
@@ -110,7 +111,7 @@ class WorkerService:
     async def decode(
         self, request: worker_pb2.DecodeRequest, timeout_s: float = MAX_REQUEST_S
     ) -> AsyncGenerator[worker_pb2.DecodeUpdate, None]:
-        self._require_role(RoleName.DECODE)
+        self._require_role(Role.DECODE)
         with self._serve(decode_request_from_pb(request, self._info.vocab_size), request.attempt, timeout_s) as call:
             while (update := await call.take()) is not None:
                 yield decode_update_to_pb(request.attempt, update, self._info.worker_id)
@@ -149,7 +150,7 @@ class WorkerService:
         out_of_time = DeadlineExceeded("the request's deadline has passed", request_id=request.request_id)
         timer = asyncio.get_running_loop().call_later(min(timeout_s, MAX_REQUEST_S), self._end, call, out_of_time)
         try:
-            self._loop.begin(call, self._role.new_lifecycle(request, time.monotonic()))
+            self._loop.begin(call, self._behaviour.new_lifecycle(request, time.monotonic()))
             yield call
         finally:
             timer.cancel()
@@ -171,9 +172,9 @@ class WorkerService:
         call.close(error)
         self._loop.withdraw(call, error)
 
-    def _require_role(self, name: RoleName) -> None:
-        if self._role.name is not name:
-            raise Unsupported(f"a {self._role.name.value} worker does not serve {name.value} calls")
+    def _require_role(self, role: Role) -> None:
+        if self._behaviour.role is not role:
+            raise Unsupported(f"a {self._behaviour.role.value} worker does not serve {role.value} calls")
 
     async def _check_engine(self) -> list[str]:
         try:

@@ -8,11 +8,11 @@ from deploy import fleet as fleet_module
 from deploy import supervision
 from deploy.event_log import EventLog
 from deploy.fleet import Fleet
-from deploy.pools import Pools, Sizes
-from deploy.roll import Listed
+from deploy.pools import Pools
 from deploy.worker_host import Life, LocalWorkerHost
 from wire.errors import DeadlineExceeded, InvalidRequest, ModelError, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
+from wire.pools import ListedWorker, PoolSizes
 
 D0, D1, P0, P1 = (WorkerId(name) for name in ("decode-0", "decode-1", "prefill-0", "prefill-1"))
 
@@ -21,11 +21,11 @@ class FakeRouter:
     """Remembers what it was told; `away` makes it deaf."""
 
     def __init__(self) -> None:
-        self.told: list[list[Listed]] = []
+        self.told: list[list[ListedWorker]] = []
         self.refused: dict[WorkerId, str] = {}
         self.away = False
 
-    async def set_members(self, members: list[Listed]) -> dict[WorkerId, str]:
+    async def set_members(self, members: list[ListedWorker]) -> dict[WorkerId, str]:
         if self.away:
             raise Unavailable("away")
         self.told.append(members)
@@ -70,7 +70,7 @@ class World:
         self.host = host or LocalWorkerHost()
         self.router = FakeRouter()
         self.events = EventLog(lambda: self.now_s)
-        self.pools = Pools(Sizes(prefill, decode))
+        self.pools = Pools(PoolSizes(prefill, decode))
         self.fleet = Fleet(self.pools, self.host, self.router, self.events, 30, lambda: self.now_s)
 
     @asynccontextmanager
@@ -131,7 +131,7 @@ async def test_scaling_up_and_down() -> None:
     async with World(1, 1).running() as world:
         await world.settled()
         world.fleet.resize(0, 2)
-        assert await world.fleet.settle(5, 1) == Sizes(0, 2)
+        assert await world.fleet.settle(5, 1) == PoolSizes(0, 2)
         assert world.router.known == {D0, D1}
         assert world.host.drained == [P0]
         assert set(world.host.lives) == {D0, D1}

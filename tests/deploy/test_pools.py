@@ -2,16 +2,17 @@ import copy
 
 import pytest
 
-from deploy.pools import Action, Drain, Pools, Role, Sizes, Stage, Start, Stop
+from deploy.pools import Action, Drain, Pools, Stage, Start, Stop
 from wire.errors import InvalidRequest, WorkerNotFound
 from wire.ids import WorkerId
+from wire.pools import PoolSizes, Role
 
 P0, P1, D0, D1, D2 = (WorkerId(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"))
 
 
 def pools(prefill: int, decode: int) -> Pools:
     """Pools that have just become what they should be."""
-    made = Pools(Sizes(prefill, decode))
+    made = Pools(PoolSizes(prefill, decode))
     for action in made.plan(0.0):
         made.became_ready(action.worker_id)
     assert made.are_as_asked
@@ -19,14 +20,14 @@ def pools(prefill: int, decode: int) -> Pools:
 
 
 def test_empty_pools_are_filled_once() -> None:
-    made = Pools(Sizes(1, 2))
+    made = Pools(PoolSizes(1, 2))
     assert made.plan(0.0) == [Start(P0, Role.PREFILL), Start(D0, Role.DECODE), Start(D1, Role.DECODE)]
     assert made.plan(0.0) == []
     assert not made.are_as_asked
 
 
 def test_pools_are_as_asked_only_when_all_are_ready() -> None:
-    made = Pools(Sizes(1, 1))
+    made = Pools(PoolSizes(1, 1))
     made.plan(0.0)
     made.became_ready(P0)
     assert not made.are_as_asked
@@ -57,7 +58,7 @@ def test_sizes_that_cannot_be_change_nothing(prefill: int | None, decode: int | 
     made = pools(1, 1)
     with pytest.raises(InvalidRequest):
         made.resize(prefill, decode)
-    assert made.sizes == Sizes(1, 1)
+    assert made.sizes == PoolSizes(1, 1)
     assert made.plan(0.0) == []
 
 
@@ -108,7 +109,7 @@ def test_a_worker_lost_while_draining_is_not_replaced() -> None:
 
 
 def test_what_never_starts_is_tried_again_after_longer_and_longer_pauses() -> None:
-    made = Pools(Sizes(0, 1))
+    made = Pools(PoolSizes(0, 1))
     now_s, pauses = 0.0, []
     for _ in range(8):
         (start,) = made.plan(now_s)
@@ -119,7 +120,7 @@ def test_what_never_starts_is_tried_again_after_longer_and_longer_pauses() -> No
 
 
 def test_a_start_that_succeeds_ends_the_pauses() -> None:
-    made = Pools(Sizes(0, 1))
+    made = Pools(PoolSizes(0, 1))
     for now_s in (0.0, 10.0, 20.0):
         (start,) = made.plan(now_s)
         made.lost(start.worker_id, now_s)
@@ -130,7 +131,7 @@ def test_a_start_that_succeeds_ends_the_pauses() -> None:
 
 
 def test_one_pool_in_trouble_does_not_hold_up_the_other() -> None:
-    made = Pools(Sizes(1, 1))
+    made = Pools(PoolSizes(1, 1))
     made.plan(0.0)
     made.lost(P0, 0.0)
     made.lost(D0, 0.0)
@@ -143,7 +144,7 @@ def test_one_pool_in_trouble_does_not_hold_up_the_other() -> None:
 def test_releasing_a_worker_shrinks_its_pool_by_that_one() -> None:
     made = pools(1, 2)
     assert made.release(D0) == Drain(D0)
-    assert made.sizes == Sizes(1, 1)
+    assert made.sizes == PoolSizes(1, 1)
     assert made.release(D0) is None
     assert made.plan(0.0) == []
     made.ended(D0)

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager, suppress
 from engine.batch import Model
 from kv_store.node_store import HOLD_TTL_S
 from router.local_worker_client import LocalWorkerClient
-from router.members import Role
 from tests.faults.answer import ChoiceAnswer, Reader
 from tests.faults.cold_gate import ColdGate
 from tests.faults.directory_gate import DirectoryGate
@@ -21,6 +20,7 @@ from wire.errors import Unavailable, WorkerNotFound
 from wire.ids import NamespaceRoot, RequestId, WorkerId
 from wire.keys import BlockName, cover
 from wire.pb import inference_pb2 as pb
+from wire.pools import Role
 
 
 class FaultyCluster(LocalCluster):

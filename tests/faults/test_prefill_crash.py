@@ -3,13 +3,13 @@
 import pytest
 
 from engine.hash_model import HashModel
-from router.members import Role
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.rest import at_rest
 from tests.local_cluster.cluster import Sizes
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
+from wire.pools import Role
 from worker.config import BatchSettings
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from decode_worker.role import decode_role
+from decode_worker.behaviour import decode_behaviour
 from engine.batch import Model
 from engine.core import EngineCore
 from kv_store.arena import Arena
@@ -16,13 +16,11 @@ from kv_store.directory_port import DirectoryPort
 from kv_store.memory_tier import MemoryTier
 from kv_store.node_store import NodeStore
 from kv_store.transfers import ThreadTransfers
-from prefill_worker.role import prefill_role
+from prefill_worker.behaviour import prefill_behaviour
 from router.admission import Bounds
 from router.config import ClusterAccess, RouterConfig, ServedModel, StreamBounds
-from router.controller_port import LocalController, Pools
+from router.controller_port import LocalController
 from router.local_worker_client import LocalWorkerClient
-from router.members import Role
-from router.membership import Listed
 from router.router import Router
 from tests.router.fake_cluster import Output, collect
 from text.byte_tokenizer import ByteTokenizer
@@ -30,6 +28,7 @@ from text.codec import Codec
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
+from wire.pools import ListedWorker, PoolSizes, Role
 from worker.commands import Command
 from worker.config import BatchSettings
 from worker.inbox import Inbox
@@ -87,7 +86,7 @@ class LocalCluster:
         self.clients: dict[str, LocalWorkerClient] = {}
         self._model = model
         self._sizes = sizes
-        self.port = LocalController(Pools(0, 0))
+        self.port = LocalController(PoolSizes(0, 0))
         config = RouterConfig(
             _served(model), ClusterAccess(TOKEN, "00" * 32), admission=sizes.admission, streams=sizes.streams
         )
@@ -105,7 +104,7 @@ class LocalCluster:
         for name in names:
             if name not in self.workers:
                 self.workers[name] = await self._start_worker(name)
-        refused = await self.router.membership.set([Listed(WorkerId(name), _role(name), name) for name in names])
+        refused = await self.router.membership.set([ListedWorker(WorkerId(name), _role(name), name) for name in names])
         assert refused == {}
 
     async def generate(self, request: pb.GenerateRequest, time_left_s: float | None = 60.0) -> Output:
@@ -132,14 +131,14 @@ class LocalCluster:
     async def _start_worker(self, name: str) -> LocalWorker:
         parts, sizes = self._parts(name), self._sizes
         model = parts.model
-        make_role = prefill_role if _role(name) is Role.PREFILL else decode_role
-        role = make_role(sizes.batch, model.layout.block_size)
+        make_behaviour = prefill_behaviour if _role(name) is Role.PREFILL else decode_behaviour
+        behaviour = make_behaviour(sizes.batch, model.layout.block_size)
         pool = DevicePool(model.layout, sizes.num_blocks, model.device)
         store = NodeStore(model.layout, parts.arena, parts.directory, parts.cold, pool)
         inbox: Inbox[Command] = Inbox()
         transfers = ThreadTransfers(store, inbox.ring)
-        engine = EngineCore(model, pool, role.batcher, transfers)
-        service = WorkerService(self._describe(name), role, engine, inbox, store)
+        engine = EngineCore(model, pool, behaviour.batcher, transfers)
+        service = WorkerService(self._describe(name), behaviour, engine, inbox, store)
         await service.start()
         return LocalWorker(service, engine, transfers)
 

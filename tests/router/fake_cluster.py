@@ -6,10 +6,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from router.config import ClusterAccess, RouterConfig, ServedModel
-from router.controller_port import LocalController, Pools
+from router.controller_port import LocalController
 from router.local_worker_client import LocalWorkerClient
-from router.members import Role
-from router.membership import Listed
 from router.router import Router
 from router.session import Session
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker, oracle
@@ -17,6 +15,7 @@ from text.byte_tokenizer import ByteTokenizer
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
+from wire.pools import ListedWorker, PoolSizes, Role
 
 VOCAB_SIZE = 300
 PROMPT = "hello, world"
@@ -49,7 +48,7 @@ class FakeCluster:
     """Workers are named p0, p1, ... and d0, d1, ...; to the router, a name is an address too."""
 
     def __init__(self, config: RouterConfig) -> None:
-        self.port = LocalController(Pools(0, 0))
+        self.port = LocalController(PoolSizes(0, 0))
         self.workers: dict[str, FakeWorker] = {}
         self.clients: dict[str, LocalWorkerClient] = {}
         self.router = Router(config, ByteTokenizer(), self._connect, self.port)
@@ -62,7 +61,9 @@ class FakeCluster:
         return await self.enlist(*roles)
 
     async def enlist(self, *names: str) -> dict[WorkerId, str]:
-        return await self.router.membership.set([Listed(WorkerId(one), self.workers[one].role, one) for one in names])
+        return await self.router.membership.set(
+            [ListedWorker(WorkerId(one), self.workers[one].role, one) for one in names]
+        )
 
     def open(self, request: pb.GenerateRequest, time_left_s: float | None = 20.0) -> Session:
         return self.router.dispatcher.open(request, time_left_s)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from router.members import Role
 from router.worker_client import DecodeUpdates
 from wire.errors import BatonError
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
+from wire.pools import Role
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 FINGERPRINT = b"a model's fingerprint"

@@ -8,7 +8,6 @@ import pytest
 from router.admission import Bounds
 from router.config import RouterConfig
 from router.events import Stopped
-from router.members import Role
 from tests.router.fake_cluster import CONFIG, PROMPT, Output, collect, expected, request, running, until
 from tests.router.fake_worker import FakeWorker
 from wire.errors import (
@@ -24,6 +23,7 @@ from wire.errors import (
 )
 from wire.ids import RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
+from wire.pools import Role
 
 
 def assert_is_whole(output: Output, length: int, num_choices: int = 1) -> None:

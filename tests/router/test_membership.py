@@ -4,15 +4,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.controller_port import LocalController, Pools
+from router.controller_port import LocalController
 from router.local_worker_client import LocalWorkerClient
-from router.members import Member, Members, Role, WorkerState
-from router.membership import Listed, Membership
+from router.members import Member, Members, WorkerState
+from router.membership import Membership
 from tests.router.fake_cluster import until
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from wire.errors import PairRefused, Unavailable, WorkerLeaving, WorkerNotFound
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import worker_pb2
+from wire.pools import ListedWorker, PoolSizes, Role
 
 D0, D1 = WorkerId("d0"), WorkerId("d1")
 
@@ -24,12 +25,12 @@ class Club:
         self.workers = {"here": FakeWorker(D0, Role.DECODE), "there": FakeWorker(D1, Role.DECODE, num_blocks=7)}
         self.clients: dict[str, LocalWorkerClient] = {}
         self.members = Members(FINGERPRINT, LAYOUT.encode())
-        self.port = LocalController(Pools(0, 2))
+        self.port = LocalController(PoolSizes(0, 2))
         self.num_changes = 0
         self.membership = Membership(self.members, self._connect, self.port, self._changed)
 
     async def list(self, *addresses: str, draining: bool = False) -> dict[WorkerId, str]:
-        listed = [Listed(self.workers[one].worker_id, Role.DECODE, one, draining) for one in addresses]
+        listed = [ListedWorker(self.workers[one].worker_id, Role.DECODE, one, draining) for one in addresses]
         return await self.membership.set(listed)
 
     @property
@@ -112,7 +113,7 @@ async def test_a_refused_worker_is_told_of_and_may_be_listed_again(club: Club) -
 
 async def test_another_worker_at_the_address_is_refused(club: Club) -> None:
     club.workers["here"].worker_id = D1
-    refused = await club.membership.set([Listed(D0, Role.DECODE, "here")])
+    refused = await club.membership.set([ListedWorker(D0, Role.DECODE, "here")])
     assert "another worker" in refused[D0]
 
 

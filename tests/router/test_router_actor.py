@@ -12,8 +12,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from router.actor import RayController, RouterActor
-from router.controller_port import ClusterEvent, Pools
-from router.members import Role
+from router.controller_port import ClusterEvent
 from tests.router.fake_cluster import CONFIG
 from tests.router.fake_worker import FakeWorker
 from tests.router.worker_server import served
@@ -22,6 +21,7 @@ from wire.errors import ConfigError, ModelError, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceStub
+from wire.pools import PoolSizes, Role
 
 
 def config_json(folder: Path) -> str:
@@ -90,7 +90,7 @@ def controller(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> tuple[RayCont
 
 async def test_the_controller_is_told_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
     port, handle = controller(monkeypatch, saying('{"prefill": 1, "decode": 2}'))
-    assert await port.scale(None, 2) == Pools(1, 2)
+    assert await port.scale(None, 2) == PoolSizes(1, 2)
     await port.drain(WorkerId("d0"))
     await port.worker_lost(WorkerId("d1"))
     await port.shutdown()

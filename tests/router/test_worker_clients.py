@@ -9,7 +9,6 @@ import pytest
 
 from router.grpc_worker_client import GrpcWorkerClient
 from router.local_worker_client import Faults, LocalWorkerClient
-from router.members import Role
 from router.worker_client import WorkerClient
 from tests.router.fake_cluster import expected, until
 from tests.router.fake_worker import FakeWorker
@@ -18,6 +17,7 @@ from wire.errors import DeadlineExceeded, InvalidRequest, Unauthenticated, Unava
 from wire.ids import RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
+from wire.pools import Role
 
 TOKEN = "the cluster's token"
 CLOSED = WorkerLeaving("it is not needed any more")

@@ -24,10 +24,10 @@ from tests.worker.workers import (
 from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable, Unsupported
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerStub
+from wire.pools import Role
 from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA, from_rpc_error
 from worker.config import ServerSettings
 from worker.grpc_skin import SERVICE_NAME, WorkerServer
-from worker.role import RoleName
 
 TOKEN = ((TOKEN_METADATA, "the cluster's"),)
 SETTINGS = ServerSettings(token="the cluster's")
@@ -37,7 +37,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @pytest.fixture
 async def decode() -> AsyncIterator[Worker]:
-    async with serving(RoleName.DECODE, Node()) as worker:
+    async with serving(Role.DECODE, Node()) as worker:
         yield worker
 
 

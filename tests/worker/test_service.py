@@ -28,8 +28,8 @@ from wire.errors import (
     Unsupported,
 )
 from wire.pb import inference_pb2, worker_pb2
+from wire.pools import Role
 from wire.sampling import SamplingParams
-from worker.role import RoleName
 
 ORACLE = HashModel(LAYOUT, VOCAB_SIZE)
 
@@ -41,13 +41,13 @@ def node() -> Node:
 
 @pytest.fixture
 async def prefill(node: Node) -> AsyncIterator[Worker]:
-    async with serving(RoleName.PREFILL, node) as worker:
+    async with serving(Role.PREFILL, node) as worker:
         yield worker
 
 
 @pytest.fixture
 async def decode(node: Node) -> AsyncIterator[Worker]:
-    async with serving(RoleName.DECODE, node) as worker:
+    async with serving(Role.DECODE, node) as worker:
         yield worker
 
 
@@ -183,7 +183,7 @@ async def test_a_failed_step_gives_all_requests_back_and_the_worker_goes_on(deco
 async def test_a_worker_whose_books_are_wrong_says_so_and_stops(node: Node) -> None:
     broken = asyncio.Event()
     loop = asyncio.get_running_loop()
-    async with serving(RoleName.DECODE, node, on_broken=lambda: loop.call_soon_threadsafe(broken.set)) as worker:
+    async with serving(Role.DECODE, node, on_broken=lambda: loop.call_soon_threadsafe(broken.set)) as worker:
         worker.model.is_broken = True
         worker.engine.check = lambda: ["a page is lost"]  # type: ignore[method-assign]
         with pytest.raises(Unavailable):
@@ -265,7 +265,7 @@ async def test_renewed_holds_are_kept_and_released_ones_are_not(prefill: Worker)
 
 
 async def test_closing_ends_open_calls(node: Node) -> None:
-    async with serving(RoleName.DECODE, node) as worker:
+    async with serving(Role.DECODE, node) as worker:
         updates = worker.service.decode(decode_request(sampling=greedy(3000)))
         await anext(updates)
     with pytest.raises(Unavailable):

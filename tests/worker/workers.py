@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from decode_worker.role import decode_role
+from decode_worker.behaviour import decode_behaviour
 from engine.batch import Batch
 from engine.core import EngineCore
 from engine.hash_model import HashModel
@@ -16,16 +16,16 @@ from kv_store.device_pool import DevicePool
 from kv_store.directory import Directory
 from kv_store.node_store import HOLD_TTL_S, NodeStore
 from kv_store.transfers import ThreadTransfers
-from prefill_worker.role import prefill_role
+from prefill_worker.behaviour import prefill_behaviour
 from wire.convert import sampling_to_pb
 from wire.ids import PROTOCOL_VERSION
 from wire.layout import KVLayout
 from wire.pb import inference_pb2, worker_pb2
+from wire.pools import Role
 from wire.sampling import SamplingParams
 from worker.commands import Command
 from worker.config import BatchSettings
 from worker.inbox import Inbox
-from worker.role import RoleName
 from worker.service import WorkerService
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
@@ -34,7 +34,7 @@ POISON = (5, 6, 7)
 """A prompt after which logits are no numbers."""
 PROMPT = tuple(range(1, 101))
 TIMEOUT_S = 20.0
-_ROLES = {RoleName.PREFILL: prefill_role, RoleName.DECODE: decode_role}
+_BEHAVIOURS = {Role.PREFILL: prefill_behaviour, Role.DECODE: decode_behaviour}
 
 
 class Model(HashModel):
@@ -70,13 +70,13 @@ class Node:
 class Worker:
     """A service and what it is made of."""
 
-    def __init__(self, role: RoleName, node: Node, num_blocks: int, on_broken: Callable[[], None]) -> None:
+    def __init__(self, role: Role, node: Node, num_blocks: int, on_broken: Callable[[], None]) -> None:
         self.model = Model()
         pool = DevicePool(LAYOUT, num_blocks, self.model.device)
         store = node.store(pool)
         inbox: Inbox[Command] = Inbox()
         self.transfers = ThreadTransfers(store, inbox.ring)
-        made = _ROLES[role](BatchSettings(), LAYOUT.block_size)
+        made = _BEHAVIOURS[role](BatchSettings(), LAYOUT.block_size)
         self.engine = EngineCore(self.model, pool, made.batcher, self.transfers)
         info = worker_pb2.WorkerInfo(
             worker_id=f"{role.value}-0",
@@ -109,7 +109,7 @@ class Worker:
 
 @asynccontextmanager
 async def serving(
-    role: RoleName, node: Node, num_blocks: int = 256, on_broken: Callable[[], None] = lambda: None
+    role: Role, node: Node, num_blocks: int = 256, on_broken: Callable[[], None] = lambda: None
 ) -> AsyncIterator[Worker]:
     worker = Worker(role, node, num_blocks, on_broken)
     await worker.service.start()

@@ -1,23 +1,16 @@
 """What makes a worker a prefill or a decode worker."""
 
 from dataclasses import dataclass
-from enum import Enum
 
 from engine.batcher import Batcher
+from wire.pools import Role
 from worker.lifecycle import NewLifecycle
 
 
-class RoleName(Enum):
-    """As in WorkerInfo and WorkerStatus."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
 @dataclass(frozen=True)
-class Role:
+class Behaviour:
     """How steps are put together, and what a request's life looks like. A worker serves the one call of its role."""
 
-    name: RoleName
+    role: Role
     batcher: Batcher
     new_lifecycle: NewLifecycle
