@@ -67,7 +67,7 @@ class Percentiles:
 
 
 @dataclass(frozen=True)
-class Summary:
+class ModeSummary:
     """What one mode did. Rates are per second of the time from the round's start to its last answer."""
 
     num_sent: int
@@ -85,13 +85,13 @@ class Summary:
     client_lateness_ms: Percentiles
 
 
-def summarize(rounds: Sequence[Sequence[Record]], limits: LatencyLimits) -> Summary:
+def summarize(rounds: Sequence[Sequence[Record]], limits: LatencyLimits) -> ModeSummary:
     """Of all rounds of one mode together."""
     records = [record for one in rounds for record in one]
     ended = [record for record in records if record.error is None and record.chunks]
     good = [record for record in ended if limits.holds_for(record)]
     span_s = sum(max((record.ended_s for record in one), default=0.0) for one in rounds) or 1.0
-    return Summary(
+    return ModeSummary(
         num_sent=len(records),
         num_ended=len(ended),
         errors=dict(Counter(record.error or "no tokens" for record in records if record not in ended)),

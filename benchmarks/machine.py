@@ -12,7 +12,7 @@ _NUM_TRIALS = 3
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineState:
     """Load of the last minute, cores, threads that torch is told to use, and memory bandwidth of one core in GB/s."""
 
     load_average: float
@@ -22,7 +22,7 @@ class Machine:
     copy_gb_s: float
 
     @classmethod
-    def measure(cls) -> "Machine":
+    def measure(cls) -> "MachineState":
         """Takes about a second and half a gigabyte. A copied byte counts once."""
         source = np.ones(_NUM_BYTES // 8, dtype=np.int64)
         target = np.ones_like(source)

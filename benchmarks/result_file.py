@@ -9,14 +9,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import Machine
+from benchmarks.machine import MachineState
 
 FOLDER = Path(__file__).parent / "results"
 
 
 def write_result(name: str, figures: Mapping[str, Any], details: Mapping[str, Any]) -> None:
     """Prints the figures as a table, and writes them with the details to results/NAME.json and the table to .md."""
-    machine = Machine.measure()
+    machine = MachineState.measure()
     command = f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     rows = [f"| {key} | {_show(value)} |" for key, value in figures.items()]

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.baton_service import BatonService
 from benchmarks.latency import LatencyLimits, Record
 from benchmarks.load_client import LoadClient
-from benchmarks.machine import Machine
+from benchmarks.machine import MachineState
 from benchmarks.request_trace import read_trace, scale
 from benchmarks.schedule import Arrival, poisson, replay
 from benchmarks.serve_report import ServeReport
@@ -45,7 +45,7 @@ def main() -> None:
 async def _measure(addresses: Mapping[str, str], options: argparse.Namespace) -> ServeReport:
     limits = LatencyLimits(options.ttft_limit_ms / 1000, options.tpot_limit_ms / 1000)
     rounds_by_mode: dict[str, list[list[Record]]] = {mode: [] for mode in addresses}
-    before = Machine.measure()
+    before = MachineState.measure()
     load = ""
     for number in range(options.rounds):
         for mode, address in addresses.items():
@@ -54,7 +54,7 @@ async def _measure(addresses: Mapping[str, str], options: argparse.Namespace) ->
                 if number == 0:
                     await client.run(poisson(2.0, 2.0, options.input_len, 2, _WARM_UP_SEED))
                 rounds_by_mode[mode].append(await client.run(schedule))
-    return ServeReport(load, limits, rounds_by_mode, before, Machine.measure())
+    return ServeReport(load, limits, rounds_by_mode, before, MachineState.measure())
 
 
 def _load(options: argparse.Namespace, number: int, max_context_len: int) -> tuple[str, list[Arrival]]:

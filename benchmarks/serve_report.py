@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.latency import LatencyLimits, Percentiles, Record, Summary, summarize
-from benchmarks.machine import Machine
+from benchmarks.latency import LatencyLimits, ModeSummary, Percentiles, Record, summarize
+from benchmarks.machine import MachineState
 
 _WIDTH = 26
-_ROWS: tuple[tuple[str, Callable[[Summary], Percentiles]], ...] = (
+_ROWS: tuple[tuple[str, Callable[[ModeSummary], Percentiles]], ...] = (
     ("TTFT ms", lambda summary: summary.ttft_ms),
     ("TPOT ms", lambda summary: summary.tpot_ms),
     ("ITL ms", lambda summary: summary.itl_ms),
@@ -26,8 +26,8 @@ class ServeReport:
     load: str
     limits: LatencyLimits
     rounds_by_mode: Mapping[str, Sequence[Sequence[Record]]]
-    machine_before: Machine
-    machine_after: Machine
+    machine_before: MachineState
+    machine_after: MachineState
 
     def text(self) -> str:
         """A table with a column a mode, and with two modes the ratio of the second to the first."""
@@ -53,7 +53,7 @@ class ServeReport:
         }
         return json.dumps(_without_nan(report), indent=2, allow_nan=False)
 
-    def _rate_lines(self, summaries: Mapping[str, Summary]) -> list[str]:
+    def _rate_lines(self, summaries: Mapping[str, ModeSummary]) -> list[str]:
         kept = f"TTFT <= {self.limits.ttft_s * 1000:g} ms, TPOT <= {self.limits.tpot_s * 1000:g} ms"
         each = summaries.values()
         return [
@@ -81,7 +81,7 @@ class ServeReport:
         return lines
 
 
-def _latency_lines(summaries: Mapping[str, Summary]) -> list[str]:
+def _latency_lines(summaries: Mapping[str, ModeSummary]) -> list[str]:
     lines = [_line("p50 / p90 / p99", [""] * len(summaries))]
     for name, pick in _ROWS:
         lines.append(_line(name, [_three(pick(summary)) for summary in summaries.values()]))

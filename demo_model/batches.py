@@ -7,20 +7,20 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from demo_model.corpus import Split
-from demo_model.documents import Piece, make_document
+from demo_model.documents import WeightedText, make_document
 
 _MIN_PERIOD = 4
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """`token_ids` [num_rows, length] int64, and `weights` of the same shape: how much guessing each token counts."""
 
     token_ids: torch.Tensor
     weights: torch.Tensor
 
 
-def make_repeats(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows: int, length: int) -> Batch:
+def make_repeats(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows: int, length: int) -> TrainingBatch:
     """Rows that repeat random tokens with a period of their own, counted from the second round on.
 
     To guess them a model has to find the last place where the current token stood and look at what followed: the skill
@@ -33,19 +33,21 @@ def make_repeats(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_row
         tokens = torch.tensor(rng.sample(range(len(tokenizer)), period))
         token_ids[row] = tokens.repeat(length // period + 1)[:length]
         weights[row, period + 1 :] = 1.0
-    return Batch(token_ids, weights)
+    return TrainingBatch(token_ids, weights)
 
 
-def make_texts(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows: int, length: int) -> Batch:
+def make_texts(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows: int, length: int) -> TrainingBatch:
     """A training document a row, cut at `length`."""
     token_ids = torch.empty(num_rows, length, dtype=torch.int64)
     weights = torch.empty(num_rows, length)
     for row in range(num_rows):
         token_ids[row], weights[row] = _encode(tokenizer, make_document(rng, Split.TRAIN, length), length)
-    return Batch(token_ids, weights)
+    return TrainingBatch(token_ids, weights)
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, pieces: list[Piece], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode(
+    tokenizer: PreTrainedTokenizerFast, pieces: list[WeightedText], length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The document's first `length` tokens and their weights, each [length]."""
     encoded = tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
     token_ids = [token for tokens in encoded for token in tokens]

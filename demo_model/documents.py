@@ -20,17 +20,17 @@ _ANSWER_WEIGHT = 1.0
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightedText:
     """A stretch of a document and how much each of its tokens counts in the loss."""
 
     text: str
     weight: float
 
 
-def make_document(rng: random.Random, split: Split, length: int) -> list[Piece]:
+def make_document(rng: random.Random, split: Split, length: int) -> list[WeightedText]:
     """A document of about `length` tokens."""
     if rng.random() < _ENGLISH_SHARE:
-        return [Piece(make_english(rng, split, length), _ENGLISH_WEIGHT)]
+        return [WeightedText(make_english(rng, split, length), _ENGLISH_WEIGHT)]
     return _make_exercise(rng, split, length)
 
 
@@ -42,16 +42,16 @@ def make_english(rng: random.Random, split: Split, length: int) -> str:
     return " ".join(sentences) + END
 
 
-def _make_exercise(rng: random.Random, split: Split, length: int) -> list[Piece]:
+def _make_exercise(rng: random.Random, split: Split, length: int) -> list[WeightedText]:
     """Facts, and as many questions with their answers as the length has room for."""
     context = _make_context(rng, split, int(length * rng.uniform(*_CONTEXT_SHARES)))
     wording = rng.choice(WORDINGS)
-    pieces = [Piece(wording.opening + context.text, _CONTEXT_WEIGHT)]
+    pieces = [WeightedText(wording.opening + context.text, _CONTEXT_WEIGHT)]
     room, before = length - count_tokens(context.text), rng.choice(_LINE_BREAKS)
     while room > 0:
         fact = rng.choice(context.facts)
-        pieces.append(Piece(before + ask(context, fact, wording), _QUESTION_WEIGHT))
-        pieces.append(Piece(answer(fact), _ANSWER_WEIGHT))
+        pieces.append(WeightedText(before + ask(context, fact, wording), _QUESTION_WEIGHT))
+        pieces.append(WeightedText(answer(fact), _ANSWER_WEIGHT))
         room -= count_tokens(pieces[-2].text + pieces[-1].text)
         before = wording.opening
     return pieces

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from demo_model.batches import Batch, make_repeats, make_texts
+from demo_model.batches import TrainingBatch, make_repeats, make_texts
 from demo_model.tokenizer import train_tokenizer
 
 _LEARNING_RATE = 4e-3
@@ -24,11 +24,11 @@ _WARM_UP_STEPS = 100
 _NUM_AWAKE_LAYERS = 2
 _REPORT_EVERY = 50
 
-BatchMaker = Callable[[random.Random, PreTrainedTokenizerFast, int, int], Batch]
+BatchMaker = Callable[[random.Random, PreTrainedTokenizerFast, int, int], TrainingBatch]
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """`num_steps` steps on batches of about `tokens_per_step` tokens, with a row length drawn from `lengths`."""
 
     make_batch: BatchMaker
@@ -38,11 +38,11 @@ class Stage:
 
 
 STAGES = (
-    Stage(make_repeats, (64,), 2048, 900),
-    Stage(make_texts, (64,), 2048, 1200),
-    Stage(make_texts, (64, 128, 192), 3072, 1500),
-    Stage(make_texts, (64, 192, 320, 448), 4096, 1500),
-    Stage(make_texts, (64, 256, 512, 1024), 4096, 2000),
+    TrainingStage(make_repeats, (64,), 2048, 900),
+    TrainingStage(make_texts, (64,), 2048, 1200),
+    TrainingStage(make_texts, (64, 128, 192), 3072, 1500),
+    TrainingStage(make_texts, (64, 192, 320, 448), 4096, 1500),
+    TrainingStage(make_texts, (64, 256, 512, 1024), 4096, 2000),
 )
 
 
@@ -112,14 +112,14 @@ def _learning_rate_scale(step: int) -> float:
     return min(1.0, (step + 1) / _WARM_UP_STEPS, left / STAGES[-1].num_steps)
 
 
-def _batches(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Iterator[Batch]:
+def _batches(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Iterator[TrainingBatch]:
     for stage in STAGES:
         for _ in range(stage.num_steps):
             length = rng.choice(stage.lengths)
             yield stage.make_batch(rng, tokenizer, stage.tokens_per_step // length, length)
 
 
-def _train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[float, float]:
+def _train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: TrainingBatch) -> tuple[float, float]:
     """One update; returns the loss before it and the share of fully counted tokens that were guessed right."""
     logits = model(batch.token_ids, use_cache=False).logits[:, :-1].flatten(0, 1)
     targets, weights = batch.token_ids[:, 1:].flatten(), batch.weights[:, 1:].flatten()

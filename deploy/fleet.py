@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 
 from deploy.event_log import EventLog
 from deploy.pools import Action, Drain, Pools, Stage, Start
-from deploy.roll import Membership, Roll
+from deploy.roll import Roll, RouterPort
 from deploy.supervision import repeat
 from deploy.worker_host import Life, WorkerHost
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
@@ -27,7 +27,7 @@ class Fleet:
         self,
         pools: Pools,
         host: WorkerHost,
-        router: Membership,
+        router: RouterPort,
         events: EventLog,
         drain_grace_s: int,
         clock: Callable[[], float] = time.monotonic,

@@ -8,7 +8,7 @@ from deploy.node_config import NodeConfig
 from deploy.sizing import Sizes
 from router.admission import Bounds
 from router.config import ClusterAccess, Listeners, RouterConfig, ServedModel, StreamBounds
-from worker.config import ModelSettings, PoolSettings, ServerSettings, StoreSettings, WorkerConfig
+from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
 
 
 def make_plan(
@@ -74,8 +74,8 @@ def _worker(config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeCo
     return WorkerConfig(
         worker_id="any",
         role="decode",
-        model=ModelSettings(model.folder, model.fingerprint.hex(), model.dtype, model.device),
-        pool=PoolSettings(sizes.num_pool_blocks, model.layout.block_size),
+        model=CheckpointSettings(model.folder, model.fingerprint.hex(), model.dtype, model.device),
+        pool=PageSettings(sizes.num_pool_blocks, model.layout.block_size),
         store=StoreSettings(node.directory_path, node.redis_url),
         server=ServerSettings(token),
         batch=config.batch,

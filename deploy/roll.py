@@ -15,7 +15,7 @@ from wire.pools import ListedWorker
 log = logging.getLogger(__name__)
 
 
-class Membership(Protocol):
+class RouterPort(Protocol):
     """The router, as far as it wants to know of workers."""
 
     async def set_members(self, members: list[ListedWorker]) -> dict[WorkerId, str]:
@@ -26,7 +26,7 @@ class Membership(Protocol):
 class Roll:
     """Workers that serve, and whether the router knows."""
 
-    def __init__(self, pools: Pools, router: Membership, events: EventLog) -> None:
+    def __init__(self, pools: Pools, router: RouterPort, events: EventLog) -> None:
         self._pools = pools
         self._router = router
         self._events = events

@@ -12,14 +12,14 @@ from wire.keys import BlockName
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedBlocks:
     """The first `len(tiers)` blocks asked for were copied and verified; where each came from."""
 
     tiers: list[Tier] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedBlocks:
     """How many of the blocks given are in the host tier now, whoever wrote them."""
 
     num_resident: int = 0
@@ -45,10 +45,10 @@ class BlockStore(Protocol):
     def lookup(self, names: Sequence[BlockName]) -> list[Tier]:
         """Tiers of the longest prefix of `names` that `fetch` would find. Copies nothing and promises nothing."""
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> Fetched:
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
         """Copies the longest verified prefix of `names` into the caller's own device pages, one for each name."""
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> Published:
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> PublishedBlocks:
         """Copies device pages into the host tier where they are not yet; with `hold`, keeps them for that request."""
 
     def withdraw(self, names: Sequence[BlockName]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kv_store.directory import Directory
-from wire.codec import Codec
+from wire.codec import MessageCodec
 from wire.directory import (
     MESSAGES,
     Abandon,
@@ -23,11 +23,11 @@ from wire.directory import (
     Reserve,
     TakeHold,
     TakeLease,
-    Withdraw,
+    WithdrawBlocks,
 )
 from wire.errors import WireError
 
-CODEC = Codec(MESSAGES)
+CODEC = MessageCodec(MESSAGES)
 
 _CALLS: dict[type, Callable[[Directory, Any, Callable[[str], str]], object]] = {
     GetInfo: lambda directory, _, who: directory.info(),
@@ -37,7 +37,7 @@ _CALLS: dict[type, Callable[[Directory, Any, Callable[[str], str]], object]] = {
     Abandon: lambda directory, asked, who: Count(directory.abandon(who(asked.writer))),
     TakeLease: lambda directory, asked, who: directory.lease(who(asked.reader), asked.keys, asked.ttl_s),
     ReleaseLease: lambda directory, asked, who: Flags([directory.release(asked.lease_id)]),
-    Withdraw: lambda directory, asked, who: Count(directory.withdraw(asked.blocks)),
+    WithdrawBlocks: lambda directory, asked, who: Count(directory.withdraw(asked.blocks)),
     TakeHold: lambda directory, asked, who: Count(directory.hold(asked.hold, asked.keys)),
     RenewHolds: lambda directory, asked, who: Count(directory.renew(asked.request_ids, asked.ttl_s)),
     ReleaseHolds: lambda directory, asked, who: Count(directory.release_holds(asked.request_ids)),

@@ -17,7 +17,6 @@ from wire.directory import (
     Count,
     DirectoryInfo,
     DirectoryStatus,
-    Failed,
     Flags,
     GetExisting,
     GetInfo,
@@ -26,6 +25,7 @@ from wire.directory import (
     Lease,
     MarkCold,
     Problems,
+    Refused,
     ReleaseHolds,
     ReleaseLease,
     RenewHolds,
@@ -33,7 +33,7 @@ from wire.directory import (
     Reserve,
     TakeHold,
     TakeLease,
-    Withdraw,
+    WithdrawBlocks,
 )
 from wire.errors import StoreError, WireError
 from wire.ids import BlockKey, RequestId
@@ -88,7 +88,7 @@ class DirectoryClient:
         return self._ask(ReleaseLease(lease_id), Flags).values == [True]
 
     def withdraw(self, blocks: Sequence[Block]) -> int:
-        return self._ask(Withdraw(list(blocks)), Count).value
+        return self._ask(WithdrawBlocks(list(blocks)), Count).value
 
     def hold(self, hold: Hold, keys: Sequence[BlockKey]) -> int:
         return self._ask_any(TakeHold(hold, list(keys)), Count).value
@@ -145,7 +145,7 @@ class DirectoryClient:
 
 
 def _as(kind: type[T], answer: object) -> T:
-    if isinstance(answer, Failed):
+    if isinstance(answer, Refused):
         raise StoreError(answer.message)
     if not isinstance(answer, kind):
         raise StoreError(f"{type(answer).__name__} in answer, not {kind.__name__}")

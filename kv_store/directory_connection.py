@@ -8,7 +8,7 @@ from typing import Any
 
 from kv_store.directory_calls import CODEC
 from wire.codec import LENGTH, body_len
-from wire.directory import DirectoryInfo, Failed, Hello
+from wire.directory import DirectoryInfo, Hello, Refused
 from wire.errors import WireError
 from wire.ids import PROTOCOL_VERSION
 
@@ -72,7 +72,7 @@ class DirectoryConnection:
 
 
 def _info_in(answer: object) -> DirectoryInfo:
-    if isinstance(answer, Failed):
+    if isinstance(answer, Refused):
         raise WireError(answer.message)
     if not isinstance(answer, DirectoryInfo):
         raise WireError(f"{type(answer).__name__} in answer to Hello")

@@ -15,7 +15,7 @@ from kv_store.directory import Directory
 from kv_store.directory_calls import CODEC, answer
 from kv_store.peer_processes import PeerProcess, PeerProcesses
 from wire.codec import LENGTH, body_len
-from wire.directory import Failed, Hello
+from wire.directory import Hello, Refused
 from wire.errors import ConfigError, StoreError, WireError
 from wire.ids import PROTOCOL_VERSION
 
@@ -102,7 +102,7 @@ class DirectoryServer:
         async with asyncio.timeout(_HELLO_TIMEOUT_S):
             hello = await _receive(connection)
         if not isinstance(hello, Hello) or hello.protocol_version != PROTOCOL_VERSION:
-            await _send(connection, Failed(f"this directory speaks version {PROTOCOL_VERSION}"))
+            await _send(connection, Refused(f"this directory speaks version {PROTOCOL_VERSION}"))
             return
         client = (peer, hello.client_id)
         self._newest[client] = max(hello.connection, self._newest.get(client, 0))
@@ -117,7 +117,7 @@ class DirectoryServer:
         try:
             return answer(self._directory, request, peer.own)
         except StoreError as error:
-            return Failed(error.message)
+            return Refused(error.message)
 
     def _forget(self, peer: PeerProcess) -> None:
         for name in peer.names:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kv_store.arena import Arena
-from kv_store.block_store import Fetched, Published, StoreStatus
+from kv_store.block_store import FetchedBlocks, PublishedBlocks, StoreStatus
 from kv_store.cold_tier import ColdTier
 from kv_store.device_pool import DevicePool
 from kv_store.directory_port import DirectoryPort, EpochChanged
@@ -58,11 +58,11 @@ class NodeStore:
     def lookup(self, names: Sequence[BlockName]) -> list[Tier]:
         return self._or_else([], lambda: self._lookup(names))
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> Fetched:
-        return self._or_else(Fetched(), lambda: self._fetch(names, pages))
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
+        return self._or_else(FetchedBlocks(), lambda: self._fetch(names, pages))
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> Published:
-        return self._or_else(Published(), lambda: self._publish(names, pages, hold))
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> PublishedBlocks:
+        return self._or_else(PublishedBlocks(), lambda: self._publish(names, pages, hold))
 
     def withdraw(self, names: Sequence[BlockName]) -> None:
         self._or_else(None, lambda: self._host.withdraw(names))
@@ -98,7 +98,7 @@ class NodeStore:
         tiers = [Tier.HOST if there else Tier.REDIS for there in in_arena]
         return tiers[: self._prefix_len(names, in_arena)]
 
-    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> Fetched:
+    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
         self._host.attach()
         lease = self._host.lease(names)
         try:
@@ -106,9 +106,11 @@ class NodeStore:
                 tiers = self._copy_in(names, lease.entries, pages)
         finally:
             held = self._host.release(lease)
-        return Fetched(tiers if held else [])
+        return FetchedBlocks(tiers if held else [])
 
-    def _publish(self, names: Sequence[BlockName], pages: Sequence[PageId], request_id: RequestId | None) -> Published:
+    def _publish(
+        self, names: Sequence[BlockName], pages: Sequence[PageId], request_id: RequestId | None
+    ) -> PublishedBlocks:
         self._host.attach()
         hold = None if request_id is None else Hold(request_id, HOLD_TTL_S)
         with self._host.writing():
@@ -118,7 +120,7 @@ class NodeStore:
                 for name, page, slot in zip(names, pages, reservation.slots, strict=True)
                 if slot is not None
             ]
-            return Published(reservation.num_resident + self._host.commit(blocks, hold))
+            return PublishedBlocks(reservation.num_resident + self._host.commit(blocks, hold))
 
     def _prefix_len(self, names: Sequence[BlockName], in_arena: Sequence[bool]) -> int:
         """How many of `names` are there without a hole, over both tiers."""

@@ -152,7 +152,7 @@ class KeepHold:
 
 
 @dataclass(frozen=True)
-class ReleaseHold:
+class DropHold:
     pass
 
 
@@ -186,7 +186,7 @@ Instruction = (
     | StartDecode
     | CancelCall
     | KeepHold
-    | ReleaseHold
+    | DropHold
     | SendChunk
     | SendComplete
     | SendError

@@ -1,10 +1,10 @@
-"""Carries out what `Holds` decides: lets prefills start in turn, renews holds, releases them."""
+"""Carries out what `HoldBudget` decides: lets prefills start in turn, renews holds, releases them."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from router.holds import Holds
+from router.hold_budget import HoldBudget
 from router.members import Members, WorkerState
 from router.worker_client import WorkerClient
 from wire.errors import BatonError
@@ -22,7 +22,7 @@ class HoldKeeper:
     def __init__(self, members: Members, renew_every_s: float = RENEW_EVERY_S) -> None:
         self._members = members
         self._renew_every_s = renew_every_s
-        self._holds = Holds()
+        self._budget = HoldBudget()
         self._turns: dict[RequestId, asyncio.Future[None]] = {}
         self._released: asyncio.Queue[RequestId] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -30,7 +30,7 @@ class HoldKeeper:
     @property
     def num_blocks(self) -> int:
         """Blocks of the arena that are spoken for; 0 at rest."""
-        return self._holds.num_blocks
+        return self._budget.num_blocks
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._renew_for_ever()), asyncio.create_task(self._release_for_ever())]
@@ -43,25 +43,25 @@ class HoldKeeper:
 
     async def enter(self, request_id: RequestId, keys: Sequence[BlockKey]) -> None:
         """Returns when a prefill that will hold the blocks `keys` may start; its caller bounds the wait."""
-        if self._holds.ask(request_id, keys):
+        if self._budget.ask(request_id, keys):
             return
         self._turns[request_id] = asyncio.get_running_loop().create_future()
         await self._turns[request_id]
 
     def keep(self, request_id: RequestId) -> None:
         """Prefill has answered: its hold is to be renewed from now on."""
-        self._holds.keep(request_id)
+        self._budget.keep(request_id)
 
     def release(self, request_id: RequestId) -> None:
         """Ends hold and waiting. May be called for any request, any number of times."""
         self._turns.pop(request_id, None)
-        if self._holds.holds(request_id):
+        if self._budget.is_granted(request_id):
             self._released.put_nowait(request_id)
-        self._grant(self._holds.release(request_id))
+        self._grant(self._budget.release(request_id))
 
     def resize(self) -> None:
         """The members have changed, and with them maybe what is known of the arena."""
-        self._grant(self._holds.resize(self._members.num_arena_blocks))
+        self._grant(self._budget.resize(self._members.num_arena_blocks))
 
     def _grant(self, granted: Sequence[RequestId]) -> None:
         for request_id in granted:
@@ -72,7 +72,7 @@ class HoldKeeper:
     async def _renew_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._renew_every_s)
-            await self._renew(self._holds.kept)
+            await self._renew(self._budget.kept)
 
     async def _release_for_ever(self) -> None:
         while True:

@@ -22,6 +22,7 @@ from router.events import (
     DecodeChosen,
     DecodeEnded,
     DecodeUpdated,
+    DropHold,
     EndTrial,
     Event,
     Instruction,
@@ -30,7 +31,6 @@ from router.events import (
     PrefillAnswered,
     PrefillChosen,
     PutInQuarantine,
-    ReleaseHold,
     SendChunk,
     SendComplete,
     SendError,
@@ -41,7 +41,7 @@ from router.events import (
     Tokenized,
     TrialBegun,
 )
-from router.record import Summary
+from router.record import RequestSummary
 from text.incremental import IncrementalText
 from wire.errors import AttemptsExhausted, BatonError, Cancelled, RequestExists, Unavailable, WireError
 from wire.ids import WorkerId
@@ -56,7 +56,7 @@ RequestExists: the id was used before, and the worker has not quite left that re
 """
 
 
-class Lifecycle:
+class RequestLifecycle:
     """`new_text` makes the incremental text of one choice from the request's settings."""
 
     def __init__(self, new_text: Callable[[SamplingParams], IncrementalText]) -> None:
@@ -73,8 +73,8 @@ class Lifecycle:
         self._todo: list[Instruction] = []
 
     @property
-    def summary(self) -> Summary:
-        return Summary(
+    def summary(self) -> RequestSummary:
+        return RequestSummary(
             self._num_prompt_tokens,
             self._num_tokens,
             self._cached,
@@ -140,7 +140,7 @@ class Lifecycle:
     def _decoded(self, update: worker_pb2.DecodeUpdate) -> None:
         if update.HasField("fetched"):
             self._cached = update.fetched.fetched_tokens if self._cached is None else self._cached
-            self._todo.append(ReleaseHold())
+            self._todo.append(DropHold())
         if not self._accept(update.choices):
             self._attempt_over(WireError("a worker skipped tokens"))
         elif self._all_ended and self._worker_goes_on:
@@ -188,7 +188,7 @@ class Lifecycle:
         elif self._attempts.is_last:
             # Who waits for a trial must not keep the arena from the one that is on trial.
             self._is_on_trial = True
-            self._todo += [CancelCall(), ReleaseHold(), BeginTrial(self._attempts.number)]
+            self._todo += [CancelCall(), DropHold(), BeginTrial(self._attempts.number)]
         else:
             self._todo += [CancelCall(), self._first_step()]
 
@@ -213,4 +213,4 @@ class Lifecycle:
         self.ended = True
         if self._is_on_trial:
             self._end_trial()
-        self._todo += [CancelCall(), ReleaseHold(), last]
+        self._todo += [CancelCall(), DropHold(), last]

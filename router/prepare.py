@@ -4,7 +4,7 @@ import secrets
 from dataclasses import dataclass
 
 from router.validator import Limits, ValidRequest, resolve
-from text.codec import Codec
+from text.codec import TextCodec
 from wire.ids import BlockKey, NamespaceRoot
 from wire.keys import cover
 from wire.sampling import SamplingParams
@@ -21,7 +21,7 @@ class Prepared:
     keys: tuple[BlockKey, ...]
 
 
-def prepare(valid: ValidRequest, tokenizer: Codec, limits: Limits, root: NamespaceRoot) -> Prepared:
+def prepare(valid: ValidRequest, tokenizer: TextCodec, limits: Limits, root: NamespaceRoot) -> Prepared:
     """Tokenizes, draws a seed if none was given, names the blocks. Raises InvalidRequest if it does not fit."""
     prompt_ids = tuple(tokenizer.encode(valid.prompt)) if isinstance(valid.prompt, str) else valid.prompt
     sampling = resolve(valid, prompt_ids, limits, secrets.randbits(SEED_BITS))

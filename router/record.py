@@ -27,7 +27,7 @@ GATES = (
 
 
 @dataclass(frozen=True)
-class Summary:
+class RequestSummary:
     """How far a request has come. `cached`: prompt tokens by the tier that had their KV; None before that is known."""
 
     num_prompt_tokens: int
@@ -44,7 +44,7 @@ class RequestRecord:
 
     request_id: RequestId
     outcome: str
-    summary: Summary
+    summary: RequestSummary
     ttft_s: float | None
     timeline: pb.Timeline
 

@@ -22,7 +22,7 @@ from router.validator import Limits
 from router.worker_client import WorkerClient
 from router.worker_metrics import WorkerCollector
 from router.worker_pool import WorkerPool
-from text.codec import Codec
+from text.codec import TextCodec
 from wire.keys import namespace_root
 
 TENANT = "default"
@@ -37,7 +37,7 @@ class Router:
     """
 
     def __init__(
-        self, config: RouterConfig, codec: Codec, connect: Callable[[str], WorkerClient], port: ControllerPort
+        self, config: RouterConfig, codec: TextCodec, connect: Callable[[str], WorkerClient], port: ControllerPort
     ) -> None:
         model, layout = config.model, config.model.layout
         self.config = config

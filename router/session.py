@@ -12,12 +12,12 @@ from router.events import (
     CancelCall,
     ChooseDecode,
     ChoosePrefill,
+    DropHold,
     EndTrial,
     Event,
     Instruction,
     KeepHold,
     PutInQuarantine,
-    ReleaseHold,
     SendChunk,
     SendComplete,
     SendError,
@@ -26,7 +26,7 @@ from router.events import (
     Stopped,
     Tokenize,
 )
-from router.lifecycle import Lifecycle
+from router.lifecycle import RequestLifecycle
 from router.members import Member, WorkerState
 from router.outbox import Outbox
 from router.pace import Pace
@@ -68,7 +68,7 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._timeline = Timeline(order.arrived_s)
         self._steps = Steps(order, services, self._timeline)
-        self._lifecycle = Lifecycle(self._new_text)
+        self._lifecycle = RequestLifecycle(self._new_text)
         self._pace = Pace(services.metrics, order.arrived_s)
         self._inbox: deque[Event] = deque()
         self._is_working = False
@@ -119,7 +119,7 @@ class Session:
                 self._cancel()
             case KeepHold():
                 self._services.holds.keep(self.request_id)
-            case ReleaseHold():
+            case DropHold():
                 self._services.holds.release(self.request_id)
             case SendChunk(chunk):
                 self._send(chunk)

@@ -32,7 +32,7 @@ from router.trials import Trials
 from router.validator import Limits, ValidRequest
 from router.worker_client import WorkerClient
 from router.worker_pool import Assignment, WorkerPool
-from text.codec import Codec
+from text.codec import TextCodec
 from wire.convert import sampling_to_pb
 from wire.errors import AttemptsExhausted, Cancelled, Unavailable
 from wire.ids import NamespaceRoot, RequestId, WorkerId
@@ -45,7 +45,7 @@ class Services:
     """What all requests share. `suspect` is told of a worker that broke off a call."""
 
     root: NamespaceRoot
-    codec: Codec
+    codec: TextCodec
     threads: Executor
     pool: WorkerPool
     holds: HoldKeeper

@@ -20,7 +20,7 @@ NETWORK = "network"
 
 
 @dataclass
-class Call:
+class TimedCall:
     """One call to a worker, seen from the router: when it was sent, when it was over, what the worker says of it."""
 
     name: str
@@ -36,7 +36,7 @@ class Timeline:
     def __init__(self, arrived_s: float) -> None:
         self._arrived_s = arrived_s
         self._spans: list[pb.Span] = []
-        self._calls: list[Call] = []
+        self._calls: list[TimedCall] = []
         self._last_ms = 0.0
 
     def reached(self, name: str, now_s: float) -> None:
@@ -45,13 +45,13 @@ class Timeline:
         self._spans.append(_span(f"{ROUTER}.{name}", ROUTER, self._last_ms, now_ms))
         self._last_ms = now_ms
 
-    def sent(self, name: str, worker: WorkerId, now_s: float) -> Call:
+    def sent(self, name: str, worker: WorkerId, now_s: float) -> TimedCall:
         """A call was sent. Calls of a request follow one another."""
-        call = Call(name, worker, self._ms(now_s))
+        call = TimedCall(name, worker, self._ms(now_s))
         self._calls.append(call)
         return call
 
-    def ended(self, call: Call, now_s: float, spans: Sequence[pb.Span] = ()) -> None:
+    def ended(self, call: TimedCall, now_s: float, spans: Sequence[pb.Span] = ()) -> None:
         """A call is over; its first end counts. Without the worker's spans it stands as one, `NAME.call`."""
         if call.ended_ms is None:
             call.ended_ms = self._last_ms = self._ms(now_s)
@@ -79,7 +79,7 @@ class Timeline:
         return (time_s - self._arrived_s) * 1000
 
 
-def _placed(call: Call) -> Iterator[pb.Span]:
+def _placed(call: TimedCall) -> Iterator[pb.Span]:
     """A call's spans on the request's own clock, cut off at the end of the call."""
     ended_ms = call.ended_ms if call.ended_ms is not None else call.sent_ms
     if not call.spans:

@@ -24,7 +24,7 @@ class Detokenizer(Protocol):
     def kind(self, token_id: int) -> TokenKind: ...
 
 
-class Codec(Detokenizer, Protocol):
+class TextCodec(Detokenizer, Protocol):
     """Both ways. Implementations are `Tokenizer` and its twin `ByteTokenizer`; both may be shared between threads."""
 
     @property

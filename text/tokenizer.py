@@ -14,7 +14,7 @@ MAX_TOKENIZER_BYTES = 64 << 20
 
 
 class Tokenizer:
-    """A `Codec`, immutable after load. `encode` lets other threads run."""
+    """A `TextCodec`, immutable after load. `encode` lets other threads run."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend

@@ -20,7 +20,7 @@ LENGTH = struct.Struct(">I")
 _Reader = Callable[[Any], Any]
 
 
-class Codec:
+class MessageCodec:
     """Encodes and decodes the given frozen dataclasses.
 
     Their fields are int, float, str, bytes, bool, NewTypes of these, other such dataclasses, and lists or `None`-unions

@@ -46,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Hello:
-    """-> DirectoryInfo, or Failed. Of one client only the connection with the highest number is heard."""
+    """-> DirectoryInfo, or Refused. Of one client only the connection with the highest number is heard."""
 
     protocol_version: int
     client_id: str
@@ -110,7 +110,7 @@ class ReleaseLease:
 
 
 @dataclass(frozen=True)
-class Withdraw:
+class WithdrawBlocks:
     """-> Count, of blocks no longer found"""
 
     blocks: list[Block]
@@ -218,7 +218,7 @@ class Problems:
 
 
 @dataclass(frozen=True)
-class Failed:
+class Refused:
     """The request was refused; nothing was changed."""
 
     message: str
@@ -233,7 +233,7 @@ MESSAGES = (
     Abandon,
     TakeLease,
     ReleaseLease,
-    Withdraw,
+    WithdrawBlocks,
     TakeHold,
     RenewHolds,
     ReleaseHolds,
@@ -247,7 +247,7 @@ MESSAGES = (
     Flags,
     Count,
     Problems,
-    Failed,
+    Refused,
 )
 
 

@@ -10,7 +10,7 @@ FINGERPRINT_BYTES = 32
 
 
 @dataclass(frozen=True)
-class ModelSettings:
+class CheckpointSettings:
     """What to load, and onto what. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere."""
 
     folder: str
@@ -31,7 +31,7 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class PoolSettings:
+class PageSettings:
     """The worker's own pages."""
 
     num_blocks: int
@@ -85,8 +85,8 @@ class WorkerConfig:
 
     worker_id: str
     role: str
-    model: ModelSettings
-    pool: PoolSettings
+    model: CheckpointSettings
+    pool: PageSettings
     store: StoreSettings
     server: ServerSettings
     batch: BatchSettings = field(default_factory=BatchSettings)

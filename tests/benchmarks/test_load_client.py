@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks.latency import LatencyLimits
 from benchmarks.load_client import LoadClient
-from benchmarks.machine import Machine
+from benchmarks.machine import MachineState
 from benchmarks.schedule import Arrival
 from benchmarks.serve_report import ServeReport
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
 
-MACHINE = Machine(load_average=1.5, num_cpus=2, omp_num_threads="1", read_gb_s=10.0, copy_gb_s=5.0)
+MACHINE = MachineState(load_average=1.5, num_cpus=2, omp_num_threads="1", read_gb_s=10.0, copy_gb_s=5.0)
 REFUSED = 99
 
 
@@ -105,7 +105,7 @@ def test_report_of_a_service_that_answered_nothing_is_still_json() -> None:
 
 
 def test_machine_is_measured() -> None:
-    machine = Machine.measure()
+    machine = MachineState.measure()
     assert machine.read_gb_s > 0.1
     assert machine.copy_gb_s > 0.1
     assert machine.num_cpus >= 1

@@ -23,7 +23,7 @@ from kv_store.directory_port import EpochChanged
 from kv_store.directory_server import DirectoryServer
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.codec import LENGTH
-from wire.directory import Count, Failed, GetStatus, Hello, Reserve
+from wire.directory import Count, GetStatus, Hello, Refused, Reserve
 from wire.errors import ConfigError, StoreError
 from wire.ids import PROTOCOL_VERSION, PageId
 
@@ -227,7 +227,7 @@ def test_nonsense_ends_its_own_connection_only(node: Node, sent: bytes) -> None:
 def test_another_version_is_told_so(node: Node) -> None:
     with closing(Line(node.path)) as line:
         line.send(Hello(PROTOCOL_VERSION + 1, "client", 1))
-        assert isinstance(line.answer(), Failed)
+        assert isinstance(line.answer(), Refused)
         assert line.read_to_end() == b""
 
 

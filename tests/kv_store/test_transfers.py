@@ -3,7 +3,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kv_store.block_store import Fetched, Published, StoreStatus
+from kv_store.block_store import FetchedBlocks, PublishedBlocks, StoreStatus
 from kv_store.tier import Tier
 from kv_store.transfers import (
     Done,
@@ -38,13 +38,13 @@ class FakeStore:
     def fence(self) -> None:
         self.fenced_by.append(threading.current_thread())
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> Fetched:
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
         self._work("fetch", names, pages)
-        return Fetched([Tier.HOST] * len(names))
+        return FetchedBlocks([Tier.HOST] * len(names))
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> Published:
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> PublishedBlocks:
         self._work("publish", names, pages, hold)
-        return Published(len(names))
+        return PublishedBlocks(len(names))
 
     def withdraw(self, names: Sequence[BlockName]) -> None:
         self._work("withdraw", names)

@@ -24,7 +24,7 @@ from router.local_worker_client import LocalWorkerClient
 from router.router import Router
 from tests.router.fake_cluster import Output, collect
 from text.byte_tokenizer import ByteTokenizer
-from text.codec import Codec
+from text.codec import TextCodec
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
@@ -75,7 +75,7 @@ class LocalCluster:
         self,
         model: Model,
         sizes: Sizes,
-        codec: Codec | None = None,
+        codec: TextCodec | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock`: of the directory, whose leases and holds run out by it."""

@@ -5,7 +5,7 @@ import pytest
 
 from router.metrics import RequestMetrics
 from router.pace import Pace
-from router.record import GATES, RequestRecord, Summary, outcome_of
+from router.record import GATES, RequestRecord, RequestSummary, outcome_of
 from wire.errors import InvalidRequest, Overloaded
 from wire.ids import RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
@@ -19,7 +19,7 @@ def record(
     outcome: str = "OK", cached: pb.TierCounts | None = None, num_attempts: int = 1, spans: Mapping[str, float] = {}
 ) -> RequestRecord:
     """A request with a prompt of 100 tokens that took two seconds; `spans` by name, in ms."""
-    summary = Summary(100, 7, cached, WorkerId("p0"), WorkerId("d0"), num_attempts)
+    summary = RequestSummary(100, 7, cached, WorkerId("p0"), WorkerId("d0"), num_attempts)
     timeline = pb.Timeline(total_ms=2000.0)
     for name, duration_ms in spans.items():
         timeline.spans.add(name=name, duration_ms=duration_ms)

@@ -14,6 +14,7 @@ from router.events import (
     DecodeChosen,
     DecodeEnded,
     DecodeUpdated,
+    DropHold,
     EndTrial,
     Event,
     Instruction,
@@ -22,7 +23,6 @@ from router.events import (
     PrefillAnswered,
     PrefillChosen,
     PutInQuarantine,
-    ReleaseHold,
     SendChunk,
     SendComplete,
     SendError,
@@ -33,7 +33,7 @@ from router.events import (
     Tokenized,
     TrialBegun,
 )
-from router.lifecycle import Lifecycle
+from router.lifecycle import RequestLifecycle
 from text.byte_tokenizer import ByteTokenizer
 from text.incremental import IncrementalText
 from wire.errors import (
@@ -81,9 +81,9 @@ def so_far(text: str, index: int = 0) -> worker_pb2.ChoiceSoFar:
     return worker_pb2.ChoiceSoFar(index=index, output=pb.TokenIds(ids=list(text.encode())))
 
 
-def lifecycle(*events: Event, **sampling: object) -> Lifecycle:
+def lifecycle(*events: Event, **sampling: object) -> RequestLifecycle:
     """A life in which the request is tokenized, and these events have happened."""
-    life = Lifecycle(lambda params: IncrementalText(ByteTokenizer(), params.stop, params.min_tokens))
+    life = RequestLifecycle(lambda params: IncrementalText(ByteTokenizer(), params.stop, params.min_tokens))
     assert life.start() == [Tokenize()]
     assert life.handle(Tokenized(6, SamplingParams(seed=5, **sampling))) == [ChoosePrefill(1)]  # type: ignore[arg-type]
     for event in events:
@@ -91,13 +91,13 @@ def lifecycle(*events: Event, **sampling: object) -> Lifecycle:
     return life
 
 
-def play(life: Lifecycle, *events: Event) -> list[Instruction]:
+def play(life: RequestLifecycle, *events: Event) -> list[Instruction]:
     return [instruction for event in events for instruction in life.handle(event)]
 
 
 DECODING = (PrefillChosen(1, P0), prefilled(tokens("a", 0)), DecodeChosen(1, D0))
 """Prefill gave "a", and decode has begun."""
-FINISH = [CancelCall(), ReleaseHold()]
+FINISH = [CancelCall(), DropHold()]
 
 
 def error_of(instructions: Sequence[Instruction]) -> Exception:
@@ -118,7 +118,7 @@ def test_a_request_from_beginning_to_end() -> None:
     assert play(life, PrefillChosen(1, P0)) == [StartPrefill(1, P0)]
     assert play(life, prefilled(tokens("a", 0))) == [chunk("a"), KeepHold(), ChooseDecode(1)]
     assert play(life, DecodeChosen(1, D0)) == [StartDecode(1, D0, (so_far("a"),))]
-    assert play(life, decoded(has_fetched=6)) == [ReleaseHold()]
+    assert play(life, decoded(has_fetched=6)) == [DropHold()]
     assert play(life, decoded(tokens("bc", 1))) == [chunk("bc")]
     assert play(life, decoded(tokens("d", 3, finish_reason=LENGTH))) == [chunk("d")]
     assert play(life, DecodeEnded(1)) == [
@@ -251,7 +251,7 @@ def test_attempts_come_to_an_end() -> None:
     """The last of them waits until no other request is on trial; then the prompt is not tried again."""
     life = lifecycle(*DECODING)
     assert play(life, AttemptFailed(1, LOST)) == [CancelCall(), ChooseDecode(2)]
-    assert play(life, AttemptFailed(2, LOST)) == [CancelCall(), ReleaseHold(), BeginTrial(3)]
+    assert play(life, AttemptFailed(2, LOST)) == [CancelCall(), DropHold(), BeginTrial(3)]
     assert play(life, TrialBegun(3)) == [ChooseDecode(3)]
     quarantine, end_of_trial, *end = play(life, AttemptFailed(MAX_ATTEMPTS, LOST))
     assert (quarantine, end_of_trial) == (PutInQuarantine(), EndTrial())
@@ -302,7 +302,7 @@ def test_a_stop_ends_it_in_any_state(before: tuple[Event, ...]) -> None:
 
 
 def test_a_stop_while_tokenizing() -> None:
-    life = Lifecycle(lambda _: IncrementalText(ByteTokenizer()))
+    life = RequestLifecycle(lambda _: IncrementalText(ByteTokenizer()))
     life.start()
     assert isinstance(error_of(life.handle(Stopped(LOST))), Unavailable)
     assert life.handle(Tokenized(6, SamplingParams())) == []

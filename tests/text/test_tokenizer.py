@@ -22,7 +22,7 @@ from tests.text.backends import (
 )
 from text import tokenizer as tokenizer_module
 from text.byte_tokenizer import ByteTokenizer
-from text.codec import Codec, TokenKind
+from text.codec import TextCodec, TokenKind
 from text.tokenizer import Tokenizer
 from wire.errors import InvalidRequest, ModelError
 
@@ -105,7 +105,7 @@ def test_raw_bytes_are_known_as_such() -> None:
 
 
 @pytest.mark.parametrize("codec", [Tokenizer(byte_level()), ByteTokenizer()])
-def test_codecs_agree_on_the_contract(codec: Codec) -> None:
+def test_codecs_agree_on_the_contract(codec: TextCodec) -> None:
     text = "nul \0, 你好 😀\n"
     ids = codec.encode(text)
     assert codec.decode(ids) == text

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wire import codec
-from wire.codec import LENGTH, Codec, body_len
+from wire.codec import LENGTH, MessageCodec, body_len
 from wire.directory import MESSAGES, Commit, Hold, RenewHolds, Reserve, TakeLease
 from wire.errors import WireError
 from wire.ids import RequestId
@@ -36,7 +36,7 @@ class Empty:
     pass
 
 
-CODEC = Codec([Outer, Empty])
+CODEC = MessageCodec([Outer, Empty])
 inners = st.builds(Inner, st.integers(-(2**63), 2**63 - 1), st.binary())
 outers = st.builds(
     Outer,
@@ -130,7 +130,7 @@ def test_the_directorys_messages_have_names_of_their_own() -> None:
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf"), 1e9])
 def test_a_time_to_live_is_positive_and_bounded(ttl_s: float) -> None:
-    directory = Codec(MESSAGES)
+    directory = MessageCodec(MESSAGES)
     for good in (
         TakeLease("r", [], 1.25),
         RenewHolds([], 1.25),

@@ -27,7 +27,7 @@ from tests.worker.workers import decode_request, greedy, prefill_request, tokens
 from wire.errors import ConfigError, ModelError, Unavailable
 from wire.pb.worker_pb2_grpc import WorkerStub
 from wire.rpc import TOKEN_METADATA
-from worker.config import ModelSettings, PoolSettings, ServerSettings, StoreSettings, WorkerConfig
+from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
 
 TOKEN = "the cluster's"
 METADATA = ((TOKEN_METADATA, TOKEN),)
@@ -90,8 +90,8 @@ def config_of(role: str, checkpoint: Path, directory_path: str, fingerprint_hex:
     return WorkerConfig(
         worker_id=f"{role}-0",
         role=role,
-        model=ModelSettings(str(checkpoint), fingerprint_hex),
-        pool=PoolSettings(num_blocks=64),
+        model=CheckpointSettings(str(checkpoint), fingerprint_hex),
+        pool=PageSettings(num_blocks=64),
         store=StoreSettings(directory_path),
         server=ServerSettings(TOKEN),
     )

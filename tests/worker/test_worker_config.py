@@ -4,13 +4,13 @@ from typing import Any
 import pytest
 
 from wire.errors import ConfigError
-from worker.config import BatchSettings, ModelSettings, PoolSettings, ServerSettings, StoreSettings, WorkerConfig
+from worker.config import BatchSettings, CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
 
 CONFIG = WorkerConfig(
     worker_id="prefill-0",
     role="prefill",
-    model=ModelSettings(folder="/models/tiny", fingerprint_hex="ab" * 32),
-    pool=PoolSettings(num_blocks=64),
+    model=CheckpointSettings(folder="/models/tiny", fingerprint_hex="ab" * 32),
+    pool=PageSettings(num_blocks=64),
     store=StoreSettings(directory_path="/run/directory"),
     server=ServerSettings(token="secret"),
 )

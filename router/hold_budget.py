@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from wire.ids import BlockKey, RequestId
 
 
-class Holds:
+class HoldBudget:
     """Counts each block once, however many requests share it. Requests wait in the order of their coming."""
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class Holds:
         if request_id not in self._granted:
             self._waiting[request_id] = keys
             self._grant()
-        return self.holds(request_id)
+        return self.is_granted(request_id)
 
-    def holds(self, request_id: RequestId) -> bool:
+    def is_granted(self, request_id: RequestId) -> bool:
         """Whether the request was let in and is not released."""
         return request_id in self._granted
 
