@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.batcher import Candidate, Pages, Plan, admissible, fit, gate_after
+from engine.batcher import Candidate, Pages, Plan
+from engine.fit import fit
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,8 @@ class DecodeBatcher:
 
     def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
         fitted = fit(running, pages, self._num_step_tokens(running))
-        if fitted.preempt:
-            return Plan(fitted.preempt, (), fitted.run)
-        room = max(0, self.max_running - len(running))
-        admit = admissible(waiting[:room], pages, _num_spare(running, pages))
-        return Plan((), admit, fitted.run, gate_after(admit, room))
+        num_slots = self.max_running - len(running)
+        return fitted.admitting(waiting, pages, num_slots=num_slots, num_spare=_num_spare(running, pages))
 
     def _num_step_tokens(self, running: Sequence[Candidate]) -> int:
         num_decoding = sum(candidate.num_missing == 1 for candidate in running)

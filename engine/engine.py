@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from engine.batcher import Batcher, ContinuousBatcher
+from engine.batcher import Batcher
 from engine.checkpoint import resolve
+from engine.continuous_batcher import ContinuousBatcher
 from engine.core import EngineCore
 from engine.decoder import Decoder
 from engine.events import Emitted, Event, Failed, Finished

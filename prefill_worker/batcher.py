@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.batcher import Candidate, Pages, Plan, admissible, fit, gate_after
+from engine.batcher import Candidate, Pages, Plan
+from engine.fit import fit
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,9 @@ class PrefillBatcher:
 
     def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
         fitted = fit(self._by_urgency(running), pages, self.max_step_tokens)
-        if fitted.preempt:
-            return Plan(fitted.preempt, (), fitted.run)
-        room = max(0, self.max_running - len(running))
-        admit = admissible(self._by_urgency(waiting)[:room], pages, _num_unclaimed(running, pages))
-        return Plan((), admit, fitted.run, gate_after(admit, room))
+        num_slots = self.max_running - len(running)
+        num_spare = _num_unclaimed(running, pages)
+        return fitted.admitting(self._by_urgency(waiting), pages, num_slots=num_slots, num_spare=num_spare)
 
     def _by_urgency(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Handles grow with arrival."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.batch import Model
-from engine.batcher import Batcher, ContinuousBatcher
+from engine.batcher import Batcher
+from engine.continuous_batcher import ContinuousBatcher
 from engine.core import EngineCore
 from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, TierTokens
 from engine.request import ChoiceSoFar, EngineRequest, HandOff

@@ -1,7 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batcher import Candidate, ContinuousBatcher, Gate, Pages, fit
+from engine.batcher import Candidate, Gate, Pages
+from engine.continuous_batcher import ContinuousBatcher
+from engine.fit import fit
 
 BLOCK = 16
 

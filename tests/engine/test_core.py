@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from engine.batch import Batch
-from engine.batcher import ContinuousBatcher, Gate
+from engine.batcher import Gate
+from engine.continuous_batcher import ContinuousBatcher
 from engine.events import Emitted, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started
 from engine.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest

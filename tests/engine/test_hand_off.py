@@ -1,6 +1,6 @@
 import pytest
 
-from engine.batcher import ContinuousBatcher
+from engine.continuous_batcher import ContinuousBatcher
 from engine.core import EngineCore
 from engine.events import Abandoned, Emitted, Event, HandedOff
 from engine.hash_model import HashModel
