@@ -56,8 +56,8 @@ def _in_router(cluster: FaultyCluster) -> Iterator[str]:
         "queued or running": admission.num_queued + admission.num_running,
         "queued bytes": admission._num_queued_bytes,
         "blocks held": keeper.num_blocks,
-        "waiting for a turn": len(keeper._turns) + len(keeper._holds._waiting),
-        "holds renewed": len(keeper._holds.kept),
+        "waiting for a turn": len(keeper._turns) + len(keeper._budget._waiting),
+        "holds renewed": len(keeper._budget.kept),
         "work assigned": sum(member.num_choices + member.num_tokens for member in router._members),
         "tasks of sessions": sum("Session." in repr(task.get_coro()) for task in asyncio.all_tasks()),
     }
