@@ -17,7 +17,7 @@ class Fit:
     def admitting(self, waiting: Sequence[Candidate], pages: Pages, *, num_slots: int, num_spare: int) -> Plan:
         """A plan that also admits from the head of the queue, unless someone must yield.
 
-        num_slots: how many may be admitted. num_spare: pages they may claim, for what is known of them and the next token.
+        num_slots: how many may be admitted. num_spare: pages that they may claim, for known tokens and the next one.
         """
         if self.preempt:
             return Plan(self.preempt, (), self.run)
