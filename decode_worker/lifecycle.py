@@ -6,18 +6,14 @@ queue -> wait -> fetch -> wait -> compute -> generate -> closed
 
 from collections.abc import Sequence
 
-from engine.batcher import Gate
-from engine.events import Emitted, Event, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
+from engine.events import Emitted, Event, Failed, Fetched, Finished
 from engine.request import EngineRequest
+from wire.pools import Role
 from worker.instructions import AbortInEngine, AddToEngine, Close, Instruction, ReleaseHold, Send
-from worker.lifecycle import Withdrawn, count_tiers
-from worker.stopwatch import Stopwatch
+from worker.lifecycle import Withdrawn
+from worker.prompt_progress import PromptProgress
+from worker.stopwatch import Phase, Stopwatch
 from worker.update import NOTHING_NEW, ChoiceTokens, Update
-
-QUEUE, FETCH, COMPUTE, GENERATE = "decode.queue", "decode.fetch", "decode.compute", "decode.generate"
-WAIT_TURN = "decode.wait_turn"
-WAIT_FOR = {Gate.SLOT: "decode.wait_slot", Gate.PAGES: "decode.wait_pages"}
-PHASES = (QUEUE, *WAIT_FOR.values(), FETCH, WAIT_TURN, COMPUTE, GENERATE)
 
 
 class DecodeLifecycle:
@@ -30,14 +26,12 @@ class DecodeLifecycle:
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
         self.ended = False
         self._request = request
-        self._block_size = block_size
         self._num_output = {choice.index: len(choice.output_ids) for choice in request.choices}
-        self._leader = min(self._num_output)
         self._unfinished = set(self._num_output)
         self._unfetched = set(self._num_output)
-        self._prompt: TierTokens | None = None
         self._news = NOTHING_NEW
-        self._stopwatch = Stopwatch(PHASES, arrived_s)
+        self._stopwatch = Stopwatch(Role.DECODE, arrived_s)
+        self._prompt = PromptProgress(self._stopwatch, min(self._num_output), block_size, after=Phase.GENERATE)
 
     def start(self) -> list[Instruction]:
         return [AddToEngine(self._request)]
@@ -51,21 +45,14 @@ class DecodeLifecycle:
         return todo if news == NOTHING_NEW else [Send(news), *todo]
 
     def _take(self, event: Event | Withdrawn, now_s: float) -> list[Instruction]:
+        self._prompt.note(event, now_s)
         match event:
-            case HeldUp(gate=gate):
-                self._stopwatch.reach(WAIT_FOR[gate], now_s)
-            case Scheduled():
-                self._stopwatch.reach(FETCH, now_s)
-            case Fetched():
-                return self._note_fetched(event, now_s)
-            case Started():
-                self._note_started(event, now_s)
+            case Fetched(choice=choice):
+                return self._note_fetched(choice)
             case Emitted():
                 self._note_emitted(event, now_s)
             case Finished():
                 return self._note_finished(event, now_s)
-            case Preempted():
-                self._stopwatch.count(preemptions=1)
             case Failed(error=error):
                 self.ended = True
                 return [Close(error)]
@@ -74,26 +61,17 @@ class DecodeLifecycle:
                 return [AbortInEngine(self._request.request_id), Close(error)]
         return []
 
-    def _note_fetched(self, event: Fetched, now_s: float) -> list[Instruction]:
-        if event.choice == self._leader and self._prompt is None:
-            self._prompt = event.tokens
-            count_tiers(self._stopwatch, event.tokens, self._block_size)
-            self._stopwatch.reach(WAIT_TURN, now_s)
-        if event.choice not in self._unfetched:
+    def _note_fetched(self, choice: int) -> list[Instruction]:
+        if choice not in self._unfetched:
             return []
-        self._unfetched.remove(event.choice)
+        self._unfetched.remove(choice)
         if self._unfetched:
             return []
-        self._tell(Update(prompt=self._prompt))
+        self._tell(Update(prompt=self._prompt.tokens))
         return [ReleaseHold(self._request.request_id)]
 
-    def _note_started(self, event: Started, now_s: float) -> None:
-        if event.choice == self._leader and self._prompt is not None:
-            self._stopwatch.reach(COMPUTE if self._prompt.computed else GENERATE, now_s)
-            self._stopwatch.count(tokens_computed=self._prompt.computed)
-
     def _note_emitted(self, event: Emitted, now_s: float) -> None:
-        self._stopwatch.reach(GENERATE, now_s)
+        self._stopwatch.reach(Phase.GENERATE, now_s)
         self._stopwatch.count(tokens=1)
         self._num_output[event.choice] = event.position + 1
         self._tell(Update((ChoiceTokens.emitted(event),)))

@@ -6,18 +6,14 @@ queue -> wait -> fetch -> wait -> compute -> publish -> answered
 
 from collections.abc import Sequence
 
-from engine.batcher import Gate
-from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, HeldUp, Preempted, Scheduled, Started
+from engine.events import Emitted, Event, Failed, Finished, HandedOff
 from engine.request import EngineRequest
+from wire.pools import Role
 from worker.instructions import AbortInEngine, AddToEngine, Close, Instruction, ReleaseHold, Send
-from worker.lifecycle import Withdrawn, count_tiers
-from worker.stopwatch import Stopwatch
+from worker.lifecycle import Withdrawn
+from worker.prompt_progress import PromptProgress
+from worker.stopwatch import Phase, Stopwatch
 from worker.update import NOTHING_NEW, ChoiceTokens, Update
-
-QUEUE, FETCH, COMPUTE, PUBLISH = "prefill.queue", "prefill.fetch", "prefill.compute", "prefill.publish"
-WAIT_TURN = "prefill.wait_turn"
-WAIT_FOR = {Gate.SLOT: "prefill.wait_slot", Gate.PAGES: "prefill.wait_pages"}
-PHASES = (QUEUE, *WAIT_FOR.values(), FETCH, WAIT_TURN, COMPUTE, PUBLISH)
 
 
 class PrefillLifecycle:
@@ -30,11 +26,10 @@ class PrefillLifecycle:
         """`request` is a HandOff."""
         self.ended = False
         self._request = request
-        self._block_size = block_size
-        self._leader = min(choice.index for choice in request.choices)
         self._unfinished = {choice.index for choice in request.choices}
         self._answer = NOTHING_NEW
-        self._stopwatch = Stopwatch(PHASES, arrived_s)
+        self._stopwatch = Stopwatch(Role.PREFILL, arrived_s)
+        self._prompt = PromptProgress(self._stopwatch, min(self._unfinished), block_size, after=Phase.PUBLISH)
         self._last_token_s = arrived_s
 
     def start(self) -> list[Instruction]:
@@ -48,15 +43,8 @@ class PrefillLifecycle:
         return todo
 
     def _take(self, event: Event | Withdrawn, now_s: float) -> list[Instruction]:
+        self._prompt.note(event, now_s)
         match event:
-            case HeldUp(gate=gate):
-                self._stopwatch.reach(WAIT_FOR[gate], now_s)
-            case Scheduled():
-                self._stopwatch.reach(FETCH, now_s)
-            case Fetched():
-                self._note_fetched(event, now_s)
-            case Started():
-                self._note_started(event, now_s)
             case Emitted():
                 self._last_token_s = now_s
                 self._gain(ChoiceTokens.emitted(event))
@@ -66,8 +54,6 @@ class PrefillLifecycle:
                 return [] if self._unfinished else self._close(now_s)
             case HandedOff(num_held=num_held):
                 return self._hand_off(num_held, now_s)
-            case Preempted():
-                self._stopwatch.count(preemptions=1)
             case Failed(error=error):
                 self.ended = True
                 return [ReleaseHold(self._request.request_id), Close(error)]
@@ -76,26 +62,16 @@ class PrefillLifecycle:
                 return [AbortInEngine(self._request.request_id), ReleaseHold(self._request.request_id), Close(error)]
         return []
 
-    def _note_fetched(self, event: Fetched, now_s: float) -> None:
-        if event.choice == self._leader and self._answer.prompt is None:
-            self._answer = self._answer.followed_by(Update(prompt=event.tokens))
-            count_tiers(self._stopwatch, event.tokens, self._block_size)
-            self._stopwatch.reach(WAIT_TURN, now_s)
-
-    def _note_started(self, event: Started, now_s: float) -> None:
-        if event.choice == self._leader and self._answer.prompt is not None:
-            self._stopwatch.reach(COMPUTE, now_s)
-            self._stopwatch.count(tokens_computed=self._answer.prompt.computed)
-
     def _gain(self, tokens: ChoiceTokens) -> None:
         self._answer = self._answer.followed_by(Update((tokens,)))
 
     def _hand_off(self, num_held: int, now_s: float) -> list[Instruction]:
-        self._stopwatch.reach(PUBLISH, self._last_token_s)
+        self._stopwatch.reach(Phase.PUBLISH, self._last_token_s)
         self._stopwatch.count(blocks=num_held)
         self._answer = self._answer.followed_by(Update(num_held=num_held))
         return self._close(now_s)
 
     def _close(self, now_s: float) -> list[Instruction]:
         self.ended = True
-        return [Send(self._answer.followed_by(Update(spans=self._stopwatch.spans(now_s)))), Close()]
+        end = Update(prompt=self._prompt.tokens, spans=self._stopwatch.spans(now_s))
+        return [Send(self._answer.followed_by(end)), Close()]

@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.events import Event, TierTokens
+from engine.events import Event
 from engine.request import EngineRequest
 from wire.errors import BatonError
 from worker.instructions import Instruction
-from worker.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,3 @@ class Lifecycle(Protocol):
 
 NewLifecycle = Callable[[EngineRequest, float], Lifecycle]
 """Makes the lifecycle of a request that arrived at a reading of the clock."""
-
-
-def count_tiers(stopwatch: Stopwatch, tokens: TierTokens, block_size: int) -> None:
-    """Notes where the prompt's KV came from, in tokens and in blocks, in the phase that runs."""
-    for tier in ("device", "host", "redis"):
-        num_tokens = getattr(tokens, tier)
-        stopwatch.count(**{f"tokens_{tier}": num_tokens, f"blocks_{tier}": -(-num_tokens // block_size)})

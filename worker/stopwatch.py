@@ -1,8 +1,27 @@
 """Where the time of a request went at this worker."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+
+from wire.pools import Role
+
+
+class Phase(Enum):
+    """What a request does or waits for, in this order. docs/timeline.md tells what each one means for each role."""
+
+    QUEUE = "queue"
+    WAIT_SLOT = "wait_slot"
+    WAIT_PAGES = "wait_pages"
+    FETCH = "fetch"
+    WAIT_TURN = "wait_turn"
+    COMPUTE = "compute"
+    PUBLISH = "publish"
+    GENERATE = "generate"
+
+
+_ORDER = tuple(Phase)
 
 
 @dataclass(frozen=True)
@@ -18,21 +37,21 @@ class Span:
 class Stopwatch:
     """Divides a request's time into phases without a gap between them. Has no clock: times are given to it."""
 
-    def __init__(self, phases: Sequence[str], arrived_s: float) -> None:
-        """`phases` in their order; the first one runs from `arrived_s` on, and any other may be skipped."""
-        self._phases = phases
+    def __init__(self, role: Role, arrived_s: float) -> None:
+        """The queue runs from `arrived_s` on, and any other phase may be skipped. Spans carry the role's name."""
+        self._role = role
         self._arrived_s = arrived_s
-        self._starts_s = {phases[0]: arrived_s}
-        self._counts: dict[str, Counter[str]] = {phase: Counter() for phase in phases}
+        self._starts_s = {Phase.QUEUE: arrived_s}
+        self._counts: dict[Phase, Counter[str]] = {phase: Counter() for phase in Phase}
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Phase:
         """The phase that runs."""
         return next(reversed(self._starts_s))
 
-    def reach(self, phase: str, now_s: float) -> None:
+    def reach(self, phase: Phase, now_s: float) -> None:
         """Ends the running phase and begins a later one. Does nothing if that one was reached or passed already."""
-        if self._phases.index(phase) > self._phases.index(self.phase):
+        if _ORDER.index(phase) > _ORDER.index(self.phase):
             self._starts_s[phase] = now_s
 
     def count(self, **amounts: int) -> None:
@@ -45,6 +64,7 @@ class Stopwatch:
         ends_s = [start_s for _, start_s in starts[1:]] + [end_s]
         return tuple(self._span(phase, start_s, end) for (phase, start_s), end in zip(starts, ends_s, strict=True))
 
-    def _span(self, phase: str, start_s: float, end_s: float) -> Span:
+    def _span(self, phase: Phase, start_s: float, end_s: float) -> Span:
         counts = {name: amount for name, amount in self._counts[phase].items() if amount}
-        return Span(phase, (start_s - self._arrived_s) * 1000, (end_s - start_s) * 1000, counts)
+        name = f"{self._role.value}.{phase.value}"
+        return Span(name, (start_s - self._arrived_s) * 1000, (end_s - start_s) * 1000, counts)

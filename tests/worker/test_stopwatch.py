@@ -2,42 +2,44 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.stopwatch import Span, Stopwatch
-
-PHASES = ("queue", "fetch", "compute")
+from wire.pools import Role
+from worker.stopwatch import Phase, Span, Stopwatch
 
 
 def test_phases_follow_one_another_in_milliseconds_since_arrival() -> None:
-    stopwatch = Stopwatch(PHASES, 100.0)
-    stopwatch.reach("fetch", 100.5)
+    stopwatch = Stopwatch(Role.DECODE, 100.0)
+    stopwatch.reach(Phase.FETCH, 100.5)
     stopwatch.count(blocks=3, bytes=0)
-    stopwatch.reach("compute", 100.75)
+    stopwatch.reach(Phase.COMPUTE, 100.75)
     stopwatch.count(tokens=1)
     stopwatch.count(tokens=2)
     assert stopwatch.spans(102.0) == (
-        Span("queue", 0.0, 500.0),
-        Span("fetch", 500.0, 250.0, {"blocks": 3}),
-        Span("compute", 750.0, 1250.0, {"tokens": 3}),
+        Span("decode.queue", 0.0, 500.0),
+        Span("decode.fetch", 500.0, 250.0, {"blocks": 3}),
+        Span("decode.compute", 750.0, 1250.0, {"tokens": 3}),
     )
 
 
 def test_a_phase_may_be_skipped() -> None:
-    stopwatch = Stopwatch(PHASES, 0.0)
-    stopwatch.reach("compute", 1.0)
-    assert [span.name for span in stopwatch.spans(2.0)] == ["queue", "compute"]
+    stopwatch = Stopwatch(Role.DECODE, 0.0)
+    stopwatch.reach(Phase.COMPUTE, 1.0)
+    assert [span.name for span in stopwatch.spans(2.0)] == ["decode.queue", "decode.compute"]
 
 
-@pytest.mark.parametrize("phase", ["queue", "fetch"])
-def test_a_phase_that_was_passed_does_not_come_again(phase: str) -> None:
-    stopwatch = Stopwatch(PHASES, 0.0)
-    stopwatch.reach("fetch", 1.0)
+@pytest.mark.parametrize("phase", [Phase.QUEUE, Phase.FETCH])
+def test_a_phase_that_was_passed_does_not_come_again(phase: Phase) -> None:
+    stopwatch = Stopwatch(Role.DECODE, 0.0)
+    stopwatch.reach(Phase.FETCH, 1.0)
     stopwatch.reach(phase, 1.5)
-    assert [(span.name, span.start_ms) for span in stopwatch.spans(2.0)] == [("queue", 0.0), ("fetch", 1000.0)]
+    assert [(span.name, span.start_ms) for span in stopwatch.spans(2.0)] == [
+        ("decode.queue", 0.0),
+        ("decode.fetch", 1000.0),
+    ]
 
 
-@given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 9))))
-def test_spans_leave_no_gap(reached: list[tuple[str, int]]) -> None:
-    stopwatch, now_s = Stopwatch(PHASES, 0.0), 0.0
+@given(st.lists(st.tuples(st.sampled_from(Phase), st.integers(0, 9))))
+def test_spans_leave_no_gap(reached: list[tuple[Phase, int]]) -> None:
+    stopwatch, now_s = Stopwatch(Role.DECODE, 0.0), 0.0
     for phase, passed_s in reached:
         now_s += passed_s
         stopwatch.reach(phase, now_s)
