@@ -1,7 +1,9 @@
-"""Keeps streams open while workers and Redis are killed and stopped, and counts what that did to them.
+"""Asks a service while its processes are killed and stopped, and counts what that did to the answers.
 
     python benchmarks/chaos.py --seed 1 --duration 180 --kill-every 10 --streams 32 --tokens 900
+    python benchmarks/chaos.py --seed 2 --duration 180 --kill-every 6 --faults all --rate 3
 
+The first keeps so many streams open; with `--rate` requests arrive at random times, whatever becomes of earlier ones.
 Every answer is compared, token by token, with that of an engine in this process. At the end all pages must be at rest.
 """
 
@@ -22,6 +24,7 @@ from benchmarks.fault_injector import FaultInjector
 from benchmarks.fault_plan import Fault, FaultKind, plan
 from benchmarks.question import make_questions
 from benchmarks.result_file import write_result
+from benchmarks.schedule import poisson
 from tests.checkpoints import make_checkpoint
 
 _REST_TIMEOUT_S = 90.0
@@ -30,7 +33,7 @@ _MAX_STALL_S = 5.0
 
 def main() -> None:
     options = _parse(sys.argv[1:])
-    kinds = [FaultKind(name) for name in options.faults.split(",")]
+    kinds = list(FaultKind) if options.faults == "all" else [FaultKind(name) for name in options.faults.split(",")]
     faults = plan(options.seed, options.duration, options.kill_every, kinds, options.max_pause)
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or str(
@@ -64,9 +67,16 @@ async def _harm(
     client: ChaosClient, injector: FaultInjector, faults: Sequence[Fault], options: argparse.Namespace
 ) -> list[Stream]:
     async with asyncio.TaskGroup() as group:
-        load = group.create_task(client.run(options.streams, options.duration))
+        load = group.create_task(_load(client, options))
         group.create_task(injector.run(faults))
     return load.result()
+
+
+async def _load(client: ChaosClient, options: argparse.Namespace) -> list[Stream]:
+    if options.rate is None:
+        return await client.keep_open(options.streams, options.duration)
+    arrivals = poisson(options.rate, options.duration, 0, 0, options.seed)
+    return await client.arrive([arrival.at_s for arrival in arrivals])
 
 
 def _worst(streams: Sequence[Stream]) -> list[Stream]:
@@ -76,12 +86,14 @@ def _worst(streams: Sequence[Stream]) -> list[Stream]:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = " ".join(kind.value for kind in FaultKind)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--duration", type=float, default=180.0, help="seconds in which streams are opened")
     parser.add_argument("--kill-every", type=float, default=10.0, help="seconds from fault to fault")
-    parser.add_argument("--faults", default="kill", help="of kill, pause, redis-kill, redis-pause, joined by commas")
+    parser.add_argument("--faults", default="kill", help=f"all, or of {names} joined by commas")
     parser.add_argument("--max-pause", type=float, default=4.0, help="seconds for which something is stopped at most")
     parser.add_argument("--streams", type=int, default=32, help="open at any time")
+    parser.add_argument("--rate", type=float, help="requests a second, instead of a number of streams")
     parser.add_argument("--tokens", type=int, default=900, help="of each answer")
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--questions", type=int, default=128, help="different ones; more are asked again")

@@ -1,4 +1,4 @@
-"""Keeps a number of streams open on a service, and compares what they bring with what is right."""
+"""Opens streams on a service, and compares what they bring with what is right."""
 
 import asyncio
 import time
@@ -23,13 +23,24 @@ class ChaosClient:
         self._timeout_s = timeout_s
         self._start = time.perf_counter()
 
-    async def run(self, num_streams: int, duration_s: float) -> list[Stream]:
+    async def keep_open(self, num_streams: int, duration_s: float) -> list[Stream]:
         """For so long each stream that ends is followed by another; returns when all have ended."""
         self._start = time.perf_counter()
         async with grpc.aio.insecure_channel(self._address) as channel:
             stub = pb_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
             lanes = await asyncio.gather(*(self._lane(stub, duration_s) for _ in range(num_streams)))
         return [stream for lane in lanes for stream in lane]
+
+    async def arrive(self, times_s: Sequence[float]) -> list[Stream]:
+        """A stream at each of these times, whatever becomes of the others; returns when all have ended."""
+        self._start = time.perf_counter()
+        async with grpc.aio.insecure_channel(self._address) as channel:
+            stub = pb_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+            return await asyncio.gather(*(self._ask_at(stub, at_s) for at_s in times_s))
+
+    async def _ask_at(self, stub: pb_grpc.InferenceStub, at_s: float) -> Stream:
+        await asyncio.sleep(at_s - self._now_s)
+        return await self._ask(stub, next(self._questions))
 
     async def _lane(self, stub: pb_grpc.InferenceStub, duration_s: float) -> list[Stream]:
         streams: list[Stream] = []

@@ -43,6 +43,12 @@ class FaultInjector:
             case FaultKind.REDIS_PAUSE:
                 await _pause(self._service.redis_pid, fault.pause_s)
                 return f"stopped Redis for {fault.pause_s:.1f} s"
+            case FaultKind.NODE_KILL:
+                os.kill(self._service.actor_pid("NodeActor"), signal.SIGKILL)
+                return "killed the node's service"
+            case FaultKind.CONTROLLER_KILL:
+                os.kill(self._service.actor_pid("Controller"), signal.SIGKILL)
+                return "killed the controller"
 
     async def _choose_worker(self, fault: Fault) -> tuple[str, int]:
         status = await asyncio.to_thread(self._service.status)

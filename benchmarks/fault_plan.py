@@ -7,12 +7,17 @@ from enum import Enum
 
 
 class FaultKind(Enum):
-    """KILL: SIGKILL to a worker. PAUSE: a worker stopped and continued. The other two are the same to Redis."""
+    """KILL: SIGKILL to a worker. PAUSE: a worker stopped and continued. The others are for who is named.
+
+    The router is not among them: who loses it is told so, and asks again.
+    """
 
     KILL = "kill"
     PAUSE = "pause"
     REDIS_KILL = "redis-kill"
     REDIS_PAUSE = "redis-pause"
+    NODE_KILL = "node-kill"
+    CONTROLLER_KILL = "controller-kill"
 
 
 @dataclass(frozen=True)
