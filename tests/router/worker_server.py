@@ -1,5 +1,10 @@
-"""A fake worker behind a real gRPC server, as the workers' own skin would serve it."""
+"""A fake worker behind a real gRPC server, as the workers' own skin would serve it.
 
+`python -m tests.router.worker_server TOKEN` serves one in a process of its own.
+"""
+
+import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -7,7 +12,9 @@ from typing import Any
 import grpc.aio
 
 from tests.router.fake_worker import FakeWorker
+from wire.ids import WorkerId
 from wire.pb.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from wire.pools import Role
 from wire.rpc import SERVER_OPTIONS, ErrorInterceptor, TokenInterceptor
 
 
@@ -51,3 +58,16 @@ async def served(
         yield server, f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
+
+
+async def serve_alone(token: str) -> None:
+    """For good, and tells its address; a decode that it serves gets no token."""
+    worker = FakeWorker(WorkerId("w"), Role.DECODE)
+    worker.may_go.clear()
+    async with served(worker, token) as (_, address):
+        print(address, flush=True)  # noqa: T201
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve_alone(sys.argv[1]))
