@@ -17,7 +17,6 @@ _FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
 ]
 
 

@@ -3,7 +3,7 @@
 from enum import Enum
 
 from engine.batcher import Candidate, Gate
-from engine.request import ChoiceSoFar, EngineRequest, HandOff
+from engine.request import ChoiceSoFar, EngineRequest
 from wire.ids import PageId
 from wire.keys import BlockName, KeyChain
 
@@ -43,10 +43,6 @@ class Sequence:
     @property
     def num_known(self) -> int:
         return self.num_prompt + len(self.output_ids)
-
-    @property
-    def is_handed_off(self) -> bool:
-        return isinstance(self.request, HandOff)
 
     @property
     def candidate(self) -> Candidate:

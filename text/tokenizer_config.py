@@ -1,4 +1,4 @@
-"""tokenizer_config.json: the tokens and the chat template that it adds to tokenizer.json."""
+"""tokenizer_config.json: the tokens that it adds to tokenizer.json."""
 
 import json
 from dataclasses import dataclass
@@ -21,9 +21,6 @@ class TokenizerConfig:
     """In order of their ids."""
     special_tokens: tuple[AddedToken, ...] = ()
     """Those with a role (`eos_token`, ...), and extra ones."""
-    special_texts: tuple[tuple[str, str], ...] = ()
-    """Role and text of those with a role."""
-    chat_template: str | None = None
 
     @classmethod
     def load(cls, folder: Path) -> "TokenizerConfig":
@@ -45,12 +42,9 @@ class TokenizerConfig:
         }
         named |= extra if isinstance(extra, dict) else {}
         unnamed = [] if isinstance(extra, dict) else extra
-        template = raw.get("chat_template")
         return cls(
             declared_tokens=tuple(token for _, token in sorted(declared.items())),
             special_tokens=tuple(_token(value) for value in [*named.values(), *unnamed]),
-            special_texts=tuple((role, _token(value).content) for role, value in named.items()),
-            chat_template=template if isinstance(template, str) else None,
         )
 
 

@@ -87,13 +87,6 @@ class KeyChain:
         return BlockName(key, shown, hashlib.sha256(data).digest(), self._root_digest)
 
 
-def chain(root: NamespaceRoot, tokens: Sequence[int], block_size: int) -> list[BlockName]:
-    """Names of all full blocks of `tokens`."""
-    keys = KeyChain(root, block_size)
-    keys.extend(tokens)
-    return keys.full(len(tokens))
-
-
 def cover(root: NamespaceRoot, tokens: Sequence[int], block_size: int) -> list[BlockName]:
     """Names of all blocks of `tokens`, a partly filled last one included."""
     keys = KeyChain(root, block_size)

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from wire.errors import WireError
 from wire.frame import checksum_of, frame_len, seal, unseal
 from wire.ids import BlockKey, NamespaceRoot
-from wire.keys import BlockName, chain
+from wire.keys import BlockName, cover
 from wire.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=2, dtype="float16")
 ROOT = NamespaceRoot(b"R" * 32)
-FIRST, SECOND = chain(ROOT, [1, 2, 3, 4], 2)
+FIRST, SECOND = cover(ROOT, [1, 2, 3, 4], 2)
 PAYLOAD = bytes(range(LAYOUT.payload_bytes))
 
 

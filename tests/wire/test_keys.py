@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wire.ids import NamespaceRoot
-from wire.keys import KeyChain, chain, cover, namespace_root, token_bytes
+from wire.keys import KeyChain, cover, namespace_root, token_bytes
 
 ROOT = NamespaceRoot(bytes(range(32)))
 OTHER = NamespaceRoot(bytes(32))
@@ -45,7 +45,7 @@ def test_growing_bit_by_bit_names_the_same(head: list[int], rest: list[int]) -> 
 
 @given(tokens, tokens)
 def test_names_are_equal_where_the_prefixes_are(one: list[int], other: list[int]) -> None:
-    for index, (left, right) in enumerate(zip(chain(ROOT, one, 4), chain(ROOT, other, 4), strict=False)):
+    for index, (left, right) in enumerate(zip(cover(ROOT, one, 4), cover(ROOT, other, 4), strict=False)):
         assert (left == right) == (one[: 4 * index + 4] == other[: 4 * index + 4])
 
 
@@ -57,7 +57,7 @@ def test_no_name_is_shared_between_roots_or_shows_one(ids: list[int]) -> None:
 
 
 def test_a_tail_is_no_full_block_and_no_tail_of_another_length() -> None:
-    [full] = chain(ROOT, [7, 0, 0, 0], 4)
+    [full] = cover(ROOT, [7, 0, 0, 0], 4)
     tails = [cover(ROOT, [7, 0, 0, 0][:length], 4)[-1] for length in (1, 2, 3)]
     assert len({full.key, *(tail.key for tail in tails)}) == 4
 
