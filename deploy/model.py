@@ -38,13 +38,14 @@ def inspect_model(settings: ModelSettings, device: str) -> ModelFacts:
     # torch takes a second to import, which the other commands need not wait for.
     import torch
 
-    from engine.checkpoint import Checkpoint, resolve
+    from engine.checkpoint import Checkpoint
     from engine.decoder import compute_dtype
     from engine.digest_cache import DigestCache
     from engine.fingerprint import fingerprint
+    from engine.hub import find_folder
     from kernels.backend import select_backend
 
-    checkpoint = Checkpoint(resolve(settings.path or _demo_model()))
+    checkpoint = Checkpoint(find_folder(settings.path or _demo_model()))
     place = torch.device(device)
     asked = None if settings.dtype == "auto" else settings.dtype
     dtype = str(compute_dtype(asked, checkpoint.config, place)).removeprefix("torch.")

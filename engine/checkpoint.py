@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from engine.config import ModelConfig, parse_eos
-from engine.hub import download
 from engine.json_fields import JsonFields, parse_object
 from engine.tensor_file import TensorFile
 from wire.errors import ModelError
@@ -23,12 +22,6 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 1 << 25
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-
-def resolve(model: str) -> Path:
-    """The folder that `model` names: a path, else a name on the hub. Raises ModelError if it is neither."""
-    folder = Path(model).expanduser()
-    return folder if os.path.lexists(folder) else download(model)
 
 
 class Checkpoint:

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from engine.batcher import Batcher
-from engine.checkpoint import resolve
 from engine.continuous_batcher import ContinuousBatcher
 from engine.core import EngineCore
 from engine.decoder import Decoder
 from engine.events import Emitted, Event, Failed, Finished
+from engine.hub import find_folder
 from engine.request import ChoiceSoFar, EngineRequest
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
@@ -66,7 +66,7 @@ class Engine:
         batcher: Batcher | None = None,
     ) -> "Engine":
         """Loads a checkpoint folder, or a hub's name of one. ModelError if it cannot be served."""
-        folder: Path = resolve(model)
+        folder: Path = find_folder(model)
         decoder = Decoder.load(folder, dtype, torch.device(device), block_size)
         pool = DevicePool(decoder.layout, num_blocks, decoder.device)
         return cls(EngineCore(decoder, pool, batcher or ContinuousBatcher(), NoStore()), Tokenizer.load(folder))

@@ -1,5 +1,9 @@
-"""Checkpoints by their name on the Hugging Face hub."""
+"""Where a model is: in a folder, or on the Hugging Face hub.
 
+Apart from engine/checkpoint.py, because workers get a folder and the hub's client takes long to import.
+"""
+
+import os
 import re
 from pathlib import Path
 
@@ -20,7 +24,13 @@ _FILES = [
 ]
 
 
-def download(name: str) -> Path:
+def find_folder(model: str) -> Path:
+    """The folder that `model` names: a path, else a name on the hub. Raises ModelError if it is neither."""
+    folder = Path(model).expanduser()
+    return folder if os.path.lexists(folder) else _download(model)
+
+
+def _download(name: str) -> Path:
     """The folder of `owner/model` in the hub's cache, fetched if it is not there: configuration, weights, tokenizer.
 
     Blocks for as long as that takes. Raises ModelError where there is no such model, or no way to it.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint import Checkpoint, resolve
+from engine.checkpoint import Checkpoint
 from engine.decoder import Decoder
 from tests.checkpoints import shard
 from wire.errors import ModelError
@@ -202,29 +202,3 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "missing"):
         with pytest.raises(ModelError, match="not a folder"):
             Checkpoint(path)
-
-
-def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:
-    assert resolve(str(tmp_path)) == tmp_path
-
-
-@pytest.mark.parametrize("name", ["missing", "/no/such/folder", "a/b/c", "../up", "owner/model@main"])
-def test_what_is_neither_path_nor_hub_name_is_refused_without_asking_anyone(name: str) -> None:
-    with pytest.raises(ModelError, match="neither a folder nor a name on the hub"):
-        resolve(name)
-
-
-def test_a_hub_that_cannot_be_reached_is_said_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match="owner/model is no folder here, and the hub cannot be reached"):
-        resolve("owner/model")
-
-
-def test_hub_is_asked_for_nothing_but_configuration_weights_and_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot(name: str, allow_patterns: list[str]) -> str:
-        assert not [pattern for pattern in allow_patterns if pattern.endswith((".py", ".bin", ".pt", "*"))]
-        return f"/cache/{name}"
-
-    monkeypatch.setattr("engine.hub.snapshot_download", snapshot)
-    assert resolve("owner/model") == Path("/cache/owner/model")
