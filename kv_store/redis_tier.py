@@ -28,7 +28,7 @@ _PROBE_TTL_MS = 1000
 _KEYS_PER_ROUND = 1024
 _COUNTS = ("hits", "misses", "errors", "corrupt", "written")
 _READ_BYTES = 256 << 10
-_TIMEOUT_S = 0.1
+_TIMEOUT_S = 0.05
 _GREETING_TIMEOUT_S = 2.0
 T = TypeVar("T")
 
