@@ -13,6 +13,7 @@ import random
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -36,7 +37,7 @@ def main() -> None:
     sys.exit(1 if figures["problems"] or figures["memory_growth_mb"] > _MAX_GROWTH_MB else 0)
 
 
-async def _measure(options: argparse.Namespace) -> dict[str, object]:
+async def _measure(options: argparse.Namespace) -> dict[str, Any]:
     draw = random.Random(options.seed)
     async with running(num_prefill=2, num_decode=2) as cluster:
         load = _Load(cluster, draw, options.cancelled, options.at_a_time)

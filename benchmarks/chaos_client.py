@@ -27,7 +27,7 @@ class ChaosClient:
         """For so long each stream that ends is followed by another; returns when all have ended."""
         self._start = time.perf_counter()
         async with grpc.aio.insecure_channel(self._address) as channel:
-            stub = pb_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+            stub = pb_grpc.InferenceStub(channel)
             lanes = await asyncio.gather(*(self._lane(stub, duration_s) for _ in range(num_streams)))
         return [stream for lane in lanes for stream in lane]
 
@@ -35,7 +35,7 @@ class ChaosClient:
         """A stream at each of these times, whatever becomes of the others; returns when all have ended."""
         self._start = time.perf_counter()
         async with grpc.aio.insecure_channel(self._address) as channel:
-            stub = pb_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+            stub = pb_grpc.InferenceStub(channel)
             return await asyncio.gather(*(self._ask_at(stub, at_s) for at_s in times_s))
 
     async def _ask_at(self, stub: pb_grpc.InferenceStub, at_s: float) -> Stream:

@@ -18,7 +18,7 @@ class LoadClient:
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self._channel = grpc.aio.insecure_channel(address)
-        self._stub = pb_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = pb_grpc.InferenceStub(self._channel)
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> "LoadClient":

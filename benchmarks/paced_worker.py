@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from router.worker_client import DecodeUpdates
 from tests.router.fake_worker import FakeWorker
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
@@ -36,7 +37,7 @@ class PacedWorker(FakeWorker):
         first = worker_pb2.ChoiceTokens(index=0, first_position=0, token_ids=[_TOKEN])
         return worker_pb2.PrefillResponse(attempt=request.attempt, choices=[first])
 
-    async def decode(self, request: worker_pb2.DecodeRequest) -> AsyncIterator[worker_pb2.DecodeUpdate]:
+    async def decode(self, request: worker_pb2.DecodeRequest) -> DecodeUpdates:
         yield worker_pb2.DecodeUpdate(attempt=request.attempt, fetched=worker_pb2.Fetched())
         position, max_tokens = 1, request.sampling_params.max_tokens
         async for number in beats(self.interval_s, max_tokens - 1):

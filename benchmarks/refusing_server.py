@@ -26,7 +26,7 @@ class RefusingApi(InferenceServicer):
 
 async def main() -> None:
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    add_InferenceServicer_to_server(RefusingApi(), server)  # type: ignore[no-untyped-call]
+    add_InferenceServicer_to_server(RefusingApi(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"127.0.0.1:{port}", flush=True)

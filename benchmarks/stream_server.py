@@ -5,7 +5,7 @@ stream_server.py workers INTERVAL_S | bare INTERVAL_S | router PREFILL_ADDRESS D
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -50,7 +50,7 @@ class BareApi(InferenceServicer):
 
 async def _bare(interval_s: str) -> None:
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    add_InferenceServicer_to_server(BareApi(float(interval_s)), server)  # type: ignore[no-untyped-call]
+    add_InferenceServicer_to_server(BareApi(float(interval_s)), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await _serve(f"127.0.0.1:{port}")
@@ -88,5 +88,11 @@ async def _serve(*addresses: str) -> None:
     await asyncio.to_thread(sys.stdin.read)
 
 
+_SERVERS: Mapping[str, Callable[..., Coroutine[Any, Any, None]]] = {
+    "workers": _workers,
+    "bare": _bare,
+    "router": _router,
+}
+
 if __name__ == "__main__":
-    asyncio.run({"workers": _workers, "bare": _bare, "router": _router}[sys.argv[1]](*sys.argv[2:]))
+    asyncio.run(_SERVERS[sys.argv[1]](*sys.argv[2:]))

@@ -62,7 +62,7 @@ def _figures(gaps_s: dict[str, list[float]], cpu_s: dict[str, float], options: a
 
 async def _round(address: str, num_streams: int, num_tokens: int) -> list[float]:
     async with grpc.aio.insecure_channel(address) as channel:
-        stub = pb_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        stub = pb_grpc.InferenceStub(channel)
         streams = await asyncio.gather(*(_stream(stub, num_tokens) for _ in range(num_streams)))
     return gaps_while_all_open(streams)
 

@@ -28,14 +28,14 @@ def find_cluster(name: str) -> ClusterState:
 async def inference(state: ClusterState) -> AsyncIterator[InferenceStub]:
     """The public service. Raises BatonError for what goes wrong in a call."""
     async with _calls(state), grpc.aio.insecure_channel(state.address, options=CHANNEL_OPTIONS) as channel:
-        yield InferenceStub(channel)  # type: ignore[no-untyped-call]
+        yield InferenceStub(channel)
 
 
 @asynccontextmanager
 async def operator(state: ClusterState) -> AsyncIterator[ClusterStub]:
     """The operator's service. Calls want `metadata(state)`. Raises BatonError for what goes wrong in a call."""
     async with _calls(state), grpc.aio.insecure_channel(state.operator_address, options=CHANNEL_OPTIONS) as channel:
-        yield ClusterStub(channel)  # type: ignore[no-untyped-call]
+        yield ClusterStub(channel)
 
 
 def metadata(state: ClusterState) -> tuple[tuple[str, str], ...]:

@@ -90,7 +90,7 @@ def _connect(config: HeadConfig) -> str:
 
 
 def _require_one_node() -> None:
-    num_nodes = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
+    num_nodes = sum(node["Alive"] for node in ray.nodes())
     if num_nodes > 1:
         raise ConfigError(f"the Ray cluster has {num_nodes} nodes, but a cluster of Baton serves from one node for now")
 

@@ -163,7 +163,7 @@ def _pin(memory: mmap.mmap, size: int) -> int | None:
     if not torch.cuda.is_available():
         return None
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    error = torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)  # type: ignore[no-untyped-call]
+    error = torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)
     if int(error) != 0:
         log.warning("an arena of %d bytes could not be pinned (%s): copies to the GPU will be slower", size, error)
         return None
@@ -173,4 +173,4 @@ def _pin(memory: mmap.mmap, size: int) -> int | None:
 def _unpin(address: int) -> None:
     import torch
 
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    torch.cuda.cudart().cudaHostUnregister(address)

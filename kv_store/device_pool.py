@@ -24,7 +24,7 @@ class DevicePool:
         buffer = torch.zeros((num_pages, layout.block_bytes), dtype=torch.uint8, device=device)
         self._pages = buffer[:, : layout.payload_bytes]
         self.kv = self._pages.view(_DTYPES[layout.dtype]).view(num_pages, *layout.shape)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def page_bytes(self, page: PageId) -> torch.Tensor:
         """View `uint8[layout.payload_bytes]` of a page."""

@@ -27,7 +27,7 @@ class GrpcWorkerClient:
 
     def __init__(self, address: str, token: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *_RECONNECT_OPTIONS])
-        self._stub = WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = WorkerStub(self._channel)
         self._metadata = ((TOKEN_METADATA, token),)
         self._closed_for: BatonError | None = None
 

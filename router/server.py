@@ -44,8 +44,8 @@ class RouterServer:
         router, config = self._router, self._router.config
         inference = InferenceApi(config.model, router.dispatcher, config.streams)
         cluster = ClusterApi(router, addresses)
-        add_InferenceServicer_to_server(inference, self._public)  # type: ignore[no-untyped-call]
-        add_ClusterServicer_to_server(cluster, self._operator)  # type: ignore[no-untyped-call]
+        add_InferenceServicer_to_server(inference, self._public)
+        add_ClusterServicer_to_server(cluster, self._operator)
         router.start()
         if self._metrics is not None:
             self._metrics.start()

@@ -38,7 +38,7 @@ class WorkerServer:
             bound = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
             raise ConfigError(f"port {port} of {host} cannot be had; is it in use?") from error
-        add_WorkerServicer_to_server(_Calls(self._service, self), self._server)  # type: ignore[no-untyped-call]
+        add_WorkerServicer_to_server(_Calls(self._service, self), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self._server.start()
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)

@@ -72,8 +72,8 @@ def server() -> Iterator[FakeServer]:
     """A server that the state of the default cluster points to."""
     fake = FakeServer()
     grpc_server = grpc.server(ThreadPoolExecutor(2))
-    inference_pb2_grpc.add_InferenceServicer_to_server(fake, grpc_server)  # type: ignore[no-untyped-call]
-    cluster_pb2_grpc.add_ClusterServicer_to_server(fake, grpc_server)  # type: ignore[no-untyped-call]
+    inference_pb2_grpc.add_InferenceServicer_to_server(fake, grpc_server)
+    cluster_pb2_grpc.add_ClusterServicer_to_server(fake, grpc_server)
     address = f"127.0.0.1:{grpc_server.add_insecure_port('127.0.0.1:0')}"
     grpc_server.start()
     _write_state(address)
