@@ -51,6 +51,9 @@ async def _calls(state: ClusterState) -> AsyncIterator[None]:
         error = from_rpc_error(failure)
         if isinstance(error, Unavailable) and not state.is_alive:
             raise Unavailable(f"the cluster {state.name} has crashed: {_clean_up(state.name)}") from failure
+        if isinstance(error, Unavailable) and not failure.trailing_metadata():  # gRPC itself says so, and no server
+            status = _command("status", state.name)
+            raise Unavailable(f"the router went away or is not back yet ({error.message}): see `{status}`") from failure
         raise error from failure
 
 

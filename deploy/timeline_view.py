@@ -44,7 +44,7 @@ def _summary(complete: pb.Complete, between_ms: float) -> str:
 
 def _describe(span: pb.Span) -> str:
     counts = dict(span.counts)
-    blocks = [f"{counts[f'blocks_{tier}']} blocks from {tier}" for tier in TIERS if counts.get(f"blocks_{tier}")]
+    blocks = [f"{_numbered(count, 'blocks')} from {tier}" for tier in TIERS if (count := counts.get(f"blocks_{tier}"))]
     return ", ".join(blocks + _others(counts))
 
 
@@ -55,4 +55,8 @@ def _others(counts: Mapping[str, int]) -> list[str]:
 
 def _count(name: str, value: int) -> str:
     unit, _, what = name.partition("_")
-    return f"{value} {unit} {what}".rstrip()
+    return f"{_numbered(value, unit)} {what}".rstrip()
+
+
+def _numbered(value: int, units: str) -> str:
+    return f"{value} {units.removesuffix('s') if value == 1 else units}"

@@ -33,7 +33,7 @@ def test_a_timeline_shows_steps_and_sums_up_what_lies_between() -> None:
     assert shown == [
         "at ms took ms worker step",
         "0.0 0.5 router check",
-        "2.0 3.0 prefill-1 fetch 2 blocks from device, 1 blocks from redis",
+        "2.0 3.0 prefill-1 fetch 2 blocks from device, 1 block from redis",
         "5.0 4.0 prefill-1 compute 7 tokens computed",
         "",
         "55 prompt tokens (48 cached: 32 device, 16 redis), 1 generated, 10.0 ms (2.5 ms of it between processes)",
