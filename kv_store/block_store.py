@@ -42,9 +42,6 @@ class BlockStore(Protocol):
     def fence(self) -> None:
         """Called by the thread that computes, before it has pages fetched into or published."""
 
-    def lookup(self, names: Sequence[BlockName]) -> list[Tier]:
-        """Tiers of the longest prefix of `names` that `fetch` would find. Copies nothing and promises nothing."""
-
     def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
         """Copies the longest verified prefix of `names` into the caller's own device pages, one for each name."""
 
@@ -53,9 +50,6 @@ class BlockStore(Protocol):
 
     def withdraw(self, names: Sequence[BlockName]) -> None:
         """Lets these blocks be found in no tier any more."""
-
-    def hold(self, request_id: RequestId, names: Sequence[BlockName]) -> int:
-        """Keeps blocks of the host tier for a request until released or not renewed in time; how many were there."""
 
     def renew(self, request_ids: Sequence[RequestId]) -> None:
         """Holds of these requests live on."""

@@ -141,12 +141,6 @@ class Directory:
         return len(gone)
 
     @_exclusive
-    def hold(self, hold: Hold, keys: Sequence[BlockKey]) -> int:
-        resident = self._find(keys)
-        self._keep(hold, resident)
-        return len(resident)
-
-    @_exclusive
     def renew(self, request_ids: Sequence[RequestId], ttl_s: float) -> int:
         return sum([self._holds.renew(request_id, ttl_s) for request_id in request_ids])
 

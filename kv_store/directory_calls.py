@@ -21,7 +21,6 @@ from wire.directory import (
     ReleaseLease,
     RenewHolds,
     Reserve,
-    TakeHold,
     TakeLease,
     WithdrawBlocks,
 )
@@ -38,7 +37,6 @@ _CALLS: dict[type, Callable[[Directory, Any, Callable[[str], str]], object]] = {
     TakeLease: lambda directory, asked, who: directory.lease(who(asked.reader), asked.keys, asked.ttl_s),
     ReleaseLease: lambda directory, asked, who: Flags([directory.release(asked.lease_id)]),
     WithdrawBlocks: lambda directory, asked, who: Count(directory.withdraw(asked.blocks)),
-    TakeHold: lambda directory, asked, who: Count(directory.hold(asked.hold, asked.keys)),
     RenewHolds: lambda directory, asked, who: Count(directory.renew(asked.request_ids, asked.ttl_s)),
     ReleaseHolds: lambda directory, asked, who: Count(directory.release_holds(asked.request_ids)),
     MarkCold: lambda directory, asked, who: Count(directory.mark_cold(asked.keys)),

@@ -31,7 +31,6 @@ from wire.directory import (
     RenewHolds,
     Reservation,
     Reserve,
-    TakeHold,
     TakeLease,
     WithdrawBlocks,
 )
@@ -89,9 +88,6 @@ class DirectoryClient:
 
     def withdraw(self, blocks: Sequence[Block]) -> int:
         return self._ask(WithdrawBlocks(list(blocks)), Count).value
-
-    def hold(self, hold: Hold, keys: Sequence[BlockKey]) -> int:
-        return self._ask_any(TakeHold(hold, list(keys)), Count).value
 
     def renew(self, request_ids: Sequence[RequestId], ttl_s: float) -> int:
         return self._ask_any(RenewHolds(list(request_ids), ttl_s), Count).value

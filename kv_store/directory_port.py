@@ -53,9 +53,6 @@ class DirectoryPort(Protocol):
     def withdraw(self, blocks: Sequence[Block]) -> int:
         """Makes corrupt blocks unfindable, if they are still those; how many were."""
 
-    def hold(self, hold: Hold, keys: Sequence[BlockKey]) -> int:
-        """Keeps blocks from eviction for a request; how many are there."""
-
     def renew(self, request_ids: Sequence[RequestId], ttl_s: float) -> int: ...
 
     def release_holds(self, request_ids: Sequence[RequestId]) -> int: ...

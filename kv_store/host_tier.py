@@ -53,9 +53,6 @@ class HostTier:
     def payload(self, slot: PageId) -> memoryview:
         return self._arena.slot(slot)[: self._payload_bytes]
 
-    def exists(self, names: Sequence[BlockName]) -> list[bool]:
-        return self._directory.exists([name.key for name in names])
-
     def lease(self, names: Sequence[BlockName]) -> Lease:
         """For long enough to copy these blocks."""
         ttl_s = _LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(names)

@@ -55,9 +55,6 @@ class NodeStore:
     def fence(self) -> None:
         self._pool.fence()
 
-    def lookup(self, names: Sequence[BlockName]) -> list[Tier]:
-        return self._or_else([], lambda: self._lookup(names))
-
     def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
         return self._or_else(FetchedBlocks(), lambda: self._fetch(names, pages))
 
@@ -68,10 +65,6 @@ class NodeStore:
         self._or_else(None, lambda: self._host.withdraw(names))
         if self._cold is not None:
             self._cold.delete([name.key for name in names])
-
-    def hold(self, request_id: RequestId, names: Sequence[BlockName]) -> int:
-        hold = Hold(request_id, HOLD_TTL_S)
-        return self._or_else(0, lambda: self._directory.hold(hold, [name.key for name in names]))
 
     def renew(self, request_ids: Sequence[RequestId]) -> None:
         self._or_else(0, lambda: self._directory.renew(request_ids, HOLD_TTL_S))
@@ -91,12 +84,6 @@ class NodeStore:
 
     def check(self) -> list[str]:
         return self._or_else(["the directory is out of reach"], self._directory.check)
-
-    def _lookup(self, names: Sequence[BlockName]) -> list[Tier]:
-        self._host.attach()
-        in_arena = self._host.exists(names)
-        tiers = [Tier.HOST if there else Tier.REDIS for there in in_arena]
-        return tiers[: self._prefix_len(names, in_arena)]
 
     def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
         self._host.attach()

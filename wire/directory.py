@@ -117,14 +117,6 @@ class WithdrawBlocks:
 
 
 @dataclass(frozen=True)
-class TakeHold:
-    """-> Count, of keys held"""
-
-    hold: Hold
-    keys: list[BlockKey]
-
-
-@dataclass(frozen=True)
 class RenewHolds:
     """-> Count, of requests that hold something"""
 
@@ -234,7 +226,6 @@ MESSAGES = (
     TakeLease,
     ReleaseLease,
     WithdrawBlocks,
-    TakeHold,
     RenewHolds,
     ReleaseHolds,
     MarkCold,

@@ -222,7 +222,7 @@ def test_what_is_reserved_for_a_hold_holds_what_is_there_at_once(served: Served)
 def test_a_hold_ends_unless_it_is_renewed(served: Served) -> None:
     names = names_of(8)
     served.publish(names, hold("kept"))
-    assert served.port.hold(hold("left"), keys(names)) == 2
+    assert served.port.reserve("another", names, hold("left")).num_resident == 2
     served.clock.now += 9.0
     assert served.port.renew([RequestId("kept"), RequestId("nobody")], 10.0) == 1
     served.clock.now += 1.0
@@ -236,13 +236,13 @@ def test_a_hold_ends_unless_it_is_renewed(served: Served) -> None:
 def test_a_request_holds_a_block_once(served: Served) -> None:
     names = names_of(4)
     served.publish(names, hold())
-    served.port.hold(hold(), keys(names))
+    served.port.reserve("another", names, hold())
     served.port.release_holds([RequestId("request")])
     assert served.port.status().counts.published == 0
 
 
 def test_a_hold_of_nothing_is_none(served: Served) -> None:
-    assert served.port.hold(hold(), keys(names_of(4))) == 0
+    served.port.reserve("another", [], hold())
     assert served.port.status().num_holds == 0
 
 

@@ -84,10 +84,6 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert self.directory.release(batch.lease_id)
         self.directory.mark_cold([block.name.key for block in batch.blocks])
 
-    @rule(holder=holders, part=ranges)
-    def hold(self, holder: RequestId, part: tuple[int, int]) -> None:
-        self.directory.hold(Hold(holder, 3.0), [name.key for name in NAMES[part[0] : part[0] + part[1]]])
-
     @rule(holder=holders)
     def release_hold(self, holder: RequestId) -> None:
         self.directory.release_holds([holder])

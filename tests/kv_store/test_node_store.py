@@ -126,7 +126,6 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
 def test_what_one_publishes_another_fetches(node: Node) -> None:
     names = names_of(18)
     node.publish(names)
-    assert node.store(filled_pool([])).lookup(names) == [Tier.HOST] * 5
     assert node.fetch(names) == [Tier.HOST] * 5
     assert node.fetch(names_of(16)) == [Tier.HOST] * 4
     assert node.fetch(names_of(18, first=1000)) == []
@@ -135,7 +134,6 @@ def test_what_one_publishes_another_fetches(node: Node) -> None:
 def test_a_prefix_ends_at_the_first_hole(node: Node) -> None:
     names = names_of(20)
     node.publish([*names[:2], *names[3:]])
-    assert node.store(filled_pool([])).lookup(names) == [Tier.HOST] * 2
     assert node.fetch(names) == [Tier.HOST] * 2
     assert node.fetch([]) == []
 
@@ -152,7 +150,6 @@ def test_cold_blocks_come_back_through_the_arena(node: Node) -> None:
     node.publish(names)
     node.write_cold()
     node.evict_all()
-    assert node.store(filled_pool([])).lookup(names) == [Tier.REDIS] * 4
     assert node.fetch(names) == [Tier.REDIS] * 4
     assert node.fetch(names) == [Tier.HOST] * 4
     assert node.cold is not None
@@ -175,7 +172,6 @@ def test_a_prefix_may_lie_in_both_tiers_in_any_order(node: Node) -> None:
     node.evict_all()
     node.publish([names[1], names[4]])
     expected = [Tier.HOST if index in (1, 4) else Tier.REDIS for index in range(6)]
-    assert node.store(filled_pool([])).lookup(names) == expected
     assert node.fetch(names) == expected
 
 
@@ -194,7 +190,7 @@ def test_without_room_publishing_does_what_it_can(node: Node) -> None:
     names = names_of(16)
     store = node.store(filled_pool(names))
     assert store.publish(names, pages_from(0, 4), RequestId("other")).num_resident == 2
-    assert store.lookup(names) == [Tier.HOST] * 2
+    assert node.fetch(names) == [Tier.HOST] * 2
 
 
 def test_a_hold_keeps_a_prompt_until_released(node: Node) -> None:
@@ -211,7 +207,8 @@ def test_a_hold_keeps_a_prompt_until_released(node: Node) -> None:
     assert node.directory.status().num_holds == 1
     store.release_holds([REQUEST])
     assert node.directory.status().num_holds == 0
-    assert store.hold(REQUEST, names) == 5
+    assert store.publish(names, pages_from(0, 5), REQUEST).num_resident == 5
+    assert node.directory.status().num_holds == 1
     node.clock.now += HOLD_TTL_S
     assert node.directory.status().num_holds == 0
 
@@ -338,7 +335,6 @@ def test_when_the_directory_is_gone_all_is_a_miss_and_after_its_restart_nothing_
         assert store.fetch(names, pages_from(8, 2)).tiers == []
         assert store.check() == ["the directory is out of reach"]
         service.start()
-        assert store.hold(REQUEST, names) == 0
         assert store.fetch(names, pages_from(8, 2)).tiers == []
         assert store.publish(names, pages_from(0, 2), REQUEST).num_resident == 2
         assert store.fetch(names, pages_from(8, 2)).tiers == [Tier.HOST] * 2
@@ -353,10 +349,8 @@ def test_all_at_once_and_nothing_of_it_raises(tmp_path: Path) -> None:
     with closing(Arena.anonymous(LAYOUT.block_bytes, 4)) as arena:
         store = NodeStore(LAYOUT, arena, DirectoryClient(str(tmp_path / "nobody")), MemoryTier(LAYOUT), filled_pool([]))
         names = names_of(8)
-        assert store.lookup(names) == []
         assert store.fetch(names, pages_from(0, 2)).tiers == []
         assert store.publish(names, pages_from(0, 2), REQUEST).num_resident == 0
-        assert store.hold(REQUEST, names) == 0
         store.renew([REQUEST])
         store.release_holds([REQUEST])
         assert store.status().directory is None

@@ -55,12 +55,6 @@ class FakeStore:
         if self.error is not None:
             raise self.error
 
-    def lookup(self, names: Sequence[BlockName]) -> list[Tier]:
-        return []
-
-    def hold(self, request_id: RequestId, names: Sequence[BlockName]) -> int:
-        return 0
-
     def renew(self, request_ids: Sequence[RequestId]) -> None: ...
 
     def release_holds(self, request_ids: Sequence[RequestId]) -> None: ...
