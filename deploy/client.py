@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import grpc
 import grpc.aio
 
-from deploy.state import ClusterState, Phase, StateFile
+from deploy.state import ClusterPhase, ClusterState, StateFile
 from wire.errors import Unavailable
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
@@ -18,7 +18,7 @@ def find_cluster(name: str) -> ClusterState:
     state = StateFile(name).read()
     if state is None:
         raise Unavailable(f"no cluster named {name} is running: start one with `{_command('up', name)}`")
-    if state.phase is Phase.STARTING:
+    if state.phase is ClusterPhase.STARTING:
         what = "is still starting" if state.command.is_alive else f"has not come up: {_clean_up(name)}"
         raise Unavailable(f"the cluster {name} {what}")
     return state

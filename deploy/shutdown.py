@@ -2,7 +2,7 @@
 
 from deploy.client import metadata, operator
 from deploy.processes import wait_for_end
-from deploy.state import ClusterState, Phase, StateFile
+from deploy.state import ClusterPhase, ClusterState, StateFile
 from deploy.teardown import interrupt, tear_down
 from wire.errors import BatonError
 from wire.pb import cluster_pb2
@@ -17,7 +17,7 @@ async def shut_down(file: StateFile, state: ClusterState) -> list[str]:
     Touches nothing but what the state names. The state is removed once there is nothing left to know.
     """
     interrupt(state)
-    if state.phase is Phase.RUNNING:
+    if state.phase is ClusterPhase.RUNNING:
         await _ask(state)
     problems = tear_down(state)
     if not problems:

@@ -18,7 +18,7 @@ from deploy.processes import ProcessRef
 from deploy.ray_cluster import Launched, RayHead
 from deploy.secret import load_secret
 from deploy.sizing import Sizes, size
-from deploy.state import ClusterState, Phase, StateFile
+from deploy.state import ClusterPhase, ClusterState, StateFile
 from deploy.teardown import tear_down
 from wire.errors import ConfigError
 
@@ -44,7 +44,7 @@ class Startup:
         self._run_dir = run_dir.create(config.name)
         self._state = ClusterState(
             name=config.name,
-            phase=Phase.STARTING,
+            phase=ClusterPhase.STARTING,
             command=ProcessRef.of(os.getpid()),
             run_dir=str(self._run_dir),
             token=secrets.token_hex(16),
@@ -146,7 +146,7 @@ class Startup:
 
     def _finish(self, model: ModelFacts, launched: Launched) -> ClusterState:
         self._note(
-            phase=Phase.RUNNING,
+            phase=ClusterPhase.RUNNING,
             model=model.name,
             address=launched.address,
             operator_address=launched.operator_address,

@@ -14,7 +14,7 @@ from wire.errors import ConfigError
 VERSION = 1
 
 
-class Phase(Enum):
+class ClusterPhase(Enum):
     """How far a cluster has come."""
 
     STARTING = "starting"
@@ -30,7 +30,7 @@ class ClusterState:
     """
 
     name: str
-    phase: Phase
+    phase: ClusterPhase
     command: ProcessRef
     run_dir: str
     token: str
@@ -48,7 +48,7 @@ class ClusterState:
     def is_alive(self) -> bool:
         """Whether anything of it runs that the state knows of."""
         known = [self.head, self.redis, *self.actors]
-        known += [self.command] if self.phase is Phase.STARTING else []
+        known += [self.command] if self.phase is ClusterPhase.STARTING else []
         return any(one.is_alive for one in known if one is not None)
 
     def encode(self) -> str:
@@ -62,7 +62,7 @@ class ClusterState:
             raise ValueError("state of another version")
         processes = {key: ProcessRef(**fields[key]) for key in ("command", "head", "redis") if fields[key] is not None}
         actors = tuple(ProcessRef(**one) for one in fields["actors"])
-        return cls(**fields | processes | {"phase": Phase(fields["phase"]), "actors": actors})
+        return cls(**fields | processes | {"phase": ClusterPhase(fields["phase"]), "actors": actors})
 
 
 class StateFile:

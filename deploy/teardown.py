@@ -10,7 +10,7 @@ from pathlib import Path
 from deploy import run_dir
 from deploy.names import namespace
 from deploy.processes import ProcessRef, end_session, wait_for_end
-from deploy.state import ClusterState, Phase
+from deploy.state import ClusterPhase, ClusterState
 
 RAY_GRACE_S = 15.0
 REDIS_GRACE_S = 5.0
@@ -38,7 +38,7 @@ def tear_down(state: ClusterState) -> list[str]:
 
 def interrupt(state: ClusterState) -> None:
     """Ends a `baton up` that is still at work, and lets it clean up after itself."""
-    if state.phase is Phase.STARTING and state.command.is_alive:
+    if state.phase is ClusterPhase.STARTING and state.command.is_alive:
         os.kill(state.command.pid, signal.SIGTERM)
         wait_for_end(state.command.pid, COMMAND_GRACE_S)
 

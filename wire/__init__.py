@@ -1,4 +1,4 @@
 """What all processes agree on: ids, roles, errors, keys, layout, messages, and the generated stubs in wire/pb/.
 
-Also the forms that are the same wherever they are read or written: settings, log lines, and the files of a model folder.
+Also forms that are the same wherever they are read or written: settings, log lines, the files of a model folder.
 """

@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 from deploy.cli import COMMANDS, main, make_parser
 from deploy.cli_generate import make_request
 from deploy.processes import ProcessRef
-from deploy.state import ClusterState, Phase, StateFile
+from deploy.state import ClusterPhase, ClusterState, StateFile
 from wire.errors import InvalidRequest
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from wire.pb import inference_pb2 as pb
@@ -83,7 +83,7 @@ def server() -> Iterator[FakeServer]:
 
 def _write_state(address: str) -> None:
     state = ClusterState(
-        "default", Phase.RUNNING, GONE, "/tmp/baton-none", "secret", address=address, operator_address=address
+        "default", ClusterPhase.RUNNING, GONE, "/tmp/baton-none", "secret", address=address, operator_address=address
     )
     StateFile("default").write(state)
 
@@ -221,7 +221,7 @@ def test_a_crashed_cluster_is_said_to_be_one(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_cluster_that_never_came_up_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
-    StateFile("default").write(ClusterState("default", Phase.STARTING, GONE, "/tmp/baton-none", "secret"))
+    StateFile("default").write(ClusterState("default", ClusterPhase.STARTING, GONE, "/tmp/baton-none", "secret"))
     assert main(["status"]) == 1
     assert capsys.readouterr().err == "baton: the cluster default has not come up: clean up with `baton down`\n"
 

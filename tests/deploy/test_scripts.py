@@ -10,7 +10,7 @@ import pytest
 
 from deploy.ports import ports_of
 from deploy.processes import ProcessRef
-from deploy.state import ClusterState, Phase
+from deploy.state import ClusterPhase, ClusterState
 
 NAME = f"left{os.getpid()}"
 
@@ -57,7 +57,7 @@ def test_a_port_on_which_something_listens_is_left() -> None:
 
 def test_ports_of_a_cluster() -> None:
     me = ProcessRef(1, 1.0, "none")
-    state = ClusterState("a", Phase.RUNNING, me, "/tmp/baton-a", "t", "m", "h:1", "h:2", "", "h:4")
+    state = ClusterState("a", ClusterPhase.RUNNING, me, "/tmp/baton-a", "t", "m", "h:1", "h:2", "", "h:4")
     assert ports_of(state) == [1, 2]
     assert ports_of(replace(state, metrics_address="h:3", head=me)) == [1, 2, 3, 4]
 

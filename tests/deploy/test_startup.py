@@ -13,7 +13,7 @@ from deploy.config import ClusterConfig
 from deploy.processes import ProcessRef, spawn_leader
 from deploy.ray_cluster import Launched
 from deploy.startup import Startup
-from deploy.state import ClusterState, Phase, StateFile
+from deploy.state import ClusterPhase, ClusterState, StateFile
 from tests.checkpoints import make_checkpoint
 from wire.errors import ConfigError
 
@@ -90,7 +90,7 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
     state = Startup(_config(checkpoint, pools={"prefill": 2}), reporter).run()
     try:
         assert StateFile(NAME).read() == state
-        assert (state.phase, state.address, state.operator_address) == (Phase.RUNNING, "public:1", "operator:2")
+        assert (state.phase, state.address, state.operator_address) == (ClusterPhase.RUNNING, "public:1", "operator:2")
         assert state.head is not None
         assert state.head.is_alive
         (plan,) = head.plans
@@ -124,7 +124,7 @@ def test_a_start_that_ends_early_leaves_nothing(
     def fail() -> None:
         state = StateFile(NAME).read()
         assert state is not None
-        assert state.phase is Phase.STARTING
+        assert state.phase is ClusterPhase.STARTING
         assert state.head is not None
         heads.append(state.head)
         raise failure
@@ -141,7 +141,7 @@ def test_what_a_crashed_cluster_left_is_removed(checkpoint: Path) -> None:
     folder = run_dir.create(NAME)
     arena = Path("/dev/shm") / folder.name
     arena.touch()
-    crashed = ClusterState(NAME, Phase.RUNNING, GONE, str(folder), "t", arena_path=str(arena), head=GONE)
+    crashed = ClusterState(NAME, ClusterPhase.RUNNING, GONE, str(folder), "t", arena_path=str(arena), head=GONE)
     StateFile(NAME).write(crashed)
     reporter = Silent()
     state = Startup(_config(checkpoint), reporter).run()
@@ -153,12 +153,12 @@ def test_what_a_crashed_cluster_left_is_removed(checkpoint: Path) -> None:
 
 def test_a_cluster_that_lives_keeps_its_name(checkpoint: Path) -> None:
     me = ProcessRef.of(os.getpid())
-    living = ClusterState(NAME, Phase.RUNNING, GONE, f"/tmp/baton-{NAME}-none", "t", actors=(me,))
+    living = ClusterState(NAME, ClusterPhase.RUNNING, GONE, f"/tmp/baton-{NAME}-none", "t", actors=(me,))
     StateFile(NAME).write(living)
     with pytest.raises(ConfigError, match=f"is running: stop it with `baton down --name {NAME}`"):
         Startup(_config(checkpoint), Silent()).run()
     assert StateFile(NAME).read() == living
-    StateFile(NAME).write(dataclasses.replace(living, phase=Phase.STARTING))
+    StateFile(NAME).write(dataclasses.replace(living, phase=ClusterPhase.STARTING))
     with pytest.raises(ConfigError, match="is starting"):
         Startup(_config(checkpoint), Silent()).run()
     assert _left_behind() == []

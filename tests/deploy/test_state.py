@@ -6,11 +6,11 @@ import pytest
 
 from deploy import run_dir, secret
 from deploy.processes import ProcessRef
-from deploy.state import ClusterState, Phase, StateFile
+from deploy.state import ClusterPhase, ClusterState, StateFile
 from wire.errors import ConfigError
 
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
-STATE = ClusterState("one", Phase.STARTING, command=GONE, run_dir="/tmp/baton-x", token="t")
+STATE = ClusterState("one", ClusterPhase.STARTING, command=GONE, run_dir="/tmp/baton-x", token="t")
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,9 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_state_comes_back_as_it_was_written() -> None:
-    full = dataclasses.replace(STATE, phase=Phase.RUNNING, head=GONE, redis=GONE, actors=(GONE, GONE), address="a:1")
+    full = dataclasses.replace(
+        STATE, phase=ClusterPhase.RUNNING, head=GONE, redis=GONE, actors=(GONE, GONE), address="a:1"
+    )
     file = StateFile("one")
     assert file.read() is None
     file.write(full)
@@ -57,9 +59,9 @@ def test_a_cluster_lives_while_any_process_of_it_does() -> None:
     me = ProcessRef.of(os.getpid())
     assert not STATE.is_alive
     assert dataclasses.replace(STATE, command=me).is_alive
-    assert not dataclasses.replace(STATE, command=me, phase=Phase.RUNNING).is_alive
-    assert dataclasses.replace(STATE, phase=Phase.RUNNING, actors=(GONE, me)).is_alive
-    assert dataclasses.replace(STATE, phase=Phase.RUNNING, redis=me).is_alive
+    assert not dataclasses.replace(STATE, command=me, phase=ClusterPhase.RUNNING).is_alive
+    assert dataclasses.replace(STATE, phase=ClusterPhase.RUNNING, actors=(GONE, me)).is_alive
+    assert dataclasses.replace(STATE, phase=ClusterPhase.RUNNING, redis=me).is_alive
 
 
 def test_a_secret_is_made_once_and_kept() -> None:

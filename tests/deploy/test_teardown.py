@@ -9,7 +9,7 @@ import pytest
 
 from deploy import run_dir, teardown
 from deploy.processes import ProcessRef
-from deploy.state import ClusterState, Phase
+from deploy.state import ClusterPhase, ClusterState
 
 
 @pytest.fixture
@@ -35,7 +35,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def joined(address: str) -> ClusterState:
     """A cluster on a Ray cluster of somebody else, of whose actors none is known to live."""
     folder = str(run_dir.create("joined"))
-    return ClusterState("joined", Phase.RUNNING, ProcessRef.of(os.getpid()), folder, "token", ray_address=address)
+    return ClusterState(
+        "joined", ClusterPhase.RUNNING, ProcessRef.of(os.getpid()), folder, "token", ray_address=address
+    )
 
 
 def test_actors_are_ended_though_none_is_known_to_live(ray_address: str, ran: list[list[str]]) -> None:
