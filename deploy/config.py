@@ -10,7 +10,7 @@ from typing import Any
 from deploy.settings import count_bytes, merge
 from wire.errors import ConfigError
 from wire.settings import from_object
-from worker.config import BatchSettings
+from worker.config import MIN_SILENCE_S, BatchSettings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -55,6 +55,7 @@ class WorkerSettings:
     num_gpus: float | None = None
     num_cpus: float = 0.0
     drain_grace_s: int = 30
+    max_silence_s: float | None = None
 
     def __post_init__(self) -> None:
         _require_range(self.pool_bytes or MIB, "worker.pool_bytes", MIB, 1 << 50)
@@ -62,6 +63,8 @@ class WorkerSettings:
         _require_range(self.num_gpus or 0, "worker.num_gpus", 0, 1)
         _require_range(self.num_cpus, "worker.num_cpus", 0, 1024)
         _require_range(self.drain_grace_s, "worker.drain_grace_s", 0, 3600)
+        silence_s = MIN_SILENCE_S if self.max_silence_s is None else self.max_silence_s
+        _require_range(silence_s, "worker.max_silence_s", MIN_SILENCE_S, 3600)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from deploy.event_log import EventLog
 from deploy.pools import Action, Drain, Pools, Stage, Start
 from deploy.roll import Roll, RouterPort
+from deploy.silence import Silence
 from deploy.supervision import repeat
 from deploy.worker_host import Life, WorkerHost
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
@@ -38,7 +39,7 @@ class Fleet:
         self._events = events
         self._drain_grace_s = drain_grace_s
         self._clock = clock
-        self._silent_since_s: dict[WorkerId, float] = {}
+        self._silences: dict[WorkerId, Silence] = {}
         self._failures: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._burials: dict[Role, set[asyncio.Task[None]]] = {role: set() for role in Role}
@@ -163,9 +164,9 @@ class Fleet:
     async def _look(self, worker_id: WorkerId) -> None:
         life = await self._host.look(worker_id)
         if life is Life.ANSWERING:
-            self._silent_since_s.pop(worker_id, None)
+            self._silences.pop(worker_id, None)
             return
-        silent_s = self._clock() - self._silent_since_s.setdefault(worker_id, self._clock())
+        silent_s = self._silences.setdefault(worker_id, Silence()).goes_on(self._clock())
         if worker_id not in self._roll or not self._is_at(worker_id, Stage.READY):
             return  # whoever dismisses it finds out
         if life is Life.DEAD:
@@ -178,7 +179,7 @@ class Fleet:
         role = self._pools[worker_id].role
         self._events.note(reason)
         self._roll.strike(worker_id)
-        self._silent_since_s.pop(worker_id, None)
+        self._silences.pop(worker_id, None)
         self._pools.lost(worker_id, self._clock())
         burial = self._spawn(self._host.end(worker_id))
         self._burials[role].add(burial)

@@ -9,6 +9,9 @@ from deploy.sizing import Sizes
 from router.admission import Bounds
 from router.config import ClusterAccess, Listeners, RouterConfig, ServedModel, StreamBounds
 from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
+from worker.engine_watch import MAX_SILENCE_S
+
+MAX_SILENCE_ON_GPU_S = 30.0
 
 
 def make_plan(
@@ -80,4 +83,10 @@ def _worker(config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeCo
         server=ServerSettings(token),
         batch=config.batch,
         num_threads=sizes.num_threads,
+        max_silence_s=config.worker.max_silence_s or _max_silence_s(model.device),
     )
+
+
+def _max_silence_s(device: str) -> float:
+    """On a GPU only the first steps take more than a second, which compile kernels."""
+    return MAX_SILENCE_S if device == "cpu" else MAX_SILENCE_ON_GPU_S

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from deploy.event_log import EventLog
 from deploy.ray_actor import RayActor, Resources
+from deploy.silence import Silence
 from deploy.supervision import repeat
 from deploy.worker_host import Life
 from wire.errors import BatonError
@@ -37,18 +38,17 @@ class Service:
         self._class = (module, class_name)
         self._events = events
         self._clock = clock
-        self._answered_s = clock()
+        self._silence = Silence()
         self.actor = self._make()
 
     async def start(self) -> str:
         """What the object answers. Raises as `RayActor.start` does."""
         answer = await self.actor.start(self.config_json, START_TIMEOUT_S)
-        self._answered_s = self._clock()
+        self._silence = Silence()
         return answer
 
     async def watch(self, on_restart: Callable[[], None]) -> None:
         """Until cancelled; `on_restart` is called when the service is there again."""
-        self._answered_s = self._clock()
         await repeat(f"the care for the {self._name}", lambda: self._step(on_restart), self._events)
 
     async def _step(self, on_restart: Callable[[], None]) -> None:
@@ -64,8 +64,9 @@ class Service:
         if life is Life.DEAD:
             return "was lost"
         if life is Life.ANSWERING:
-            self._answered_s = self._clock()
-        silent_s = self._clock() - self._answered_s
+            self._silence = Silence()
+            return None
+        silent_s = self._silence.goes_on(self._clock())
         return f"was silent for {silent_s:.0f} s, and is ended" if silent_s > MAX_SILENCE_S else None
 
     async def _replace(self, on_restart: Callable[[], None]) -> None:

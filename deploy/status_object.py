@@ -38,6 +38,7 @@ def _worker(worker: worker_pb2.WorkerStatus) -> dict[str, Any]:
         "num_running": worker.num_running,
         "num_waiting": worker.num_waiting,
         "num_preemptions": worker.num_preemptions,
+        "engine_silent_s": worker.engine_silent_s,
     }
 
 

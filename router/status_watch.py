@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from router.cluster_status import StatusReader
 from router.controller_port import ClusterEvent
@@ -10,6 +10,8 @@ from wire.pb import cluster_pb2
 
 READ_EVERY_S = 2.0
 MAX_EVENTS = 20
+LONG_SILENCE_S = 10.0
+"""From here on, that a worker's engine has not finished a step is worth an event."""
 
 
 class StatusWatch:
@@ -57,3 +59,18 @@ def changes(before: cluster_pb2.ClusterStatus, after: cluster_pb2.ClusterStatus)
         yield "Redis answers again"
     if before.host.epoch and after.host.epoch and before.host.epoch != after.host.epoch:
         yield "the arena's directory is a new one: every block in the arena is a miss"
+    yield from _changes_of_silence(_silences(before), _silences(after))
+
+
+def _changes_of_silence(before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[str]:
+    for worker_id, silent_s in after.items():
+        was_long = before.get(worker_id, 0.0) >= LONG_SILENCE_S
+        if silent_s >= LONG_SILENCE_S and not was_long:
+            yield f"{worker_id} is silent for {silent_s:.0f} s: its engine is in a long step, or hangs"
+        if was_long and silent_s < LONG_SILENCE_S:
+            yield f"{worker_id} is not silent any more: its engine has finished a step"
+
+
+def _silences(status: cluster_pb2.ClusterStatus) -> dict[str, float]:
+    """Of the workers that answered."""
+    return {worker.worker_id: worker.engine_silent_s for worker in status.workers if worker.HasField("blocks")}

@@ -37,6 +37,12 @@ class WorkerCollector(Collector):
             WORKER,
             ((_ids(worker), float(worker.HasField("blocks"))) for worker in status.workers),
         )
+        yield _gauge(
+            "engine_silent_seconds",
+            "Since a worker's engine last finished a step; without work it does so every second",
+            WORKER,
+            ((_ids(worker), worker.engine_silent_s) for worker in answering),
+        )
 
 
 def _of_requests(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:

@@ -56,7 +56,15 @@ class WorkerActor(ABC):
             loop.call_soon_threadsafe(self._give_up)
 
         parts = await asyncio.to_thread(assemble, self._config, self._behaviour.batcher)
-        service = WorkerService(parts.info, self._behaviour, parts.engine, parts.inbox, parts.store, on_broken)
+        service = WorkerService(
+            parts.info,
+            self._behaviour,
+            parts.engine,
+            parts.inbox,
+            parts.store,
+            on_broken,
+            self._config.max_silence_s,
+        )
         server = WorkerServer(service, self._config.server)
         self._started = _Started(parts, service, server)
         await service.start()

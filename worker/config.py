@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 from wire.errors import ConfigError
 from wire.pools import Role
 from wire.settings import from_json, to_json
+from worker.engine_watch import MAX_SILENCE_S
 
 FINGERPRINT_BYTES = 32
+MIN_SILENCE_S = 3.0
+"""An engine without work is silent for a second at a time."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """`num_threads`: of torch, in this process."""
+    """`num_threads`: of torch, in this process. `max_silence_s`: the longest that a step of the engine may take."""
 
     worker_id: str
     role: str
@@ -91,11 +94,13 @@ class WorkerConfig:
     server: ServerSettings
     batch: BatchSettings = field(default_factory=BatchSettings)
     num_threads: int = 1
+    max_silence_s: float = MAX_SILENCE_S
 
     def __post_init__(self) -> None:
         _require(self.worker_id, "worker_id", "must not be empty")
         _require(self.role in {one.value for one in Role}, "role", "must be prefill or decode")
         _require(self.num_threads > 0, "num_threads", "must be positive")
+        _require(self.max_silence_s >= MIN_SILENCE_S, "max_silence_s", f"must be at least {MIN_SILENCE_S}")
 
     def to_json(self) -> str:
         return to_json(self)

@@ -45,6 +45,7 @@ class WorkerLoop:
 
     deliver: takes what is wanted of others than the engine; called on the engine's thread, must not block.
     on_broken: called on the engine's thread, after the last delivery, if the state became BROKEN.
+    num_turns: finished so far. There is one at least every MAX_IDLE_S, unless a step takes longer or hangs.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class WorkerLoop:
     ) -> None:
         self.state = LoopState.RUNNING
         self.stats = engine.stats()
+        self.num_turns = 0
         self._engine = engine
         self._inbox = inbox
         self._deliver = deliver
@@ -78,6 +80,11 @@ class WorkerLoop:
         self._inbox.ring()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """Makes the loop BROKEN, though its thread may hang: it takes nothing more, and winds up should it go on."""
+        self.state = LoopState.BROKEN
+        self._inbox.close()
 
     def begin(self, call: Call, lifecycle: Lifecycle) -> None:
         """Starts a request's life. Unavailable if the loop has ended."""
@@ -103,6 +110,7 @@ class WorkerLoop:
                 self._turn()
                 self.stats = self._engine.stats()
                 self._deliver(self._lives.take_deliveries())
+                self.num_turns += 1
         except Exception:  # a bug of ours outside of a step: nobody may go on waiting for this thread
             log.critical("the engine's thread has failed", exc_info=True)
             self.state = LoopState.BROKEN

@@ -59,7 +59,12 @@ def decode_update_to_pb(attempt: int, update: Update, worker_id: str) -> worker_
 
 
 def status_to_pb(
-    info: worker_pb2.WorkerInfo, state: str, stats: EngineStats, store: StoreStatus, problems: Sequence[str]
+    info: worker_pb2.WorkerInfo,
+    state: str,
+    engine_silent_s: float,
+    stats: EngineStats,
+    store: StoreStatus,
+    problems: Sequence[str],
 ) -> worker_pb2.WorkerStatus:
     return worker_pb2.WorkerStatus(
         worker_id=info.worker_id,
@@ -76,6 +81,7 @@ def status_to_pb(
         host=_host_to_pb(store),
         redis=_redis_to_pb(store),
         problems=problems,
+        engine_silent_s=engine_silent_s,
     )
 
 

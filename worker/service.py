@@ -18,6 +18,7 @@ from worker.async_store import AsyncStore
 from worker.behaviour import Behaviour
 from worker.call import Call, Calls
 from worker.commands import Command
+from worker.engine_watch import MAX_SILENCE_S, EngineWatch
 from worker.inbox import Inbox
 from worker.instructions import Close, Send
 from worker.lives import Deliveries
@@ -60,15 +61,22 @@ class WorkerService:
         inbox: Inbox[Command],
         store: BlockStore,
         on_broken: Callable[[], None] = lambda: None,
+        max_silence_s: float = MAX_SILENCE_S,
     ) -> None:
-        """`on_broken` is called on the engine's thread when the worker is of no use any more; see WorkerLoop."""
+        """max_silence_s: the engine is given up if its thread has not finished a turn for so long.
+
+        on_broken: called on any thread when the worker is of no use any more; again if a thread that hung goes on.
+        """
         self._info = info
         self._behaviour = behaviour
         self._store = AsyncStore(store)
         self._calls = Calls()
         self._is_draining = False
         self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._on_broken = on_broken
         self._loop = WorkerLoop(engine, inbox, self._deliver, on_broken)
+        self._watch = EngineWatch(lambda: self._loop.num_turns, max_silence_s)
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> ServiceState:
@@ -85,9 +93,12 @@ class WorkerService:
         """Starts the engine's thread. To be called once, before anything else."""
         self._event_loop = asyncio.get_running_loop()
         self._loop.start()
+        self._watching = asyncio.create_task(self._watch_engine())
 
     async def close(self) -> None:
         """Ends all calls with Unavailable, and the engine's thread."""
+        if self._watching is not None:
+            self._watching.cancel()
         if not await asyncio.to_thread(self._loop.stop, STOP_TIMEOUT_S):
             log.error("the engine's thread is still in a step after %s s", STOP_TIMEOUT_S)
         await self._store.close()
@@ -97,7 +108,8 @@ class WorkerService:
 
     async def get_status(self, request: worker_pb2.GetWorkerStatusRequest) -> worker_pb2.WorkerStatus:
         problems = [*await self._check_engine(), *await self._store.check()] if request.check else []
-        return status_to_pb(self._info, self.state.value, self._loop.stats, await self._store.status(), problems)
+        store = await self._store.status()
+        return status_to_pb(self._info, self.state.value, self._watch.silent_s, self._loop.stats, store, problems)
 
     async def prefill(
         self, request: worker_pb2.PrefillRequest, timeout_s: float = MAX_REQUEST_S
@@ -175,6 +187,14 @@ class WorkerService:
     def _require_role(self, role: Role) -> None:
         if self._behaviour.role is not role:
             raise Unsupported(f"a {self._behaviour.role.value} worker does not serve {role.value} calls")
+
+    async def _watch_engine(self) -> None:
+        await self._watch.wait_for_silence()
+        log.critical("the engine's thread has not finished a step for %s s: it is given up", self._watch.silent_s)
+        self._loop.abandon()
+        for call in self._calls:
+            call.close(Unavailable("the worker's engine hangs", request_id=call.request_id))
+        self._on_broken()
 
     async def _check_engine(self) -> list[str]:
         try:

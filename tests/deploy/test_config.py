@@ -68,6 +68,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[batch]\nmax_running = 0", "batch.max_running: must be positive"),
         ("[batch]\nmax_running = 4000", "batch.max_step_tokens: must be at least"),
         ("[worker]\nnum_gpus = 2", "worker.num_gpus must be between"),
+        ("[worker]\nmax_silence_s = 0", "worker.max_silence_s must be between 3.0 and"),
         ("[worker]\npool_bytes = true", "settings.worker.pool_bytes: must be int"),
         ("name = ", "is not TOML"),
     ],

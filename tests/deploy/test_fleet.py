@@ -85,6 +85,14 @@ class World:
     async def settled(self) -> None:
         await self.fleet.settle(5, 1)
 
+    async def silent(self, worker_id: WorkerId, for_s: int) -> None:
+        """The worker does not answer when it is looked at, once a second."""
+        self.host.lives[worker_id] = Life.SILENT
+        await self.fleet.suspect(worker_id)
+        for _ in range(for_s):
+            self.now_s += 1
+            await self.fleet.suspect(worker_id)
+
 
 async def until(holds: Callable[[], bool]) -> None:
     for _ in range(2000):
@@ -221,20 +229,25 @@ async def test_what_nobody_thought_of_does_not_end_the_care_for_workers() -> Non
 async def test_a_silent_worker_gets_time() -> None:
     async with World(1, 1).running() as world:
         await world.settled()
-        world.host.lives[P0] = Life.SILENT
-        await world.fleet.suspect(P0)
-        world.now_s += 29
-        await world.fleet.suspect(P0)
+        await world.silent(P0, 29)
         assert P0 in world.pools
         world.host.lives[P0] = Life.ANSWERING
         await world.fleet.suspect(P0)
-        world.host.lives[P0] = Life.SILENT
-        await world.fleet.suspect(P0)
-        world.now_s += 31
-        await world.fleet.suspect(P0)
+        await world.silent(P0, 31)
         assert P0 not in world.pools
         await world.settled()
         assert P0 not in world.host.lives
+
+
+async def test_no_worker_is_taken_for_dead_because_the_controller_slept() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        for worker_id in (P0, D0):
+            await world.silent(worker_id, 1)
+        world.now_s += 3600
+        for worker_id in (P0, D0):
+            await world.fleet.suspect(worker_id)
+        assert {P0, D0} <= {worker.worker_id for worker in world.pools}
 
 
 async def test_draining_one_worker() -> None:

@@ -1,4 +1,6 @@
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+
+import pytest
 
 from deploy.config import ClusterConfig, RouterSettings
 from deploy.model import ModelFacts
@@ -43,3 +45,13 @@ def test_each_bound_of_a_batch_is_passed_on() -> None:
     bounds = {"max_step_tokens": 100, "max_running": 21, "max_chunk_tokens": 22, "patience_tokens": 23}
     config = ClusterConfig.load(None, {"batch": bounds})
     assert asdict(make_plan(config, MODEL, SIZES, NODE, "token", b"secret").worker.batch) == bounds
+
+
+@pytest.mark.parametrize(
+    ("device", "asked_s", "given_s"),
+    [("cpu", None, 120.0), ("cuda", None, 30.0), ("cpu", 7.0, 7.0), ("cuda", 7.0, 7.0)],
+)
+def test_how_long_a_step_may_take_depends_on_the_device(device: str, asked_s: float | None, given_s: float) -> None:
+    config = ClusterConfig.load(None, {} if asked_s is None else {"worker": {"max_silence_s": asked_s}})
+    plan = make_plan(config, replace(MODEL, device=device), SIZES, NODE, "token", b"secret")
+    assert plan.worker.max_silence_s == given_s

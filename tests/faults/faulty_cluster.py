@@ -27,6 +27,7 @@ class FaultyCluster(LocalCluster):
     """Workers that die lose all they had, and their writes are void; `clock` is the directory's.
 
     replace_dead: a new worker of the same role takes the place of each that dies, as the controller sees to.
+    broken_ones_linger: the processes of workers that are of no use any more do not end.
     """
 
     def __init__(self, model: Model, sizes: Sizes) -> None:
@@ -38,6 +39,7 @@ class FaultyCluster(LocalCluster):
         self.colds: dict[str, ColdGate] = {}
         self.mortals: dict[str, MortalClient] = {}
         self.replace_dead = False
+        self.broken_ones_linger = False
         self.dead: list[str] = []
         self.someone_died = asyncio.Event()
         self.listed: list[str] = []
@@ -155,6 +157,10 @@ class FaultyCluster(LocalCluster):
         client = MortalClient(self.workers[address].service, lambda: self._died(address))
         self.clients[address] = self.mortals[address] = client
         return client
+
+    def _broke(self, name: str) -> None:
+        if not self.broken_ones_linger:
+            self.crash(name)
 
     def _be_poisoned(self, name: str) -> None:
         if self._poison is not None:

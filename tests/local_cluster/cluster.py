@@ -31,6 +31,7 @@ from wire.pb import inference_pb2 as pb
 from wire.pools import ListedWorker, PoolSizes, Role
 from worker.commands import Command
 from worker.config import BatchSettings
+from worker.engine_watch import MAX_SILENCE_S
 from worker.inbox import Inbox
 from worker.service import WorkerService
 
@@ -40,13 +41,14 @@ TOKEN = "the cluster's token"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Pages of a worker, slots of the arena, the bounds of a step and those of the router."""
+    """Pages of a worker, slots of the arena, the bounds of a step and those of the router, the longest step."""
 
     num_blocks: int = 256
     num_slots: int = 512
     batch: BatchSettings = field(default_factory=BatchSettings)
     admission: Bounds = field(default_factory=Bounds)
     streams: StreamBounds = field(default_factory=StreamBounds)
+    max_silence_s: float = MAX_SILENCE_S
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,14 @@ class LocalCluster:
         inbox: Inbox[Command] = Inbox()
         transfers = ThreadTransfers(store, inbox.ring)
         engine = EngineCore(model, pool, behaviour.batcher, transfers)
-        service = WorkerService(self._describe(name), behaviour, engine, inbox, store)
+        service = WorkerService(
+            self._describe(name), behaviour, engine, inbox, store, lambda: self._broke(name), sizes.max_silence_s
+        )
         await service.start()
         return LocalWorker(service, engine, transfers)
+
+    def _broke(self, name: str) -> None:
+        """The worker of that name is of no use any more. May be called on any thread."""
 
     def _describe(self, name: str) -> worker_pb2.WorkerInfo:
         return worker_pb2.WorkerInfo(

@@ -4,11 +4,14 @@ import pytest
 
 from router.status_watch import changes
 from tests.router.fake_cluster import WAIT_S, request, running, until
-from wire.pb import cluster_pb2
+from wire.pb import cluster_pb2, worker_pb2
 
 
-def status(redis: str = "up", epoch: str = "e1") -> cluster_pb2.ClusterStatus:
+def status(redis: str = "up", epoch: str = "e1", silent_s: float = 0.0) -> cluster_pb2.ClusterStatus:
+    blocks = worker_pb2.BlockCounts(total=1)
     made = cluster_pb2.ClusterStatus()
+    made.workers.add(worker_id="decode-0", blocks=blocks, engine_silent_s=silent_s)
+    made.workers.add(worker_id="decode-1", blocks=blocks, engine_silent_s=0.5)
     made.redis.state = redis
     made.host.epoch = epoch
     return made
@@ -27,6 +30,12 @@ NOTHING = cluster_pb2.ClusterStatus()
         (status(redis="broken"), status(redis="broken"), []),
         (status(redis="broken"), status(), ["Redis answers again"]),
         (status(epoch="e1"), status(epoch="e2"), ["the arena's directory is a new one"]),
+        (status(), status(silent_s=9.0), []),
+        (status(silent_s=9.0), status(silent_s=11.0), ["decode-0 is silent for 11 s"]),
+        (NOTHING, status(silent_s=23.0), ["decode-0 is silent for 23 s"]),
+        (status(silent_s=11.0), status(silent_s=13.0), []),
+        (status(silent_s=11.0), status(), ["decode-0 is not silent any more"]),
+        (status(silent_s=11.0), NOTHING, []),
     ],
 )
 def test_what_an_operator_is_told(

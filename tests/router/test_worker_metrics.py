@@ -19,6 +19,7 @@ def worker(name: str, role: str = "decode", redis: str = "up") -> worker_pb2.Wor
         computed_prompt_tokens=11,
         cached_prompt_tokens=12,
         generated_tokens=13,
+        engine_silent_s=0.5,
         redis=worker_pb2.RedisTierStatus(state=redis, hits=4, misses=5, errors=6),
     )
 
@@ -66,6 +67,8 @@ def test_a_worker_that_does_not_answer_is_down_and_tells_nothing_else() -> None:
     cluster = Cluster(worker("d0"), worker_pb2.WorkerStatus(worker_id="d1", role="decode", problems=["no answer"]))
     assert cluster.value("worker_up", role="decode", worker="d0") == 1
     assert cluster.value("worker_up", role="decode", worker="d1") == 0
+    assert cluster.value("engine_silent_seconds", role="decode", worker="d0") == 0.5
+    assert cluster.value("engine_silent_seconds", role="decode", worker="d1") is None
     assert cluster.value("num_requests_running", role="decode", worker="d1") is None
 
 

@@ -86,7 +86,7 @@ def test_an_answer_tells_where_the_prompt_came_from() -> None:
 def test_status_shows_every_tier() -> None:
     directory = DirectoryStatus(COUNTS, num_leases=2, num_holds=3, epoch="e", hits=0, misses=0, evictions=0, copied=5)
     store = StoreStatus(directory, ColdStatus("up", hits=4), block_bytes=4096)
-    status = status_to_pb(worker_pb2.WorkerInfo(worker_id="w"), "ready", STATS, store, ["a"])
+    status = status_to_pb(worker_pb2.WorkerInfo(worker_id="w"), "ready", 1.5, STATS, store, ["a"])
     assert (status.blocks.cached, status.blocks.total, status.num_running) == (4, 15, 6)
     assert (status.host.blocks.published, status.host.num_holds, status.host.block_bytes) == (3, 3, 4096)
     assert (status.redis.state, status.redis.hits, status.redis.written) == ("up", 4, 5)
@@ -94,6 +94,6 @@ def test_status_shows_every_tier() -> None:
 
 
 def test_status_of_a_worker_without_a_store_in_reach() -> None:
-    status = status_to_pb(worker_pb2.WorkerInfo(), "ready", STATS, StoreStatus(None, None, 4096), [])
+    status = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, StoreStatus(None, None, 4096), [])
     assert status.redis.state == "off"
     assert status.host.epoch == ""

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
@@ -30,6 +31,7 @@ from wire.errors import (
 from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
 from wire.sampling import SamplingParams
+from worker.config import MIN_SILENCE_S
 
 ORACLE = HashModel(LAYOUT, VOCAB_SIZE)
 
@@ -204,6 +206,27 @@ async def test_a_worker_that_fails_on_and_on_stops(decode: Worker) -> None:
         with pytest.raises(Unavailable):
             await collect(decode, decode_request())
     assert decode.service.state.value == "broken"
+
+
+async def test_an_engine_that_hangs_is_given_up_and_may_go_on_without_harm(node: Node) -> None:
+    loop, broken = asyncio.get_running_loop(), asyncio.Event()
+    give_up = partial(loop.call_soon_threadsafe, broken.set)
+    async with serving(Role.DECODE, node, on_broken=give_up, max_silence_s=MIN_SILENCE_S) as worker:
+        await collect(worker, decode_request())
+        worker.model.may_go.clear()
+        hung = [asyncio.create_task(collect(worker, decode_request(request_id=name))) for name in ("a", "b")]
+        async with asyncio.timeout(TIMEOUT_S):
+            await broken.wait()
+        answers = await asyncio.gather(*hung, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [Unavailable, Unavailable]
+        with pytest.raises(Unavailable):
+            await collect(worker, decode_request(request_id="c"))
+        status = await worker.service.get_status(worker_pb2.GetWorkerStatusRequest())
+        assert (status.state, status.engine_silent_s) == ("broken", MIN_SILENCE_S)
+        worker.model.may_go.set()
+        await worker.service.close()
+        assert not worker.engine.has_requests
+        assert worker.engine.check() == []
 
 
 async def test_draining_lets_open_requests_end_and_takes_no_new_ones(decode: Worker) -> None:

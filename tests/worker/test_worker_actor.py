@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc.aio
@@ -22,26 +23,34 @@ from kv_store.arena import Arena
 from kv_store.directory import Directory
 from kv_store.directory_server import DirectoryServer
 from prefill_worker.actor import PrefillActor
+from router.grpc_worker_client import GrpcWorkerClient
 from tests.checkpoints import choose_prompt, make_checkpoint
 from tests.worker.workers import decode_request, greedy, prefill_request, tokens_of
 from wire.errors import ConfigError, ModelError, Unavailable
 from wire.pb.worker_pb2_grpc import WorkerStub
 from wire.rpc import TOKEN_METADATA
-from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
+from worker.config import (
+    MIN_SILENCE_S,
+    CheckpointSettings,
+    PageSettings,
+    ServerSettings,
+    StoreSettings,
+    WorkerConfig,
+)
 
 TOKEN = "the cluster's"
 METADATA = ((TOKEN_METADATA, TOKEN),)
 TIMEOUT_S = 90.0
 NUM_SLOTS = 256
 NUM_TOKENS = 64
+ROLES = ("prefill", "decode")
 
 
 class WorkerProcess:
     """One worker; `stub` speaks to it."""
 
-    def __init__(self, role: str, checkpoint: Path, directory_path: str) -> None:
-        config = config_of(role, checkpoint, directory_path, fingerprint_of(checkpoint))
-        command = [sys.executable, "-m", "tests.worker.worker_process", f"{role}_worker.actor", f"{role.title()}Actor"]
+    def __init__(self, config: WorkerConfig, module: str, class_name: str) -> None:
+        command = [sys.executable, "-m", "tests.worker.worker_process", module, class_name]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdin is not None
         self.process.stdin.write(config.to_json() + "\n")
@@ -53,6 +62,10 @@ class WorkerProcess:
         assert started["pid"] == self.process.pid
         assert started["epoch"]
         return str(started["address"])
+
+    def kill(self) -> None:
+        with self.process as process:
+            process.kill()
 
 
 @pytest.fixture
@@ -74,11 +87,11 @@ def directory_path(tmp_path: Path, checkpoint: Path) -> Iterator[str]:
 
 @pytest.fixture
 def workers(checkpoint: Path, directory_path: str) -> Iterator[dict[str, WorkerProcess]]:
-    workers = {role: WorkerProcess(role, checkpoint, directory_path) for role in ("prefill", "decode")}
+    configs = {role: config_of(role, checkpoint, directory_path, fingerprint_of(checkpoint)) for role in ROLES}
+    workers = {role: WorkerProcess(configs[role], f"{role}_worker.actor", f"{role.title()}Actor") for role in ROLES}
     yield workers
     for worker in workers.values():
-        with worker.process as process:
-            process.kill()
+        worker.kill()
 
 
 def fingerprint_of(checkpoint: Path) -> str:
@@ -122,6 +135,20 @@ async def test_processes_serve_a_request_between_them_and_end_well_when_told(
     assert (fetched.fetched_tokens.host, fetched.computed_tokens) == (60, 0)
     codes = [await asyncio.to_thread(worker.process.wait, TIMEOUT_S) for worker in workers.values()]
     assert codes == [0, 0]
+
+
+async def test_a_worker_whose_engine_hangs_says_so_and_ends_itself(checkpoint: Path, directory_path: str) -> None:
+    config = config_of("decode", checkpoint, directory_path, fingerprint_of(checkpoint))
+    config = replace(config, max_silence_s=MIN_SILENCE_S)
+    worker = WorkerProcess(config, "tests.worker.hanging_actor", "HangingActor")
+    try:
+        client = GrpcWorkerClient(worker.address(), TOKEN)
+        with pytest.raises(Unavailable, match="hangs"):
+            [update async for update in client.decode(decode_request(), TIMEOUT_S)]
+        assert await asyncio.to_thread(worker.process.wait, TIMEOUT_S) == 1
+        await client.close(Unavailable("it is over"))
+    finally:
+        worker.kill()
 
 
 async def test_a_model_folder_that_has_changed_is_not_served(checkpoint: Path, directory_path: str) -> None:

@@ -57,6 +57,7 @@ def test_what_has_a_default_may_be_left_out() -> None:
         ("server.token", "", "worker.server.token: must not be empty"),
         ("role", "judge", "worker.role: must be prefill or decode"),
         ("num_threads", 0, "worker.num_threads: must be positive"),
+        ("max_silence_s", 2, "worker.max_silence_s: must be at least 3"),
         ("batch.max_step_tokens", 300, "worker.batch.max_step_tokens: must be at least max_running"),
     ],
 )

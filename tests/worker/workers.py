@@ -25,6 +25,7 @@ from wire.pools import Role
 from wire.sampling import SamplingParams
 from worker.commands import Command
 from worker.config import BatchSettings
+from worker.engine_watch import MAX_SILENCE_S
 from worker.inbox import Inbox
 from worker.service import WorkerService
 
@@ -70,7 +71,9 @@ class Node:
 class Worker:
     """A service and what it is made of."""
 
-    def __init__(self, role: Role, node: Node, num_blocks: int, on_broken: Callable[[], None]) -> None:
+    def __init__(
+        self, role: Role, node: Node, num_blocks: int, on_broken: Callable[[], None], max_silence_s: float
+    ) -> None:
         self.model = Model()
         pool = DevicePool(LAYOUT, num_blocks, self.model.device)
         store = node.store(pool)
@@ -88,7 +91,7 @@ class Worker:
             num_arena_blocks=node.arena.num_slots,
             vocab_size=VOCAB_SIZE,
         )
-        self.service = WorkerService(info, made, self.engine, inbox, store, on_broken)
+        self.service = WorkerService(info, made, self.engine, inbox, store, on_broken, max_silence_s)
 
     async def status(self) -> worker_pb2.WorkerStatus:
         """With the books checked."""
@@ -109,9 +112,13 @@ class Worker:
 
 @asynccontextmanager
 async def serving(
-    role: Role, node: Node, num_blocks: int = 256, on_broken: Callable[[], None] = lambda: None
+    role: Role,
+    node: Node,
+    num_blocks: int = 256,
+    on_broken: Callable[[], None] = lambda: None,
+    max_silence_s: float = MAX_SILENCE_S,
 ) -> AsyncIterator[Worker]:
-    worker = Worker(role, node, num_blocks, on_broken)
+    worker = Worker(role, node, num_blocks, on_broken, max_silence_s)
     await worker.service.start()
     try:
         yield worker

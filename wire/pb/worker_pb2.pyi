@@ -62,7 +62,7 @@ class BlockCounts(_message.Message):
     def __init__(self, free: _Optional[int] = ..., owned: _Optional[int] = ..., published: _Optional[int] = ..., cached: _Optional[int] = ..., draining: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "host", "redis", "problems")
+    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "host", "redis", "problems", "engine_silent_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class WorkerStatus(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     REDIS_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_SILENT_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     pid: int
@@ -91,7 +92,8 @@ class WorkerStatus(_message.Message):
     host: HostTierStatus
     redis: RedisTierStatus
     problems: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., host: _Optional[_Union[HostTierStatus, _Mapping]] = ..., redis: _Optional[_Union[RedisTierStatus, _Mapping]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+    engine_silent_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., host: _Optional[_Union[HostTierStatus, _Mapping]] = ..., redis: _Optional[_Union[RedisTierStatus, _Mapping]] = ..., problems: _Optional[_Iterable[str]] = ..., engine_silent_s: _Optional[float] = ...) -> None: ...
 
 class HostTierStatus(_message.Message):
     __slots__ = ("blocks", "block_bytes", "num_leases", "num_holds", "epoch")

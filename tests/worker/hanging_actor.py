@@ -1,0 +1,30 @@
+"""A decode worker whose engine hangs at its first request."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from decode_worker.actor import DecodeActor
+from engine.batcher import Batcher, Candidate, Pages, Plan
+from worker.behaviour import Behaviour
+from worker.config import WorkerConfig
+
+
+@dataclass(frozen=True)
+class HangingBatcher:
+    """Plans as another one does, while there is nothing to do."""
+
+    batcher: Batcher
+
+    def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
+        if waiting:
+            threading.Event().wait()
+        return self.batcher.plan(waiting, running, pages)
+
+
+class HangingActor(DecodeActor):
+    """See WorkerActor."""
+
+    def make_behaviour(self, config: WorkerConfig) -> Behaviour:
+        behaviour = super().make_behaviour(config)
+        return replace(behaviour, batcher=HangingBatcher(behaviour.batcher))
