@@ -12,7 +12,6 @@ from worker.assembly import Assembly, assemble
 from worker.behaviour import Behaviour
 from worker.config import WorkerConfig
 from worker.grpc_skin import WorkerServer
-from worker.service import WorkerService
 from worker.termination import on_sigterm
 
 log = logging.getLogger(__name__)
@@ -25,7 +24,6 @@ BROKEN_EXIT_DELAY_S = 1.0
 @dataclass(frozen=True)
 class _Started:
     assembly: Assembly
-    service: WorkerService
     server: WorkerServer
 
 
@@ -55,22 +53,13 @@ class WorkerActor(ABC):
         def on_broken() -> None:
             loop.call_soon_threadsafe(self._give_up)
 
-        parts = await asyncio.to_thread(assemble, self._config, self._behaviour.batcher)
-        service = WorkerService(
-            parts.info,
-            self._behaviour,
-            parts.engine,
-            parts.inbox,
-            parts.store,
-            on_broken,
-            self._config.max_silence_s,
-        )
-        server = WorkerServer(service, self._config.server)
-        self._started = _Started(parts, service, server)
-        await service.start()
+        assembly = await asyncio.to_thread(assemble, self._config, self._behaviour, on_broken)
+        server = WorkerServer(assembly.service, self._config.server)
+        self._started = _Started(assembly, server)
+        await assembly.service.start()
         address = await server.start()
         on_sigterm(self._terminate)
-        return json.dumps({"address": address, "pid": os.getpid(), "epoch": parts.info.epoch})
+        return json.dumps({"address": address, "pid": os.getpid(), "epoch": assembly.info.epoch})
 
     async def drain(self, grace_s: int) -> str:
         """Takes no new requests, and waits until the open ones have ended or the grace is over.
@@ -79,12 +68,12 @@ class WorkerActor(ABC):
         """
         started = self._require_started()
         await started.server.refuse_new_work()
-        return json.dumps({"unfinished": await started.service.drain(grace_s)})
+        return json.dumps({"unfinished": await started.assembly.service.drain(grace_s)})
 
     async def stop(self) -> str:
         """Ends what is open and closes the port. Returns `{}`."""
         started = self._require_started()
-        await started.service.close()
+        await started.assembly.service.close()
         await started.server.stop()
         await asyncio.to_thread(started.assembly.close)
         return "{}"

@@ -1,14 +1,14 @@
-"""A worker's parts, from the model to the store, made in the order in which they need one another."""
+"""A worker's parts, from the model to the service, made in the order in which they need one another."""
 
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from engine.batch import Model
-from engine.batcher import Batcher
 from engine.checkpoint import Checkpoint
 from engine.core import EngineCore
 from engine.decoder import Decoder
@@ -16,37 +16,48 @@ from engine.digest_cache import DigestCache
 from engine.fingerprint import fingerprint
 from kernels.backend import select_backend
 from kv_store.arena import Arena
-from kv_store.block_store import BlockStore
+from kv_store.cold_tier import ColdTier
 from kv_store.device_pool import DevicePool
 from kv_store.directory_client import DirectoryClient
+from kv_store.directory_port import DirectoryPort
 from kv_store.node_store import NodeStore
 from kv_store.redis_tier import RedisTier
 from kv_store.transfers import ThreadTransfers, Transfers
 from wire.errors import ModelError
 from wire.ids import PROTOCOL_VERSION
 from wire.pb import worker_pb2
+from worker.behaviour import Behaviour
 from worker.commands import Command
 from worker.config import WorkerConfig
 from worker.inbox import Inbox
+from worker.service import WorkerService
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """A worker's ways to the tiers below its own pages."""
+
+    arena: Arena
+    directory: DirectoryPort
+    cold: ColdTier | None
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a WorkerService runs on, and what is to be closed after it."""
+    """A worker's service, which has not started, and what it runs on."""
 
     info: worker_pb2.WorkerInfo
     engine: EngineCore
-    inbox: Inbox[Command]
-    store: BlockStore
     transfers: Transfers
+    service: WorkerService
 
     def close(self) -> None:
-        """Ends the transfers, within bounds. The rest goes with the process."""
+        """Ends the transfers, within bounds, once the service is closed. The rest goes with the process."""
         self.transfers.close()
 
 
-def assemble(config: WorkerConfig, batcher: Batcher) -> Assembly:
-    """Loads the model, joins the node's store, and puts an engine over both. Blocks for as long as loading takes.
+def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[], None]) -> Assembly:
+    """Loads the model, joins the node's store, and assembles a worker on both. Blocks for as long as loading takes.
 
     Raises ModelError or ConfigError for what cannot be served, StoreError if the node's directory is not there.
     """
@@ -55,15 +66,24 @@ def assemble(config: WorkerConfig, batcher: Batcher) -> Assembly:
         Path(config.model.folder), config.model.dtype, torch.device(config.model.device), config.pool.block_size
     )
     _require_same_model(config, model.layout.dtype)
-    pool = DevicePool(model.layout, config.pool.num_blocks, model.device)
     directory = DirectoryClient(config.store.directory_path)
     arena = Arena.open(directory.attach().arena_path)
     cold = RedisTier(config.store.redis_url, model.layout) if config.store.redis_url else None
-    store = NodeStore(model.layout, arena, directory, cold, pool)
+    return assemble_on(model, Tiers(arena, directory, cold), config, behaviour, on_broken)
+
+
+def assemble_on(
+    model: Model, tiers: Tiers, config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[], None]
+) -> Assembly:
+    """Puts an engine over a model and a store, and a service over that. `on_broken` is WorkerService's."""
+    pool = DevicePool(model.layout, config.pool.num_blocks, model.device)
+    store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool)
     inbox: Inbox[Command] = Inbox()
     transfers = ThreadTransfers(store, inbox.ring)
-    engine = EngineCore(model, pool, batcher, transfers)
-    return Assembly(describe(config, model, arena.num_slots), engine, inbox, store, transfers)
+    engine = EngineCore(model, pool, behaviour.batcher, transfers)
+    info = describe(config, model, tiers.arena.num_slots)
+    service = WorkerService(info, behaviour, engine, inbox, store, on_broken, config.max_silence_s)
+    return Assembly(info, engine, transfers, service)
 
 
 def _require_same_model(config: WorkerConfig, dtype: str) -> None:

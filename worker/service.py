@@ -18,7 +18,7 @@ from worker.async_store import AsyncStore
 from worker.behaviour import Behaviour
 from worker.call import Call, Calls
 from worker.commands import Command
-from worker.engine_watch import MAX_SILENCE_S, EngineWatch
+from worker.engine_watch import EngineWatch
 from worker.inbox import Inbox
 from worker.instructions import Close, Send
 from worker.lives import Deliveries
@@ -60,8 +60,8 @@ class WorkerService:
         engine: EngineCore,
         inbox: Inbox[Command],
         store: BlockStore,
-        on_broken: Callable[[], None] = lambda: None,
-        max_silence_s: float = MAX_SILENCE_S,
+        on_broken: Callable[[], None],
+        max_silence_s: float,
     ) -> None:
         """max_silence_s: the engine is given up if its thread has not finished a turn for so long.
 

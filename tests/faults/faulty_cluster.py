@@ -21,6 +21,7 @@ from wire.ids import NamespaceRoot, RequestId, WorkerId
 from wire.keys import BlockName, cover
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
+from worker.assembly import Tiers
 
 
 class FaultyCluster(LocalCluster):
@@ -74,7 +75,7 @@ class FaultyCluster(LocalCluster):
             self.listed.remove(name)
         await self._apply()
         await self.workers[name].service.close()
-        await asyncio.to_thread(self.workers[name].transfers.close)
+        await asyncio.to_thread(self.workers[name].close)
         return num_given_back
 
     def crash(self, name: str) -> None:
@@ -149,9 +150,9 @@ class FaultyCluster(LocalCluster):
         parts = super()._parts(name)
         self.models[name] = FaultyModel(self._plain_model)
         self._be_poisoned(name)
-        self.gates[name] = DirectoryGate(parts.directory)
+        self.gates[name] = DirectoryGate(parts.tiers.directory)
         self.colds[name] = ColdGate(self.cold)
-        return Parts(self.models[name], parts.arena, self.gates[name], self.colds[name])
+        return Parts(self.models[name], Tiers(parts.tiers.arena, self.gates[name], self.colds[name]))
 
     def _connect(self, address: str) -> LocalWorkerClient:
         client = MortalClient(self.workers[address].service, lambda: self._died(address))
@@ -181,7 +182,7 @@ class FaultyCluster(LocalCluster):
         worker = self.workers[name]
         self.models[name].go_on()
         await worker.service.close()
-        await asyncio.to_thread(worker.transfers.close)
+        await asyncio.to_thread(worker.close)
         for writer in self.gates[name].names:
             self.directory.writer_died(writer)
         if self.replace_dead:

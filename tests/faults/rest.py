@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 
 from kv_store.node_store import HOLD_TTL_S
 from tests.faults.faulty_cluster import FaultyCluster
-from tests.local_cluster.cluster import LocalWorker
 from wire.frame import checksum_of
 from wire.ids import BlockKey, PageId
+from worker.assembly import Assembly
 
 MAX_WAIT_S = 10.0
 
@@ -116,5 +116,5 @@ def _blocks(cluster: FaultyCluster) -> Iterator[tuple[str, BlockKey, bytes]]:
                 yield name, key, checksum_of(memoryview(pool.page_bytes(PageId(page)).numpy()))
 
 
-def _alive(cluster: FaultyCluster) -> Iterator[tuple[str, LocalWorker]]:
+def _alive(cluster: FaultyCluster) -> Iterator[tuple[str, Assembly]]:
     return ((name, cluster.workers[name]) for name in cluster.listed)

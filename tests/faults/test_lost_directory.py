@@ -18,6 +18,7 @@ from tests.faults.load import Load, under_load
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Parts, Sizes
 from wire.layout import KVLayout
+from worker.assembly import Tiers
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 MODEL = HashModel(LAYOUT, vocab_size=300)
@@ -59,7 +60,7 @@ class ClusterOverSocket(FaultyCluster):
         self._lines.append(line)
         arena = Arena.open(line.attach().arena_path)
         self.gates[name] = DirectoryGate(line)
-        return Parts(parts.model, arena, self.gates[name], parts.cold)
+        return Parts(parts.model, Tiers(arena, self.gates[name], parts.tiers.cold))
 
 
 @asynccontextmanager

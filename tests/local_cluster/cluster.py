@@ -5,38 +5,26 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from decode_worker.behaviour import decode_behaviour
 from engine.batch import Model
-from engine.core import EngineCore
 from kv_store.arena import Arena
-from kv_store.cold_tier import ColdTier
-from kv_store.device_pool import DevicePool
 from kv_store.directory import Directory
-from kv_store.directory_port import DirectoryPort
 from kv_store.memory_tier import MemoryTier
-from kv_store.node_store import NodeStore
-from kv_store.transfers import ThreadTransfers
-from prefill_worker.behaviour import prefill_behaviour
 from router.admission import Bounds
 from router.config import ClusterAccess, RouterConfig, ServedModel, StreamBounds
 from router.controller_port import LocalController
 from router.local_worker_client import LocalWorkerClient
 from router.router import Router
+from tests.local_worker import FINGERPRINT, TOKEN, local_worker
 from tests.router.fake_cluster import Output, collect
 from text.byte_tokenizer import ByteTokenizer
 from text.codec import TextCodec
-from wire.ids import PROTOCOL_VERSION, WorkerId
-from wire.pb import cluster_pb2, worker_pb2
+from wire.ids import WorkerId
+from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import ListedWorker, PoolSizes, Role
-from worker.commands import Command
+from worker.assembly import Assembly, Tiers
 from worker.config import BatchSettings
 from worker.engine_watch import MAX_SILENCE_S
-from worker.inbox import Inbox
-from worker.service import WorkerService
-
-FINGERPRINT = b"f" * 32
-TOKEN = "the cluster's token"
 
 
 @dataclass(frozen=True)
@@ -56,18 +44,7 @@ class Parts:
     """A worker's model, and its ways to the tiers."""
 
     model: Model
-    arena: Arena
-    directory: DirectoryPort
-    cold: ColdTier | None
-
-
-@dataclass(frozen=True)
-class LocalWorker:
-    """A worker's service and what it runs on."""
-
-    service: WorkerService
-    engine: EngineCore
-    transfers: ThreadTransfers
+    tiers: Tiers
 
 
 class LocalCluster:
@@ -84,7 +61,7 @@ class LocalCluster:
         self.directory = Directory(sizes.num_slots, clock, block_bytes=model.layout.block_bytes)
         self.arena = Arena.anonymous(model.layout.block_bytes, sizes.num_slots)
         self.cold = MemoryTier(model.layout)
-        self.workers: dict[str, LocalWorker] = {}
+        self.workers: dict[str, Assembly] = {}
         self.clients: dict[str, LocalWorkerClient] = {}
         self._model = model
         self._sizes = sizes
@@ -120,7 +97,7 @@ class LocalCluster:
         await self.router.stop()
         for worker in self.workers.values():
             await worker.service.close()
-            worker.transfers.close()
+            worker.close()
 
     def _connect(self, address: str) -> LocalWorkerClient:
         self.clients[address] = LocalWorkerClient(self.workers[address].service)
@@ -128,40 +105,25 @@ class LocalCluster:
 
     def _parts(self, name: str) -> Parts:
         """What the worker of that name stands on; here, what all workers do."""
-        return Parts(self._model, self.arena, self.directory, self.cold)
+        return Parts(self._model, Tiers(self.arena, self.directory, self.cold))
 
-    async def _start_worker(self, name: str) -> LocalWorker:
+    async def _start_worker(self, name: str) -> Assembly:
         parts, sizes = self._parts(name), self._sizes
-        model = parts.model
-        make_behaviour = prefill_behaviour if _role(name) is Role.PREFILL else decode_behaviour
-        behaviour = make_behaviour(sizes.batch, model.layout.block_size)
-        pool = DevicePool(model.layout, sizes.num_blocks, model.device)
-        store = NodeStore(model.layout, parts.arena, parts.directory, parts.cold, pool)
-        inbox: Inbox[Command] = Inbox()
-        transfers = ThreadTransfers(store, inbox.ring)
-        engine = EngineCore(model, pool, behaviour.batcher, transfers)
-        service = WorkerService(
-            self._describe(name), behaviour, engine, inbox, store, lambda: self._broke(name), sizes.max_silence_s
+        worker = local_worker(
+            parts.model,
+            parts.tiers,
+            name,
+            _role(name),
+            sizes.num_blocks,
+            sizes.batch,
+            sizes.max_silence_s,
+            lambda: self._broke(name),
         )
-        await service.start()
-        return LocalWorker(service, engine, transfers)
+        await worker.service.start()
+        return worker
 
     def _broke(self, name: str) -> None:
         """The worker of that name is of no use any more. May be called on any thread."""
-
-    def _describe(self, name: str) -> worker_pb2.WorkerInfo:
-        return worker_pb2.WorkerInfo(
-            worker_id=name,
-            role=_role(name).value,
-            protocol_version=PROTOCOL_VERSION,
-            epoch="0",
-            fingerprint=FINGERPRINT,
-            layout=self._model.layout.encode(),
-            max_context_len=self._model.max_context_len,
-            num_blocks=self._sizes.num_blocks,
-            num_arena_blocks=self._sizes.num_slots,
-            vocab_size=self._model.vocab_size,
-        )
 
 
 @asynccontextmanager

@@ -7,27 +7,19 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from decode_worker.behaviour import decode_behaviour
 from engine.batch import Batch
-from engine.core import EngineCore
 from engine.hash_model import HashModel
 from kv_store.arena import Arena
-from kv_store.device_pool import DevicePool
 from kv_store.directory import Directory
-from kv_store.node_store import HOLD_TTL_S, NodeStore
-from kv_store.transfers import ThreadTransfers
-from prefill_worker.behaviour import prefill_behaviour
+from kv_store.node_store import HOLD_TTL_S
+from tests.local_worker import local_worker
 from wire.convert import sampling_to_pb
-from wire.ids import PROTOCOL_VERSION
 from wire.layout import KVLayout
 from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
 from wire.sampling import SamplingParams
-from worker.commands import Command
-from worker.config import BatchSettings
+from worker.assembly import Assembly, Tiers
 from worker.engine_watch import MAX_SILENCE_S
-from worker.inbox import Inbox
-from worker.service import WorkerService
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 VOCAB_SIZE = 997
@@ -35,7 +27,6 @@ POISON = (5, 6, 7)
 """A prompt after which logits are no numbers."""
 PROMPT = tuple(range(1, 101))
 TIMEOUT_S = 20.0
-_BEHAVIOURS = {Role.PREFILL: prefill_behaviour, Role.DECODE: decode_behaviour}
 
 
 class Model(HashModel):
@@ -64,34 +55,19 @@ class Node:
         self.directory = Directory(num_slots)
         self.arena = Arena.anonymous(LAYOUT.block_bytes, num_slots)
 
-    def store(self, pool: DevicePool) -> NodeStore:
-        return NodeStore(LAYOUT, self.arena, self.directory, None, pool)
+    @property
+    def tiers(self) -> Tiers:
+        return Tiers(self.arena, self.directory, None)
 
 
 class Worker:
     """A service and what it is made of."""
 
-    def __init__(
-        self, role: Role, node: Node, num_blocks: int, on_broken: Callable[[], None], max_silence_s: float
-    ) -> None:
-        self.model = Model()
-        pool = DevicePool(LAYOUT, num_blocks, self.model.device)
-        store = node.store(pool)
-        inbox: Inbox[Command] = Inbox()
-        self.transfers = ThreadTransfers(store, inbox.ring)
-        made = _BEHAVIOURS[role](BatchSettings(), LAYOUT.block_size)
-        self.engine = EngineCore(self.model, pool, made.batcher, self.transfers)
-        info = worker_pb2.WorkerInfo(
-            worker_id=f"{role.value}-0",
-            role=role.value,
-            protocol_version=PROTOCOL_VERSION,
-            layout=LAYOUT.encode(),
-            max_context_len=self.model.max_context_len,
-            num_blocks=num_blocks,
-            num_arena_blocks=node.arena.num_slots,
-            vocab_size=VOCAB_SIZE,
-        )
-        self.service = WorkerService(info, made, self.engine, inbox, store, on_broken, max_silence_s)
+    def __init__(self, model: Model, assembly: Assembly) -> None:
+        self.model = model
+        self.engine = assembly.engine
+        self.transfers = assembly.transfers
+        self.service = assembly.service
 
     async def status(self) -> worker_pb2.WorkerStatus:
         """With the books checked."""
@@ -118,7 +94,11 @@ async def serving(
     on_broken: Callable[[], None] = lambda: None,
     max_silence_s: float = MAX_SILENCE_S,
 ) -> AsyncIterator[Worker]:
-    worker = Worker(role, node, num_blocks, on_broken, max_silence_s)
+    model = Model()
+    assembly = local_worker(
+        model, node.tiers, f"{role.value}-0", role, num_blocks, max_silence_s=max_silence_s, on_broken=on_broken
+    )
+    worker = Worker(model, assembly)
     await worker.service.start()
     try:
         yield worker

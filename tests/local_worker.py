@@ -1,0 +1,47 @@
+"""A worker in this process, assembled as a real one, on a model and tiers that a test has."""
+
+from collections.abc import Callable
+
+from decode_worker.behaviour import decode_behaviour
+from engine.batch import Model
+from prefill_worker.behaviour import prefill_behaviour
+from wire.pools import Role
+from worker.assembly import Assembly, Tiers, assemble_on
+from worker.config import (
+    BatchSettings,
+    CheckpointSettings,
+    PageSettings,
+    ServerSettings,
+    StoreSettings,
+    WorkerConfig,
+)
+from worker.engine_watch import MAX_SILENCE_S
+
+FINGERPRINT = b"f" * 32
+TOKEN = "the cluster's token"
+_BEHAVIOURS = {Role.PREFILL: prefill_behaviour, Role.DECODE: decode_behaviour}
+
+
+def local_worker(
+    model: Model,
+    tiers: Tiers,
+    worker_id: str,
+    role: Role,
+    num_blocks: int,
+    batch: BatchSettings | None = None,
+    max_silence_s: float = MAX_SILENCE_S,
+    on_broken: Callable[[], None] = lambda: None,
+) -> Assembly:
+    """Its service is not started. The folder and the socket in its configuration are nowhere."""
+    config = WorkerConfig(
+        worker_id=worker_id,
+        role=role.value,
+        model=CheckpointSettings("nowhere", FINGERPRINT.hex()),
+        pool=PageSettings(num_blocks, model.layout.block_size),
+        store=StoreSettings("nowhere"),
+        server=ServerSettings(TOKEN),
+        batch=batch or BatchSettings(),
+        max_silence_s=max_silence_s,
+    )
+    behaviour = _BEHAVIOURS[role](config.batch, config.pool.block_size)
+    return assemble_on(model, tiers, config, behaviour, on_broken)
