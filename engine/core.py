@@ -7,7 +7,6 @@ WAITING -> FETCHING -> RUNNING -> ENDED
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from engine.batch import Model
 from engine.batcher import Batcher, Gate, Plan
@@ -31,26 +30,12 @@ from engine.roster import Roster
 from engine.runner import Chunk
 from engine.sampler import Drawn
 from engine.sequence import Sequence, State
+from engine.stats import EngineStats
 from engine.stop import end_of
 from kv_store.device_pool import DevicePool
-from kv_store.ledger import BlockCounts
 from kv_store.transfers import Transfers
 from wire.errors import BatonError, InvalidRequest, RequestExists
 from wire.ids import RequestId
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counts since the start, and pages and sequences as they are. `kv_tokens` have KV in pages of those that run."""
-
-    blocks: BlockCounts
-    kv_tokens: int
-    num_running: int
-    num_waiting: int
-    computed_prompt_tokens: int
-    cached_prompt_tokens: int
-    generated_tokens: int
-    num_preemptions: int
 
 
 class EngineCore:
@@ -134,16 +119,8 @@ class EngineCore:
     def _check(self, request: EngineRequest) -> None:
         if request.request_id in self._roster:
             raise RequestExists("a request of this id is running", request_id=request.request_id)
-        if not request.prompt_ids or not request.choices:
-            raise InvalidRequest("prompt", "must have a token and a choice to make")
-        if not all(0 <= token < self.model.vocab_size for token in request.prompt_ids):
-            raise InvalidRequest("token_ids", f"must be from 0 to {self.model.vocab_size - 1}")
-        if request.sampling.max_tokens < 1:
-            raise InvalidRequest("max_tokens", "must be at least 1")
-        num_tokens = len(request.prompt_ids) + request.sampling.max_tokens
-        if num_tokens > self.model.max_context_len:
-            raise InvalidRequest("max_tokens", f"{num_tokens} tokens exceed the context ({self.model.max_context_len})")
-        capacity = self.pool.ledger.num_pages * self.pool.layout.block_size
+        request.require_runnable(self.model.vocab_size, self.model.max_context_len)
+        num_tokens, capacity = request.max_len, self.pool.ledger.num_pages * self.pool.layout.block_size
         if num_tokens > capacity:
             raise InvalidRequest("max_tokens", f"{num_tokens} tokens exceed what the pool holds ({capacity})")
 

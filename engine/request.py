@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from wire.errors import InvalidRequest
 from wire.ids import NamespaceRoot, RequestId
 from wire.sampling import SamplingParams
 
@@ -27,6 +28,22 @@ class EngineRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     choices: tuple[ChoiceSoFar, ...] = (ChoiceSoFar(0),)
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the prompt and of a choice at its longest."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+    def require_runnable(self, vocab_size: int, max_context_len: int) -> None:
+        """Raises InvalidRequest for what a model of that vocabulary and context cannot run."""
+        if not self.prompt_ids or not self.choices:
+            raise InvalidRequest("prompt", "must have a token and a choice to make")
+        if not all(0 <= token < vocab_size for token in self.prompt_ids):
+            raise InvalidRequest("token_ids", f"must be from 0 to {vocab_size - 1}")
+        if self.sampling.max_tokens < 1:
+            raise InvalidRequest("max_tokens", "must be at least 1")
+        if self.max_len > max_context_len:
+            raise InvalidRequest("max_tokens", f"{self.max_len} tokens exceed the context ({max_context_len})")
 
 
 @dataclass(frozen=True)

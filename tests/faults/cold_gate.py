@@ -19,7 +19,6 @@ class ColdGate:
     def __init__(self, tier: ColdTier) -> None:
         self.missing: set[BlockKey] = set()
         self.on_get: Callable[[], None] = lambda: None
-        self.num_gets = 0
         self._tier = tier
         self._may_go = threading.Event()
         self._may_go.set()
@@ -34,7 +33,6 @@ class ColdGate:
         return self._tier.exists(keys)
 
     def get(self, name: BlockName, into: memoryview) -> bytes | None:
-        self.num_gets += 1
         self.on_get()
         assert self._may_go.wait(MAX_WAIT_S), "nobody let the tier go on"
         return None if name.key in self.missing else self._tier.get(name, into)

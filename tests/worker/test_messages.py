@@ -1,7 +1,7 @@
 import pytest
 
-from engine.core import EngineStats
 from engine.events import TierTokens
+from engine.stats import EngineStats
 from kv_store.block_store import StoreStatus
 from kv_store.cold_tier import ColdStatus
 from tests.worker.workers import PROMPT, VOCAB_SIZE, decode_request

@@ -1,0 +1,19 @@
+"""What an engine says of itself."""
+
+from dataclasses import dataclass
+
+from kv_store.ledger import BlockCounts
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts since the start, and pages and sequences as they are. `kv_tokens` have KV in pages of those that run."""
+
+    blocks: BlockCounts
+    kv_tokens: int
+    num_running: int
+    num_waiting: int
+    computed_prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    num_preemptions: int
