@@ -20,18 +20,24 @@ class ActorShell:
         start_logging(name)
         self._class: Any = getattr(importlib.import_module(module), class_name)
         self._object: Any = None
+        self._starting: asyncio.Task[str] | None = None
 
     async def start(self, config_json: str) -> str:
-        """Makes the object and starts it. Raises what that raises."""
-        self._object = await asyncio.to_thread(self._class, config_json)
-        answer: str = await self._object.start()
-        return answer
+        """Makes the object and starts it, once: whoever asks again gets the same answer. Raises what that raises."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(config_json))
+        return await asyncio.shield(self._starting)
 
     async def call(self, method: str, *arguments: str | int) -> str:
         """A method of the started object. Raises Unavailable before that."""
         if self._object is None:
             raise Unavailable("the actor has not started")
         answer: str = await getattr(self._object, method)(*arguments)
+        return answer
+
+    async def _start(self, config_json: str) -> str:
+        self._object = await asyncio.to_thread(self._class, config_json)
+        answer: str = await self._object.start()
         return answer
 
     async def ping(self) -> int:

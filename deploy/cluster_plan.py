@@ -10,7 +10,10 @@ from worker.config import WorkerConfig
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """`worker` is that of any worker, but for id and role. CPUs and GPUs are what each worker asks Ray for."""
+    """`worker` is that of any worker, but for id and role. CPUs and GPUs are what each worker asks Ray for.
+
+    pools_path: where the controller keeps what another would have to know if it died.
+    """
 
     prefill: int
     decode: int
@@ -20,6 +23,7 @@ class ClusterPlan:
     num_cpus: float
     num_gpus: float
     drain_grace_s: int
+    pools_path: str
 
     def to_json(self) -> str:
         return to_json(self)

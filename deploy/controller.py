@@ -1,11 +1,17 @@
-"""The controller: one detached actor that starts a cluster, keeps it whole, resizes it and ends it."""
+"""The controller: one detached actor that starts a cluster, keeps it whole, resizes it and ends it.
+
+It is the only actor that Ray restarts. A new one finds the others by their names, and starts them again: those that
+have started answer as they did the first time, and nobody who is served notices.
+"""
 
 import asyncio
 import json
 import logging
 import os
 import time
+from collections.abc import Awaitable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import ray
 
@@ -13,6 +19,7 @@ from deploy.cluster_plan import ClusterPlan
 from deploy.event_log import EventLog
 from deploy.fleet import Fleet
 from deploy.names import CONTROLLER
+from deploy.pool_record import PoolRecord
 from deploy.pools import Pools
 from deploy.ray_actor import Resources
 from deploy.ray_worker_host import RayWorkerHost
@@ -43,9 +50,13 @@ class Controller:
         self._node = Service("node", "deploy.node", "NodeActor", plan.node.to_json(), self._events)
         self._router = Service("router", "router.actor", "RouterActor", plan.router.to_json(), self._events)
         host = RayWorkerHost(plan.worker, Resources(plan.num_cpus, plan.num_gpus), self._node_is_up)
-        pools = Pools(PoolSizes(plan.prefill, plan.decode))
-        self._fleet = Fleet(pools, host, RouterLine(self._router), self._events, plan.drain_grace_s)
+        record = PoolRecord(Path(plan.pools_path))
+        earlier = record.read()
+        pools = earlier or Pools(PoolSizes(plan.prefill, plan.decode))
+        self._fleet = Fleet(pools, host, RouterLine(self._router), self._events, record, plan.drain_grace_s)
         self._tasks: list[asyncio.Task[None]] = []
+        if earlier is not None:
+            self._tasks.append(asyncio.create_task(self._resume()))
 
     async def start(self) -> str:
         """Returns when the cluster serves: `{"address", "operator_address", "metrics_address", "pids"}`.
@@ -53,10 +64,11 @@ class Controller:
         Raises BatonError, with the reason, if any part of it does not start; what did is ended by `shutdown`.
         """
         self._tasks.append(asyncio.create_task(self._fleet.run()))
-        node, router = await asyncio.gather(self._start_node(), self._start_router())
+        node, router = await asyncio.gather(
+            self._node_started(self._node.start()), self._router_started(self._router.start())
+        )
         await self._fleet.settle(START_TIMEOUT_S, max_failures=1)
-        self._tasks.append(asyncio.create_task(self._node.watch(on_restart=lambda: None)))
-        self._tasks.append(asyncio.create_task(self._router.watch(on_restart=self._fleet.introduce)))
+        self._watch()
         self._events.note("the cluster serves")
         addresses = {key: router[key] for key in ("address", "operator_address", "metrics_address")}
         return json.dumps({**addresses, "pids": [os.getpid(), node["pid"], router["pid"]]})
@@ -89,14 +101,26 @@ class Controller:
         self._tasks = [*self._cancelled(), asyncio.create_task(self._end())]
         return "{}"
 
-    async def _start_node(self) -> dict[str, int]:
-        answer: dict[str, int] = json.loads(await self._node.start())
+    async def _resume(self) -> None:
+        """What `start` does, where an earlier controller has begun."""
+        self._events.note("the controller was lost, and is back")
+        await self._fleet.resume()
+        self._tasks.append(asyncio.create_task(self._fleet.run()))
+        await asyncio.gather(self._node_started(self._node.resume()), self._router_started(self._router.resume()))
+        self._watch()
+
+    def _watch(self) -> None:
+        self._tasks.append(asyncio.create_task(self._node.watch(on_restart=lambda: None)))
+        self._tasks.append(asyncio.create_task(self._router.watch(on_restart=self._fleet.introduce)))
+
+    async def _node_started(self, started: Awaitable[str]) -> dict[str, int]:
+        answer: dict[str, int] = json.loads(await started)
         self._node_is_up.set()
         return answer
 
-    async def _start_router(self) -> dict[str, str]:
+    async def _router_started(self, started: Awaitable[str]) -> dict[str, str]:
         """From now on it comes back on the ports that it has got."""
-        answer: dict[str, str] = json.loads(await self._router.start())
+        answer: dict[str, str] = json.loads(await started)
         listeners = replace(
             self._router_config.listeners,
             grpc_port=_port(answer["address"]),

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 
 from deploy.event_log import EventLog
+from deploy.pool_record import PoolRecord
 from deploy.pools import Action, Drain, Pools, Stage, Start
 from deploy.roll import Roll, RouterPort
 from deploy.silence import Silence
@@ -30,6 +31,7 @@ class Fleet:
         host: WorkerHost,
         router: RouterPort,
         events: EventLog,
+        record: PoolRecord,
         drain_grace_s: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -37,6 +39,7 @@ class Fleet:
         self._host = host
         self._roll = Roll(pools, router, events)
         self._events = events
+        self._record = record
         self._drain_grace_s = drain_grace_s
         self._clock = clock
         self._silences: dict[WorkerId, Silence] = {}
@@ -50,6 +53,17 @@ class Fleet:
     def is_settled(self) -> bool:
         """Whether the pools are as asked, and the router has all of their workers."""
         return self._pools.are_as_asked and self._roll.is_known
+
+    async def resume(self) -> None:
+        """Goes on with the workers that an earlier controller has left. Those that died meanwhile are replaced."""
+        for worker in self._pools:
+            if not await self._host.adopt(worker.worker_id):
+                self._pools.ended(worker.worker_id)
+                self._events.note(f"worker {worker.worker_id} was lost")
+            elif worker.stage is Stage.DRAINING:
+                self._spawn(self._carry_out(Drain(worker.worker_id)))
+            else:
+                self._spawn(self._carry_out(self._pools.resume(worker.worker_id)))
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -70,12 +84,14 @@ class Fleet:
     def resize(self, prefill: int | None, decode: int | None) -> None:
         """What the pools are to become from now on. Raises InvalidRequest."""
         self._pools.resize(prefill, decode)
+        self._record.write(self._pools)
         self._events.note(f"scaling to {self._pools.sizes.prefill} prefill, {self._pools.sizes.decode} decode")
         self._wake.set()
 
     async def drain(self, worker_id: WorkerId, timeout_s: float) -> None:
         """Returns when the worker is gone. WorkerNotFound, InvalidRequest if it cannot be spared, DeadlineExceeded."""
         action = self._pools.release(worker_id)
+        self._record.write(self._pools)
         if action is not None:
             self._spawn(self._carry_out(action))
         try:
@@ -104,13 +120,18 @@ class Fleet:
 
     async def _step(self) -> None:
         self._wake.clear()
-        for action in self._pools.plan(self._clock()):
-            self._spawn(self._carry_out(action))
+        self._carry_out_all(self._pools.plan(self._clock()))
         if not self._roll.is_known:
             await self._roll.announce()
         await self._notify()
         await self._sleep()
         await asyncio.gather(*(self._look(worker_id) for worker_id in self._roll))
+
+    def _carry_out_all(self, actions: Sequence[Action]) -> None:
+        if actions:
+            self._record.write(self._pools)
+        for action in actions:
+            self._spawn(self._carry_out(action))
 
     async def _carry_out(self, action: Action) -> None:
         if isinstance(action, Start):

@@ -1,5 +1,7 @@
 """From what was asked for, what the model is and what the machine has, to what each part is started with. Pure."""
 
+from pathlib import Path
+
 from deploy.cluster_plan import ClusterPlan
 from deploy.config import ClusterConfig, RouterSettings
 from deploy.model import ModelFacts
@@ -31,6 +33,7 @@ def make_plan(
         num_cpus=config.worker.num_cpus,
         num_gpus=sizes.num_gpus,
         drain_grace_s=config.worker.drain_grace_s,
+        pools_path=str(Path(node.directory_path).with_name("pools.json")),
     )
 
 

@@ -5,7 +5,7 @@ starting -> ready -> draining -> gone
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -59,12 +59,17 @@ Action = Start | Drain | Stop
 
 
 class Pools:
-    """Both pools. Has no clock: `now_s` are readings of one monotonic clock."""
+    """Both pools. Has no clock: `now_s` are readings of one monotonic clock.
 
-    def __init__(self, sizes: PoolSizes) -> None:
+    workers: those that there are already. num_named: of each role, how many names have been given: none is given twice.
+    """
+
+    def __init__(
+        self, sizes: PoolSizes, workers: Sequence[Worker] = (), num_named: Mapping[Role, int] | None = None
+    ) -> None:
         self.sizes = sizes
-        self._workers: dict[WorkerId, Worker] = {}
-        self._num_named = Counter[Role]()
+        self._workers = {worker.worker_id: worker for worker in workers}
+        self._num_named = Counter[Role](num_named or {})
         self._num_failures = Counter[Role]()
         self._paused_until_s: dict[Role, float] = {}
 
@@ -79,6 +84,9 @@ class Pools:
         if worker_id not in self._workers:
             raise WorkerNotFound("no worker of that id", worker_id=worker_id[:64])
         return self._workers[worker_id]
+
+    def num_named(self, role: Role) -> int:
+        return self._num_named[role]
 
     @property
     def are_as_asked(self) -> bool:
@@ -102,6 +110,12 @@ class Pools:
             self.resize(None, self.sizes.decode - 1)
         self._set_stage(worker, Stage.DRAINING)
         return Drain(worker_id)
+
+    def resume(self, worker_id: WorkerId) -> Start:
+        """A worker that another has started is started again, which finds it as it is."""
+        worker = self[worker_id]
+        self._set_stage(worker, Stage.STARTING)
+        return Start(worker_id, worker.role)
 
     def became_ready(self, worker_id: WorkerId) -> None:
         """Ends what was held against its role. A worker that was to go meanwhile still goes."""

@@ -33,16 +33,33 @@ class Resources:
 
 
 class RayActor:
-    """A detached actor on this node, never restarted by Ray. Its process begins at once; `start` makes it work."""
+    """A detached actor on this node, never restarted by Ray. `handle` is Ray's."""
 
-    def __init__(self, name: str, module: str, class_name: str, resources: Resources) -> None:
+    def __init__(self, name: str, handle: Any) -> None:
         self.name = name
+        self._handle = handle
         self._process: ProcessRef | None = None
+
+    @classmethod
+    def create(cls, name: str, module: str, class_name: str, resources: Resources) -> "RayActor":
+        """Its process begins at once; `start` makes it work."""
         shell = type(class_name, (ActorShell,), {})  # for the name under which `ps` shows the process
-        self._handle: Any = ray.remote(shell).options(**_options(name, resources)).remote(name, module, class_name)
+        options = _options(name, resources)
+        return cls(name, ray.remote(shell).options(**options).remote(name, module, class_name))
+
+    @classmethod
+    def find(cls, name: str) -> "RayActor | None":
+        """One that was created by an earlier controller, started or not. None if it is not there, or not any more."""
+        try:
+            return cls(name, ray.get_actor(name))
+        except ValueError:
+            return None
 
     async def start(self, config_json: str, timeout_s: float) -> str:
-        """Raises what the object raises if that is ours, ConfigError for another failure, Unavailable for no answer."""
+        """What its object answers, started now or earlier.
+
+        Raises what the object raises if that is ours, ConfigError for another failure, Unavailable for no answer.
+        """
         return await self._ask("start", self._handle.start.remote(config_json), timeout_s)
 
     async def call(self, method: str, *arguments: str | int, timeout_s: float) -> str:

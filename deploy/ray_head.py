@@ -105,7 +105,7 @@ def _launch(line: "_Line") -> dict[str, Any]:
             name=CONTROLLER,
             lifetime="detached",
             num_cpus=0,
-            max_restarts=0,
+            max_restarts=-1,
             max_concurrency=1000,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )

@@ -28,12 +28,19 @@ class RayWorkerHost:
         self._actors: dict[WorkerId, RayActor] = {}
 
     async def start(self, worker_id: WorkerId, role: Role) -> Place:
-        actor = RayActor(worker_id, *_CLASSES[role], self._resources)
-        self._actors[worker_id] = actor
+        if worker_id not in self._actors:
+            self._actors[worker_id] = RayActor.create(worker_id, *_CLASSES[role], self._resources)
+        actor = self._actors[worker_id]
         await self._node_is_up.wait()
         config = replace(self._config, worker_id=worker_id, role=role.value)
         info = json.loads(await actor.start(config.to_json(), START_TIMEOUT_S))
         return Place(info["address"], info["pid"])
+
+    async def adopt(self, worker_id: WorkerId) -> bool:
+        actor = await asyncio.to_thread(RayActor.find, worker_id)
+        if actor is not None:
+            self._actors[worker_id] = actor
+        return actor is not None
 
     async def look(self, worker_id: WorkerId) -> Life:
         return await self._actors[worker_id].look() if worker_id in self._actors else Life.DEAD

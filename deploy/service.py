@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """`config_json` is what the next start is given."""
+    """`config_json` is what the next start is given. One that an earlier controller has left is taken over."""
 
     def __init__(
         self,
@@ -39,13 +39,24 @@ class Service:
         self._events = events
         self._clock = clock
         self._silence = Silence()
-        self.actor = self._make()
+        self.actor = RayActor.find(name) or self._make()
 
     async def start(self) -> str:
         """What the object answers. Raises as `RayActor.start` does."""
         answer = await self.actor.start(self.config_json, START_TIMEOUT_S)
         self._silence = Silence()
         return answer
+
+    async def resume(self) -> str:
+        """As `start`, for one that may have died or have failed to start: then another takes its place."""
+        while True:
+            try:
+                return await self.start()
+            except Exception as error:
+                self._note_failure(error)
+            await self.actor.end()
+            await asyncio.sleep(FIRST_PAUSE_S)
+            self.actor = self._make()
 
     async def watch(self, on_restart: Callable[[], None]) -> None:
         """Until cancelled; `on_restart` is called when the service is there again."""
@@ -85,12 +96,15 @@ class Service:
             self.actor = self._make()
             await self.start()
         except Exception as error:
-            log.info("the %s did not start again", self._name, exc_info=error)
-            reason = error.message if isinstance(error, BatonError) else repr(error)
-            self._events.note(f"the {self._name} did not start again: {reason}")
+            self._note_failure(error)
             await self.actor.end()
             return False
         return True
 
+    def _note_failure(self, error: Exception) -> None:
+        log.info("the %s did not start again", self._name, exc_info=error)
+        reason = error.message if isinstance(error, BatonError) else repr(error)
+        self._events.note(f"the {self._name} did not start again: {reason}")
+
     def _make(self) -> RayActor:
-        return RayActor(self._name, *self._class, Resources())
+        return RayActor.create(self._name, *self._class, Resources())

@@ -33,6 +33,10 @@ class WorkerHost(Protocol):
         """Returns when the worker serves. Raises BatonError if it does not, and leaves what there is of it to `end`."""
         ...
 
+    async def adopt(self, worker_id: WorkerId) -> bool:
+        """Whether an earlier host has left this worker; it is this one's now. `start` tells where it serves."""
+        ...
+
     async def look(self, worker_id: WorkerId) -> Life: ...
 
     async def drain(self, worker_id: WorkerId, grace_s: int) -> int:
@@ -47,8 +51,8 @@ class WorkerHost(Protocol):
 class LocalWorkerHost:
     """Workers that are entries in a table. `failures` are raised by the next starts; busy ones drain on `finish`."""
 
-    def __init__(self) -> None:
-        self.lives: dict[WorkerId, Life] = {}
+    def __init__(self, lives: dict[WorkerId, Life] | None = None) -> None:
+        self.lives = lives or {}
         self.failures: list[Exception] = []
         self.drained: list[WorkerId] = []
         self._busy: dict[WorkerId, asyncio.Event] = {}
@@ -65,6 +69,9 @@ class LocalWorkerHost:
             raise self.failures.pop(0)
         self.lives[worker_id] = Life.ANSWERING
         return Place(f"local:{worker_id}", len(self.lives))
+
+    async def adopt(self, worker_id: WorkerId) -> bool:
+        return worker_id in self.lives
 
     async def look(self, worker_id: WorkerId) -> Life:
         return self.lives.get(worker_id, Life.DEAD)

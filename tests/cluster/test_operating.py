@@ -70,6 +70,20 @@ def test_the_router_and_the_node_service_come_back(cluster: ServedCluster, check
     wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
 
 
+def test_a_killed_controller_comes_back_and_goes_on(cluster: ServedCluster, checkpoint: Path) -> None:
+    cluster.do("scale", "--decode", "2")
+    _kill(psutil.Process(cluster.state()["actors"][0]["pid"]))
+    assert _is_right(cluster, checkpoint)
+    wait_until(lambda: "the controller was lost, and is back" in json.dumps(cluster.status()["events"]), "it is back")
+    first, second = sorted(cluster.workers("decode"))
+    _kill(psutil.Process(cluster.workers("decode")[first]["pid"]))
+    wait_until(lambda: len(cluster.workers("decode").keys() - {first}) == 2, "a new worker")
+    assert second in cluster.workers("decode")
+    cluster.do("scale", "--decode", "1")
+    assert _is_right(cluster, checkpoint)
+    wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+
+
 def test_a_second_cluster_of_the_name_is_refused(cluster: ServedCluster, checkpoint: Path) -> None:
     refused = cluster.run("up", "--model", str(checkpoint), "--grpc-port", "0")
     assert refused.returncode == 78

@@ -8,13 +8,14 @@ from deploy import fleet as fleet_module
 from deploy import supervision
 from deploy.event_log import EventLog
 from deploy.fleet import Fleet
-from deploy.pools import Pools
+from deploy.pool_record import PoolRecord, decode, encode
+from deploy.pools import Pools, Stage
 from deploy.worker_host import Life, LocalWorkerHost
 from wire.errors import DeadlineExceeded, InvalidRequest, ModelError, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import ListedWorker, PoolSizes
 
-D0, D1, P0, P1 = (WorkerId(name) for name in ("decode-0", "decode-1", "prefill-0", "prefill-1"))
+D0, D1, D2, P0, P1 = (WorkerId(name) for name in ("decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"))
 
 
 class FakeRouter:
@@ -62,6 +63,16 @@ class BrokenHost(LocalWorkerHost):
         return await super().look(worker_id)
 
 
+class LocalRecord(PoolRecord):
+    """Keeps the text."""
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+
+    def write(self, pools: Pools) -> None:
+        self.text = encode(pools)
+
+
 class World:
     """A fleet, what it works with, and a clock that tests move."""
 
@@ -71,7 +82,17 @@ class World:
         self.router = FakeRouter()
         self.events = EventLog(lambda: self.now_s)
         self.pools = Pools(PoolSizes(prefill, decode))
-        self.fleet = Fleet(self.pools, self.host, self.router, self.events, 30, lambda: self.now_s)
+        self.record = LocalRecord()
+        self.fleet = self._make_fleet()
+
+    def controller_dies(self) -> None:
+        """Another takes over, from what this one has recorded and the host still has."""
+        assert self.record.text is not None
+        self.pools = decode(self.record.text)
+        self.fleet = self._make_fleet()
+
+    def _make_fleet(self) -> Fleet:
+        return Fleet(self.pools, self.host, self.router, self.events, self.record, 30, lambda: self.now_s)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["World"]:
@@ -302,3 +323,38 @@ async def test_a_new_router_is_told_of_all() -> None:
         assert not world.fleet.is_settled
         await world.settled()
         assert world.router.known == {P0, D0}
+
+
+async def test_a_fleet_goes_on_with_the_workers_that_another_has_left() -> None:
+    world = World(1, 1)
+    async with world.running():
+        await world.settled()
+        world.fleet.resize(1, 2)
+        await world.settled()
+        world.controller_dies()
+        del world.host.lives[D0]
+        await world.fleet.resume()
+        async with world.running():
+            await world.settled()
+            assert world.router.known == {P0, D1, D2}
+            assert set(world.host.lives) == {P0, D1, D2}
+            assert "worker decode-0 was lost" in world.events.encode()
+
+
+async def test_a_drain_that_another_has_begun_is_brought_to_its_end() -> None:
+    world = World(0, 2)
+    async with world.running():
+        await world.settled()
+        world.host.keep_busy(D0)
+        draining = asyncio.create_task(world.fleet.drain(D0, 5))
+        await until(lambda: world.pools[D0].stage is Stage.DRAINING)
+        world.controller_dies()
+        draining.cancel()
+        await world.fleet.resume()
+        async with world.running():
+            assert {one.worker_id: one.draining for one in world.router.told[-1]} == {D0: True, D1: False}
+            world.host.finish(D0)
+            await until(lambda: D0 not in world.pools)
+            await world.settled()
+            assert world.router.known == {D1}
+            assert world.pools.sizes == PoolSizes(0, 1)

@@ -38,7 +38,7 @@ def gone() -> int:
 def actor_of(pid: int, monkeypatch: pytest.MonkeyPatch) -> RayActor:
     monkeypatch.setattr(ray, "remote", lambda _shell: FakeRay(pid))
     monkeypatch.setattr(ray_actor, "_options", lambda _name, _resources: {})
-    return RayActor("router", "router.actor", "RouterActor", Resources())
+    return RayActor.create("router", "router.actor", "RouterActor", Resources())
 
 
 async def test_an_actor_that_answers_lives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 from deploy import service as service_module
 from deploy import supervision
 from deploy.event_log import EventLog
+from deploy.ray_actor import RayActor
 from deploy.service import Service
 from deploy.silence import MAX_GAP_S
 from deploy.worker_host import Life
@@ -21,8 +22,10 @@ class FakeActor:
         self.life = Life.ANSWERING
         self.num_looks = 0
         self._failure = failure
+        self.num_starts = 0
 
     async def start(self, config_json: str, _timeout_s: float) -> str:
+        self.num_starts += 1
         if self._failure is not None:
             raise self._failure
         return config_json
@@ -42,10 +45,15 @@ class World:
         self.now_s = 0.0
         self.actors: list[FakeActor] = []
         self.failures: list[Exception] = []
+        self.left_behind: FakeActor | None = None
         self.events = EventLog(lambda: self.now_s)
         self._is_back = asyncio.Event()
-        monkeypatch.setattr(service_module, "RayActor", self._make)
-        self.service = Service("node", "a", "B", "{}", self.events, lambda: self.now_s)
+        monkeypatch.setattr(RayActor, "create", self._make)
+        monkeypatch.setattr(RayActor, "find", lambda _name: self.left_behind)
+        self.service = self.make_service()
+
+    def make_service(self) -> Service:
+        return Service("node", "a", "B", "{}", self.events, lambda: self.now_s)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator["World"]:
@@ -144,3 +152,21 @@ async def test_what_nobody_thought_of_does_not_end_the_watch(world: World) -> No
         await world.is_back()
     assert world.current is world.actors[-1]
     assert "the name is taken" in world.events.encode()
+
+
+async def test_one_that_is_there_already_is_taken_over(world: World) -> None:
+    world.left_behind = world.actors[0]
+    service = world.make_service()
+    assert await service.resume() == "{}"
+    assert world.actors == [service.actor]
+    assert world.actors[0].num_starts == 1
+    assert world.events.encode() == "[]"
+
+
+async def test_one_that_was_left_behind_dead_or_broken_is_replaced(world: World) -> None:
+    world.left_behind = FakeActor(Unavailable("died"))
+    service = world.make_service()
+    assert await service.resume() == "{}"
+    assert world.left_behind.life is Life.DEAD
+    assert service.actor is world.actors[-1]
+    assert "the node did not start again: died" in world.events.encode()

@@ -1,0 +1,42 @@
+"""What a controller that takes over from one that died must know of the pools: a file, written ahead of deeds."""
+
+import json
+import os
+from pathlib import Path
+
+from deploy.pools import Pools, Stage, Worker
+from wire.ids import WorkerId
+from wire.pools import PoolSizes, Role
+
+
+class PoolRecord:
+    """One file. It names every worker that there may be; some of them may have died, or not have been made yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, pools: Pools) -> None:
+        """Replaces it in one step."""
+        temporary = self._path.with_suffix(".new")
+        temporary.write_text(encode(pools))
+        os.replace(temporary, self._path)
+
+    def read(self) -> Pools | None:
+        """None if there is none yet: these are a cluster's first pools."""
+        return decode(self._path.read_text()) if self._path.exists() else None
+
+
+def encode(pools: Pools) -> str:
+    workers = [{"id": one.worker_id, "role": one.role.value, "stage": one.stage.value} for one in pools]
+    sizes = {role.value: pools.sizes[role] for role in Role}
+    named = {role.value: pools.num_named(role) for role in Role}
+    return json.dumps({"sizes": sizes, "named": named, "workers": workers})
+
+
+def decode(text: str) -> Pools:
+    """The inverse of `encode`."""
+    fields = json.loads(text)
+    workers = [Worker(WorkerId(one["id"]), Role(one["role"]), Stage(one["stage"])) for one in fields["workers"]]
+    return Pools(
+        PoolSizes(**fields["sizes"]), workers, {Role(name): number for name, number in fields["named"].items()}
+    )

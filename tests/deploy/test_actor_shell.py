@@ -1,0 +1,56 @@
+import asyncio
+
+import pytest
+
+from deploy.actor_shell import ActorShell
+from wire.errors import ConfigError, Unavailable
+
+
+class Clerk:
+    """What a shell is around; refuses the configuration `bad`."""
+
+    num_made = 0
+
+    def __init__(self, config_json: str) -> None:
+        Clerk.num_made += 1
+        if config_json == "bad":
+            raise ConfigError("no")
+
+    async def start(self) -> str:
+        await asyncio.sleep(0)
+        return f"number {Clerk.num_made}"
+
+    async def add(self, one: int, other: int) -> str:
+        return str(one + other)
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch) -> ActorShell:
+    monkeypatch.setattr(Clerk, "num_made", 0)
+    return ActorShell("clerk", __name__, "Clerk")
+
+
+async def test_calls_are_passed_on_once_it_has_started(shell: ActorShell) -> None:
+    with pytest.raises(Unavailable):
+        await shell.call("add", 1, 2)
+    await shell.start("")
+    assert await shell.call("add", 1, 2) == "3"
+
+
+async def test_whoever_starts_it_again_gets_the_first_answer(shell: ActorShell) -> None:
+    both = await asyncio.gather(shell.start(""), shell.start(""))
+    assert [*both, await shell.start("")] == ["number 1"] * 3
+
+
+async def test_a_start_that_is_given_up_goes_on_for_who_asks_next(shell: ActorShell) -> None:
+    impatient = asyncio.create_task(shell.start(""))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    assert await shell.start("") == "number 1"
+
+
+async def test_a_start_that_failed_fails_again(shell: ActorShell) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            await shell.start("bad")
+    assert Clerk.num_made == 1
