@@ -83,10 +83,12 @@ class RedisSettings:
 
     url: str = "own"
     max_bytes: int = 256 * MIB
+    timeout_ms: int = 50
 
     def __post_init__(self) -> None:
         _require(_REDIS_URL.fullmatch(self.url), "redis.url", "own, off, or a redis://, rediss:// or unix:// URL", "")
         _require_range(self.max_bytes, "redis.max_bytes", 16 * MIB, 1 << 50)
+        _require_range(self.timeout_ms, "redis.timeout_ms", 1, 10_000)
 
 
 @dataclass(frozen=True)

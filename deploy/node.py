@@ -49,7 +49,7 @@ class NodeActor:
     def _make(self) -> _Parts:
         config, layout = self._config, self._config.layout
         Arena.discard(config.arena_path)
-        cold = RedisTier(config.redis_url, layout) if config.redis_url else None
+        cold = RedisTier(config.redis_url, layout, config.redis_timeout_s) if config.redis_url else None
         arena = Arena.create(config.arena_path, layout.block_bytes, config.num_slots, self._note_progress)
         directory = Directory(config.num_slots, arena_path=config.arena_path, block_bytes=layout.block_bytes)
         server = DirectoryServer(directory, config.directory_path)

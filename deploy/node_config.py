@@ -8,13 +8,17 @@ from wire.settings import to_json
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """`directory_path`: the Unix socket on which the books are kept; without `redis_url` nothing is written there."""
+    """`directory_path`: the Unix socket on which the books are kept; without `redis_url` nothing is written there.
+
+    redis_timeout_s: as of `kv_store.redis_tier.RedisTier`.
+    """
 
     arena_path: str
     directory_path: str
     layout_hex: str
     num_slots: int
     redis_url: str | None = None
+    redis_timeout_s: float = 0.05
 
     @property
     def layout(self) -> KVLayout:

@@ -82,7 +82,7 @@ def _worker(config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeCo
         role="decode",
         model=CheckpointSettings(model.folder, model.fingerprint.hex(), model.dtype, model.device),
         pool=PageSettings(sizes.num_pool_blocks, model.layout.block_size),
-        store=StoreSettings(node.directory_path, node.redis_url),
+        store=StoreSettings(node.directory_path, node.redis_url, node.redis_timeout_s),
         server=ServerSettings(token),
         batch=config.batch,
         num_threads=sizes.num_threads,

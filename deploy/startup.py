@@ -136,6 +136,7 @@ class Startup:
             layout_hex=model.layout.encode().hex(),
             num_slots=sizes.num_arena_slots,
             redis_url=redis_url,
+            redis_timeout_s=self._config.redis.timeout_ms / 1000,
         )
 
     def _launch(self, head: RayHead, model: ModelFacts, sizes: Sizes, node: NodeConfig) -> Launched:

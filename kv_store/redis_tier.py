@@ -28,7 +28,6 @@ _PROBE_TTL_MS = 1000
 _KEYS_PER_ROUND = 1024
 _COUNTS = ("hits", "misses", "errors", "corrupt", "written")
 _READ_BYTES = 256 << 10
-_TIMEOUT_S = 0.05
 _GREETING_TIMEOUT_S = 2.0
 T = TypeVar("T")
 
@@ -48,7 +47,7 @@ class RedisTier:
     """
 
     def __init__(
-        self, url: str, layout: KVLayout, timeout_s: float = _TIMEOUT_S, clock: Callable[[], float] = time.monotonic
+        self, url: str, layout: KVLayout, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._layout = layout
         self._redis = _connect(url, timeout_s)

@@ -68,7 +68,8 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
     _require_same_model(config, model.layout.dtype)
     directory = DirectoryClient(config.store.directory_path)
     arena = Arena.open(directory.attach().arena_path)
-    cold = RedisTier(config.store.redis_url, model.layout) if config.store.redis_url else None
+    store = config.store
+    cold = RedisTier(store.redis_url, model.layout, store.redis_timeout_s) if store.redis_url else None
     return assemble_on(model, Tiers(arena, directory, cold), config, behaviour, on_broken)
 
 

@@ -47,10 +47,17 @@ class PageSettings:
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """Where the node's directory listens, which knows the arena; and the cold tier, if there is one."""
+    """Where the node's directory listens, which knows the arena; and the cold tier, if there is one.
+
+    redis_timeout_s: as of `kv_store.redis_tier.RedisTier`.
+    """
 
     directory_path: str
     redis_url: str | None = None
+    redis_timeout_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        _require(self.redis_timeout_s > 0, "store.redis_timeout_s", "must be positive")
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[arena]\nsize_bytes = '1 GB'", "is not a size"),
         ("[arena]\nsize_bytes = 1", "arena.size_bytes must be between"),
         ("[redis]\nurl = 'http://x'", "redis.url must be"),
+        ("[redis]\ntimeout_ms = 0", "redis.timeout_ms must be between"),
         ("[router]\ngrpc_port = 70000", "router.grpc_port must be between"),
         ("[router]\nmax_buffered_events = 0", "router.max_buffered_events must be between"),
         ("[router]\nmax_stall_s = 0", "router.max_stall_s must be between"),

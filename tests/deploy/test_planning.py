@@ -55,3 +55,9 @@ def test_how_long_a_step_may_take_depends_on_the_device(device: str, asked_s: fl
     config = ClusterConfig.load(None, {} if asked_s is None else {"worker": {"max_silence_s": asked_s}})
     plan = make_plan(config, replace(MODEL, device=device), SIZES, NODE, "token", b"secret")
     assert plan.worker.max_silence_s == given_s
+
+
+def test_workers_wait_for_redis_as_long_as_the_node_does() -> None:
+    node = replace(NODE, redis_url="redis://a", redis_timeout_s=0.7)
+    store = make_plan(ClusterConfig(), MODEL, SIZES, node, "token", b"secret").worker.store
+    assert (store.redis_url, store.redis_timeout_s) == ("redis://a", 0.7)

@@ -41,7 +41,7 @@ def in_memory() -> Iterator[Cold]:
 
 
 def in_redis(url: str) -> Iterator[Cold]:
-    tier = RedisTier(url, LAYOUT)
+    tier = RedisTier(url, LAYOUT, timeout_s=10.0)
     with redis.Redis.from_url(url) as client:
         client.flushdb()
         yield Cold(

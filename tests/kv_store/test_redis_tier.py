@@ -267,7 +267,7 @@ def test_a_password_that_is_revoked_later_is_a_miss(launch: Launch) -> None:
 @pytest.mark.parametrize("url", ["", "localhost:6379", "http://localhost", "redis://localhost:port"])
 def test_a_url_of_another_kind_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="redis_url"):
-        RedisTier(url, LAYOUT)
+        RedisTier(url, LAYOUT, AMPLE_S)
 
 
 def test_over_tcp_too(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
@@ -278,7 +278,7 @@ def test_over_tcp_too(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
         client.config_set("port", "0")
         port = _free_port()
         client.config_set("port", str(port))
-    tier = RedisTier(f"redis://127.0.0.1:{port}/3", LAYOUT)
+    tier = RedisTier(f"redis://127.0.0.1:{port}/3", LAYOUT, AMPLE_S)
     assert put(tier)
     assert got(tier)
     assert not got(tier_of(server))
