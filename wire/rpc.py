@@ -4,9 +4,11 @@ On the wire an error is its gRPC code, its message, and a google.rpc.ErrorInfo (
 Overloaded adds google.rpc.RetryInfo. A handler's bug becomes INTERNAL with an opaque id; the log has the rest.
 """
 
+import asyncio
 import hmac
 import inspect
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -18,9 +20,14 @@ from grpc_status import rpc_status
 from wire import errors, incident
 from wire.errors import BatonError
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
 TOKEN_METADATA = "baton-cluster-token"
 DOMAIN = "baton"
 MAX_MESSAGE_BYTES = 4 << 20
+MAX_METADATA_BYTES = 16 << 10
+MAX_ARRIVAL_S = 10.0
+"""How long a call may take to send its message."""
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -32,8 +39,13 @@ CHANNEL_OPTIONS = (
 )
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # gRPC takes what is below the first, refuses what is over the second, and between the two leaves it to chance.
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    # Of a connection on which nobody says anything: before HTTP/2 begins, and with no call open.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 600_000),
     ("grpc.so_reuseport", 0),
 )
 _ERROR_CLASSES = {
@@ -111,22 +123,23 @@ def _pack(message: Any) -> any_pb2.Any:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what handlers raise into statuses. Nothing else leaves a server: no exception text, no UNKNOWN."""
+    """Turns what handlers raise into statuses. Nothing else leaves a server: no exception text, no UNKNOWN.
+
+    To gRPC every handler takes a stream, so that messages are waited for, counted and parsed here.
+    """
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
-            return handler
-        parse = handler.request_deserializer
-        if handler.response_streaming:
-            # A handler that is no generator writes to its context, as that of grpc_health does.
-            guard = _guard_stream if inspect.isasyncgenfunction(handler.unary_stream) else _guard_unary
-            return grpc.unary_stream_rpc_method_handler(
-                guard(handler.unary_stream, parse), None, handler.response_serializer
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            _guard_unary(handler.unary_unary, parse), None, handler.response_serializer
-        )
+        if handler is None:
+            return None
+        take = partial(_take_all if handler.request_streaming else _take_one, handler.request_deserializer)
+        if not handler.response_streaming:
+            method = handler.stream_unary or handler.unary_unary
+            return grpc.stream_unary_rpc_method_handler(_guard_unary(method, take), None, handler.response_serializer)
+        method = handler.stream_stream or handler.unary_stream
+        # A handler that is no generator writes to its context, as that of grpc_health does.
+        guard = _guard_stream if inspect.isasyncgenfunction(method) else _guard_unary
+        return grpc.stream_stream_rpc_method_handler(guard(method, take), None, handler.response_serializer)
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
@@ -141,17 +154,17 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_METADATA, "")
         if hmac.compare_digest(str(given).encode(), self._token):
             return await continuation(handler_call_details)
-        return grpc.unary_unary_rpc_method_handler(_refuse)
+        return grpc.stream_unary_rpc_method_handler(_refuse)
 
 
-async def _refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def _refuse(_messages: Any, context: Context) -> None:
     await _abort(context, errors.Unauthenticated("the cluster's token is missing or wrong"))
 
 
-def _guard_unary(method: Any, parse: Any) -> Any:
-    async def call(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+def _guard_unary(method: Any, take: Any) -> Any:
+    async def call(_messages: Any, context: Context) -> Any:
         try:
-            return await method(_parse(parse, data), context)
+            return await method(await take(context), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -160,10 +173,10 @@ def _guard_unary(method: Any, parse: Any) -> Any:
     return call
 
 
-def _guard_stream(method: Any, parse: Any) -> Any:
-    async def call(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+def _guard_stream(method: Any, take: Any) -> Any:
+    async def call(_messages: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            async for message in method(_parse(parse, data), context):
+            async for message in method(await take(context), context):
                 yield message
         except grpc.aio.AbortError:
             raise
@@ -173,6 +186,35 @@ def _guard_stream(method: Any, parse: Any) -> Any:
     return call
 
 
+async def _take_one(parse: Any, context: Context) -> Any:
+    """The only message of a call."""
+    first = await _read(context)
+    if first is grpc.aio.EOF:
+        raise errors.InvalidRequest("message", "missing")
+    if await _read(context) is not grpc.aio.EOF:
+        raise errors.InvalidRequest("message", "more than the one that this method takes")
+    return _parse(parse, first)
+
+
+async def _take_all(parse: Any, context: Context) -> AsyncIterator[Any]:
+    """The messages of a call, as they come."""
+    return _each(parse, context)
+
+
+async def _each(parse: Any, context: Context) -> AsyncIterator[Any]:
+    while (data := await _read(context)) is not grpc.aio.EOF:
+        yield _parse(parse, data)
+
+
+async def _read(context: Context) -> Any:
+    """The next message as bytes, or EOF. gRPC itself would wait for ever for one that never comes."""
+    try:
+        async with asyncio.timeout(MAX_ARRIVAL_S):
+            return await context.read()
+    except TimeoutError as error:
+        raise errors.DeadlineExceeded("the message has not arrived in time") from error
+
+
 def _parse(parse: Any, data: bytes) -> Any:
     try:
         return parse(data)
@@ -180,5 +222,5 @@ def _parse(parse: Any, data: bytes) -> Any:
         raise errors.InvalidRequest("message", "not a valid protobuf message of this type") from error
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:
+async def _abort(context: Context, error: BatonError) -> None:
     await context.abort_with_status(rpc_status.to_status(to_status(error)))
