@@ -8,10 +8,9 @@ from wire.convert import sampling_from_pb
 from wire.errors import InvalidRequest, ModelNotFound
 from wire.ids import RequestId
 from wire.pb import inference_pb2 as pb
-from wire.sampling import SamplingParams
+from wire.sampling import MAX_CHOICES, SamplingParams
 
 MAX_LOGPROBS = 20
-MAX_CHOICES = 16
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 16

@@ -5,6 +5,7 @@ from enum import Enum
 
 GREEDY_BELOW = 1e-5
 DEFAULT_MAX_TOKENS = 256
+MAX_CHOICES = 16
 
 
 @dataclass(frozen=True)

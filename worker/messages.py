@@ -13,6 +13,7 @@ from wire.convert import logprobs_to_pb, reason_to_pb, sampling_from_pb
 from wire.errors import InvalidRequest
 from wire.ids import NamespaceRoot, RequestId
 from wire.pb import inference_pb2, worker_pb2
+from wire.sampling import MAX_CHOICES
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, Update
 
@@ -23,13 +24,15 @@ R = TypeVar("R", bound=EngineRequest)
 def hand_off_from_pb(message: worker_pb2.PrefillRequest, vocab_size: int) -> HandOff:
     """Raises InvalidRequest for what would upset the engine: an empty prompt, tokens that the model does not have."""
     sampling = sampling_from_pb(message.sampling_params)
+    if not 1 <= sampling.n <= MAX_CHOICES:
+        raise InvalidRequest("n", f"must be from 1 to {MAX_CHOICES}")
     choices = tuple(ChoiceSoFar(index) for index in range(sampling.n))
     request = HandOff(_request_id(message), _root(message), tuple(message.prompt.ids), sampling, choices)
     return _checked(request, vocab_size)
 
 
 def decode_request_from_pb(message: worker_pb2.DecodeRequest, vocab_size: int) -> EngineRequest:
-    """Raises InvalidRequest as above, and if the choices are none or the same."""
+    """Raises InvalidRequest as above, and if the choices are none, too many or the same."""
     sampling = sampling_from_pb(message.sampling_params)
     choices = tuple(ChoiceSoFar(choice.index, tuple(choice.output.ids)) for choice in message.choices)
     request = EngineRequest(_request_id(message), _root(message), tuple(message.prompt.ids), sampling, choices)
@@ -99,8 +102,8 @@ def _root(message: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) -> Name
 
 def _checked(request: R, vocab_size: int) -> R:
     indices = {choice.index for choice in request.choices}
-    if not indices or len(indices) < len(request.choices):
-        raise InvalidRequest("choices", "must be at least one, each with an index of its own")
+    if not indices or len(indices) < len(request.choices) or len(indices) > MAX_CHOICES:
+        raise InvalidRequest("choices", f"must be from 1 to {MAX_CHOICES}, each with an index of its own")
     if not request.prompt_ids:
         raise InvalidRequest("prompt", "has no tokens")
     tokens = [request.prompt_ids, *(choice.output_ids for choice in request.choices)]
