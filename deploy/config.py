@@ -16,6 +16,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_WORKERS = 64
 MIB = 1 << 20
+MAX_FILE_BYTES = MIB
+MAX_ECHO_CHARS = 64
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,15}")
 _REDIS_URL = re.compile(r"own|off|(redis|rediss|unix)://.+")
 
@@ -93,12 +95,14 @@ class RedisSettings:
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """Where clients connect, and Prometheus, on 127.0.0.1; port 0 is any free one, `off` serves no metrics. And bounds,
-    which are those of `router.admission.Bounds` and `router.config.StreamBounds`.
+    """Where clients connect, and Prometheus, on 127.0.0.1; port 0 is any free one, `off` serves no metrics. And what
+    `router.config.Listeners`, `router.config.StreamBounds` and `router.admission.Bounds` say of the rest.
     """
 
     grpc_port: int = 50051
     metrics_port: int | str = 0
+    max_connections: int = 2048
+    reflection: bool = True
     max_open_requests: int = 2048
     max_queued_requests: int = 512
     max_queued_bytes: int = 64 * MIB
@@ -114,7 +118,7 @@ class RouterSettings:
             _require(self.metrics_port == "off", "router.metrics_port", "a port or `off`", self.metrics_port[:16])
         else:
             _require_range(self.metrics_port, "router.metrics_port", 0, 65535)
-        for name in ("max_open_requests", "max_queued_requests", "max_buffered_events"):
+        for name in ("max_connections", "max_open_requests", "max_queued_requests", "max_buffered_events"):
             _require_range(getattr(self, name), f"router.{name}", 1, 1 << 20)
         _require_range(self.max_queued_bytes, "router.max_queued_bytes", MIB, 1 << 40)
         for name in ("retry_after_s", "max_deadline_s", "max_stall_s", "max_worker_wait_s"):
@@ -161,16 +165,19 @@ def check_name(name: str) -> str:
 def _read(file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as content:
-            return tomllib.load(content)
+            data = content.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    _require(len(data) <= MAX_FILE_BYTES, str(file), f"a file of at most {MAX_FILE_BYTES} bytes", "")
+    try:
+        return tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
 
 
 def _require(holds: object, name: str, what: str, value: object) -> None:
     if not holds:
-        given = f", not {value!r}" if value != "" else ""
+        given = f", not {repr(value)[:MAX_ECHO_CHARS]}" if value != "" else ""
         raise ConfigError(f"{name} must be {what}{given}")
 
 

@@ -52,6 +52,8 @@ def _router(config: ClusterConfig, model: ModelFacts, token: str, secret: bytes)
         listeners=Listeners(
             grpc_port=config.router.grpc_port,
             metrics_port=config.router.metrics_port if isinstance(config.router.metrics_port, int) else None,
+            max_connections=config.router.max_connections,
+            reflection=config.router.reflection,
         ),
         admission=_admission(config.router),
         streams=_streams(config.router),

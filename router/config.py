@@ -31,12 +31,18 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Listeners:
-    """Where the router listens. Port 0 takes a free one; without a port for metrics, there are none to scrape."""
+    """Where the router listens. Port 0 takes a free one; without a port for metrics, there are none to scrape.
+
+    max_connections: that either of the gRPC ports takes; more are closed at once.
+    reflection: whether these ports describe their services to whoever asks.
+    """
 
     host: str = "127.0.0.1"
     grpc_port: int = 0
     operator_port: int = 0
     metrics_port: int | None = None
+    max_connections: int = 2048
+    reflection: bool = True
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
 
 
 class RouterServer:
-    """Serves from `start` to `stop`, with health and reflection on both ports; the operator's wants the token."""
+    """Serves from `start` to `stop`, with health and maybe reflection on both ports; the operator's wants the token."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -75,9 +75,12 @@ class RouterServer:
         )
 
     def _server(self, service: str, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
-        server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        listeners = self._router.config.listeners
+        options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", listeners.max_connections))
+        server = grpc.aio.server(interceptors=interceptors, options=options)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        if listeners.reflection:
+            reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         return server
 
 

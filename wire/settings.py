@@ -9,6 +9,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from wire.errors import ConfigError
 
 T = TypeVar("T")
+MAX_WHOLE_NUMBER = 1 << 64
+"""Larger ones are no seconds or shares of anything."""
 
 
 def to_json(settings: Any) -> str:
@@ -19,7 +21,7 @@ def from_json(cls: type[T], text: str, where: str) -> T:
     """Settings of that class. ConfigError for what is missing, unknown or of another type, by its path from `where`."""
     try:
         raw = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON") from error
     return from_object(cls, raw, where)
 
@@ -42,6 +44,6 @@ def _read_value(hint: Any, value: object, path: str) -> object:
     allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if type(value) in allowed:
         return value
-    if float in allowed and type(value) is int:
+    if float in allowed and type(value) is int and abs(value) < MAX_WHOLE_NUMBER:
         return float(value)
     raise ConfigError(f"{path}: must be {' or '.join(one.__name__ for one in allowed if one is not NoneType)}")

@@ -127,6 +127,7 @@ def test_down_without_a_cluster_has_nothing_to_do(capsys: pytest.CaptureFixture[
         (["--config", "/none.toml"], "cannot read /none.toml"),
         (["--name", "A/B"], "name must be"),
         (["--redis-url", "nonsense"], "redis.url must be"),
+        (["--model", "/none"], "neither a folder nor a name on the hub"),
         (["--arena-bytes", "much"], "is not a size"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deploy.byte_size import format_bytes, parse_bytes
-from deploy.config import ClusterConfig
+from deploy.config import MAX_FILE_BYTES, ClusterConfig
 from wire.errors import ConfigError
 
 EXAMPLE = Path("deploy/baton.example.toml")
@@ -72,6 +72,14 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[worker]\nmax_silence_s = 0", "worker.max_silence_s must be between 3.0 and"),
         ("[worker]\npool_bytes = true", "settings.worker.pool_bytes: must be int"),
         ("name = ", "is not TOML"),
+        pytest.param("name = " + "[" * 100_000, "is not TOML", id="nested without end"),
+        pytest.param("name = " + "9" * 5000, "is not TOML", id="5,000 digits"),
+        pytest.param("#" * (MAX_FILE_BYTES + 1), f"must be a file of at most {MAX_FILE_BYTES} bytes", id="too large"),
+        pytest.param("[router]\nmax_stall_s = " + "9" * 400, "max_stall_s: must be float", id="400 digits"),
+        ("[router]\nmax_stall_s = nan", "router.max_stall_s must be between"),
+        ("[router]\nmax_stall_s = inf", "router.max_stall_s must be between"),
+        ("[router]\nmax_connections = 0", "router.max_connections must be between"),
+        ("[router]\nreflection = 1", "settings.router.reflection: must be bool"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
@@ -79,6 +87,14 @@ def test_wrong_settings_are_refused_by_name(tmp_path: Path, text: str, named: st
     file.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(named)):
         ClusterConfig.load(file, {})
+
+
+def test_a_wrong_value_is_told_in_64_characters(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("[pools]\nprefill = " + "9" * 4000)
+    with pytest.raises(ConfigError, match=r"pools\.prefill must be between") as raised:
+        ClusterConfig.load(file, {})
+    assert "9" * 65 not in raised.value.message
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])

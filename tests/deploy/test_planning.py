@@ -25,6 +25,7 @@ BOUNDS = {
     "max_stall_s": 17.0,
     "max_worker_wait_s": 18.0,
 }
+LISTENERS = {"grpc_port": 19, "metrics_port": 20, "max_connections": 21, "reflection": False}
 
 
 def test_what_is_not_set_is_as_each_part_has_it() -> None:
@@ -35,10 +36,16 @@ def test_what_is_not_set_is_as_each_part_has_it() -> None:
 
 
 def test_each_bound_of_the_router_is_passed_on() -> None:
-    assert {one.name for one in fields(RouterSettings)} == {*BOUNDS, "grpc_port", "metrics_port"}
+    assert {one.name for one in fields(RouterSettings)} == {*BOUNDS, *LISTENERS}
     config = ClusterConfig.load(None, {"router": BOUNDS})
     plan = make_plan(config, MODEL, SIZES, NODE, "token", b"secret")
     assert asdict(plan.router.admission) | asdict(plan.router.streams) == BOUNDS
+
+
+def test_where_and_how_the_router_listens_is_passed_on() -> None:
+    config = ClusterConfig.load(None, {"router": LISTENERS})
+    listeners = make_plan(config, MODEL, SIZES, NODE, "token", b"secret").router.listeners
+    assert LISTENERS.items() <= asdict(listeners).items()
 
 
 def test_each_bound_of_a_batch_is_passed_on() -> None:

@@ -44,6 +44,8 @@ def test_whole_numbers_are_seconds_too() -> None:
     [
         ("", "not JSON"),
         ("[]", "router: must be an object"),
+        ("[" * 100_000, "not JSON"),
+        (changed("streams", {"max_stall_s": 10**400}), "router.streams.max_stall_s: must be float"),
         ("{}", "router.cluster: missing"),
         (changed("colour", "red"), "router.colour: unknown"),
         (changed("model.colour", "red"), "router.model.colour: unknown"),
