@@ -139,6 +139,18 @@ def test_wrong_settings_are_exit_code_78(arguments: list[str], named: str, capsy
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("config", [None, "{", "[]"])
+def test_a_folder_that_is_no_model_is_exit_code_78(
+    config: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    assert main(["up", "--model", str(folder), "--redis-url", "off"]) == 78
+    assert capsys.readouterr().err.startswith("baton: config.json is ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -124,6 +124,14 @@ def test_pickles_are_never_read(folder: Path) -> None:
         Checkpoint(folder)
 
 
+def test_pickles_beside_the_weights_are_not_even_opened(folder: Path) -> None:
+    """Pipes, which whoever opened them would wait for, or refuse."""
+    for name in ("pytorch_model.bin", "consolidated.pt", "model.pkl", "modeling_evil.py"):
+        os.mkfifo(folder / name)
+    assert {path.suffix for path in Checkpoint(folder).files} <= {".json", ".safetensors"}
+    load(folder)
+
+
 def test_no_weights_at_all(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="has neither"):
