@@ -54,11 +54,13 @@ class LineHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.put_nowait(render(record, self._process))
+            line = render(record, self._process)
+        except Exception as error:  # a message that does not fit its arguments; logging itself would wait for stderr
+            line = _render_misfit(record, self._process, error)
+        try:
+            self._lines.put_nowait(line)
         except queue.Full:
             self.num_dropped += 1
-        except Exception:  # a message that does not fit its arguments; logging's own word for this
-            self.handleError(record)
 
     def flush(self) -> None:
         """Waits until what was logged is written, but not for long."""
@@ -94,6 +96,12 @@ def render(record: logging.LogRecord, process: str) -> str:
     if record.exc_info:
         line["exception"] = logging.Formatter().formatException(record.exc_info)
     return _encode(line)
+
+
+def _render_misfit(record: logging.LogRecord, process: str, error: Exception) -> str:
+    """A line that says where one was that cannot be written."""
+    line = _stamp(record.created, "ERROR", process, record.name, "a line cannot be written")
+    return _encode(line | {"where": f"{record.pathname}:{record.lineno}", "error": type(error).__name__})
 
 
 def _stamp(at_s: float, level: str, process: str, logger: str, message: str) -> dict[str, Any]:

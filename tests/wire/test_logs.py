@@ -1,8 +1,11 @@
 import io
 import json
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,16 @@ from hypothesis import strategies as st
 from wire.logs import LineHandler, fields, render, start_logging
 
 WAIT_S = 10.0
+LOG_A_LOT = """
+import logging
+from wire.logs import start_logging
+
+start_logging("router")
+for number in range(10_000):
+    logging.info("line %d of many", number)
+    logging.info("a line that %d does not fit", "x")
+print("served", flush=True)
+"""
 
 
 class Gate(io.StringIO):
@@ -76,6 +89,16 @@ def test_an_exception_stays_within_its_line(log: logging.Logger) -> None:
     assert line["exception"].endswith("RuntimeError: out of\nmemory")
 
 
+def test_a_line_that_cannot_be_written_is_told_of() -> None:
+    stream = io.StringIO()
+    handler = LineHandler("router", stream)
+    handler.handle(logging.LogRecord("some", logging.INFO, "place.py", 7, "%d tokens", ("no number",), None))
+    handler.flush()
+    (line,) = lines_of(stream)
+    assert (line["level"], line["message"]) == ("ERROR", "a line cannot be written")
+    assert (line["where"], line["error"]) == ("place.py:7", "TypeError")
+
+
 @given(st.text(), st.text())
 def test_nothing_that_is_logged_can_look_like_another_line(message: str, value: str) -> None:
     record = logging.LogRecord("some", logging.INFO, "", 0, message, (), None)
@@ -123,6 +146,23 @@ def test_flushing_into_a_stream_that_takes_nothing_ends(log: logging.Logger, mon
     handler.flush()
     assert stream.getvalue() == ""
     stream.opened.set()
+
+
+def test_a_process_whose_pipe_nobody_reads_goes_on() -> None:
+    """A pipe takes 64 KiB; the process logs many times as much."""
+    command = [sys.executable, "-c", LOG_A_LOT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "served\n"
+        finally:
+            process.kill()
+
+
+def test_a_process_whose_disk_is_full_goes_on() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", LOG_A_LOT], stdout=subprocess.PIPE, stderr=full, timeout=60)
+    assert done.stdout == b"served\n"
 
 
 def test_everything_a_process_logs_goes_there(monkeypatch: pytest.MonkeyPatch) -> None:
