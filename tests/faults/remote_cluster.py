@@ -1,0 +1,52 @@
+"""A whole cluster in this process whose router speaks to its workers over gRPC, on a line with faults to order."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from engine.batch import Model
+from router.grpc_worker_client import GrpcWorkerClient
+from tests.faults.faulty_cluster import FaultyCluster
+from tests.faults.toxic_proxy import Line, toxic_proxy
+from tests.local_cluster.cluster import TOKEN, Sizes
+from worker.assembly import Assembly
+from worker.config import ServerSettings
+from worker.grpc_skin import WorkerServer
+
+
+class RemoteCluster(FaultyCluster):
+    """`line` is that between the router and all workers, who do not die; `addresses` are their own, without it."""
+
+    def __init__(self, model: Model, sizes: Sizes) -> None:
+        super().__init__(model, sizes)
+        self.line = Line()
+        self.addresses: dict[str, str] = {}
+        self._proxied: dict[str, str] = {}
+        self._servers = AsyncExitStack()
+
+    async def stop(self) -> None:
+        await super().stop()
+        await self._servers.aclose()
+
+    async def _start_worker(self, name: str) -> Assembly:
+        worker = await super()._start_worker(name)
+        server = WorkerServer(worker.service, ServerSettings(TOKEN))
+        self.addresses[name] = await server.start()
+        self._servers.push_async_callback(server.stop)
+        self._proxied[name] = await self._servers.enter_async_context(toxic_proxy(self.addresses[name], self.line))
+        return worker
+
+    def _connect(self, address: str) -> GrpcWorkerClient:  # type: ignore[override]
+        return GrpcWorkerClient(self._proxied[address], TOKEN)
+
+
+@asynccontextmanager
+async def remote_cluster(
+    model: Model, num_prefill: int, num_decode: int, sizes: Sizes | None = None
+) -> AsyncIterator[RemoteCluster]:
+    """A running cluster."""
+    cluster = RemoteCluster(model, sizes or Sizes())
+    await cluster.start(num_prefill, num_decode)
+    try:
+        yield cluster
+    finally:
+        await cluster.stop()
