@@ -1,0 +1,61 @@
+"""A node that loses its power: every worker and all of its arena are gone; Redis is not."""
+
+import pytest
+
+from engine.hash_model import HashModel
+from tests.faults.answer import ask
+from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.rest import at_rest, until
+from tests.local_cluster.cluster import Sizes
+from wire.layout import KVLayout
+from wire.pools import Role
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+MODEL = HashModel(LAYOUT, vocab_size=300)
+SIZES = Sizes(num_blocks=64, num_slots=256)
+NUM_REQUESTS = 6
+NUM_FULL = 3
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    return tuple((number * 13 + position) % 200 for position in range(50))
+
+
+async def lose_power(cluster: FaultyCluster) -> None:
+    for name in tuple(cluster.listed):
+        cluster.crash(name)
+    await until(lambda: not cluster.listed)
+    await cluster.settle()
+    cluster.clock.now += 100.0
+    cluster.empty_arena()
+    assert cluster.blocks() == []
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 20])
+async def test_its_requests_go_on_with_the_next_one(num_tokens: int) -> None:
+    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+        readers = [cluster.open(ask(prompt_of(number))) for number in range(NUM_REQUESTS)]
+        for reader in readers:
+            await reader.read_tokens(num_tokens)
+        await lose_power(cluster)
+        await cluster.add(Role.DECODE)
+        await cluster.add(Role.PREFILL)
+        for number, reader in enumerate(readers):
+            [choice] = await reader.read_all()
+            assert choice.token_ids == MODEL.oracle(prompt_of(number), 40)
+        await at_rest(cluster)
+
+
+async def test_what_was_in_redis_is_hit_afterwards() -> None:
+    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+        await cluster.answer(ask(prompt_of(0)))
+        cluster.move_to_cold()
+        await lose_power(cluster)
+        await cluster.add(Role.PREFILL)
+        await cluster.add(Role.DECODE)
+        reader = cluster.open(ask(prompt_of(0)))
+        [choice] = await reader.read_all()
+        assert choice.token_ids == MODEL.oracle(prompt_of(0), 40)
+        assert reader.complete is not None
+        assert reader.complete.usage.cached_tokens.redis == NUM_FULL * LAYOUT.block_size
+        await at_rest(cluster)

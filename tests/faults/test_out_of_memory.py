@@ -1,0 +1,69 @@
+"""Devices that run out of memory in a step: once, at any step; or for good, whenever many run together."""
+
+import asyncio
+
+import pytest
+import torch
+
+from engine.batch import Batch
+from engine.hash_model import HashModel
+from tests.faults.answer import ask
+from tests.faults.faulty_cluster import faulty_cluster
+from tests.faults.rest import at_rest
+from tests.local_cluster.cluster import Sizes
+from wire.layout import KVLayout
+from worker.config import BatchSettings
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+SIZES = Sizes(batch=BatchSettings(max_step_tokens=64, max_running=16, max_chunk_tokens=16))
+NUM_REQUESTS = 4
+NUM_TOKENS = 12
+
+
+class SmallDevice(HashModel):
+    """Takes no more than `max_tokens` in a step."""
+
+    max_tokens = 48
+    num_refused = 0
+
+    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        if len(batch.token_ids) > self.max_tokens:
+            self.num_refused += 1
+            raise torch.OutOfMemoryError("out of memory")
+        return super().forward(batch, kv)
+
+
+MODEL = HashModel(LAYOUT, vocab_size=300)
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    return tuple((number * 13 + position) % 200 for position in range(40))
+
+
+@pytest.mark.parametrize(
+    ("where", "step"), [*(("p0", step) for step in range(1, 4)), *(("d0", step) for step in range(1, 11))]
+)
+async def test_once_in_any_step(where: str, step: int) -> None:
+    """All of the step's requests go on: one by one there, or elsewhere."""
+
+    def fail(number: int) -> None:
+        if number == step:
+            raise torch.OutOfMemoryError("out of memory")
+
+    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+        cluster.models[where].on_step = fail
+        requests = [ask(prompt_of(number), NUM_TOKENS) for number in range(NUM_REQUESTS)]
+        for number, [choice] in enumerate(await asyncio.gather(*map(cluster.answer, requests))):
+            assert choice.token_ids == MODEL.oracle(prompt_of(number), NUM_TOKENS)
+        assert cluster.models[where].num_steps >= step
+        await at_rest(cluster)
+
+
+async def test_whenever_many_run_together() -> None:
+    model = SmallDevice(LAYOUT, vocab_size=300)
+    async with faulty_cluster(model, 1, 1, SIZES) as cluster:
+        requests = [ask(prompt_of(number), NUM_TOKENS) for number in range(NUM_REQUESTS)]
+        for number, [choice] in enumerate(await asyncio.gather(*map(cluster.answer, requests))):
+            assert choice.token_ids == MODEL.oracle(prompt_of(number), NUM_TOKENS)
+        assert model.num_refused > 0
+        await at_rest(cluster)
