@@ -1,6 +1,8 @@
 """Clients that go away, at every stage: what was done for them ends, and what was not begun never begins."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +16,7 @@ from wire.errors import BatonError, Cancelled, DeadlineExceeded, StoreError
 from wire.ids import RequestId
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
+from wire.pools import Role
 from worker.config import BatchSettings
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
@@ -117,6 +120,33 @@ async def test_release_lost_on_the_way_ends_with_the_hold() -> None:
             await reader.read_all()
         await until(lambda: lost)
         assert cluster.directory.status().num_holds == 1
+        await at_rest(cluster)
+
+
+async def test_while_blocks_are_fetched_for_it() -> None:
+    """Nobody gets the pages that are still written to, though another one is held up for want of pages meanwhile."""
+    async with faulty_cluster(MODEL, 0, 1, SIZES) as cluster:
+        await cluster.answer(ask(PROMPT, 8))
+        cluster.move_to_cold()
+        name = await cluster.add(Role.DECODE)
+        await cluster.drain("d0")
+        counts = cluster.workers[name].engine.pool.ledger.counts
+        cluster.models[name].on_step = lambda number: time.sleep(0.002)
+        running = cluster.open(ask((1, 2, 3), 500))
+        await running.read_tokens(5)
+        answering = asyncio.create_task(running.read_all())
+        fetching = threading.Event()
+        cluster.colds[name].on_get = fetching.set
+        cluster.colds[name].pause()
+        leaving = asyncio.create_task(ends_with(cluster, Cancelled))
+        await until(fetching.is_set)
+        leave(cluster)
+        await leaving
+        await until(lambda: counts().free + counts().cached == 0)
+        assert counts().draining >= len(PROMPT) // LAYOUT.block_size
+        cluster.colds[name].go_on()
+        [choice] = await answering
+        assert choice.token_ids == MODEL.oracle((1, 2, 3), 500)
         await at_rest(cluster)
 
 
