@@ -4,8 +4,10 @@ import resource
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kv_store import arena as arena_module
 from kv_store.arena import Arena
@@ -109,6 +111,31 @@ def test_one_that_the_file_system_refuses_leaves_nothing(path: str) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not os.path.exists(path)
+
+
+def test_one_that_cannot_be_pinned_is_used_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a machine with a GPU that may not lock memory."""
+    out_of_memory = 2
+    monkeypatch.setattr(arena_module, "GPU_CONTROL", Path("/dev/null"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: out_of_memory))
+    arena = Arena.anonymous(BLOCK, 2)
+    arena.slot(PageId(1))[:] = b"\x07" * BLOCK
+    assert arena.slot(PageId(1)) == b"\x07" * BLOCK
+    arena.close()
+    assert "could not be pinned" in caplog.text
+
+
+def test_no_memory_may_be_locked_and_that_is_no_error(path: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, limits[1]))
+    try:
+        arena = Arena.create(path, BLOCK, 3)
+        arena.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
 
 
 def test_what_is_there_is_not_overwritten(path: str) -> None:
