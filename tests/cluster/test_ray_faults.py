@@ -1,0 +1,62 @@
+"""Ray's own services fail: requests do not need them."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.checkpoints import choose_prompt
+from tests.cluster.served_cluster import ServedCluster, wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+NUM_TOKENS = 64
+MAX_STORE_BYTES = 64 << 10
+"""Of the store's own books. The KV of 700 tokens takes many times as much."""
+
+
+def ray_process(cluster: ServedCluster, program: str) -> psutil.Process:
+    """The one of that program that Ray's head has started."""
+    children = psutil.Process(cluster.state()["head"]["pid"]).children(recursive=True)
+    [found] = [child for child in children if child.name() == program]
+    return found
+
+
+@contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def test_requests_go_on_while_rays_control_store_is_stopped(cluster: ServedCluster, checkpoint: Path) -> None:
+    before = cluster.workers("prefill") | cluster.workers("decode")
+    running = cluster.start("generate", "It was a dark night", "--max-tokens", "600", "--ignore-eos")
+    assert running.stdout is not None
+    assert running.stdout.read(1)
+    with stopped(ray_process(cluster, "gcs_server")):
+        expected = choose_prompt(checkpoint, 17)
+        answer = cluster.generate(expected.prompt_ids, "--max-tokens", str(NUM_TOKENS), "--ignore-eos")
+        assert tuple(answer["token_ids"]) == expected.token_ids
+        _, told = running.communicate(timeout=60)
+        assert running.returncode == 0, told
+        assert "600 generated" in told
+        cluster.do("status")
+    wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+    after = cluster.workers("prefill") | cluster.workers("decode")
+    assert {name: worker["pid"] for name, worker in after.items()} == {
+        name: worker["pid"] for name, worker in before.items()
+    }
+
+
+def test_kv_does_not_go_through_rays_object_store(cluster: ServedCluster) -> None:
+    cluster.generate([number % 200 for number in range(700)], "--max-tokens", "4", "--ignore-eos")
+    store = [
+        memory.rss for memory in ray_process(cluster, "raylet").memory_maps(grouped=False) if "plasma" in memory.path
+    ]
+    assert len(store) == 1
+    assert store[0] < MAX_STORE_BYTES
