@@ -1,7 +1,12 @@
-"""A replica that takes over from a server that died, without the last of its writes."""
+"""Servers that are there and of no use just then; a replica that takes over without the last of its writes."""
 
+import re
 import socket
+import socketserver
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -76,3 +81,49 @@ def test_what_was_lost_on_the_way_is_a_miss_and_the_rest_is_right(tmp_path: Path
     finally:
         primary.kill()
         replica.kill()
+
+
+class Refusal(socketserver.BaseRequestHandler):
+    """The same error for every command."""
+
+    error = b""
+
+    def handle(self) -> None:
+        while commands := self.request.recv(1 << 16):
+            self.request.sendall(b"-%b\r\n" % self.error * len(re.findall(rb"\*\d+\r\n\$", commands)))
+
+
+@contextmanager
+def refusing(error: str) -> Iterator[str]:
+    """The URL of a server that does."""
+    handler = type("_Refusal", (Refusal,), {"error": error.encode()})
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        yield f"redis://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        serving.join()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "LOADING Redis is loading the dataset in memory",
+        "MOVED 3999 127.0.0.1:6381",
+        "CLUSTERDOWN The cluster is down",
+        "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+        "BUSY Redis is busy running a script.",
+    ],
+    ids=lambda error: error.split()[0],
+)
+def test_a_server_that_answers_with_errors_is_a_counted_miss(error: str) -> None:
+    with refusing(error) as url:
+        tier = RedisTier(url, LAYOUT, AMPLE_S)
+        assert tier.exists([name.key for name in KEPT]) == [False] * len(KEPT)
+        assert found(tier, KEPT) == [False] * len(KEPT)
+        assert not put(tier, KEPT[0])
+        tier.delete([KEPT[0].key])
+        tier.close()
+        assert tier.status().state == "broken"
+        assert tier.status().errors >= 2
