@@ -60,13 +60,12 @@ class WorkerSettings:
     max_silence_s: float | None = None
 
     def __post_init__(self) -> None:
-        _require_range(self.pool_bytes or MIB, "worker.pool_bytes", MIB, 1 << 50)
-        _require_range(self.num_threads or 1, "worker.num_threads", 1, 1024)
-        _require_range(self.num_gpus or 0, "worker.num_gpus", 0, 1)
+        _require_range(self.pool_bytes, "worker.pool_bytes", MIB, 1 << 50)
+        _require_range(self.num_threads, "worker.num_threads", 1, 1024)
+        _require_range(self.num_gpus, "worker.num_gpus", 0, 1)
         _require_range(self.num_cpus, "worker.num_cpus", 0, 1024)
         _require_range(self.drain_grace_s, "worker.drain_grace_s", 0, 3600)
-        silence_s = MIN_SILENCE_S if self.max_silence_s is None else self.max_silence_s
-        _require_range(silence_s, "worker.max_silence_s", MIN_SILENCE_S, 3600)
+        _require_range(self.max_silence_s, "worker.max_silence_s", MIN_SILENCE_S, 3600)
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class ArenaSettings:
     size_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _require_range(self.size_bytes or MIB, "arena.size_bytes", MIB, 1 << 50)
+        _require_range(self.size_bytes, "arena.size_bytes", MIB, 1 << 50)
 
 
 @dataclass(frozen=True)
@@ -181,5 +180,7 @@ def _require(holds: object, name: str, what: str, value: object) -> None:
         raise ConfigError(f"{name} must be {what}{given}")
 
 
-def _require_range(value: float, name: str, least: float, most: float) -> None:
-    _require(least <= value <= most, name, f"between {least} and {most}", value)
+def _require_range(value: float | None, name: str, least: float, most: float) -> None:
+    """None, which stands for a default that is not decided yet, is in every range."""
+    if value is not None:
+        _require(least <= value <= most, name, f"between {least} and {most}", value)
