@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeStore:
-    """A BlockStore. `lookup`, `fetch`, `publish` and `withdraw` are for one thread, all else for any.
+    """A BlockStore. `fetch`, `publish` and `withdraw` are for one thread, all else for any.
 
     directory: the arena's. While it is out of reach everything is a miss; after its restart the new arena is mapped.
     cold: None for no cold tier.
