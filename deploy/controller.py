@@ -23,10 +23,12 @@ from deploy.pool_record import PoolRecord
 from deploy.pools import Pools
 from deploy.ray_actor import Resources
 from deploy.ray_worker_host import RayWorkerHost
-from deploy.service import Service
+from deploy.router_line import RouterLine
+from deploy.sole_actor import SoleActor
+from deploy.supervision import persist
 from wire.ids import WorkerId
 from wire.logs import start_logging
-from wire.pools import ListedWorker, PoolSizes
+from wire.pools import PoolSizes
 
 START_TIMEOUT_S = 1800.0
 SCALE_TIMEOUT_S = 570.0
@@ -47,8 +49,8 @@ class Controller:
         self._router_config = plan.router
         self._events = EventLog(time.monotonic)
         self._node_is_up = asyncio.Event()
-        self._node = Service("node", "deploy.node", "NodeActor", plan.node.to_json(), self._events)
-        self._router = Service("router", "router.actor", "RouterActor", plan.router.to_json(), self._events)
+        self._node = SoleActor("node", "deploy.node", "NodeActor", plan.node.to_json(), self._events)
+        self._router = SoleActor("router", "router.actor", "RouterActor", plan.router.to_json(), self._events)
         host = RayWorkerHost(plan.worker, Resources(plan.num_cpus, plan.num_gpus), self._node_is_up)
         record = PoolRecord(Path(plan.pools_path))
         earlier = record.read()
@@ -56,7 +58,7 @@ class Controller:
         self._fleet = Fleet(pools, host, RouterLine(self._router), self._events, record, plan.drain_grace_s)
         self._tasks: list[asyncio.Task[None]] = []
         if earlier is not None:
-            self._tasks.append(asyncio.create_task(self._resume()))
+            self._tasks.append(asyncio.create_task(self._take_over()))
 
     async def start(self) -> str:
         """Returns when the cluster serves: `{"address", "operator_address", "metrics_address", "pids"}`.
@@ -101,12 +103,12 @@ class Controller:
         self._tasks = [*self._cancelled(), asyncio.create_task(self._end())]
         return "{}"
 
-    async def _resume(self) -> None:
+    async def _take_over(self) -> None:
         """What `start` does, where an earlier controller has begun."""
         self._events.note("the controller was lost, and is back")
-        await self._fleet.resume()
+        await persist("the care for the workers", self._fleet.take_over, self._events)
         self._tasks.append(asyncio.create_task(self._fleet.run()))
-        await asyncio.gather(self._node_started(self._node.resume()), self._router_started(self._router.resume()))
+        await asyncio.gather(self._node_started(self._node.take_over()), self._router_started(self._router.take_over()))
         self._watch()
 
     def _watch(self) -> None:
@@ -143,15 +145,3 @@ class Controller:
 
 def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
-
-
-class RouterLine:
-    """The router as the fleet knows it: a Membership."""
-
-    def __init__(self, router: Service) -> None:
-        self._router = router
-
-    async def set_members(self, members: list[ListedWorker]) -> dict[WorkerId, str]:
-        listed = json.dumps([{**asdict(one), "role": one.role.value} for one in members])
-        refused = json.loads(await self._router.actor.call("set_members", listed, timeout_s=TELL_TIMEOUT_S))
-        return {WorkerId(worker_id): reason for worker_id, reason in refused.items()}

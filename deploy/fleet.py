@@ -9,15 +9,12 @@ from deploy.event_log import EventLog
 from deploy.pool_record import PoolRecord
 from deploy.pools import Action, Drain, Pools, Stage, Start
 from deploy.roll import Roll, RouterPort
-from deploy.silence import Silence
 from deploy.supervision import repeat
-from deploy.worker_host import Life, WorkerHost
+from deploy.watch import LOOK_EVERY_S, Watch
+from deploy.worker_host import WorkerHost
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role
-
-LOOK_EVERY_S = 1.0
-MAX_SILENCE_S = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +39,7 @@ class Fleet:
         self._record = record
         self._drain_grace_s = drain_grace_s
         self._clock = clock
-        self._silences: dict[WorkerId, Silence] = {}
+        self._watches: dict[WorkerId, Watch] = {}
         self._failures: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._burials: dict[Role, set[asyncio.Task[None]]] = {role: set() for role in Role}
@@ -52,18 +49,20 @@ class Fleet:
     @property
     def is_settled(self) -> bool:
         """Whether the pools are as asked, and the router has all of their workers."""
-        return self._pools.are_as_asked and self._roll.is_known
+        return self._pools.are_as_asked and self._roll.is_announced
 
-    async def resume(self) -> None:
+    async def take_over(self) -> None:
         """Goes on with the workers that an earlier controller has left. Those that died meanwhile are replaced."""
-        for worker in self._pools:
-            if not await self._host.adopt(worker.worker_id):
-                self._pools.ended(worker.worker_id)
+        workers = list(self._pools)
+        are_there = [await self._host.adopt(worker.worker_id) for worker in workers]
+        for worker, is_there in zip(workers, are_there, strict=True):
+            if not is_there:
+                self._pools.forget(worker.worker_id)
                 self._events.note(f"worker {worker.worker_id} was lost")
+            elif worker.stage is Stage.STARTING:
+                self._spawn(self._carry_out(Start(worker.worker_id, worker.role)))
             elif worker.stage is Stage.DRAINING:
                 self._spawn(self._carry_out(Drain(worker.worker_id)))
-            else:
-                self._spawn(self._carry_out(self._pools.resume(worker.worker_id)))
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -102,12 +101,12 @@ class Fleet:
 
     async def suspect(self, worker_id: WorkerId) -> None:
         """Somebody cannot reach this worker."""
-        if worker_id in self._roll:
+        if worker_id in self._pools:
             await self._look(worker_id)
 
     def introduce(self) -> None:
         """Tells the router of all workers, as one that knows of none."""
-        self._roll.forget()
+        self._roll.has_changed()
         self._wake.set()
 
     async def end(self) -> None:
@@ -121,15 +120,15 @@ class Fleet:
     async def _step(self) -> None:
         self._wake.clear()
         self._carry_out_all(self._pools.plan(self._clock()))
-        if not self._roll.is_known:
+        if not self._roll.is_announced:
             await self._roll.announce()
         await self._notify()
         await self._sleep()
-        await asyncio.gather(*(self._look(worker_id) for worker_id in self._roll))
+        await asyncio.gather(*(self._look(worker.worker_id) for worker in self._pools))
 
     def _carry_out_all(self, actions: Sequence[Action]) -> None:
         if actions:
-            self._record.write(self._pools)
+            self._tell_of_change()
         for action in actions:
             self._spawn(self._carry_out(action))
 
@@ -158,8 +157,8 @@ class Fleet:
                 self._lose(action.worker_id, self._failures[-1])
             return
         if self._is_at(action.worker_id, Stage.STARTING):
-            self._roll.enter(action.worker_id, place)
-            self._pools.became_ready(action.worker_id)
+            self._pools.became_ready(action.worker_id, place)
+            self._tell_of_change()
             self._events.note(f"worker {action.worker_id} is ready after {self._clock() - began_s:.1f} s")
 
     async def _dismiss(self, action: Action) -> None:
@@ -167,10 +166,11 @@ class Fleet:
         if isinstance(action, Drain):
             await self._roll.announce()
             await self._let_finish(worker_id)
-            self._roll.strike(worker_id)
+            self._pools.finished(worker_id)
             await self._roll.announce()
         await self._host.end(worker_id)
-        self._pools.ended(worker_id)
+        self._pools.forget(worker_id)
+        self._watches.pop(worker_id, None)
         self._events.note(f"worker {worker_id} has left")
 
     async def _let_finish(self, worker_id: WorkerId) -> None:
@@ -183,29 +183,29 @@ class Fleet:
             self._events.note(f"worker {worker_id} handed over {num_unfinished} requests")
 
     async def _look(self, worker_id: WorkerId) -> None:
-        life = await self._host.look(worker_id)
-        if life is Life.ANSWERING:
-            self._silences.pop(worker_id, None)
+        """At one that is ready: whoever starts or dismisses one finds out."""
+        if not self._is_at(worker_id, Stage.READY):
             return
-        silent_s = self._silences.setdefault(worker_id, Silence()).goes_on(self._clock())
-        if worker_id not in self._roll or not self._is_at(worker_id, Stage.READY):
-            return  # whoever dismisses it finds out
-        if life is Life.DEAD:
-            self._lose(worker_id, f"worker {worker_id} was lost")
-        elif silent_s > MAX_SILENCE_S:
-            self._lose(worker_id, f"worker {worker_id} was silent for {silent_s:.0f} s, and is ended")
+        life = await self._host.look(worker_id)
+        trouble = self._watches.setdefault(worker_id, Watch()).judge(life, self._clock())
+        if trouble is not None and self._is_at(worker_id, Stage.READY):
+            self._lose(worker_id, f"worker {worker_id} {trouble}")
 
     def _lose(self, worker_id: WorkerId, reason: str) -> None:
         """A worker is dead, or as good as. Its process may take its time to end, and nobody else waits for that."""
         role = self._pools[worker_id].role
         self._events.note(reason)
-        self._roll.strike(worker_id)
-        self._silences.pop(worker_id, None)
+        self._watches.pop(worker_id, None)
         self._pools.lost(worker_id, self._clock())
+        self._tell_of_change()
         burial = self._spawn(self._host.end(worker_id))
         self._burials[role].add(burial)
         burial.add_done_callback(self._burials[role].discard)
         self._wake.set()
+
+    def _tell_of_change(self) -> None:
+        self._record.write(self._pools)
+        self._roll.has_changed()
 
     def _is_at(self, worker_id: WorkerId, stage: Stage) -> bool:
         return worker_id in self._pools and self._pools[worker_id].stage is stage

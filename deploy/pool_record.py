@@ -2,9 +2,12 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from deploy.pools import Pools, Stage, Worker
+from deploy.worker_host import Place
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role
 
@@ -27,7 +30,7 @@ class PoolRecord:
 
 
 def encode(pools: Pools) -> str:
-    workers = [{"id": one.worker_id, "role": one.role.value, "stage": one.stage.value} for one in pools]
+    workers = [asdict(one) | {"role": one.role.value, "stage": one.stage.value} for one in pools]
     sizes = {role.value: pools.sizes[role] for role in Role}
     named = {role.value: pools.num_named(role) for role in Role}
     return json.dumps({"sizes": sizes, "named": named, "workers": workers})
@@ -36,7 +39,10 @@ def encode(pools: Pools) -> str:
 def decode(text: str) -> Pools:
     """The inverse of `encode`."""
     fields = json.loads(text)
-    workers = [Worker(WorkerId(one["id"]), Role(one["role"]), Stage(one["stage"])) for one in fields["workers"]]
-    return Pools(
-        PoolSizes(**fields["sizes"]), workers, {Role(name): number for name, number in fields["named"].items()}
-    )
+    named = {Role(name): number for name, number in fields["named"].items()}
+    return Pools(PoolSizes(**fields["sizes"]), [_worker(one) for one in fields["workers"]], named)
+
+
+def _worker(fields: dict[str, Any]) -> Worker:
+    place = None if fields["place"] is None else Place(**fields["place"])
+    return Worker(WorkerId(fields["worker_id"]), Role(fields["role"]), Stage(fields["stage"]), place)

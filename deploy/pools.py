@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from deploy.worker_host import Place
 from wire.errors import InvalidRequest, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role
@@ -26,11 +27,12 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker from the decision to start it until it is gone."""
+    """A worker from the decision to start it until it is gone. `place`: where it serves, while it does."""
 
     worker_id: WorkerId
     role: Role
     stage: Stage = Stage.STARTING
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -111,21 +113,19 @@ class Pools:
         self._set_stage(worker, Stage.DRAINING)
         return Drain(worker_id)
 
-    def resume(self, worker_id: WorkerId) -> Start:
-        """A worker that another has started is started again, which finds it as it is."""
-        worker = self[worker_id]
-        self._set_stage(worker, Stage.STARTING)
-        return Start(worker_id, worker.role)
-
-    def became_ready(self, worker_id: WorkerId) -> None:
+    def became_ready(self, worker_id: WorkerId, place: Place) -> None:
         """Ends what was held against its role. A worker that was to go meanwhile still goes."""
         worker = self[worker_id]
         self._num_failures[worker.role] = 0
         if worker.stage is Stage.STARTING:
-            self._set_stage(worker, Stage.READY)
+            self._workers[worker_id] = replace(worker, stage=Stage.READY, place=place)
 
-    def ended(self, worker_id: WorkerId) -> None:
-        """A worker is gone as it should be."""
+    def finished(self, worker_id: WorkerId) -> None:
+        """A draining worker serves nobody any more."""
+        self._workers[worker_id] = replace(self[worker_id], place=None)
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """A worker is gone, and nothing is held against its role."""
         self._workers.pop(worker_id, None)
 
     def lost(self, worker_id: WorkerId, now_s: float) -> None:

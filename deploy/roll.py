@@ -2,12 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from typing import Protocol
 
 from deploy.event_log import EventLog
 from deploy.pools import Pools, Stage
-from deploy.worker_host import Place
 from wire.errors import BatonError
 from wire.ids import WorkerId
 from wire.pools import ListedWorker
@@ -24,54 +22,39 @@ class RouterPort(Protocol):
 
 
 class Roll:
-    """Workers that serve, and whether the router knows."""
+    """Tells the router who serves. Whoever changes the pools says so by `has_changed`."""
 
     def __init__(self, pools: Pools, router: RouterPort, events: EventLog) -> None:
         self._pools = pools
         self._router = router
         self._events = events
-        self._places: dict[WorkerId, Place] = {}
         self._refused: dict[WorkerId, str] = {}
         self._announcing = asyncio.Lock()
-        self.is_known = False
+        self.is_announced = False
 
-    def __iter__(self) -> Iterator[WorkerId]:
-        return iter(tuple(self._places))
-
-    def __contains__(self, worker_id: WorkerId) -> bool:
-        return worker_id in self._places
-
-    def enter(self, worker_id: WorkerId, place: Place) -> None:
-        self._places[worker_id] = place
-        self.is_known = False
-
-    def strike(self, worker_id: WorkerId) -> None:
-        self._places.pop(worker_id, None)
-        self.is_known = False
-
-    def forget(self) -> None:
-        """The router has lost what it was told."""
-        self.is_known = False
+    def has_changed(self) -> None:
+        """What the router was told is no longer so, or no longer known to it."""
+        self.is_announced = False
 
     async def announce(self) -> None:
-        """Tells the router who serves and who drains. `is_known` stays False if it does not hear or take it."""
+        """Tells the router who serves and who drains. `is_announced` stays False if it does not hear or take it."""
         async with self._announcing:
-            self.is_known = True  # a change during the call makes it False again
+            self.is_announced = True  # a change during the call makes it False again
             members = self._members()
             try:
                 refused = await self._router.set_members(members)
             except BatonError as error:
                 log.info("the router is not told of %d workers: %s", len(members), error.message)
-                self.is_known = False
+                self.is_announced = False
                 return
-            self.is_known = self.is_known and not refused
+            self.is_announced = self.is_announced and not refused
             for worker_id, reason in refused.items() - self._refused.items():
                 self._events.note(f"the router does not take worker {worker_id}: {reason}")
             self._refused = refused
 
     def _members(self) -> list[ListedWorker]:
         return [
-            ListedWorker(worker.worker_id, worker.role, place.address, worker.stage is Stage.DRAINING)
+            ListedWorker(worker.worker_id, worker.role, worker.place.address, worker.stage is Stage.DRAINING)
             for worker in self._pools
-            if (place := self._places.get(worker.worker_id)) is not None
+            if worker.place is not None
         ]

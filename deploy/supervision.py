@@ -14,8 +14,14 @@ log = logging.getLogger(__name__)
 async def repeat(what: str, step: Callable[[], Awaitable[None]], events: EventLog) -> None:
     """One step after another, until cancelled. A step that fails is noted as an event; the next follows in a second."""
     while True:
+        await persist(what, step, events)
+
+
+async def persist(what: str, step: Callable[[], Awaitable[None]], events: EventLog) -> None:
+    """The same step, until it succeeds. Each failure is noted as an event; the next try follows in a second."""
+    while True:
         try:
-            await step()
+            return await step()
         except Exception as error:
             log.exception("%s failed", what)
             events.note(f"{what} failed, and goes on: {error!r}")

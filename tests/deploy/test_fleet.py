@@ -88,6 +88,8 @@ class World:
     def controller_dies(self) -> None:
         """Another takes over, from what this one has recorded and the host still has."""
         assert self.record.text is not None
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
         self.pools = decode(self.record.text)
         self.fleet = self._make_fleet()
 
@@ -333,9 +335,11 @@ async def test_a_fleet_goes_on_with_the_workers_that_another_has_left() -> None:
         await world.settled()
         world.controller_dies()
         del world.host.lives[D0]
-        await world.fleet.resume()
+        world.router.told.clear()
+        await world.fleet.take_over()
         async with world.running():
             await world.settled()
+            assert all({P0, D1} <= {one.worker_id for one in told} for told in world.router.told)
             assert world.router.known == {P0, D1, D2}
             assert set(world.host.lives) == {P0, D1, D2}
             assert "worker decode-0 was lost" in world.events.encode()
@@ -350,7 +354,7 @@ async def test_a_drain_that_another_has_begun_is_brought_to_its_end() -> None:
         await until(lambda: world.pools[D0].stage is Stage.DRAINING)
         world.controller_dies()
         draining.cancel()
-        await world.fleet.resume()
+        await world.fleet.take_over()
         async with world.running():
             assert {one.worker_id: one.draining for one in world.router.told[-1]} == {D0: True, D1: False}
             world.host.finish(D0)
@@ -358,3 +362,28 @@ async def test_a_drain_that_another_has_begun_is_brought_to_its_end() -> None:
             await world.settled()
             assert world.router.known == {D1}
             assert world.pools.sizes == PoolSizes(0, 1)
+
+
+async def test_workers_that_were_starting_when_another_died_are_started() -> None:
+    world = World(1, 1)
+    async with world.running():
+        await until(lambda: world.record.text is not None)
+        world.controller_dies()
+        del world.host.lives[P0]
+        await world.fleet.take_over()
+        async with world.running():
+            await world.settled()
+            assert world.router.known == {P1, D0}
+
+
+async def test_a_silent_worker_that_another_has_left_gets_as_much_time_as_any() -> None:
+    world = World(1, 1)
+    async with world.running():
+        await world.settled()
+        world.controller_dies()
+        await world.fleet.take_over()
+        async with world.running():
+            await world.silent(P0, 29)
+            assert P0 in world.pools
+            await world.silent(P0, 2)
+            assert P0 not in world.pools

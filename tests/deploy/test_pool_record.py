@@ -1,7 +1,8 @@
 from pathlib import Path
 
 from deploy.pool_record import PoolRecord
-from deploy.pools import Pools, Stage, Start
+from deploy.pools import Pools, Stage, Start, Worker
+from deploy.worker_host import Place
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role
 
@@ -13,8 +14,8 @@ def test_there_is_none_at_first(tmp_path: Path) -> None:
 def test_pools_are_what_they_were(tmp_path: Path) -> None:
     pools = Pools(PoolSizes(1, 2))
     pools.plan(0.0)
-    pools.became_ready(WorkerId("decode-0"))
-    pools.became_ready(WorkerId("decode-1"))
+    pools.became_ready(WorkerId("decode-0"), Place("a:1", 1))
+    pools.became_ready(WorkerId("decode-1"), Place("a:2", 2))
     pools.release(WorkerId("decode-1"))
     pools.lost(WorkerId("decode-0"), 0.0)
     record = PoolRecord(tmp_path / "pools.json")
@@ -23,8 +24,8 @@ def test_pools_are_what_they_were(tmp_path: Path) -> None:
     read = record.read()
     assert read is not None
     assert read.sizes == PoolSizes(1, 1)
-    assert {worker.worker_id: worker.stage for worker in read} == {
-        "prefill-0": Stage.STARTING,
-        "decode-1": Stage.DRAINING,
-    }
+    assert list(read) == [
+        Worker(WorkerId("prefill-0"), Role.PREFILL),
+        Worker(WorkerId("decode-1"), Role.DECODE, Stage.DRAINING, Place("a:2", 2)),
+    ]
     assert read.plan(0.0) == [Start(WorkerId("decode-2"), Role.DECODE)], "no name is given twice"

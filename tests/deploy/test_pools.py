@@ -3,10 +3,12 @@ import copy
 import pytest
 
 from deploy.pools import Action, Drain, Pools, Stage, Start, Stop
+from deploy.worker_host import Place
 from wire.errors import InvalidRequest, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role
 
+PLACE = Place("127.0.0.1:1", 1)
 P0, P1, D0, D1, D2 = (WorkerId(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"))
 
 
@@ -14,7 +16,7 @@ def pools(prefill: int, decode: int) -> Pools:
     """Pools that have just become what they should be."""
     made = Pools(PoolSizes(prefill, decode))
     for action in made.plan(0.0):
-        made.became_ready(action.worker_id)
+        made.became_ready(action.worker_id, PLACE)
     assert made.are_as_asked
     return made
 
@@ -29,9 +31,9 @@ def test_empty_pools_are_filled_once() -> None:
 def test_pools_are_as_asked_only_when_all_are_ready() -> None:
     made = Pools(PoolSizes(1, 1))
     made.plan(0.0)
-    made.became_ready(P0)
+    made.became_ready(P0, PLACE)
     assert not made.are_as_asked
-    made.became_ready(D0)
+    made.became_ready(D0, PLACE)
     assert made.are_as_asked
 
 
@@ -68,7 +70,7 @@ def test_a_draining_worker_is_there_until_it_has_ended() -> None:
     made.plan(0.0)
     assert made[D1].stage is Stage.DRAINING
     assert not made.are_as_asked
-    made.ended(D1)
+    made.forget(D1)
     assert made.are_as_asked
     assert D1 not in made
 
@@ -87,7 +89,7 @@ def test_a_worker_that_still_starts_goes_first_and_has_nothing_to_drain() -> Non
     assert made.plan(0.0) == [Start(D1, Role.DECODE)]
     made.resize(None, 1)
     assert made.plan(0.0) == [Stop(D1)]
-    made.became_ready(D1)
+    made.became_ready(D1, PLACE)
     assert made[D1].stage is Stage.DRAINING
 
 
@@ -125,7 +127,7 @@ def test_a_start_that_succeeds_ends_the_pauses() -> None:
         (start,) = made.plan(now_s)
         made.lost(start.worker_id, now_s)
     (start,) = made.plan(30.0)
-    made.became_ready(start.worker_id)
+    made.became_ready(start.worker_id, PLACE)
     made.lost(start.worker_id, 31.0)
     assert len(made.plan(31.0)) == 1
 
@@ -137,7 +139,7 @@ def test_one_pool_in_trouble_does_not_hold_up_the_other() -> None:
     made.lost(D0, 0.0)
     made.resize(0, None)
     assert made.plan(0.5) == []
-    made.became_ready(made.plan(1.0)[0].worker_id)
+    made.became_ready(made.plan(1.0)[0].worker_id, PLACE)
     assert made.are_as_asked
 
 
@@ -147,7 +149,7 @@ def test_releasing_a_worker_shrinks_its_pool_by_that_one() -> None:
     assert made.sizes == PoolSizes(1, 1)
     assert made.release(D0) is None
     assert made.plan(0.0) == []
-    made.ended(D0)
+    made.forget(D0)
     assert made.are_as_asked
     assert [worker.worker_id for worker in made] == [P0, D1]
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from deploy import service as service_module
+from deploy import sole_actor as sole_actor_module
 from deploy import supervision
 from deploy.event_log import EventLog
 from deploy.ray_actor import RayActor
-from deploy.service import Service
-from deploy.silence import MAX_GAP_S
+from deploy.sole_actor import SoleActor
+from deploy.watch import MAX_GAP_S
 from deploy.worker_host import Life
 from wire.errors import ConfigError, Unavailable
 
@@ -52,8 +52,8 @@ class World:
         monkeypatch.setattr(RayActor, "find", lambda _name: self.left_behind)
         self.service = self.make_service()
 
-    def make_service(self) -> Service:
-        return Service("node", "a", "B", "{}", self.events, lambda: self.now_s)
+    def make_service(self) -> SoleActor:
+        return SoleActor("node", "a", "B", "{}", self.events, lambda: self.now_s)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator["World"]:
@@ -88,8 +88,8 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(service_module, "LOOK_EVERY_S", 0.001)
-    monkeypatch.setattr(service_module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(sole_actor_module, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(sole_actor_module, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(supervision, "PAUSE_S", 0.001)
     return World(monkeypatch)
 
@@ -157,7 +157,7 @@ async def test_what_nobody_thought_of_does_not_end_the_watch(world: World) -> No
 async def test_one_that_is_there_already_is_taken_over(world: World) -> None:
     world.left_behind = world.actors[0]
     service = world.make_service()
-    assert await service.resume() == "{}"
+    assert await service.take_over() == "{}"
     assert world.actors == [service.actor]
     assert world.actors[0].num_starts == 1
     assert world.events.encode() == "[]"
@@ -166,7 +166,7 @@ async def test_one_that_is_there_already_is_taken_over(world: World) -> None:
 async def test_one_that_was_left_behind_dead_or_broken_is_replaced(world: World) -> None:
     world.left_behind = FakeActor(Unavailable("died"))
     service = world.make_service()
-    assert await service.resume() == "{}"
+    assert await service.take_over() == "{}"
     assert world.left_behind.life is Life.DEAD
     assert service.actor is world.actors[-1]
     assert "the node did not start again: died" in world.events.encode()
