@@ -96,11 +96,9 @@ class EngineCore:
         return self._events
 
     def stats(self) -> EngineStats:
-        running = self._roster.running
         return EngineStats(
             blocks=self.pool.ledger.counts(),
-            kv_tokens=sum(sequence.num_computed for sequence in running),
-            num_running=len(running),
+            num_running=len(self._roster.running),
             num_waiting=len(self._roster.waiting),
             computed_prompt_tokens=self._num["computed"],
             cached_prompt_tokens=self._num["cached"],

@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 
-from kv_store.ledger import BlockCounts
+from wire.block_counts import BlockCounts
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts since the start, and pages and sequences as they are. `kv_tokens` have KV in pages of those that run."""
+    """Counts since the start, and pages and sequences as they are."""
 
     blocks: BlockCounts
-    kv_tokens: int
     num_running: int
     num_waiting: int
     computed_prompt_tokens: int

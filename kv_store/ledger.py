@@ -14,7 +14,7 @@ from enum import Enum, IntEnum
 from itertools import islice
 
 from kv_store.prefix_index import PrefixIndex
-from wire.block_counts import BlockCounts as BlockCounts
+from wire.block_counts import BlockCounts
 from wire.errors import StoreError
 from wire.ids import BlockKey, PageId
 

@@ -82,7 +82,7 @@ def assemble_on(
     inbox: Inbox[Command] = Inbox()
     transfers = ThreadTransfers(store, inbox.ring)
     engine = EngineCore(model, pool, behaviour.batcher, transfers)
-    info = describe(config, model, tiers.arena.num_slots)
+    info = _describe(config, model, tiers.arena.num_slots)
     service = WorkerService(info, behaviour, engine, inbox, store, on_broken, config.max_silence_s)
     return Assembly(info, engine, transfers, service)
 
@@ -98,7 +98,7 @@ def _require_same_model(config: WorkerConfig, dtype: str) -> None:
         raise ModelError("the model folder has changed since the cluster was started", folder=config.model.folder)
 
 
-def describe(config: WorkerConfig, model: Model, num_arena_blocks: int) -> worker_pb2.WorkerInfo:
+def _describe(config: WorkerConfig, model: Model, num_arena_blocks: int) -> worker_pb2.WorkerInfo:
     """What this process says of itself; its epoch is drawn here."""
     return worker_pb2.WorkerInfo(
         worker_id=config.worker_id,

@@ -84,11 +84,6 @@ class WorkerService:
             return ServiceState.BROKEN
         return ServiceState.DRAINING if self._is_draining else ServiceState.READY
 
-    @property
-    def num_open_calls(self) -> int:
-        """Prefill and decode calls that have not ended."""
-        return len(self._calls)
-
     async def start(self) -> None:
         """Starts the engine's thread. To be called once, before anything else."""
         self._event_loop = asyncio.get_running_loop()

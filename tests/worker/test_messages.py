@@ -17,7 +17,6 @@ from worker.update import ChoiceTokens, Update
 COUNTS = BlockCounts(free=1, owned=2, published=3, cached=4, draining=5, total=15)
 STATS = EngineStats(
     blocks=COUNTS,
-    kv_tokens=100,
     num_running=6,
     num_waiting=0,
     computed_prompt_tokens=0,

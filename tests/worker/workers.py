@@ -35,10 +35,12 @@ class Model(HashModel):
     def __init__(self) -> None:
         super().__init__(LAYOUT, VOCAB_SIZE)
         self.is_broken = False
+        self.was_asked = threading.Event()
         self.may_go = threading.Event()
         self.may_go.set()
 
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        self.was_asked.set()
         assert self.may_go.wait(TIMEOUT_S)
         if self.is_broken:
             raise RuntimeError("out of memory")
@@ -74,6 +76,10 @@ class Worker:
         status = await self.service.get_status(worker_pb2.GetWorkerStatusRequest(check=True))
         assert list(status.problems) == []
         return status
+
+    async def at_work(self) -> None:
+        """Returns once the model was asked for the first time."""
+        assert await asyncio.to_thread(self.model.was_asked.wait, TIMEOUT_S)
 
     async def at_rest(self) -> worker_pb2.WorkerStatus:
         """The status once nobody has a page, nothing is copied and nothing held; long before holds run out."""
