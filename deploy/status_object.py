@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from wire.block_counts import BLOCK_STATES
 from wire.pb import cluster_pb2, worker_pb2
-
-BLOCK_STATES = ("free", "owned", "published", "cached", "draining")
+from wire.tier import TIERS
 
 
 def to_object(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _redis(redis: worker_pb2.RedisTierStatus) -> dict[str, Any]:
 
 
 def _prefix_cache(cache: cluster_pb2.PrefixCache) -> dict[str, int]:
-    return {name: getattr(cache, name) for name in ("queries", "device", "host", "redis")}
+    return {name: getattr(cache, name) for name in ("queries", *TIERS)}
 
 
 def _blocks(blocks: worker_pb2.BlockCounts) -> dict[str, int]:

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 from deploy.byte_size import format_bytes
-from deploy.status_object import BLOCK_STATES
 from deploy.table import NOT_KNOWN, render
+from wire.block_counts import BLOCK_STATES
 from wire.pb import cluster_pb2, worker_pb2
+from wire.tier import TIERS
 
-TIERS = ("device", "host", "redis")
 NUM_EVENTS = 10
 WORKER_HEAD = ("worker", "pid", "state", "running", "waiting", "preempted", "computed", "cached", "hits", "generated")
 WORKER_NOTE = """\

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from deploy.table import render
 from wire.pb import inference_pb2 as pb
+from wire.tier import TIERS
 
-TIERS = ("device", "host", "redis")
 MIN_WAIT_MS = 1.0
 
 

@@ -13,10 +13,10 @@ from engine.events import TierTokens
 from engine.sequence import Sequence, State
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
-from kv_store.tier import Tier
 from kv_store.transfers import FetchDone, PublishDone, Transfers
 from wire.ids import PageId
 from wire.keys import BlockName
+from wire.tier import Tier
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kv_store.cold_tier import ColdStatus
-from kv_store.tier import Tier
 from wire.directory import DirectoryStatus
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName
+from wire.tier import Tier
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from kv_store.cold_tier import ColdTier
 from kv_store.device_pool import DevicePool
 from kv_store.directory_port import DirectoryPort, EpochChanged
 from kv_store.host_tier import HostTier
-from kv_store.tier import Tier
 from wire.directory import Block, DirectoryStatus, Entry, Hold
 from wire.errors import StoreError
 from wire.frame import checksum_of
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName
 from wire.layout import KVLayout
+from wire.tier import Tier
 
 HOLD_TTL_S = 10.0
 _COLD_LOOKUPS_AT_ONCE = 128

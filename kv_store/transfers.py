@@ -12,9 +12,9 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from kv_store.block_store import BlockStore
-from kv_store.tier import Tier
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName
+from wire.tier import Tier
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,10 @@
 
 import prometheus_client as prometheus
 
-from router.record import OK, TIERS, RequestRecord, outcome_of
+from router.record import OK, RequestRecord, outcome_of
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
+from wire.tier import TIERS
 
 NAMESPACE = "baton"
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from wire.errors import BatonError
 from wire.ids import RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
+from wire.tier import TIERS
 
 OK = "OK"
-TIERS = ("device", "host", "redis")
 GATES = (
     "router.wait_tokenizer",
     "router.wait_room",

@@ -10,12 +10,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from router.metrics import NAMESPACE
+from wire.block_counts import BLOCK_STATES
 from wire.pb import cluster_pb2, worker_pb2
 
 WORKER = ("role", "worker")
 ROUTER = ("router", "router")
 NODE = ("node", "node")
-BLOCK_STATES = ("free", "owned", "published", "cached", "draining")
 Row = tuple[Sequence[str], float]
 
 

@@ -1,6 +1,6 @@
 """Pages by state, as ledgers count them and statuses show them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -13,3 +13,6 @@ class BlockCounts:
     cached: int
     draining: int
     total: int
+
+
+BLOCK_STATES = tuple(one.name for one in fields(BlockCounts) if one.name != "total")

@@ -19,7 +19,6 @@ from kv_store.directory_server import DirectoryServer
 from kv_store.memory_tier import MemoryTier
 from kv_store.node_store import HOLD_TTL_S, NodeStore
 from kv_store.redis_tier import RedisTier
-from kv_store.tier import Tier
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from tests.kv_store.pools import filled_pool, page_of, pages_from
@@ -27,6 +26,7 @@ from wire.errors import ConfigError
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName
 from wire.layout import KVLayout
+from wire.tier import Tier
 
 NUM_SLOTS = 16
 FIRST_FETCHED = 40

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kv_store.block_store import FetchedBlocks, PublishedBlocks, StoreStatus
-from kv_store.tier import Tier
 from kv_store.transfers import (
     Done,
     FetchDone,
@@ -19,6 +18,7 @@ from tests.kv_store.names import names_of
 from tests.kv_store.pools import pages_from
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName
+from wire.tier import Tier
 
 NAMES, PAGES = names_of(8), pages_from(0, 2)
 REQUEST = RequestId("request")

@@ -9,3 +9,7 @@ class Tier(Enum):
     DEVICE = "device"
     HOST = "host"
     REDIS = "redis"
+
+
+TIERS = tuple(tier.value for tier in Tier)
+"""What messages, metrics and timelines call them."""
