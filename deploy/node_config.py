@@ -17,8 +17,8 @@ class NodeConfig:
     directory_path: str
     layout_hex: str
     num_slots: int
-    redis_url: str | None = None
-    redis_timeout_s: float = 0.05
+    redis_url: str | None
+    redis_timeout_s: float
 
     @property
     def layout(self) -> KVLayout:

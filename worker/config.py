@@ -53,8 +53,8 @@ class StoreSettings:
     """
 
     directory_path: str
-    redis_url: str | None = None
-    redis_timeout_s: float = 0.05
+    redis_url: str | None
+    redis_timeout_s: float
 
     def __post_init__(self) -> None:
         _require(self.redis_timeout_s > 0, "store.redis_timeout_s", "must be positive")

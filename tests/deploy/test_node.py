@@ -19,7 +19,8 @@ NUM_SLOTS = 16
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[NodeConfig]:
     arena = Path(f"/dev/shm/baton-test-node-{os.getpid()}")
-    yield NodeConfig(str(arena), str(tmp_path / "directory.sock"), LAYOUT.encode().hex(), NUM_SLOTS)
+    socket = str(tmp_path / "directory.sock")
+    yield NodeConfig(str(arena), socket, LAYOUT.encode().hex(), NUM_SLOTS, redis_url=None, redis_timeout_s=0.1)
     arena.unlink(missing_ok=True)
 
 

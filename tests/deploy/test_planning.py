@@ -13,7 +13,7 @@ from tests.kv_store.names import LAYOUT
 from worker.config import BatchSettings
 
 MODEL = ModelFacts("m", "/m", "cpu", "float32", 64, 300, bytes(32), LAYOUT, 1000)
-NODE = NodeConfig("/dev/shm/a", "/run/d.sock", LAYOUT.encode().hex(), 8)
+NODE = NodeConfig("/dev/shm/a", "/run/d.sock", LAYOUT.encode().hex(), 8, redis_url=None, redis_timeout_s=0.1)
 SIZES = Sizes(num_pool_blocks=8, num_arena_slots=8, num_threads=1, num_gpus=0.0)
 BOUNDS = {
     "max_open_requests": 11,

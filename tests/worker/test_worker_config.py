@@ -11,7 +11,7 @@ CONFIG = WorkerConfig(
     role="prefill",
     model=CheckpointSettings(folder="/models/tiny", fingerprint_hex="ab" * 32),
     pool=PageSettings(num_blocks=64),
-    store=StoreSettings(directory_path="/run/directory"),
+    store=StoreSettings(directory_path="/run/directory", redis_url=None, redis_timeout_s=0.1),
     server=ServerSettings(token="secret"),
 )
 
@@ -50,6 +50,7 @@ def test_what_has_a_default_may_be_left_out() -> None:
         ("pool.num_blocks", "64", "worker.pool.num_blocks: must be int"),
         ("pool.num_blocks", True, "worker.pool.num_blocks: must be int"),
         ("pool.num_blocks", 0, "worker.pool.num_blocks: must be positive"),
+        ("store.redis_timeout_s", ..., "worker.store.redis_timeout_s: missing"),
         ("store.redis_url", 5, "worker.store.redis_url: must be str"),
         ("model.fingerprint_hex", "ab", "worker.model.fingerprint_hex: must be 32 bytes"),
         ("model.fingerprint_hex", "xy" * 32, "worker.model.fingerprint_hex: must be hex digits"),
