@@ -29,6 +29,7 @@ _KEYS_PER_ROUND = 1024
 _COUNTS = ("hits", "misses", "errors", "corrupt", "written")
 _READ_BYTES = 256 << 10
 _GREETING_TIMEOUT_S = 2.0
+_CLOSE_TIMEOUT_S = 2.0
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class RedisTier:
 
     def close(self) -> None:
         if self._probe is not None:
-            self._probe.join(_GREETING_TIMEOUT_S)
+            self._probe.join(_CLOSE_TIMEOUT_S)
         self._redis.close()
 
     def _exist(self, keys: list[BlockKey]) -> list[bool]:
@@ -162,23 +163,23 @@ class RedisTier:
                 patient.getrange(_PROBE, 0, 0)
                 patient.exists(_PROBE)
                 patient.unlink(_PROBE)
+                _warn_of_policy(patient)
         except (AuthenticationError, NoPermissionError) as error:
             self._redis.close()
             raise ConfigError("redis_url: the server does not take these credentials") from error
         except RedisError as error:
             self._breaker.failed()
             log.warning("the cold tier does not answer yet: %s", error)
-        else:
-            self._warn_of_policy()
 
-    def _warn_of_policy(self) -> None:
-        try:
-            policy = self._redis.config_get("maxmemory-policy").get("maxmemory-policy")
-        except RedisError as error:
-            log.info("the cold tier does not tell its eviction policy: %s", error)
-            return
-        if policy == "noeviction":
-            log.warning("the cold tier never evicts (maxmemory-policy noeviction): writes will fail when it is full")
+
+def _warn_of_policy(server: Any) -> None:
+    try:
+        policy = server.config_get("maxmemory-policy").get("maxmemory-policy")
+    except RedisError as error:
+        log.info("the cold tier does not tell its eviction policy: %s", error)
+        return
+    if policy == "noeviction":
+        log.warning("the cold tier never evicts (maxmemory-policy noeviction): writes will fail when it is full")
 
 
 def _connect(url: str, timeout_s: float) -> Any:
