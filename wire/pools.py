@@ -1,4 +1,4 @@
-"""What controller, router and workers call the pools and who is in them."""
+"""The words that controller, router and workers share: roles, pool sizes, listed workers."""
 
 from dataclasses import dataclass
 from enum import Enum
