@@ -7,9 +7,9 @@ from enum import Enum
 
 
 class FaultKind(Enum):
-    """KILL: SIGKILL to a worker. PAUSE: a worker stopped and continued. The others are for who is named.
+    """KILL: SIGKILL to a worker. PAUSE: a worker stopped and continued. The others hit what they name.
 
-    The router is not among them: who loses it is told so, and asks again.
+    The router is not among them: a client that loses the router gets UNAVAILABLE and asks again.
     """
 
     KILL = "kill"

@@ -94,8 +94,9 @@ class RedisSettings:
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """Where clients connect, and Prometheus, on 127.0.0.1; port 0 is any free one, `off` serves no metrics. And what
-    `router.config.Listeners`, `router.config.StreamBounds` and `router.admission.Bounds` say of the rest.
+    """Where clients and Prometheus connect, on 127.0.0.1: port 0 is any free one, `off` serves no metrics.
+
+    The rest: see `router.config.Listeners`, `router.config.StreamBounds` and `router.admission.Bounds`.
     """
 
     grpc_port: int = 50051
