@@ -44,10 +44,10 @@ def main() -> None:
             f"[router]\nmax_open_requests = {options.max_open}\nmax_queued_requests = {options.max_queued}\n"
         )
         with (
-            server_process("refusing_server.py") as (_, bare),
+            server_process("refusing") as bare,
             BatonService("flood", str(model), 1, 1, ["--config", str(config)]) as service,
         ):
-            rounds = asyncio.run(_measure(service.address, bare, options))
+            rounds = asyncio.run(_measure(service.address, bare.addresses[0], options))
             status = service.wait_for_rest(60)
     figures = _figures(rounds, options) | {"problems_at_rest": status["problems"]}
     write_result(options.out, figures, {})

@@ -29,7 +29,12 @@ async def observe(rate: float, duration_s: float, addresses: list[str]) -> list[
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, str(rate), str(duration_s), *addresses, stdout=asyncio.subprocess.PIPE
     )
-    output, _ = await asyncio.wait_for(process.communicate(), duration_s + 2 * _TIMEOUT_S)
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), duration_s + 2 * _TIMEOUT_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     answers: list[list[Answer]] = json.loads(output)
     return answers
 

@@ -1,7 +1,6 @@
 """A benchmark's figures in a file, beside the command and the machine that they came from."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -30,7 +29,6 @@ def write_result(name: str, figures: Mapping[str, Any], details: Mapping[str, An
         "command": command,
         "date": date,
         "machine": asdict(machine),
-        "load_average": os.getloadavg(),
         "figures": dict(figures),
         "details": dict(details),
     }

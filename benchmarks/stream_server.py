@@ -1,6 +1,6 @@
-"""The servers of `streams.py`, each a process of its own: prints its addresses, and serves until its input ends.
+"""Servers for benchmarks, each a process of its own: prints its addresses, and serves until its input ends.
 
-stream_server.py workers INTERVAL_S | bare INTERVAL_S | router PREFILL_ADDRESS DECODE_ADDRESS
+stream_server.py workers INTERVAL_S | bare INTERVAL_S | router PREFILL_ADDRESS DECODE_ADDRESS | refusing
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -48,13 +49,20 @@ class BareApi(InferenceServicer):
         yield pb.GenerateResponse(request_id=request_id, complete=pb.Complete())
 
 
+class RefusingApi(InferenceServicer):
+    """Never has room: what a refusal costs at least."""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+        yield pb.GenerateResponse()
+
+
 async def _bare(interval_s: str) -> None:
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    add_InferenceServicer_to_server(BareApi(float(interval_s)), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    await _serve(f"127.0.0.1:{port}")
-    await server.stop(None)
+    await _serve_api(BareApi(float(interval_s)))
+
+
+async def _refusing() -> None:
+    await _serve_api(RefusingApi())
 
 
 async def _workers(interval_s: str) -> None:
@@ -83,6 +91,15 @@ async def _router(prefill: str, decode: str) -> None:
     await server.stop()
 
 
+async def _serve_api(api: InferenceServicer) -> None:
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add_InferenceServicer_to_server(api, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await _serve(f"127.0.0.1:{port}")
+    await server.stop(None)
+
+
 async def _serve(*addresses: str) -> None:
     print(*addresses, flush=True)
     await asyncio.to_thread(sys.stdin.read)
@@ -92,6 +109,7 @@ _SERVERS: Mapping[str, Callable[..., Coroutine[Any, Any, None]]] = {
     "workers": _workers,
     "bare": _bare,
     "router": _router,
+    "refusing": _refusing,
 }
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from benchmarks.stream_gaps import gaps_while_all_open
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
 
-_SERVER = "stream_server.py"
 _TIMEOUT_S = 300.0
 
 
@@ -35,16 +34,16 @@ def main() -> None:
     cpu_s = dict.fromkeys(gaps_s, 0.0)
     with ExitStack() as servers:
         interval = str(options.interval)
-        _, *workers = servers.enter_context(server_process(_SERVER, "workers", interval))
+        workers = servers.enter_context(server_process("workers", interval))
         targets = {
-            "router": servers.enter_context(server_process(_SERVER, "router", *workers)),
-            "bare": servers.enter_context(server_process(_SERVER, "bare", interval)),
+            "router": servers.enter_context(server_process("router", *workers.addresses)),
+            "bare": servers.enter_context(server_process("bare", interval)),
         }
         for _ in range(options.rounds):
-            for name, (pid, address) in targets.items():
-                before_s = _cpu_s(int(pid))
-                gaps_s[name] += asyncio.run(_round(address, options.streams, options.tokens))
-                cpu_s[name] += _cpu_s(int(pid)) - before_s
+            for name, server in targets.items():
+                before_s = _cpu_s(server.pid)
+                gaps_s[name] += asyncio.run(_round(server.addresses[0], options.streams, options.tokens))
+                cpu_s[name] += _cpu_s(server.pid) - before_s
     write_result(options.out, _figures(gaps_s, cpu_s, options), {})
 
 
