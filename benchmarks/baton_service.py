@@ -12,9 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
-
-from deploy import redis_server
+from deploy import process_record, redis_server
 from deploy.config import RedisSettings
 from deploy.state import ClusterState, StateFile
 
@@ -73,16 +71,11 @@ class BatonService:
         assert redis is not None, "it has no Redis of its own"
         return redis.pid
 
-    def actor_pid(self, class_name: str) -> int:
-        """Of an actor that there is one of."""
-        head = self._state().head
-        assert head is not None, "it runs on a Ray cluster that is not its own"
-        [pid] = [
-            process.pid
-            for process in psutil.Process(head.pid).children(recursive=True)
-            if process.cmdline()[:1] == [f"ray::{class_name}"]
-        ]
-        return pid
+    def actor_pid(self, name: str) -> int:
+        """Of the last actor of that name."""
+        process = process_record.read(Path(self._state().run_dir), name)
+        assert process is not None, f"there is no {name}"
+        return process.pid
 
     def kill_redis(self) -> None:
         os.kill(self.redis_pid, signal.SIGKILL)

@@ -44,10 +44,10 @@ class FaultInjector:
                 await _pause(self._service.redis_pid, fault.pause_s)
                 return f"stopped Redis for {fault.pause_s:.1f} s"
             case FaultKind.NODE_KILL:
-                os.kill(self._service.actor_pid("NodeActor"), signal.SIGKILL)
+                os.kill(self._service.actor_pid("node"), signal.SIGKILL)
                 return "killed the node's service"
             case FaultKind.CONTROLLER_KILL:
-                os.kill(self._service.actor_pid("Controller"), signal.SIGKILL)
+                os.kill(self._service.actor_pid("controller"), signal.SIGKILL)
                 return "killed the controller"
 
     async def _choose_worker(self, fault: Fault) -> tuple[str, int]:

@@ -2,9 +2,10 @@
 
 import asyncio
 import importlib
-import os
+from pathlib import Path
 from typing import Any
 
+from deploy import process_record
 from wire.errors import Unavailable
 from wire.logs import start_logging
 
@@ -15,9 +16,10 @@ class ActorShell:
     The import begins with the process, and the object is made by `start`, so that both may overlap with other work.
     """
 
-    def __init__(self, name: str, module: str, class_name: str) -> None:
-        """`name` is what the process is called in its log."""
+    def __init__(self, name: str, module: str, class_name: str, run_dir: str) -> None:
+        """`name` is what the process is called in its log, and in the cluster's folder."""
         start_logging(name)
+        process_record.write_own(Path(run_dir), name)
         self._class: Any = getattr(importlib.import_module(module), class_name)
         self._object: Any = None
         self._starting: asyncio.Task[str] | None = None
@@ -40,6 +42,6 @@ class ActorShell:
         answer: str = await self._object.start()
         return answer
 
-    async def ping(self) -> int:
-        """The number of this process. Answers as long as its event loop turns."""
-        return os.getpid()
+    async def ping(self) -> str:
+        """Answers as long as the event loop turns."""
+        return ""

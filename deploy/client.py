@@ -10,7 +10,8 @@ from deploy.state import ClusterPhase, ClusterState, StateFile
 from wire.errors import Unavailable
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
-from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA, from_rpc_error
+from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
+from wire.rpc_status import from_rpc_error
 
 
 def find_cluster(name: str) -> ClusterState:

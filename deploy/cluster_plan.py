@@ -12,7 +12,7 @@ from worker.config import WorkerConfig
 class ClusterPlan:
     """`worker` is that of any worker, but for id and role. CPUs and GPUs are what each worker asks Ray for.
 
-    pools_path: where the controller keeps what another would have to know if it died.
+    run_dir: the cluster's folder, where the controller keeps what another would have to know if it died.
     """
 
     prefill: int
@@ -23,7 +23,7 @@ class ClusterPlan:
     num_cpus: float
     num_gpus: float
     drain_grace_s: int
-    pools_path: str
+    run_dir: str
 
     def to_json(self) -> str:
         return to_json(self)

@@ -7,7 +7,6 @@ have started answer as they did the first time, and nobody who is served notices
 import asyncio
 import json
 import logging
-import os
 import time
 from collections.abc import Awaitable
 from dataclasses import asdict, replace
@@ -15,14 +14,15 @@ from pathlib import Path
 
 import ray
 
+from deploy import pool_record, process_record
 from deploy.cluster_plan import ClusterPlan
 from deploy.event_log import EventLog
 from deploy.fleet import Fleet
 from deploy.names import CONTROLLER
-from deploy.pool_record import PoolRecord
 from deploy.pools import Pools
 from deploy.ray_actor import Resources
 from deploy.ray_worker_host import RayWorkerHost
+from deploy.record import Record
 from deploy.router_line import RouterLine
 from deploy.sole_actor import SoleActor
 from deploy.supervision import persist
@@ -49,31 +49,33 @@ class Controller:
         self._router_config = plan.router
         self._events = EventLog(time.monotonic)
         self._node_is_up = asyncio.Event()
-        self._node = SoleActor("node", "deploy.node", "NodeActor", plan.node.to_json(), self._events)
-        self._router = SoleActor("router", "router.actor", "RouterActor", plan.router.to_json(), self._events)
-        host = RayWorkerHost(plan.worker, Resources(plan.num_cpus, plan.num_gpus), self._node_is_up)
-        record = PoolRecord(Path(plan.pools_path))
+        run_dir = Path(plan.run_dir)
+        process_record.write_own(run_dir, CONTROLLER)
+        self._node = SoleActor("node", "deploy.node", "NodeActor", plan.node.to_json(), run_dir, self._events)
+        self._router = SoleActor("router", "router.actor", "RouterActor", plan.router.to_json(), run_dir, self._events)
+        self._keep_ports()
+        host = RayWorkerHost(plan.worker, Resources(plan.num_cpus, plan.num_gpus), run_dir, self._node_is_up)
+        record = Record(run_dir / "pools.json")
         earlier = record.read()
-        pools = earlier or Pools(PoolSizes(plan.prefill, plan.decode))
+        pools = Pools(PoolSizes(plan.prefill, plan.decode)) if earlier is None else pool_record.decode(earlier)
         self._fleet = Fleet(pools, host, RouterLine(self._router), self._events, record, plan.drain_grace_s)
         self._tasks: list[asyncio.Task[None]] = []
         if earlier is not None:
             self._tasks.append(asyncio.create_task(self._take_over()))
 
     async def start(self) -> str:
-        """Returns when the cluster serves: `{"address", "operator_address", "metrics_address", "pids"}`.
+        """Returns when the cluster serves: `{"address", "operator_address", "metrics_address"}`.
 
         Raises BatonError, with the reason, if any part of it does not start; what did is ended by `shutdown`.
         """
         self._tasks.append(asyncio.create_task(self._fleet.run()))
-        node, router = await asyncio.gather(
+        _, router = await asyncio.gather(
             self._node_started(self._node.start()), self._router_started(self._router.start())
         )
         await self._fleet.settle(START_TIMEOUT_S, max_failures=1)
         self._watch()
         self._events.note("the cluster serves")
-        addresses = {key: router[key] for key in ("address", "operator_address", "metrics_address")}
-        return json.dumps({**addresses, "pids": [os.getpid(), node["pid"], router["pid"]]})
+        return json.dumps({key: router[key] for key in ("address", "operator_address", "metrics_address")})
 
     async def progress(self) -> str:
         """`{"done_bytes"}` of the arena that the node's service makes."""
@@ -121,8 +123,15 @@ class Controller:
         return answer
 
     async def _router_started(self, started: Awaitable[str]) -> dict[str, str]:
-        """From now on it comes back on the ports that it has got."""
         answer: dict[str, str] = json.loads(await started)
+        self._keep_ports()
+        return answer
+
+    def _keep_ports(self) -> None:
+        """A router that has started once comes back on the ports that it has got."""
+        if self._router.answer is None:
+            return
+        answer = json.loads(self._router.answer)
         listeners = replace(
             self._router_config.listeners,
             grpc_port=_port(answer["address"]),
@@ -130,7 +139,6 @@ class Controller:
             metrics_port=_port(answer["metrics_address"]) if answer["metrics_address"] else None,
         )
         self._router.config_json = replace(self._router_config, listeners=listeners).to_json()
-        return answer
 
     async def _end(self) -> None:
         await self._fleet.end()

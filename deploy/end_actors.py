@@ -8,15 +8,22 @@ import ray.util
 
 from deploy.names import CONTROLLER
 
+log = logging.getLogger(__name__)
+
 
 def end_actors(namespace: str) -> None:
     """By force, through Ray, to which this process is connected. The controller first: it would replace the others."""
-    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == namespace]
-    for name in sorted(names, key=lambda name: name != CONTROLLER):
-        try:
-            ray.kill(ray.get_actor(name, namespace))
-        except ValueError:
-            continue  # it has ended meanwhile
+    _end(CONTROLLER, namespace)
+    for one in ray.util.list_named_actors(all_namespaces=True):
+        if one["namespace"] == namespace:
+            _end(one["name"], namespace)
+
+
+def _end(name: str, namespace: str) -> None:
+    try:
+        ray.kill(ray.get_actor(name, namespace))
+    except ValueError:
+        log.info("%s has ended already", name)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 
+from deploy import pool_record
 from deploy.event_log import EventLog
-from deploy.pool_record import PoolRecord
 from deploy.pools import Action, Drain, Pools, Stage, Start
+from deploy.record import Record
 from deploy.roll import Roll, RouterPort
 from deploy.supervision import repeat
 from deploy.watch import LOOK_EVERY_S, Watch
@@ -28,7 +29,7 @@ class Fleet:
         host: WorkerHost,
         router: RouterPort,
         events: EventLog,
-        record: PoolRecord,
+        record: Record,
         drain_grace_s: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -37,6 +38,7 @@ class Fleet:
         self._roll = Roll(pools, router, events)
         self._events = events
         self._record = record
+        self._is_recorded = True
         self._drain_grace_s = drain_grace_s
         self._clock = clock
         self._watches: dict[WorkerId, Watch] = {}
@@ -83,14 +85,14 @@ class Fleet:
     def resize(self, prefill: int | None, decode: int | None) -> None:
         """What the pools are to become from now on. Raises InvalidRequest."""
         self._pools.resize(prefill, decode)
-        self._record.write(self._pools)
+        self._write_record()
         self._events.note(f"scaling to {self._pools.sizes.prefill} prefill, {self._pools.sizes.decode} decode")
         self._wake.set()
 
     async def drain(self, worker_id: WorkerId, timeout_s: float) -> None:
         """Returns when the worker is gone. WorkerNotFound, InvalidRequest if it cannot be spared, DeadlineExceeded."""
         action = self._pools.release(worker_id)
-        self._record.write(self._pools)
+        self._write_record()
         if action is not None:
             self._spawn(self._carry_out(action))
         try:
@@ -119,6 +121,8 @@ class Fleet:
 
     async def _step(self) -> None:
         self._wake.clear()
+        if not self._is_recorded:
+            self._write_record()
         self._carry_out_all(self._pools.plan(self._clock()))
         if not self._roll.is_announced:
             await self._roll.announce()
@@ -171,6 +175,7 @@ class Fleet:
         await self._host.end(worker_id)
         self._pools.forget(worker_id)
         self._watches.pop(worker_id, None)
+        self._tell_of_change()
         self._events.note(f"worker {worker_id} has left")
 
     async def _let_finish(self, worker_id: WorkerId) -> None:
@@ -204,8 +209,15 @@ class Fleet:
         self._wake.set()
 
     def _tell_of_change(self) -> None:
-        self._record.write(self._pools)
         self._roll.has_changed()
+        self._write_record()
+
+    def _write_record(self) -> None:
+        """If that fails, work goes on, and it is tried again."""
+        is_recorded = self._record.write(pool_record.encode(self._pools))
+        if self._is_recorded and not is_recorded:
+            self._events.note("the pools cannot be written down: a controller that takes over now will not know them")
+        self._is_recorded = is_recorded
 
     def _is_at(self, worker_id: WorkerId, stage: Stage) -> bool:
         return worker_id in self._pools and self._pools[worker_id].stage is stage

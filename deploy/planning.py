@@ -33,7 +33,7 @@ def make_plan(
         num_cpus=config.worker.num_cpus,
         num_gpus=sizes.num_gpus,
         drain_grace_s=config.worker.drain_grace_s,
-        pools_path=str(Path(node.directory_path).with_name("pools.json")),
+        run_dir=str(Path(node.directory_path).parent),
     )
 
 

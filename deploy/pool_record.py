@@ -1,32 +1,16 @@
-"""What a controller that takes over from one that died must know of the pools: a file, written ahead of deeds."""
+"""What a controller that takes over from one that died must know of the pools, as a text.
+
+It is written ahead of deeds, and names every worker that there may be; some may have died, or not been made yet.
+"""
 
 import json
-import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from deploy.pools import Pools, Stage, Worker
 from deploy.worker_host import Place
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role
-
-
-class PoolRecord:
-    """One file. It names every worker that there may be; some of them may have died, or not have been made yet."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, pools: Pools) -> None:
-        """Replaces it in one step."""
-        temporary = self._path.with_suffix(".new")
-        temporary.write_text(encode(pools))
-        os.replace(temporary, self._path)
-
-    def read(self) -> Pools | None:
-        """None if there is none yet: these are a cluster's first pools."""
-        return decode(self._path.read_text()) if self._path.exists() else None
 
 
 def encode(pools: Pools) -> str:

@@ -5,13 +5,14 @@ import logging
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from deploy import process_record
 from deploy.actor_shell import ActorShell
 from deploy.processes import ProcessRef, wait_for_end
 from deploy.worker_host import Life
@@ -33,25 +34,26 @@ class Resources:
 
 
 class RayActor:
-    """A detached actor on this node, never restarted by Ray. `handle` is Ray's."""
+    """A detached actor on this node, never restarted by Ray. `handle` is Ray's, `run_dir` the cluster's folder."""
 
-    def __init__(self, name: str, handle: Any) -> None:
+    def __init__(self, name: str, handle: Any, run_dir: Path) -> None:
         self.name = name
         self._handle = handle
-        self._process: ProcessRef | None = None
+        self._run_dir = run_dir
 
     @classmethod
-    def create(cls, name: str, module: str, class_name: str, resources: Resources) -> "RayActor":
+    def create(cls, name: str, module: str, class_name: str, resources: Resources, run_dir: Path) -> "RayActor":
         """Its process begins at once; `start` makes it work."""
         shell = type(class_name, (ActorShell,), {})  # for the name under which `ps` shows the process
         options = _options(name, resources)
-        return cls(name, ray.remote(shell).options(**options).remote(name, module, class_name))
+        handle: Any = ray.remote(shell).options(**options).remote(name, module, class_name, str(run_dir))
+        return cls(name, handle, run_dir)
 
     @classmethod
-    def find(cls, name: str) -> "RayActor | None":
+    def find(cls, name: str, run_dir: Path) -> "RayActor | None":
         """One that was created by an earlier controller, started or not. None if it is not there, or not any more."""
         try:
-            return cls(name, ray.get_actor(name))
+            return cls(name, ray.get_actor(name), run_dir)
         except ValueError:
             return None
 
@@ -69,8 +71,8 @@ class RayActor:
     async def look(self) -> Life:
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                self._note_process(await self._handle.ping.remote())
-        except (RayActorError, psutil.NoSuchProcess):  # it may die right after its answer
+                await self._handle.ping.remote()
+        except RayActorError:
             return Life.DEAD
         except (RayError, TimeoutError):
             return Life.SILENT
@@ -84,12 +86,9 @@ class RayActor:
             except BatonError as error:
                 log.info("%s did not stop by itself: %s", self.name, error.message)
         await asyncio.to_thread(ray.kill, self._handle)
-        if self._process is not None:
-            await asyncio.to_thread(_bury, self._process, self.name)
-
-    def _note_process(self, pid: int) -> None:
-        if self._process is None or self._process.pid != pid:
-            self._process = ProcessRef.of(pid)
+        process = process_record.read(self._run_dir, self.name)
+        if process is not None and process.is_alive:
+            await asyncio.to_thread(_bury, process, self.name)
 
     async def _ask(self, what: str, answer: Any, timeout_s: float) -> str:
         try:

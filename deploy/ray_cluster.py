@@ -23,11 +23,10 @@ SOURCES = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Launched:
-    """A cluster that serves. `pids`: of the actors that there is one of each. No metrics, no address for them."""
+    """A cluster that serves. No metrics, no address for them."""
 
     address: str
     operator_address: str
-    pids: list[int]
     metrics_address: str = ""
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
 
 from deploy.ray_actor import RayActor, Resources
 from deploy.worker_host import Life, Place
@@ -21,15 +22,16 @@ _CLASSES = {
 class RayWorkerHost:
     """A WorkerHost. Processes begin at once, and go to work when the node's service is up: `node_is_up`."""
 
-    def __init__(self, config: WorkerConfig, resources: Resources, node_is_up: asyncio.Event) -> None:
+    def __init__(self, config: WorkerConfig, resources: Resources, run_dir: Path, node_is_up: asyncio.Event) -> None:
         self._config = config
         self._resources = resources
+        self._run_dir = run_dir
         self._node_is_up = node_is_up
         self._actors: dict[WorkerId, RayActor] = {}
 
     async def start(self, worker_id: WorkerId, role: Role) -> Place:
         if worker_id not in self._actors:
-            self._actors[worker_id] = RayActor.create(worker_id, *_CLASSES[role], self._resources)
+            self._actors[worker_id] = RayActor.create(worker_id, *_CLASSES[role], self._resources, self._run_dir)
         actor = self._actors[worker_id]
         await self._node_is_up.wait()
         config = replace(self._config, worker_id=worker_id, role=role.value)
@@ -37,7 +39,7 @@ class RayWorkerHost:
         return Place(info["address"], info["pid"])
 
     async def adopt(self, worker_id: WorkerId) -> bool:
-        actor = await asyncio.to_thread(RayActor.find, worker_id)
+        actor = await asyncio.to_thread(RayActor.find, worker_id, self._run_dir)
         if actor is not None:
             self._actors[worker_id] = actor
         return actor is not None

@@ -1,5 +1,8 @@
 """What `baton down` does: from a cluster in whatever state to nothing left."""
 
+from pathlib import Path
+
+from deploy import process_record
 from deploy.client import metadata, operator
 from deploy.processes import wait_for_end
 from deploy.state import ClusterPhase, ClusterState, StateFile
@@ -32,6 +35,5 @@ async def _ask(state: ClusterState) -> None:
             await stub.Shutdown(cluster_pb2.ShutdownRequest(), metadata=metadata(state), timeout=ASK_TIMEOUT_S)
     except BatonError:
         return
-    for actor in state.actors:
-        if actor.is_alive:
-            wait_for_end(actor.pid, ACTORS_TIMEOUT_S)
+    for actor in process_record.living(Path(state.run_dir)):
+        wait_for_end(actor.pid, ACTORS_TIMEOUT_S)

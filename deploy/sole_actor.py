@@ -4,9 +4,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from deploy.event_log import EventLog
 from deploy.ray_actor import RayActor, Resources
+from deploy.record import Record
 from deploy.supervision import repeat
 from deploy.watch import LOOK_EVERY_S, Watch
 from wire.errors import BatonError
@@ -19,7 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class SoleActor:
-    """`config_json` is what the next start is given. One that an earlier controller has left is taken over."""
+    """`config_json` is what the next start is given. One that an earlier controller has left is taken over.
+
+    answer: what the last object that started has answered, though it be to an earlier controller; None before.
+    """
 
     def __init__(
         self,
@@ -27,22 +32,27 @@ class SoleActor:
         module: str,
         class_name: str,
         config_json: str,
+        run_dir: Path,
         events: EventLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config_json = config_json
         self._name = name
         self._class = (module, class_name)
+        self._run_dir = run_dir
+        self._record = Record(run_dir / f"{name}.json")
+        self.answer = self._record.read()
         self._events = events
         self._clock = clock
         self._watch = Watch()
-        self.actor = RayActor.find(name) or self._make()
+        self.actor = RayActor.find(name, run_dir) or self._make()
 
     async def start(self) -> str:
         """What the object answers. Raises as `RayActor.start` does."""
-        answer = await self.actor.start(self.config_json, START_TIMEOUT_S)
+        self.answer = await self.actor.start(self.config_json, START_TIMEOUT_S)
+        self._record.write(self.answer)
         self._watch = Watch()
-        return answer
+        return self.answer
 
     async def take_over(self) -> str:
         """What the object of one that was left behind answers, or that of another in its place if it does not start."""
@@ -86,4 +96,4 @@ class SoleActor:
             return ""
 
     def _make(self) -> RayActor:
-        return RayActor.create(self._name, *self._class, Resources())
+        return RayActor.create(self._name, *self._class, Resources(), self._run_dir)

@@ -152,7 +152,6 @@ class Startup:
             address=launched.address,
             operator_address=launched.operator_address,
             metrics_address=launched.metrics_address,
-            actors=tuple(ProcessRef.of(pid) for pid in launched.pids),
             head=None if self._config.ray.address else self._state.head,
         )
         return self._state

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
+from deploy import process_record
 from deploy.config import check_name
 from deploy.processes import ProcessRef
 from wire.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 
 
 class ClusterPhase(Enum):
@@ -42,12 +43,11 @@ class ClusterState:
     arena_path: str = ""
     head: ProcessRef | None = None
     redis: ProcessRef | None = None
-    actors: tuple[ProcessRef, ...] = ()
 
     @property
     def is_alive(self) -> bool:
         """Whether anything of it runs that the state knows of."""
-        known = [self.head, self.redis, *self.actors]
+        known = [self.head, self.redis, *process_record.living(Path(self.run_dir))]
         known += [self.command] if self.phase is ClusterPhase.STARTING else []
         return any(one.is_alive for one in known if one is not None)
 
@@ -61,8 +61,7 @@ class ClusterState:
         if fields.pop("version") != VERSION:
             raise ValueError("state of another version")
         processes = {key: ProcessRef(**fields[key]) for key in ("command", "head", "redis") if fields[key] is not None}
-        actors = tuple(ProcessRef(**one) for one in fields["actors"])
-        return cls(**fields | processes | {"phase": ClusterPhase(fields["phase"]), "actors": actors})
+        return cls(**fields | processes | {"phase": ClusterPhase(fields["phase"])})
 
 
 class StateFile:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deploy import run_dir
+from deploy import process_record, run_dir
 from deploy.names import namespace
 from deploy.processes import ProcessRef, end_session, wait_for_end
 from deploy.state import ClusterPhase, ClusterState
@@ -15,7 +15,7 @@ from deploy.state import ClusterPhase, ClusterState
 RAY_GRACE_S = 15.0
 REDIS_GRACE_S = 5.0
 COMMAND_GRACE_S = 60.0
-ACTOR_GRACE_S = 20.0
+ACTOR_GRACE_S = 10.0
 JOIN_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
 
@@ -52,7 +52,7 @@ def _end(leader: ProcessRef, grace_s: float, what: str) -> list[str]:
 
 
 def _end_joined(state: ClusterState) -> list[str]:
-    """Through Ray itself, whatever the state knows of: workers may be left, of which it knows nothing."""
+    """Through Ray itself, and then by force: actors may be stopped, and hear nobody."""
     command = [sys.executable, "-m", "deploy.end_actors", state.ray_address, namespace(state.name)]
     if not _listens(state.ray_address):
         return []  # its actors have ended with it
@@ -60,8 +60,13 @@ def _end_joined(state: ClusterState) -> list[str]:
         subprocess.run(command, timeout=JOIN_TIMEOUT_S, capture_output=True, check=False)
     except subprocess.TimeoutExpired:
         return [f"Ray at {state.ray_address} did not end the actors within {JOIN_TIMEOUT_S:.0f} s"]
-    alive = [actor.pid for actor in state.actors if actor.is_alive and not wait_for_end(actor.pid, ACTOR_GRACE_S)]
-    return [f"actor process {pid} does not end" for pid in alive]
+    return [problem for actor in process_record.living(Path(state.run_dir)) for problem in _end_actor(actor)]
+
+
+def _end_actor(actor: ProcessRef) -> list[str]:
+    if not wait_for_end(actor.pid, ACTOR_GRACE_S) and actor.is_alive:
+        os.kill(actor.pid, signal.SIGKILL)
+    return [] if wait_for_end(actor.pid, ACTOR_GRACE_S) else [f"actor process {actor.pid} does not end"]
 
 
 def _listens(address: str) -> bool:

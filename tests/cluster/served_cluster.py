@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from deploy import process_record
+
 COMMAND_TIMEOUT_S = 110
 SHARED_MEMORY = Path("/dev/shm")
 RUN_ROOT = Path("/tmp")
@@ -69,6 +71,12 @@ class ServedCluster:
         path = Path(self._env["XDG_STATE_HOME"]) / "baton" / f"{self.name}.json"
         state: dict[str, Any] = json.loads(path.read_text())
         return state
+
+    def actor(self, name: str) -> psutil.Process:
+        """The process of an actor, by its name in Ray."""
+        process = process_record.read(Path(self.state()["run_dir"]), name)
+        assert process is not None
+        return psutil.Process(process.pid)
 
     def left_behind(self) -> list[str]:
         """Processes, shared memory and files of this cluster."""

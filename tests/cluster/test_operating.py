@@ -59,12 +59,11 @@ def test_a_killed_worker_is_replaced(cluster: ServedCluster, checkpoint: Path, r
 
 def test_the_router_and_the_node_service_come_back(cluster: ServedCluster, checkpoint: Path) -> None:
     before = cluster.status()
-    _, node, router = (psutil.Process(actor["pid"]) for actor in cluster.state()["actors"])
-    _kill(router)
+    _kill(cluster.actor("router"))
     wait_until(lambda: cluster.run("status").returncode == 0 and bool(cluster.workers("decode")), "the router is back")
     after = cluster.status()
     assert (after["address"], after["metrics_address"]) == (before["address"], before["metrics_address"])
-    _kill(node)
+    _kill(cluster.actor("node"))
     wait_until(lambda: "the node is back" in json.dumps(cluster.status()["events"]), "the node is back")
     assert _is_right(cluster, checkpoint)
     wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
@@ -72,7 +71,7 @@ def test_the_router_and_the_node_service_come_back(cluster: ServedCluster, check
 
 def test_a_killed_controller_comes_back_and_goes_on(cluster: ServedCluster, checkpoint: Path) -> None:
     cluster.do("scale", "--decode", "2")
-    _kill(psutil.Process(cluster.state()["actors"][0]["pid"]))
+    _kill(cluster.actor("controller"))
     assert _is_right(cluster, checkpoint)
     wait_until(lambda: "the controller was lost, and is back" in json.dumps(cluster.status()["events"]), "it is back")
     first, second = sorted(cluster.workers("decode"))
@@ -82,6 +81,16 @@ def test_a_killed_controller_comes_back_and_goes_on(cluster: ServedCluster, chec
     cluster.do("scale", "--decode", "1")
     assert _is_right(cluster, checkpoint)
     wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+
+
+def test_the_controller_and_the_router_may_die_together(cluster: ServedCluster, checkpoint: Path) -> None:
+    before = cluster.status()
+    for name in ("controller", "router"):
+        _kill(cluster.actor(name))
+    wait_until(lambda: cluster.run("status").returncode == 0 and bool(cluster.workers("decode")), "both are back")
+    after = cluster.status()
+    assert (after["address"], after["metrics_address"]) == (before["address"], before["metrics_address"])
+    assert _is_right(cluster, checkpoint)
 
 
 def test_a_second_cluster_of_the_name_is_refused(cluster: ServedCluster, checkpoint: Path) -> None:

@@ -1,8 +1,12 @@
 import asyncio
+import os
+from pathlib import Path
 
 import pytest
 
+from deploy import process_record
 from deploy.actor_shell import ActorShell
+from deploy.processes import ProcessRef
 from wire.errors import ConfigError, Unavailable
 
 
@@ -25,9 +29,16 @@ class Clerk:
 
 
 @pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch) -> ActorShell:
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ActorShell:
     monkeypatch.setattr(Clerk, "num_made", 0)
-    return ActorShell("clerk", __name__, "Clerk")
+    return ActorShell("clerk", __name__, "Clerk", str(tmp_path))
+
+
+async def test_its_process_is_written_down(shell: ActorShell, tmp_path: Path) -> None:
+    process = process_record.read(tmp_path, "clerk")
+    assert process == ProcessRef.of(os.getpid())
+    assert process_record.living(tmp_path) == [process]
+    assert process_record.read(tmp_path, "another") is None
 
 
 async def test_calls_are_passed_on_once_it_has_started(shell: ActorShell) -> None:

@@ -18,7 +18,8 @@ from deploy.state import ClusterPhase, ClusterState, StateFile
 from wire.errors import InvalidRequest
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from wire.pb import inference_pb2 as pb
-from wire.rpc import TOKEN_METADATA, to_status
+from wire.rpc import TOKEN_METADATA
+from wire.rpc_status import to_status
 
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 COMPLETE = pb.Complete(

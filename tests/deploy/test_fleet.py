@@ -8,8 +8,9 @@ from deploy import fleet as fleet_module
 from deploy import supervision
 from deploy.event_log import EventLog
 from deploy.fleet import Fleet
-from deploy.pool_record import PoolRecord, decode, encode
+from deploy.pool_record import decode
 from deploy.pools import Pools, Stage
+from deploy.record import Record
 from deploy.worker_host import Life, LocalWorkerHost
 from wire.errors import DeadlineExceeded, InvalidRequest, ModelError, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
@@ -63,14 +64,17 @@ class BrokenHost(LocalWorkerHost):
         return await super().look(worker_id)
 
 
-class LocalRecord(PoolRecord):
-    """Keeps the text."""
+class LocalRecord(Record):
+    """Keeps the text, unless its disk is full."""
 
     def __init__(self) -> None:
         self.text: str | None = None
+        self.is_full = False
 
-    def write(self, pools: Pools) -> None:
-        self.text = encode(pools)
+    def write(self, text: str) -> bool:
+        if not self.is_full:
+            self.text = text
+        return not self.is_full
 
 
 class World:
@@ -387,3 +391,30 @@ async def test_a_silent_worker_that_another_has_left_gets_as_much_time_as_any() 
             assert P0 in world.pools
             await world.silent(P0, 2)
             assert P0 not in world.pools
+
+
+async def test_a_full_disk_holds_nobody_up() -> None:
+    world = World(1, 1)
+    async with world.running():
+        await world.settled()
+        before = world.record.text
+        world.record.is_full = True
+        world.host.lives[P0] = Life.DEAD
+        await until(lambda: P1 in world.pools)
+        await world.settled()
+        assert world.router.known == {P1, D0}
+        assert P0 not in world.host.lives
+        assert world.events.encode().count("cannot be written down") == 1
+        assert world.record.text == before
+        world.record.is_full = False
+        await until(lambda: world.record.text != before)
+
+
+async def test_a_worker_that_has_left_is_not_missed_by_who_takes_over() -> None:
+    world = World(0, 2)
+    async with world.running():
+        await world.settled()
+        await world.fleet.drain(D0, 5)
+        world.controller_dies()
+        await world.fleet.take_over()
+        assert "was lost" not in world.events.encode()

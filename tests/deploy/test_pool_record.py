@@ -1,28 +1,18 @@
-from pathlib import Path
-
-from deploy.pool_record import PoolRecord
+from deploy.pool_record import decode, encode
 from deploy.pools import Pools, Stage, Start, Worker
 from deploy.worker_host import Place
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role
 
 
-def test_there_is_none_at_first(tmp_path: Path) -> None:
-    assert PoolRecord(tmp_path / "pools.json").read() is None
-
-
-def test_pools_are_what_they_were(tmp_path: Path) -> None:
+def test_pools_are_what_they_were() -> None:
     pools = Pools(PoolSizes(1, 2))
     pools.plan(0.0)
     pools.became_ready(WorkerId("decode-0"), Place("a:1", 1))
     pools.became_ready(WorkerId("decode-1"), Place("a:2", 2))
     pools.release(WorkerId("decode-1"))
     pools.lost(WorkerId("decode-0"), 0.0)
-    record = PoolRecord(tmp_path / "pools.json")
-    record.write(Pools(PoolSizes(0, 1)))
-    record.write(pools)
-    read = record.read()
-    assert read is not None
+    read = decode(encode(pools))
     assert read.sizes == PoolSizes(1, 1)
     assert list(read) == [
         Worker(WorkerId("prefill-0"), Role.PREFILL),

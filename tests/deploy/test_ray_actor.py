@@ -1,49 +1,61 @@
+import json
 import os
+import signal
 import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from deploy import ray_actor
-from deploy.ray_actor import RayActor, Resources
+from deploy.processes import ProcessRef
+from deploy.ray_actor import RayActor
 from deploy.worker_host import Life
 
 
-class FakeRay:
-    """Makes actors whose process has the number `pid`, as far as they tell."""
+class FakeHandle:
+    """Ray's, of an actor that answers, or has died."""
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, failure: Exception | None = None) -> None:
+        self._failure = failure
         self.ping = self
 
-    def options(self, **_options: Any) -> "FakeRay":
-        return self
+    def remote(self) -> Any:
+        return self._answer()
 
-    def remote(self, *_arguments: str) -> Any:
-        return self if _arguments else self._answer()
-
-    async def _answer(self) -> int:
-        return self._pid
+    async def _answer(self) -> str:
+        if self._failure is not None:
+            raise self._failure
+        return ""
 
 
 @pytest.fixture
-def gone() -> int:
-    """The number of a process that there was."""
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
+def stopped() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that hears no signal but one."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        yield process
+        process.kill()
 
 
-def actor_of(pid: int, monkeypatch: pytest.MonkeyPatch) -> RayActor:
-    monkeypatch.setattr(ray, "remote", lambda _shell: FakeRay(pid))
-    monkeypatch.setattr(ray_actor, "_options", lambda _name, _resources: {})
-    return RayActor.create("router", "router.actor", "RouterActor", Resources())
+async def test_an_actor_that_answers_lives(tmp_path: Path) -> None:
+    assert await RayActor("router", FakeHandle(), tmp_path).look() is Life.ANSWERING
 
 
-async def test_an_actor_that_answers_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await actor_of(os.getpid(), monkeypatch).look() is Life.ANSWERING
+async def test_an_actor_that_ray_knows_to_have_died_is_dead(tmp_path: Path) -> None:
+    assert await RayActor("router", FakeHandle(RayActorError()), tmp_path).look() is Life.DEAD
 
 
-async def test_an_actor_that_dies_right_after_its_answer_is_dead(gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await actor_of(gone, monkeypatch).look() is Life.DEAD
+async def test_the_end_of_an_actor_is_that_of_its_process(
+    stopped: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "kill", lambda _handle: None)
+    monkeypatch.setattr(ray_actor, "END_TIMEOUT_S", 0.05)
+    (tmp_path / "router.process").write_text(json.dumps(asdict(ProcessRef.of(stopped.pid))))
+    (tmp_path / "node.process").write_text(json.dumps(asdict(ProcessRef.of(os.getpid()))))
+    await RayActor("router", FakeHandle(RayActorError()), tmp_path).end()
+    assert stopped.wait(timeout=5) == -signal.SIGKILL

@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ class FakeActor:
 class World:
     """A service that has started, the actors that were made for it, and how the next starts fail."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run_dir = run_dir
         self.now_s = 0.0
         self.actors: list[FakeActor] = []
         self.failures: list[Exception] = []
@@ -49,11 +51,11 @@ class World:
         self.events = EventLog(lambda: self.now_s)
         self._is_back = asyncio.Event()
         monkeypatch.setattr(RayActor, "create", self._make)
-        monkeypatch.setattr(RayActor, "find", lambda _name: self.left_behind)
+        monkeypatch.setattr(RayActor, "find", lambda _name, _run_dir: self.left_behind)
         self.service = self.make_service()
 
     def make_service(self) -> SoleActor:
-        return SoleActor("node", "a", "B", "{}", self.events, lambda: self.now_s)
+        return SoleActor("node", "a", "B", "{}", self.run_dir, self.events, lambda: self.now_s)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator["World"]:
@@ -87,11 +89,11 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(sole_actor_module, "LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(sole_actor_module, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(supervision, "PAUSE_S", 0.001)
-    return World(monkeypatch)
+    return World(tmp_path, monkeypatch)
 
 
 async def test_a_service_that_dies_is_replaced(world: World) -> None:
@@ -157,8 +159,10 @@ async def test_what_nobody_thought_of_does_not_end_the_watch(world: World) -> No
 async def test_one_that_is_there_already_is_taken_over(world: World) -> None:
     world.left_behind = world.actors[0]
     service = world.make_service()
+    assert service.answer is None
     assert await service.take_over() == "{}"
     assert world.actors == [service.actor]
+    assert world.make_service().answer == "{}"
     assert world.actors[0].num_starts == 1
     assert world.events.encode() == "[]"
 

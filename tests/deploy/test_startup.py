@@ -153,7 +153,7 @@ def test_what_a_crashed_cluster_left_is_removed(checkpoint: Path) -> None:
 
 def test_a_cluster_that_lives_keeps_its_name(checkpoint: Path) -> None:
     me = ProcessRef.of(os.getpid())
-    living = ClusterState(NAME, ClusterPhase.RUNNING, GONE, f"/tmp/baton-{NAME}-none", "t", actors=(me,))
+    living = ClusterState(NAME, ClusterPhase.RUNNING, GONE, f"/tmp/baton-{NAME}-none", "t", head=me)
     StateFile(NAME).write(living)
     with pytest.raises(ConfigError, match=f"is running: stop it with `baton down --name {NAME}`"):
         Startup(_config(checkpoint), Silent()).run()

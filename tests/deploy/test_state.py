@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import run_dir, secret
+from deploy import process_record, run_dir, secret
 from deploy.processes import ProcessRef
 from deploy.state import ClusterPhase, ClusterState, StateFile
 from wire.errors import ConfigError
@@ -20,9 +20,7 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_state_comes_back_as_it_was_written() -> None:
-    full = dataclasses.replace(
-        STATE, phase=ClusterPhase.RUNNING, head=GONE, redis=GONE, actors=(GONE, GONE), address="a:1"
-    )
+    full = dataclasses.replace(STATE, phase=ClusterPhase.RUNNING, head=GONE, redis=GONE, address="a:1")
     file = StateFile("one")
     assert file.read() is None
     file.write(full)
@@ -47,7 +45,7 @@ def test_a_name_is_claimed_once() -> None:
     assert StateFile("two").claim(STATE)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 0}', '{"version": 1}', STATE.encode()[:-2], "\xff"])
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 1}', '{"version": 2}', STATE.encode()[:-2], "\xff"])
 def test_a_damaged_state_is_an_error_that_names_the_file(text: str) -> None:
     file = StateFile("one")
     file.path.write_text(text)
@@ -55,12 +53,13 @@ def test_a_damaged_state_is_an_error_that_names_the_file(text: str) -> None:
         file.read()
 
 
-def test_a_cluster_lives_while_any_process_of_it_does() -> None:
+def test_a_cluster_lives_while_any_process_of_it_does(tmp_path: Path) -> None:
     me = ProcessRef.of(os.getpid())
     assert not STATE.is_alive
     assert dataclasses.replace(STATE, command=me).is_alive
     assert not dataclasses.replace(STATE, command=me, phase=ClusterPhase.RUNNING).is_alive
-    assert dataclasses.replace(STATE, phase=ClusterPhase.RUNNING, actors=(GONE, me)).is_alive
+    process_record.write_own(tmp_path, "router")
+    assert dataclasses.replace(STATE, phase=ClusterPhase.RUNNING, run_dir=str(tmp_path)).is_alive
     assert dataclasses.replace(STATE, phase=ClusterPhase.RUNNING, redis=me).is_alive
 
 

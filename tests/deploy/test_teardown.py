@@ -1,7 +1,10 @@
+import json
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,19 @@ def test_actors_are_ended_though_none_is_known_to_live(ray_address: str, ran: li
     assert teardown.tear_down(state) == []
     assert [command[-3:] for command in ran] == [["deploy.end_actors", ray_address, "baton-joined"]]
     assert not Path(state.run_dir).exists()
+
+
+def test_an_actor_that_does_not_hear_ray_is_ended_all_the_same(
+    ray_address: str, ran: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teardown, "ACTOR_GRACE_S", 0.05)
+    state = joined(ray_address)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        reference = json.dumps(asdict(ProcessRef.of(process.pid)))
+        Path(state.run_dir, "router.process").write_text(reference)
+        assert teardown.tear_down(state) == []
+        assert process.wait(timeout=5) == -signal.SIGKILL
+    assert len(ran) == 1
 
 
 def test_a_ray_cluster_that_is_gone_has_no_actors(ran: list[list[str]]) -> None:
