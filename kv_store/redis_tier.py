@@ -55,6 +55,7 @@ class RedisTier:
         self._breaker = Breaker(clock)
         self._counted = Counter(dict.fromkeys(_COUNTS, 0))
         self._is_silent = False
+        self._lock = threading.Lock()
         self._probe: threading.Thread | None = None
         self._greet(url, max(timeout_s, _GREETING_TIMEOUT_S))
 
@@ -139,21 +140,30 @@ class RedisTier:
 
     def _try(self, command: Callable[[], T], otherwise: T) -> T:
         """The command's answer, or `otherwise` and a counted error."""
-        was_open = self._breaker.is_open
         try:
             answer = command()
         except RedisError as error:
+            self._failed(error)
+            return otherwise
+        self._succeeded()
+        return answer
+
+    def _failed(self, error: RedisError) -> None:
+        with self._lock:
+            was_open = self._breaker.is_open
             self._breaker.failed()
             self._is_silent = not isinstance(error, ResponseError)
             self._counted["errors"] += 1
-            if self._breaker.is_open and not was_open:
-                log.warning("the cold tier is left alone for now: %s", error)
-            return otherwise
-        self._breaker.succeeded()
-        self._is_silent = False
+        if self._breaker.is_open and not was_open:
+            log.warning("the cold tier is left alone for now: %s", error)
+
+    def _succeeded(self) -> None:
+        with self._lock:
+            was_open = self._breaker.is_open
+            self._breaker.succeeded()
+            self._is_silent = False
         if was_open:
             log.warning("the cold tier answers again")
-        return answer
 
     def _greet(self, url: str, timeout_s: float) -> None:
         """Tries what will be asked of the server, while a wrong password can still be told to someone."""
