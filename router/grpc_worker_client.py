@@ -13,7 +13,8 @@ from wire.errors import BatonError
 from wire.ids import RequestId
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerStub
-from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA, from_rpc_error
+from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
+from wire.rpc_status import from_rpc_error
 
 _RECONNECT_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),

@@ -11,7 +11,7 @@ from router.events import Stopped
 from router.session import Session
 from wire.errors import Overloaded
 from wire.logs import fields
-from wire.rpc import to_status
+from wire.rpc_status import to_status
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,11 @@ from router.metrics_server import MetricsServer
 from router.operator import ClusterApi
 from router.router import Router
 from wire.errors import ConfigError
+from wire.interceptors import ErrorInterceptor, TokenInterceptor
 from wire.pb import cluster_pb2, inference_pb2
 from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
 from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
-from wire.rpc import SERVER_OPTIONS, ErrorInterceptor, TokenInterceptor
+from wire.rpc import SERVER_OPTIONS
 
 STOP_GRACE_S = 1.0
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name

@@ -9,9 +9,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
 from wire.errors import ConfigError
+from wire.interceptors import ErrorInterceptor, TokenInterceptor
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from wire.rpc import SERVER_OPTIONS, ErrorInterceptor, TokenInterceptor
+from wire.rpc import SERVER_OPTIONS
 from worker.config import ServerSettings
 from worker.service import MAX_REQUEST_S, WorkerService
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from router.validator import Limits, ValidRequest, resolve, validate
 from wire.errors import BatonError, InvalidRequest, ModelNotFound
+from wire.interceptors import ErrorInterceptor
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
-from wire.rpc import SERVER_OPTIONS, ErrorInterceptor
+from wire.rpc import SERVER_OPTIONS
 
 LIMITS = Limits(model="demo", vocab_size=1000, max_context_len=512, num_blocks=16, block_size=16)
 SEED = 77

@@ -13,9 +13,10 @@ import grpc.aio
 
 from tests.router.fake_worker import FakeWorker
 from wire.ids import WorkerId
+from wire.interceptors import ErrorInterceptor, TokenInterceptor
 from wire.pb.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from wire.pools import Role
-from wire.rpc import SERVER_OPTIONS, ErrorInterceptor, TokenInterceptor
+from wire.rpc import SERVER_OPTIONS
 
 
 class Skin(WorkerServicer):

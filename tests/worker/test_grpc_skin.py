@@ -25,7 +25,8 @@ from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unauthent
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerStub
 from wire.pools import Role
-from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA, from_rpc_error
+from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
+from wire.rpc_status import from_rpc_error
 from worker.config import ServerSettings
 from worker.grpc_skin import SERVICE_NAME, WorkerServer
 

@@ -1,0 +1,88 @@
+"""What every gRPC server of ours does with each call: asks for the cluster's token, and turns errors into statuses.
+
+A handler's bug becomes INTERNAL with an opaque id; the log has the rest.
+"""
+
+import hmac
+import inspect
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_status import rpc_status
+
+from wire import errors, incident
+from wire.arrival import Context, take_all, take_one
+from wire.errors import BatonError
+from wire.rpc import TOKEN_METADATA
+from wire.rpc_status import to_status
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what handlers raise into statuses. Nothing else leaves a server: no exception text, no UNKNOWN.
+
+    To gRPC every handler takes a stream, so that messages are waited for, counted and parsed here.
+    """
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        take = partial(take_all if handler.request_streaming else take_one, handler.request_deserializer)
+        if not handler.response_streaming:
+            method = handler.stream_unary or handler.unary_unary
+            return grpc.stream_unary_rpc_method_handler(_guard_unary(method, take), None, handler.response_serializer)
+        method = handler.stream_stream or handler.unary_stream
+        # A handler that is no generator writes to its context, as that of grpc_health does.
+        guard = _guard_stream if inspect.isasyncgenfunction(method) else _guard_unary
+        return grpc.stream_stream_rpc_method_handler(guard(method, take), None, handler.response_serializer)
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls that do not carry the cluster's token; health checks need none."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        if handler_call_details.method.startswith("/grpc.health.v1."):
+            return await continuation(handler_call_details)
+        given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_METADATA, "")
+        if hmac.compare_digest(str(given).encode(), self._token):
+            return await continuation(handler_call_details)
+        return grpc.stream_unary_rpc_method_handler(_refuse)
+
+
+async def _refuse(_messages: Any, context: Context) -> None:
+    await _abort(context, errors.Unauthenticated("the cluster's token is missing or wrong"))
+
+
+def _guard_unary(method: Any, take: Any) -> Any:
+    async def call(_messages: Any, context: Context) -> Any:
+        try:
+            return await method(await take(context), context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, error if isinstance(error, BatonError) else incident.report(error))
+
+    return call
+
+
+def _guard_stream(method: Any, take: Any) -> Any:
+    async def call(_messages: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            async for message in method(await take(context), context):
+                yield message
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, error if isinstance(error, BatonError) else incident.report(error))
+
+    return call
+
+
+async def _abort(context: Context, error: BatonError) -> None:
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))

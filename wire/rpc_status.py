@@ -1,0 +1,91 @@
+"""Errors as gRPC statuses, and back.
+
+On the wire an error is its gRPC code, its message, and a google.rpc.ErrorInfo (reason, ids, `retryable`);
+Overloaded adds google.rpc.RetryInfo.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from wire import errors
+from wire.errors import BatonError
+
+DOMAIN = "baton"
+_ERROR_CLASSES = {
+    cls.__new__(cls).reason: cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, BatonError)
+}
+
+
+def to_status(error: BatonError) -> status_pb2.Status:
+    """The google.rpc.Status of an error."""
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason,
+        domain=DOMAIN,
+        metadata={**error.ids, "retryable": str(error.status.retryable).lower()},
+    )
+    details = [_pack(info)]
+    if isinstance(error, errors.Overloaded) and error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(int(error.retry_after_s * 1000))
+        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    code: int = getattr(grpc.StatusCode, error.status.grpc).value[0]
+    return status_pb2.Status(code=code, message=error.message, details=details)
+
+
+def from_rpc_error(failure: grpc.aio.AioRpcError) -> BatonError:
+    """The error a server of ours raised, or the nearest one for a failure of the call itself."""
+    status = rpc_status.from_call(_SyncCall(failure))
+    for detail in status.details if status is not None else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.reason in _ERROR_CLASSES:
+            return _rebuild(_ERROR_CLASSES[info.reason], failure.details() or "", dict(info.metadata))
+    return _from_code(failure.code(), failure.details() or "")
+
+
+def _rebuild(cls: type[BatonError], message: str, ids: dict[str, str]) -> BatonError:
+    ids.pop("retryable", None)
+    error = cls.__new__(cls)
+    BatonError.__init__(error, message, **ids)
+    if isinstance(error, errors.Overloaded):
+        error.retry_after_s = None
+    return error
+
+
+def _from_code(code: grpc.StatusCode, details: str) -> BatonError:
+    by_code: dict[grpc.StatusCode, Callable[[str], BatonError]] = {
+        grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+        grpc.StatusCode.CANCELLED: errors.Cancelled,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
+        grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
+    }
+    return by_code.get(code, BatonError)(details or code.name)
+
+
+class _SyncCall:
+    """The view of an AioRpcError that grpc_status reads."""
+
+    def __init__(self, failure: grpc.aio.AioRpcError) -> None:
+        self._failure = failure
+
+    def trailing_metadata(self) -> Any:
+        return self._failure.trailing_metadata()
+
+    def code(self) -> grpc.StatusCode:
+        return self._failure.code()
+
+    def details(self) -> str | None:
+        return self._failure.details()
+
+
+def _pack(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
