@@ -1,6 +1,10 @@
-"""Everything at once, as drawn from a seed: whoever stays to the end has the answer of a quiet day."""
+"""Everything at once, as drawn from a seed: whoever stays to the end has the answer of a quiet day.
+
+BATON_MIX_SEEDS=1000 pytest tests/faults/test_random_mix.py: for a night, or five minutes.
+"""
 
 import asyncio
+import os
 import random
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
@@ -22,7 +26,7 @@ from worker.config import BatchSettings
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 MODEL = HashModel(LAYOUT, vocab_size=300)
 SIZES = Sizes(num_blocks=24, num_slots=40, batch=BatchSettings(max_step_tokens=48, max_running=16, max_chunk_tokens=32))
-NUM_SEEDS = 50
+NUM_SEEDS = int(os.environ.get("BATON_MIX_SEEDS", "50"))
 NUM_CLIENTS = 14
 MAX_ACTIONS = 14
 MAX_LOSSES = 2
