@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.batcher import Candidate, Pages, Plan
-from engine.fit import fit
+from engine.fit import fit_running
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class DecodeBatcher:
     max_chunk_tokens: int = 256
 
     def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
-        fitted = fit(running, pages, self._num_step_tokens(running))
+        step = fit_running(running, pages, self._num_step_tokens(running))
         num_slots = self.max_running - len(running)
-        return fitted.admitting(waiting, pages, num_slots=num_slots, num_spare=_num_spare(running, pages))
+        return step.plan_admitting(waiting, pages, num_slots=num_slots, num_spare=_num_spare(running, pages))
 
     def _num_step_tokens(self, running: Sequence[Candidate]) -> int:
         num_decoding = sum(candidate.num_missing == 1 for candidate in running)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.batcher import Candidate, Pages, Plan
-from engine.fit import fit
+from engine.fit import StepFit, fit_running
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,11 @@ class ContinuousBatcher:
     max_running: int = 128
 
     def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
-        fitted = fit(running, pages, self.max_step_tokens)
+        step = fit_running(running, pages, self.max_step_tokens)
         num_slots = self.max_running - len(running)
-        return fitted.admitting(waiting, pages, num_slots=num_slots, num_spare=fitted.num_allocatable - len(running))
+        return step.plan_admitting(waiting, pages, num_slots=num_slots, num_spare=_num_spare(running, step))
+
+
+def _num_spare(running: Sequence[Candidate], step: StepFit) -> int:
+    """Pages left after the step when every running sequence has one more to grow into."""
+    return step.num_allocatable - len(running)

@@ -7,14 +7,14 @@ from engine.batcher import Candidate, Gate, Pages, Plan
 
 
 @dataclass(frozen=True)
-class Fit:
+class StepFit:
     """What of the running can run, who must yield for it, and how many pages are then left."""
 
     run: dict[int, int]
     preempt: tuple[int, ...]
     num_allocatable: int
 
-    def admitting(self, waiting: Sequence[Candidate], pages: Pages, *, num_slots: int, num_spare: int) -> Plan:
+    def plan_admitting(self, waiting: Sequence[Candidate], pages: Pages, *, num_slots: int, num_spare: int) -> Plan:
         """A plan that also admits from the head of the queue, unless someone must yield.
 
         num_slots: how many may be admitted. num_spare: pages that they may claim, for known tokens and the next one.
@@ -26,30 +26,47 @@ class Fit:
         return Plan((), admitted, self.run, Gate.SLOT if len(admitted) == room else Gate.PAGES)
 
 
-def fit(running: Sequence[Candidate], pages: Pages, max_step_tokens: int) -> Fit:
+def fit_running(running: Sequence[Candidate], pages: Pages, max_step_tokens: int) -> StepFit:
     """Gives tokens to those that decode first and pages to the older first; a chunk shrinks before anyone is preempted.
 
     While pages drain nobody is preempted: what is coming free may do.
     """
-    num_decoding = sum(candidate.num_missing == 1 for candidate in running)
-    for_chunks = max(0, max_step_tokens - num_decoding)
-    left = pages.num_allocatable
+    for_chunks = max(0, max_step_tokens - sum(candidate.num_missing == 1 for candidate in running))
+    sharing = _Sharing(pages)
     run: dict[int, int] = {}
-    yielding: list[Candidate] = []
     for age, candidate in enumerate(running):
-        if candidate in yielding:
+        if candidate in sharing.yielding:
             continue
-        wanted = 1 if candidate.num_missing == 1 else min(candidate.num_missing, for_chunks)
-        if wanted and pages.affordable(candidate, left) < 1 and not pages.num_draining:
-            victims = _youngest(running[age + 1 :], yielding, pages.needed(candidate, 1) - left)
-            yielding += victims
-            left += sum(victim.num_blocks for victim in victims)
-        granted = max(0, min(wanted, pages.affordable(candidate, left)))
+        decodes = candidate.num_missing == 1
+        wanted = 1 if decodes else min(candidate.num_missing, for_chunks)
+        granted = sharing.grant(candidate, wanted, running[age + 1 :])
         if granted:
             run[candidate.handle] = granted
-            left -= pages.needed(candidate, granted)
-            for_chunks -= granted if candidate.num_missing > 1 else 0
-    return Fit(run, tuple(victim.handle for victim in yielding), left)
+            for_chunks -= 0 if decodes else granted
+    return StepFit(run, tuple(victim.handle for victim in sharing.yielding), sharing.num_left)
+
+
+class _Sharing:
+    """A pool's pages while those of a step are given out, and who yields theirs."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self.num_left = pages.num_allocatable
+        self.yielding: list[Candidate] = []
+
+    def grant(self, candidate: Candidate, num_tokens: int, younger: Sequence[Candidate]) -> int:
+        """For how many of these tokens there are pages. For the first of them, younger ones yield."""
+        if num_tokens and self._pages.affordable(candidate, self.num_left) < 1 and not self._pages.num_draining:
+            self._preempt(younger, self._pages.needed(candidate, 1) - self.num_left)
+        granted = max(0, min(num_tokens, self._pages.affordable(candidate, self.num_left)))
+        if granted:
+            self.num_left -= self._pages.needed(candidate, granted)
+        return granted
+
+    def _preempt(self, younger: Sequence[Candidate], num_pages: int) -> None:
+        victims = _youngest(younger, self.yielding, num_pages)
+        self.yielding += victims
+        self.num_left += sum(victim.num_blocks for victim in victims)
 
 
 def _youngest(younger: Sequence[Candidate], yielding: Sequence[Candidate], num_pages: int) -> list[Candidate]:

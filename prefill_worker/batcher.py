@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.batcher import Candidate, Pages, Plan
-from engine.fit import fit
+from engine.fit import fit_running
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class PrefillBatcher:
     patience_tokens: int = 512
 
     def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
-        fitted = fit(self._by_urgency(running), pages, self.max_step_tokens)
+        step = fit_running(self._by_urgency(running), pages, self.max_step_tokens)
         num_slots = self.max_running - len(running)
         num_spare = _num_unclaimed(running, pages)
-        return fitted.admitting(self._by_urgency(waiting), pages, num_slots=num_slots, num_spare=num_spare)
+        return step.plan_admitting(self._by_urgency(waiting), pages, num_slots=num_slots, num_spare=num_spare)
 
     def _by_urgency(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Handles grow with arrival."""

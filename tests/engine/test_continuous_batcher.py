@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 
 from engine.batcher import Candidate, Gate, Pages
 from engine.continuous_batcher import ContinuousBatcher
-from engine.fit import fit
+from engine.fit import fit_running
 
 BLOCK = 16
 
@@ -96,14 +96,14 @@ def candidates(draw: st.DrawFn) -> list[Candidate]:
 @given(candidates(), st.integers(0, 20), st.integers(1, 300))
 def test_fit_never_spends_more_than_there_is(running: list[Candidate], num_allocatable: int, max_tokens: int) -> None:
     room = pages(num_allocatable)
-    fitted = fit(running, room, max_tokens)
+    step = fit_running(running, room, max_tokens)
     by_handle = {candidate.handle: candidate for candidate in running}
-    freed = sum(by_handle[handle].num_blocks for handle in fitted.preempt)
-    spent = sum(room.needed(by_handle[handle], num) for handle, num in fitted.run.items())
-    assert spent + fitted.num_allocatable == num_allocatable + freed
-    assert fitted.num_allocatable >= 0
-    assert not set(fitted.run) & set(fitted.preempt)
-    assert all(0 < num <= by_handle[handle].num_missing for handle, num in fitted.run.items())
+    freed = sum(by_handle[handle].num_blocks for handle in step.preempt)
+    spent = sum(room.needed(by_handle[handle], num) for handle, num in step.run.items())
+    assert spent + step.num_allocatable == num_allocatable + freed
+    assert step.num_allocatable >= 0
+    assert not set(step.run) & set(step.preempt)
+    assert all(0 < num <= by_handle[handle].num_missing for handle, num in step.run.items())
 
 
 @given(candidates(), st.integers(0, 20), st.integers(64, 300))
@@ -113,4 +113,4 @@ def test_the_oldest_progresses_unless_fetches_hold_the_pages(
     runnable = [candidate for candidate in running if candidate.num_missing]
     others = sum(candidate.num_blocks for candidate in runnable[1:])
     if runnable and pages(0).needed(runnable[0], 1) <= num_allocatable + others:
-        assert runnable[0].handle in fit(running, pages(num_allocatable), max_tokens).run
+        assert runnable[0].handle in fit_running(running, pages(num_allocatable), max_tokens).run
