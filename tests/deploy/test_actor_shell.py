@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import process_record
+from deploy import actor_shell, process_record
 from deploy.actor_shell import ActorShell
 from deploy.processes import ProcessRef
 from wire.errors import ConfigError, Unavailable
@@ -31,6 +31,7 @@ class Clerk:
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ActorShell:
     monkeypatch.setattr(Clerk, "num_made", 0)
+    monkeypatch.setattr(actor_shell, "start_logging", lambda _name: None)  # which is that of the whole process
     return ActorShell("clerk", __name__, "Clerk", str(tmp_path))
 
 
