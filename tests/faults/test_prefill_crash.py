@@ -31,9 +31,9 @@ def arm(cluster: FaultyCluster, call: str, number: int) -> None:
     def die(name: str, called: str) -> None:
         nonlocal num_calls
         if called == call:
-            if num_calls == number:
+            num_calls += 1  # first: once it is dead another may get here before this thread goes on
+            if num_calls == number + 1:
                 cluster.crash(name)
-            num_calls += 1
 
     for name in cluster.listed:
         if name.startswith("p"):
