@@ -109,11 +109,11 @@ async def test_cancelling_a_call_that_is_not_read_takes_it_out_of_the_engine(stu
 async def test_deadline_of_a_call_is_the_requests(stub: WorkerStub, decode: Worker) -> None:
     decode.model.may_go.clear()
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        async for _ in stub.Decode(decode_request(), metadata=TOKEN, timeout=0.1):
+        async for _ in stub.Decode(decode_request(sampling=greedy(3000)), metadata=TOKEN, timeout=0.1):
             pass
     assert isinstance(from_rpc_error(raised.value), DeadlineExceeded)
-    decode.model.may_go.set()
-    assert (await decode.at_rest()).generated_tokens <= 1
+    decode.model.may_go.set()  # which the engine may hear of before the end of the call
+    assert (await decode.at_rest()).generated_tokens < 3000
 
 
 async def test_health_needs_no_token_and_ends_with_draining(channel: grpc.aio.Channel, stub: WorkerStub) -> None:
