@@ -1,7 +1,7 @@
 """The controller: one detached actor that starts a cluster, keeps it whole, resizes it and ends it.
 
-It is the only actor that Ray restarts. A new one finds the others by their names, and starts them again: those that
-have started answer as they did the first time, and nobody who is served notices.
+It is the only actor that Ray restarts. A new one finds the others by their names and in its predecessor's records, and
+goes on with them: nobody who is served notices.
 """
 
 import asyncio
