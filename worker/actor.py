@@ -12,7 +12,7 @@ from worker.assembly import Assembly, assemble
 from worker.behaviour import Behaviour
 from worker.config import WorkerConfig
 from worker.grpc_skin import WorkerServer
-from worker.termination import on_sigterm
+from worker.termination import leave_sigterm_to_the_main_thread, on_sigterm
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class WorkerActor(ABC):
 
         Raises ModelError or ConfigError for what cannot be served, StoreError if the node's directory is not there.
         """
+        leave_sigterm_to_the_main_thread()
         loop = asyncio.get_running_loop()
 
         def on_broken() -> None:
