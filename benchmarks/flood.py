@@ -31,6 +31,7 @@ from benchmarks.server_process import server_process
 from tests.checkpoints import make_checkpoint
 
 _REJECTED = "RESOURCE_EXHAUSTED"
+_HEAD_DIM = 32
 _LEAD_S = 2.0
 """Not counted at the start of a round."""
 
@@ -38,7 +39,7 @@ _LEAD_S = 2.0
 def main() -> None:
     options = _parse(sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
-        model = make_checkpoint("llama-gqa", Path(folder) / "random", max_position_embeddings=2048)
+        model = _make_model(options, Path(folder) / "random")
         config = Path(folder) / "baton.toml"
         config.write_text(
             f"[router]\nmax_open_requests = {options.max_open}\nmax_queued_requests = {options.max_queued}\n"
@@ -51,6 +52,17 @@ def main() -> None:
             status = service.wait_for_rest(60)
     figures = _figures(rounds, options) | {"problems_at_rest": status["problems"]}
     write_result(options.out, figures, {})
+
+
+def _make_model(options: argparse.Namespace, folder: Path) -> Path:
+    shape = {
+        "hidden_size": options.hidden_size,
+        "intermediate_size": 4 * options.hidden_size,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.hidden_size // _HEAD_DIM,
+        "num_key_value_heads": options.hidden_size // _HEAD_DIM // 2,
+    }
+    return make_checkpoint("llama-gqa", folder, max_position_embeddings=2048, **shape)
 
 
 @dataclass
@@ -153,6 +165,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-queued", type=int, default=64, help="of these, without a first token")
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--hidden-size", type=int, default=64, help="of the model")
+    parser.add_argument("--layers", type=int, default=2, help="of the model")
     parser.add_argument("--deadline", type=float, default=40.0, help="seconds that each request may take")
     parser.add_argument("--out", default="flood", help="name of the result in benchmarks/results")
     return parser.parse_args(arguments)

@@ -33,14 +33,18 @@ class Admission:
     def num_running(self) -> int:
         return len(self._running)
 
+    def require_room(self) -> None:
+        """Raises Overloaded if no request may come in, however small it is."""
+        self._require(self.num_queued + self.num_running < self._bounds.max_open_requests, "requests are open")
+        self._require(self.num_queued < self._bounds.max_queued_requests, "requests are queued")
+
     def admit(self, request_id: RequestId, num_bytes: int) -> None:
         """Raises RequestExists if the id is taken, Overloaded if a bound is reached."""
-        bounds = self._bounds
         if request_id in self._queued_bytes or request_id in self._running:
             raise RequestExists("a request of that id is running", request_id=request_id)
-        self._require(self.num_queued + self.num_running < bounds.max_open_requests, "requests are open")
-        self._require(self.num_queued < bounds.max_queued_requests, "requests are queued")
-        self._require(self._num_queued_bytes + num_bytes <= bounds.max_queued_bytes, "bytes of requests are queued")
+        self.require_room()
+        fits = self._num_queued_bytes + num_bytes <= self._bounds.max_queued_bytes
+        self._require(fits, "bytes of requests are queued")
         self._queued_bytes[request_id] = num_bytes
         self._num_queued_bytes += num_bytes
 

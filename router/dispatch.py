@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from router.admission import Admission
@@ -37,13 +38,15 @@ class Dispatcher:
     def num_running(self) -> int:
         return self._admission.num_running
 
+    def require_room(self) -> None:
+        """Raises Overloaded if `open` would for any request."""
+        with self._refusals_counted():
+            self._admission.require_room()
+
     def open(self, request: pb.GenerateRequest, time_left_s: float | None) -> Session:
         """Starts a request, or raises at once what is wrong with it, or Overloaded. None: it has no deadline."""
-        try:
+        with self._refusals_counted():
             return self._open(request, time_left_s)
-        except Exception as error:
-            self._services.metrics.refused(error)
-            raise
 
     def _open(self, request: pb.GenerateRequest, time_left_s: float | None) -> Session:
         now_s = asyncio.get_running_loop().time()
@@ -75,6 +78,14 @@ class Dispatcher:
         """Ends all requests with Unavailable."""
         for session in tuple(self._sessions.values()):
             session.on(Stopped(Unavailable("the router is stopping")))
+
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._services.metrics.refused(error)
+            raise
 
     def _leave(self, request_id: RequestId) -> None:
         self._admission.leave(request_id)

@@ -13,7 +13,7 @@ from router.metrics_server import MetricsServer
 from router.operator import ClusterApi
 from router.router import Router
 from wire.errors import ConfigError
-from wire.interceptors import ErrorInterceptor, TokenInterceptor
+from wire.interceptors import ErrorInterceptor, RoomInterceptor, TokenInterceptor
 from wire.pb import cluster_pb2, inference_pb2
 from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
 from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
@@ -21,6 +21,7 @@ from wire.rpc import SERVER_OPTIONS
 
 STOP_GRACE_S = 1.0
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_GENERATE = f"/{_INFERENCE}/Generate"
 _CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
 
 
@@ -31,7 +32,8 @@ class RouterServer:
         self._router = router
         self._health = health.aio.HealthServicer()
         token = TokenInterceptor(router.config.cluster.token)
-        self._public = self._server(_INFERENCE, [ErrorInterceptor()])
+        room = RoomInterceptor(_GENERATE, router.dispatcher.require_room)
+        self._public = self._server(_INFERENCE, [room, ErrorInterceptor()])
         self._operator = self._server(_CLUSTER, [token, ErrorInterceptor()])
         self._metrics: MetricsServer | None = None
 

@@ -1,11 +1,11 @@
-"""What every gRPC server of ours does with each call: asks for the cluster's token, and turns errors into statuses.
+"""What our gRPC servers do with each call: ask for the cluster's token, or for room, and turn errors into statuses.
 
 A handler's bug becomes INTERNAL with an opaque id; the log has the rest.
 """
 
 import hmac
 import inspect
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -52,11 +52,35 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_METADATA, "")
         if hmac.compare_digest(str(given).encode(), self._token):
             return await continuation(handler_call_details)
-        return grpc.stream_unary_rpc_method_handler(_refuse)
+        return _refusing(errors.Unauthenticated("the cluster's token is missing or wrong"))
 
 
-async def _refuse(_messages: Any, context: Context) -> None:
-    await _abort(context, errors.Unauthenticated("the cluster's token is missing or wrong"))
+class RoomInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls of one method before their message is read, where there is no room for them.
+
+    method: its path. require_room: called for each call; what it raises is the call's end.
+    """
+
+    def __init__(self, method: str, require_room: Callable[[], None]) -> None:
+        self._method = method
+        self._require_room = require_room
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        if handler_call_details.method == self._method:
+            try:
+                self._require_room()
+            except errors.Overloaded as error:
+                return _refusing(error)
+        return await continuation(handler_call_details)
+
+
+def _refusing(error: BatonError) -> "grpc.RpcMethodHandler[Any, Any]":
+    """A handler for any method, which does not wait for the call's message."""
+
+    async def refuse(_messages: Any, context: Context) -> None:
+        await _abort(context, error)
+
+    return grpc.stream_unary_rpc_method_handler(refuse)
 
 
 def _guard_unary(method: Any, take: Any) -> Any:

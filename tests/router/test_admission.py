@@ -40,6 +40,21 @@ def test_each_bound_refuses_with_a_time_to_retry(bounds: Bounds, reason: str) ->
     admission.admit(D, 10)
 
 
+def test_room_is_wanting_where_no_request_may_come_in() -> None:
+    admission = Admission(Bounds(max_open_requests=3, max_queued_requests=2, max_queued_bytes=10))
+    admission.admit(A, 10)
+    admission.require_room()
+    admission.admit(B, 0)
+    with pytest.raises(Overloaded, match="queued"):
+        admission.require_room()
+    admission.started(A)
+    admission.admit(C, 0)
+    with pytest.raises(Overloaded, match="open"):
+        admission.require_room()
+    admission.leave(C)
+    admission.require_room()
+
+
 def test_a_refused_request_takes_no_room() -> None:
     admission = Admission(Bounds(max_queued_bytes=10))
     with pytest.raises(Overloaded):

@@ -216,6 +216,22 @@ async def test_a_full_queue_refuses_quickly() -> None:
         await asyncio.gather(*readings)
 
 
+async def test_a_full_router_refuses_before_the_message_is_there() -> None:
+    async with serving(replace(CONFIG, admission=Bounds(max_open_requests=1))) as service:
+        service.cluster.workers["p0"].may_go.clear()
+        reading = asyncio.create_task(read(service.inference.Generate(request())))
+        await until(lambda: service.cluster.router.dispatcher.num_queued == 1)
+        refused = service.public.stream_unary("/baton.v1.Inference/Generate")(timeout=5.0)
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await refused
+        assert (failure.value.code(), retry_delay_s(failure.value)) == (Code.RESOURCE_EXHAUSTED, 1.0)
+        assert "as many requests are open" in (failure.value.details() or "")
+        # Others than Generate need no room.
+        assert [model.name for model in (await service.inference.ListModels(pb.ListModelsRequest())).models] == ["fake"]
+        service.cluster.workers["p0"].may_go.set()
+        await reading
+
+
 async def test_a_message_that_is_too_large_is_refused(service: Service) -> None:
     async with grpc.aio.insecure_channel(service.addresses.public) as channel:
         failure = await failure_of(InferenceStub(channel).Generate(pb.GenerateRequest(text="x" * (5 << 20))))
