@@ -3,8 +3,8 @@
     python benchmarks/observer.py RATE SECONDS ADDRESS...
 
 What a client that drives a flood measures is its own haste too; this one has nothing else to do. It prints, as JSON,
-for each address a list of [code, milliseconds from when the request should have been sent to its end]. What is sent in
-the first second is not told: a process that has just started is slow.
+for each address a list of [code, milliseconds from sending to the end, milliseconds that it was sent too late]. What is
+sent in the first second is not told: a process that has just started is slow.
 """
 
 import asyncio
@@ -20,8 +20,9 @@ from benchmarks.schedule import poisson
 
 _WARM_UP_S = 1.0
 _INPUT_LEN = 16
+_OUTPUT_LEN = 2
 _TIMEOUT_S = 60.0
-Answer = tuple[str, float]
+Answer = tuple[str, float, float]
 
 
 async def observe(rate: float, duration_s: float, addresses: list[str]) -> list[list[Answer]]:
@@ -41,12 +42,12 @@ async def observe(rate: float, duration_s: float, addresses: list[str]) -> list[
 
 async def _ask(rate: float, duration_s: float, address: str, seed: int) -> list[Answer]:
     async with LoadClient(address, _TIMEOUT_S) as client:
-        records = await client.run(poisson(rate, duration_s, _INPUT_LEN, 1, seed))
+        records = await client.run(poisson(rate, duration_s, _INPUT_LEN, _OUTPUT_LEN, seed))
     return [_answer(record) for record in records if record.scheduled_s >= _WARM_UP_S]
 
 
 def _answer(record: Record) -> Answer:
-    return record.error or "OK", (record.ended_s - record.scheduled_s) * 1000
+    return record.error or "OK", (record.ended_s - record.sent_s) * 1000, (record.sent_s - record.scheduled_s) * 1000
 
 
 async def _main(rate: str, duration_s: str, *addresses: str) -> None:

@@ -1,6 +1,6 @@
 """Servers for benchmarks, each a process of its own: prints its addresses, and serves until its input ends.
 
-stream_server.py workers INTERVAL_S | bare INTERVAL_S | router PREFILL_ADDRESS DECODE_ADDRESS | refusing
+stream_server.py workers INTERVAL_S | bare INTERVAL_S | refusing | router PREFILL DECODE [MAX_OPEN_REQUESTS]
 """
 
 import asyncio
@@ -18,6 +18,7 @@ import grpc.aio
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.paced_worker import PacedWorker, beats
+from router.admission import Bounds
 from router.controller_port import LocalController
 from router.grpc_worker_client import GrpcWorkerClient
 from router.router import Router
@@ -77,8 +78,9 @@ async def _workers(interval_s: str) -> None:
         await _serve(*addresses)
 
 
-async def _router(prefill: str, decode: str) -> None:
-    router = Router(_CONFIG, ByteTokenizer(), partial(GrpcWorkerClient, token=_TOKEN), LocalController(PoolSizes(1, 1)))
+async def _router(prefill: str, decode: str, max_open: str = str(Bounds().max_open_requests)) -> None:
+    config = replace(_CONFIG, admission=Bounds(max_open_requests=int(max_open)))
+    router = Router(config, ByteTokenizer(), partial(GrpcWorkerClient, token=_TOKEN), LocalController(PoolSizes(1, 1)))
     server = RouterServer(router)
     addresses = await server.start()
     listed = [
