@@ -69,13 +69,13 @@ class Controller:
         Raises BatonError, with the reason, if any part of it does not start; what did is ended by `shutdown`.
         """
         self._tasks.append(asyncio.create_task(self._fleet.run()))
-        _, router = await asyncio.gather(
+        _, addresses = await asyncio.gather(
             self._node_started(self._node.start()), self._router_started(self._router.start())
         )
         await self._fleet.settle(START_TIMEOUT_S, max_failures=1)
         self._watch()
         self._events.note("the cluster serves")
-        return json.dumps({key: router[key] for key in ("address", "operator_address", "metrics_address")})
+        return addresses
 
     async def progress(self) -> str:
         """`{"done_bytes"}` of the arena that the node's service makes."""
@@ -117,15 +117,14 @@ class Controller:
         self._tasks.append(asyncio.create_task(self._node.watch(on_restart=lambda: None)))
         self._tasks.append(asyncio.create_task(self._router.watch(on_restart=self._fleet.introduce)))
 
-    async def _node_started(self, started: Awaitable[str]) -> dict[str, int]:
-        answer: dict[str, int] = json.loads(await started)
+    async def _node_started(self, started: Awaitable[str]) -> None:
+        await started
         self._node_is_up.set()
-        return answer
 
-    async def _router_started(self, started: Awaitable[str]) -> dict[str, str]:
-        answer: dict[str, str] = json.loads(await started)
+    async def _router_started(self, started: Awaitable[str]) -> str:
+        addresses = await started
         self._keep_ports()
-        return answer
+        return addresses
 
     def _keep_ports(self) -> None:
         """A router that has started once comes back on the ports that it has got."""

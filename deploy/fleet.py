@@ -152,7 +152,7 @@ class Fleet:
             return  # it was stopped meanwhile
         began_s = self._clock()
         try:
-            place = await self._host.start(action.worker_id, action.role)
+            address = await self._host.start(action.worker_id, action.role)
         except Exception as error:
             log.info("worker %s did not start", action.worker_id, exc_info=error)
             if self._is_at(action.worker_id, Stage.STARTING):  # else it was stopped meanwhile
@@ -161,7 +161,7 @@ class Fleet:
                 self._lose(action.worker_id, self._failures[-1])
             return
         if self._is_at(action.worker_id, Stage.STARTING):
-            self._pools.became_ready(action.worker_id, place)
+            self._pools.became_ready(action.worker_id, address)
             self._tell_of_change()
             self._events.note(f"worker {action.worker_id} is ready after {self._clock() - began_s:.1f} s")
 

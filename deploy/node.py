@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from dataclasses import dataclass
 
 from deploy.node_config import NodeConfig
@@ -32,9 +31,9 @@ class NodeActor:
         self._num_bytes_done = 0
 
     async def start(self) -> str:
-        """Makes the arena, which takes seconds where it is large, and serves. Returns `{"pid"}`. Raises ConfigError."""
+        """Makes the arena, which takes seconds where it is large, and serves. Returns `{}`. Raises ConfigError."""
         self._parts = await asyncio.to_thread(self._make)
-        return json.dumps({"pid": os.getpid()})
+        return "{}"
 
     async def progress(self) -> str:
         """Returns `{"done_bytes"}`, of the arena."""

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 from deploy.pools import Pools, Stage, Worker
-from deploy.worker_host import Place
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role
 
@@ -28,5 +27,4 @@ def decode(text: str) -> Pools:
 
 
 def _worker(fields: dict[str, Any]) -> Worker:
-    place = None if fields["place"] is None else Place(**fields["place"])
-    return Worker(WorkerId(fields["worker_id"]), Role(fields["role"]), Stage(fields["stage"]), place)
+    return Worker(WorkerId(fields["worker_id"]), Role(fields["role"]), Stage(fields["stage"]), fields["address"])

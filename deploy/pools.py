@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from deploy.worker_host import Place
 from wire.errors import InvalidRequest, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role
@@ -27,12 +26,12 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker from the decision to start it until it is gone. `place`: where it serves, while it does."""
+    """A worker from the decision to start it until it is gone. `address`: where it serves, while it does."""
 
     worker_id: WorkerId
     role: Role
     stage: Stage = Stage.STARTING
-    place: Place | None = None
+    address: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,16 +112,16 @@ class Pools:
         self._set_stage(worker, Stage.DRAINING)
         return Drain(worker_id)
 
-    def became_ready(self, worker_id: WorkerId, place: Place) -> None:
+    def became_ready(self, worker_id: WorkerId, address: str) -> None:
         """Ends what was held against its role. A worker that was to go meanwhile still goes."""
         worker = self[worker_id]
         self._num_failures[worker.role] = 0
         if worker.stage is Stage.STARTING:
-            self._workers[worker_id] = replace(worker, stage=Stage.READY, place=place)
+            self._workers[worker_id] = replace(worker, stage=Stage.READY, address=address)
 
     def finished(self, worker_id: WorkerId) -> None:
         """A draining worker serves nobody any more."""
-        self._workers[worker_id] = replace(self[worker_id], place=None)
+        self._workers[worker_id] = replace(self[worker_id], address=None)
 
     def forget(self, worker_id: WorkerId) -> None:
         """A worker is gone, and nothing is held against its role."""

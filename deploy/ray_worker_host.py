@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deploy.ray_actor import RayActor, Resources
-from deploy.worker_host import Life, Place
+from deploy.worker_host import Life
 from wire.ids import WorkerId
 from wire.pools import Role
 from worker.config import WorkerConfig
@@ -29,14 +29,14 @@ class RayWorkerHost:
         self._node_is_up = node_is_up
         self._actors: dict[WorkerId, RayActor] = {}
 
-    async def start(self, worker_id: WorkerId, role: Role) -> Place:
+    async def start(self, worker_id: WorkerId, role: Role) -> str:
         if worker_id not in self._actors:
             self._actors[worker_id] = RayActor.create(worker_id, *_CLASSES[role], self._resources, self._run_dir)
         actor = self._actors[worker_id]
         await self._node_is_up.wait()
         config = replace(self._config, worker_id=worker_id, role=role.value)
-        info = json.loads(await actor.start(config.to_json(), START_TIMEOUT_S))
-        return Place(info["address"], info["pid"])
+        address: str = json.loads(await actor.start(config.to_json(), START_TIMEOUT_S))["address"]
+        return address
 
     async def adopt(self, worker_id: WorkerId) -> bool:
         actor = await asyncio.to_thread(RayActor.find, worker_id, self._run_dir)

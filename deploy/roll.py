@@ -54,7 +54,7 @@ class Roll:
 
     def _members(self) -> list[ListedWorker]:
         return [
-            ListedWorker(worker.worker_id, worker.role, worker.place.address, worker.stage is Stage.DRAINING)
+            ListedWorker(worker.worker_id, worker.role, worker.address, worker.stage is Stage.DRAINING)
             for worker in self._pools
-            if worker.place is not None
+            if worker.address is not None
         ]

@@ -1,7 +1,6 @@
 """Where workers run. Twins: `RayWorkerHost` and `LocalWorkerHost`."""
 
 import asyncio
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -18,19 +17,14 @@ class Life(Enum):
     DEAD = "dead"
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a worker serves, and the number of its process."""
-
-    address: str
-    pid: int
-
-
 class WorkerHost(Protocol):
     """Every call is bounded in time."""
 
-    async def start(self, worker_id: WorkerId, role: Role) -> Place:
-        """Returns when the worker serves. Raises BatonError if it does not, and leaves what there is of it to `end`."""
+    async def start(self, worker_id: WorkerId, role: Role) -> str:
+        """The address where the worker serves, when it does.
+
+        Raises BatonError if it comes to nothing, and leaves what there is of it to `end`.
+        """
         ...
 
     async def adopt(self, worker_id: WorkerId) -> bool:
@@ -63,12 +57,12 @@ class LocalWorkerHost:
     def finish(self, worker_id: WorkerId) -> None:
         self._busy[worker_id].set()
 
-    async def start(self, worker_id: WorkerId, role: Role) -> Place:
+    async def start(self, worker_id: WorkerId, role: Role) -> str:
         await asyncio.sleep(0)
         if self.failures:
             raise self.failures.pop(0)
         self.lives[worker_id] = Life.ANSWERING
-        return Place(f"local:{worker_id}", len(self.lives))
+        return f"local:{worker_id}"
 
     async def adopt(self, worker_id: WorkerId) -> bool:
         return worker_id in self.lives

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,10 @@ class RouterActor:
         self._router: Router | None = None
 
     async def start(self) -> str:
-        """Serves from now on. Returns addresses and `"pid"`. Raises ConfigError or ModelError."""
+        """Serves from now on. Returns `{"address", "operator_address", "metrics_address"}`.
+
+        Raises ConfigError or ModelError.
+        """
         config = self._config
         codec = await asyncio.to_thread(Tokenizer.load, Path(config.model.folder))
         connect = partial(GrpcWorkerClient, token=config.cluster.token)
@@ -49,7 +51,6 @@ class RouterActor:
                 "address": addresses.public,
                 "operator_address": addresses.operator,
                 "metrics_address": addresses.metrics,
-                "pid": os.getpid(),
             }
         )
 

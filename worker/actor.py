@@ -44,7 +44,7 @@ class WorkerActor(ABC):
         """The batcher and the lifecycle of the role."""
 
     async def start(self) -> str:
-        """Loads the model and serves from now on. Returns `{"address", "pid", "epoch"}`.
+        """Loads the model and serves from now on. Returns `{"address"}`.
 
         Raises ModelError or ConfigError for what cannot be served, StoreError if the node's directory is not there.
         """
@@ -60,7 +60,7 @@ class WorkerActor(ABC):
         await assembly.service.start()
         address = await server.start()
         on_sigterm(self._terminate)
-        return json.dumps({"address": address, "pid": os.getpid(), "epoch": assembly.info.epoch})
+        return json.dumps({"address": address})
 
     async def drain(self, grace_s: int) -> str:
         """Takes no new requests, and waits until the open ones have ended or the grace is over.

@@ -3,12 +3,11 @@ import copy
 import pytest
 
 from deploy.pools import Action, Drain, Pools, Stage, Start, Stop
-from deploy.worker_host import Place
 from wire.errors import InvalidRequest, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role
 
-PLACE = Place("127.0.0.1:1", 1)
+ADDRESS = "127.0.0.1:1"
 P0, P1, D0, D1, D2 = (WorkerId(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"))
 
 
@@ -16,7 +15,7 @@ def pools(prefill: int, decode: int) -> Pools:
     """Pools that have just become what they should be."""
     made = Pools(PoolSizes(prefill, decode))
     for action in made.plan(0.0):
-        made.became_ready(action.worker_id, PLACE)
+        made.became_ready(action.worker_id, ADDRESS)
     assert made.are_as_asked
     return made
 
@@ -31,9 +30,9 @@ def test_empty_pools_are_filled_once() -> None:
 def test_pools_are_as_asked_only_when_all_are_ready() -> None:
     made = Pools(PoolSizes(1, 1))
     made.plan(0.0)
-    made.became_ready(P0, PLACE)
+    made.became_ready(P0, ADDRESS)
     assert not made.are_as_asked
-    made.became_ready(D0, PLACE)
+    made.became_ready(D0, ADDRESS)
     assert made.are_as_asked
 
 
@@ -89,7 +88,7 @@ def test_a_worker_that_still_starts_goes_first_and_has_nothing_to_drain() -> Non
     assert made.plan(0.0) == [Start(D1, Role.DECODE)]
     made.resize(None, 1)
     assert made.plan(0.0) == [Stop(D1)]
-    made.became_ready(D1, PLACE)
+    made.became_ready(D1, ADDRESS)
     assert made[D1].stage is Stage.DRAINING
 
 
@@ -127,7 +126,7 @@ def test_a_start_that_succeeds_ends_the_pauses() -> None:
         (start,) = made.plan(now_s)
         made.lost(start.worker_id, now_s)
     (start,) = made.plan(30.0)
-    made.became_ready(start.worker_id, PLACE)
+    made.became_ready(start.worker_id, ADDRESS)
     made.lost(start.worker_id, 31.0)
     assert len(made.plan(31.0)) == 1
 
@@ -139,7 +138,7 @@ def test_one_pool_in_trouble_does_not_hold_up_the_other() -> None:
     made.lost(D0, 0.0)
     made.resize(0, None)
     assert made.plan(0.5) == []
-    made.became_ready(made.plan(1.0)[0].worker_id, PLACE)
+    made.became_ready(made.plan(1.0)[0].worker_id, ADDRESS)
     assert made.are_as_asked
 
 

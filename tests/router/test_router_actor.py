@@ -33,7 +33,7 @@ async def test_from_start_to_stop(tmp_path: Path) -> None:
     write_folder(tmp_path, byte_level())
     actor = RouterActor(config_json(tmp_path))
     started = json.loads(await actor.start())
-    assert set(started) == {"address", "operator_address", "metrics_address", "pid"}
+    assert set(started) == {"address", "operator_address", "metrics_address"}
     async with served(FakeWorker(WorkerId("d0"), Role.DECODE), CONFIG.cluster.token) as (_, address):
         members = [
             {"worker_id": "d0", "role": "decode", "address": address},

@@ -58,10 +58,7 @@ class WorkerProcess:
 
     def address(self) -> str:
         assert self.process.stdout is not None
-        started = json.loads(self.process.stdout.readline())
-        assert started["pid"] == self.process.pid
-        assert started["epoch"]
-        return str(started["address"])
+        return str(json.loads(self.process.stdout.readline())["address"])
 
     def kill(self) -> None:
         with self.process as process:
