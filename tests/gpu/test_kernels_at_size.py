@@ -36,36 +36,36 @@ def check_decode(batch: PagedBatch, sliding_window: int | None = None) -> None:
 
 @MODELS
 @DTYPES
-def test_decode_of_a_mixed_batch(heads, dtype, device):
+def test_decode_of_a_mixed_batch(heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
     check_decode(make_paged_batch(heads, MIXED_LENS, 16, dtype, device))
 
 
 @pytest.mark.parametrize("block_size", [8, 32, 64])
-def test_decode_with_other_block_sizes(block_size, device):
+def test_decode_with_other_block_sizes(block_size: int, device: torch.device) -> None:
     check_decode(make_paged_batch(LLAMA_8B, MIXED_LENS, block_size, torch.bfloat16, device))
 
 
 @DTYPES
-def test_decode_of_one_long_context(dtype, device):
+def test_decode_of_one_long_context(dtype: torch.dtype, device: torch.device) -> None:
     """Split as far as the kernel ever splits."""
     check_decode(make_paged_batch(LLAMA_8B, [32_768], 16, dtype, device))
 
 
 @DTYPES
-def test_decode_of_a_large_batch(dtype, device):
+def test_decode_of_a_large_batch(dtype: torch.dtype, device: torch.device) -> None:
     """One split each: no merging."""
     check_decode(make_paged_batch(LLAMA_8B, [1 + 7 * seq for seq in range(128)], 16, dtype, device))
 
 
 @DTYPES
 @pytest.mark.parametrize("sliding_window", [1, 100, 1024, 4096])
-def test_decode_in_a_window(dtype, sliding_window, device):
+def test_decode_in_a_window(dtype: torch.dtype, sliding_window: int, device: torch.device) -> None:
     check_decode(make_paged_batch(LLAMA_8B, [50, 1025, 8000], 16, dtype, device), sliding_window)
 
 
 @MODELS
 @DTYPES
-def test_write_lands_in_its_slots(heads, dtype, device):
+def test_write_lands_in_its_slots(heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
     num_pages, block_size, num_tokens = 600, 16, 8192
     row = torch.randn(num_tokens, 3 * heads.num_kv_heads, heads.head_dim, device=device).to(dtype)
     key, value = row[:, heads.num_kv_heads : 2 * heads.num_kv_heads], row[:, 2 * heads.num_kv_heads :]
@@ -79,7 +79,7 @@ def test_write_lands_in_its_slots(heads, dtype, device):
 
 @DTYPES
 @pytest.mark.parametrize("sliding_window", [None, 512])
-def test_prefill_of_chunks(dtype, sliding_window, device):
+def test_prefill_of_chunks(dtype: torch.dtype, sliding_window: int | None, device: torch.device) -> None:
     """The torch reference serves prefill on a GPU, too; its own oracle is dense attention in float64."""
     query_lens = [512, 1, 300]
     batch = make_paged_batch(LLAMA_8B, [1500, 700, 300], 16, dtype, device)
@@ -96,7 +96,7 @@ def test_prefill_of_chunks(dtype, sliding_window, device):
     torch.testing.assert_close(prefilled, torch.cat(rows).to(dtype), atol=tolerance, rtol=tolerance)
 
 
-def test_write_and_decode_beyond_32_bit_offsets(device):
+def test_write_and_decode_beyond_32_bit_offsets(device: torch.device) -> None:
     if torch.cuda.mem_get_info()[0] < 12 << 30:
         pytest.skip("needs 12 GB of free device memory")
     kv_layer, far_page = far_layer(torch.zeros(FAR_SIZE, dtype=torch.float16, device=device))

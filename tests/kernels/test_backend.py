@@ -8,7 +8,7 @@ from kernels import kv_write, paged_decode, reference
 from kernels.backend import select_backend
 
 
-def test_a_cpu_is_served_by_the_reference():
+def test_a_cpu_is_served_by_the_reference() -> None:
     backend = select_backend(torch.device("cpu"))
     assert backend.name == "reference"
     assert backend.write_kv is reference.write_kv
@@ -17,18 +17,18 @@ def test_a_cpu_is_served_by_the_reference():
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
-def test_a_gpu_is_served_by_triton(name):
+def test_a_gpu_is_served_by_triton(name: str) -> None:
     backend = select_backend(torch.device(name))
     assert backend.name == "triton"
     assert backend.write_kv is kv_write.write_kv
     assert backend.paged_decode_attention is paged_decode.paged_decode_attention
 
 
-def test_versions_tell_backends_apart():
+def test_versions_tell_backends_apart() -> None:
     assert select_backend(torch.device("cpu")).version != select_backend(torch.device("cuda")).version
 
 
-def test_a_cpu_needs_no_triton():
+def test_a_cpu_needs_no_triton() -> None:
     program = """
 import sys
 sys.modules["triton"] = None

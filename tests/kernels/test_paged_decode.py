@@ -1,11 +1,14 @@
 """Decode attention, the torch reference and the Triton kernel alike, against dense attention over contiguous KV."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import paged_decode, reference
+from kernels.backend import PagedDecodeAttention
 from tests.kernels.paged_batch import (
     FAR_SIZE,
     FLOAT32_TOLERANCE,
@@ -31,7 +34,12 @@ def dense_decode(batch: PagedBatch, query: torch.Tensor, sliding_window: int | N
     return torch.cat(rows).to(query)
 
 
-def check(decode, batch: PagedBatch, sliding_window: int | None = None, tolerance: float = FLOAT32_TOLERANCE) -> None:
+def check(
+    decode: PagedDecodeAttention,
+    batch: PagedBatch,
+    sliding_window: int | None = None,
+    tolerance: float = FLOAT32_TOLERANCE,
+) -> None:
     query = batch.random_query(len(batch.keys))
     args = (query, batch.kv_layer, batch.block_tables, batch.context_lens, batch.scale, sliding_window)
     expected = dense_decode(batch, query, sliding_window)
@@ -41,26 +49,30 @@ def check(decode, batch: PagedBatch, sliding_window: int | None = None, toleranc
 @both
 @pytest.mark.parametrize("heads", [GROUPED, SINGLE_KEY, FULL], ids=["gqa", "mqa", "mha"])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_equals_dense_attention(decode, heads, block_size, device):
+def test_equals_dense_attention(
+    decode: PagedDecodeAttention, heads: Heads, block_size: int, device: torch.device
+) -> None:
     """The pool is NaN wherever no sequence of the batch has a token, so this is the poison test, too."""
     check(decode, make_paged_batch(heads, [1, 15, 16, 17, 100], block_size, device=device))
 
 
 @both
 @pytest.mark.parametrize("sliding_window", [1, 5, 16, 33, 1000])
-def test_sees_the_window_only(decode, sliding_window, device):
+def test_sees_the_window_only(decode: PagedDecodeAttention, sliding_window: int, device: torch.device) -> None:
     check(decode, make_paged_batch(GROUPED, [1, 16, 33, 100], 16, device=device), sliding_window)
 
 
 @both
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-def test_any_head_size(decode, head_dim, device):
+def test_any_head_size(decode: PagedDecodeAttention, head_dim: int, device: torch.device) -> None:
     check(decode, make_paged_batch(Heads(2, 1, head_dim), [7, 40], 16, device=device))
 
 
 @both
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
-def test_half_precision(decode, dtype, tolerance, device):
+def test_half_precision(
+    decode: PagedDecodeAttention, dtype: torch.dtype, tolerance: float, device: torch.device
+) -> None:
     if (decode, dtype, device.type) == (paged_decode.paged_decode_attention, torch.bfloat16, "cpu"):
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 matrices; tests/gpu has this case")
     check(decode, make_paged_batch(GROUPED, [3, 50], 16, dtype, device), tolerance=tolerance)
@@ -68,7 +80,9 @@ def test_half_precision(decode, dtype, tolerance, device):
 
 @both
 @pytest.mark.parametrize("sliding_window", [None, 300])
-def test_long_contexts_beside_short_ones(decode, sliding_window, device):
+def test_long_contexts_beside_short_ones(
+    decode: PagedDecodeAttention, sliding_window: int | None, device: torch.device
+) -> None:
     """The kernel cuts all of them into the same number of splits: most of a short context's are empty."""
     batch = make_paged_batch(GROUPED, [1000, 3, 257], 16, device=device)
     check(decode, batch, sliding_window)
@@ -76,7 +90,9 @@ def test_long_contexts_beside_short_ones(decode, sliding_window, device):
 
 @both
 @pytest.mark.parametrize("max_blocks", [1, 100], ids=["one split", "many splits"])
-def test_a_sequence_of_no_tokens_gets_zeros(decode, max_blocks, device):
+def test_a_sequence_of_no_tokens_gets_zeros(
+    decode: PagedDecodeAttention, max_blocks: int, device: torch.device
+) -> None:
     kv_layer = empty_layer(2, GROUPED, 16, torch.float32, device)
     tables = torch.zeros(1, max_blocks, dtype=torch.int32, device=device)
     lens = torch.zeros(1, dtype=torch.int32, device=device)
@@ -85,14 +101,14 @@ def test_a_sequence_of_no_tokens_gets_zeros(decode, max_blocks, device):
 
 
 @both
-def test_a_batch_of_no_sequences(decode, device):
+def test_a_batch_of_no_sequences(decode: PagedDecodeAttention, device: torch.device) -> None:
     batch = make_paged_batch(GROUPED, [5], 16, device=device)
     output = decode(batch.random_query(0), batch.kv_layer, batch.block_tables[:0], batch.context_lens[:0], 1.0, None)
     assert output.shape == (0, 4, 32)
 
 
 @both
-def test_poison_in_a_seen_token_shows(decode, device):
+def test_poison_in_a_seen_token_shows(decode: PagedDecodeAttention, device: torch.device) -> None:
     """What the other tests stand on: NaN is in the pool, and a kernel that read one token too many would return it."""
     batch = make_paged_batch(GROUPED, [17], 16, device=device)
     query = batch.random_query(1)
@@ -108,7 +124,9 @@ def test_poison_in_a_seen_token_shows(decode, device):
     context_lens=st.lists(st.integers(1, 90), min_size=1, max_size=3),
     sliding_window=st.none() | st.integers(1, 100),
 )
-def test_random_shapes(num_kv_heads, group_size, block_size, context_lens, sliding_window):
+def test_random_shapes(
+    num_kv_heads: int, group_size: int, block_size: int, context_lens: list[int], sliding_window: int | None
+) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads = Heads(num_kv_heads * group_size, num_kv_heads, 32)
     batch = make_paged_batch(heads, context_lens, block_size, device=device)
@@ -117,7 +135,7 @@ def test_random_shapes(num_kv_heads, group_size, block_size, context_lens, slidi
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu reads that far for real")
-def test_offsets_beyond_32_bits(tmp_path):
+def test_offsets_beyond_32_bits(tmp_path: Path) -> None:
     # A sparse file: 10 GB of zeros of which a few pages exist.
     memory = torch.from_file(str(tmp_path / "pool"), shared=True, size=FAR_SIZE, dtype=torch.float16)
     kv_layer, far_page = far_layer(memory)
@@ -132,5 +150,5 @@ def test_offsets_beyond_32_bits(tmp_path):
     ("num_rows", "max_visible_len", "num_splits"),
     [(8, 16, 1), (8, 32768, 66), (128, 32768, 5), (1, 10**6, 128), (1024, 32768, 1), (8, 1024, 4), (1, 0, 1)],
 )
-def test_splits_fill_the_gpu_as_far_as_the_context_allows(num_rows, max_visible_len, num_splits):
+def test_splits_fill_the_gpu_as_far_as_the_context_allows(num_rows: int, max_visible_len: int, num_splits: int) -> None:
     assert paged_decode.choose_num_splits(num_rows, max_visible_len, 132) == num_splits

@@ -34,28 +34,28 @@ def check(
 
 @pytest.mark.parametrize("heads", [GROUPED, SINGLE_KEY, FULL], ids=["gqa", "mqa", "mha"])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_whole_prompts(heads, block_size, device):
+def test_whole_prompts(heads: Heads, block_size: int, device: torch.device) -> None:
     lens = [1, 15, 16, 17, 100]
     check(make_paged_batch(heads, lens, block_size, device=device), lens)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 1, 7, 16, 40, 1000])
-def test_chunks_see_the_chunks_before_them(sliding_window, device):
+def test_chunks_see_the_chunks_before_them(sliding_window: int | None, device: torch.device) -> None:
     batch = make_paged_batch(GROUPED, [100, 33, 16, 50], 16, device=device)
     check(batch, [36, 1, 16, 20], sliding_window)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
-def test_half_precision(dtype, tolerance, device):
+def test_half_precision(dtype: torch.dtype, tolerance: float, device: torch.device) -> None:
     check(make_paged_batch(GROUPED, [50, 9], 16, dtype, device), [20, 9], tolerance=tolerance)
 
 
-def test_a_sequence_without_queries_is_passed_over(device):
+def test_a_sequence_without_queries_is_passed_over(device: torch.device) -> None:
     check(make_paged_batch(GROUPED, [20, 30, 9], 16, device=device), [5, 0, 9])
 
 
 @pytest.mark.parametrize("sliding_window", [None, 12])
-def test_chunk_by_chunk_equals_at_once(sliding_window, device):
+def test_chunk_by_chunk_equals_at_once(sliding_window: int | None, device: torch.device) -> None:
     batch = make_paged_batch(GROUPED, [90], 16, device=device)
     query = batch.random_query(90)
     at_once = prefill(batch, query, [90], sliding_window)
@@ -66,7 +66,7 @@ def test_chunk_by_chunk_equals_at_once(sliding_window, device):
 
 
 @pytest.mark.parametrize("sliding_window", [None, 12])
-def test_one_query_each_equals_decode(sliding_window, device):
+def test_one_query_each_equals_decode(sliding_window: int | None, device: torch.device) -> None:
     batch = make_paged_batch(GROUPED, [1, 30, 47], 16, device=device)
     query = batch.random_query(3)
     decoded = paged_decode_attention(
@@ -84,7 +84,9 @@ def test_one_query_each_equals_decode(sliding_window, device):
     lens=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60)), min_size=1, max_size=4),
     sliding_window=st.none() | st.integers(1, 130),
 )
-def test_random_shapes(num_kv_heads, group_size, block_size, lens, sliding_window):
+def test_random_shapes(
+    num_kv_heads: int, group_size: int, block_size: int, lens: list[tuple[int, int]], sliding_window: int | None
+) -> None:
     heads = Heads(num_kv_heads * group_size, num_kv_heads, 32)
     batch = make_paged_batch(heads, [computed + chunk for computed, chunk in lens], block_size)
     check(batch, [chunk for _, chunk in lens], sliding_window)
