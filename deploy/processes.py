@@ -84,6 +84,17 @@ def end_session(leader: ProcessRef, grace_s: float) -> None:
         raise TimeoutError(f"processes {leader.session()} cannot be ended")
 
 
+def wait_or_kill(process: ProcessRef, grace_s: float) -> bool:
+    """Whether a process that was told to end is gone: by itself within the grace, or by SIGKILL within another.
+
+    One that is stopped (SIGSTOP) hears nothing, but it does not survive this.
+    """
+    if wait_for_end(process.pid, grace_s) or not process.is_alive:
+        return True
+    _signal(process.pid, signal.SIGKILL)
+    return wait_for_end(process.pid, grace_s)
+
+
 def wait_for_end(pid: int, timeout_s: float) -> bool:
     """Whether a process is gone within that time."""
     deadline = time.monotonic() + timeout_s

@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import os
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy import process_record
 from deploy.actor_shell import ActorShell
-from deploy.processes import ProcessRef, wait_for_end
+from deploy.processes import wait_or_kill
 from deploy.worker_host import Life
 from wire.errors import BatonError, ConfigError, Unavailable
 
@@ -87,8 +85,10 @@ class RayActor:
                 log.info("%s did not stop by itself: %s", self.name, error.message)
         await asyncio.to_thread(ray.kill, self._handle)
         process = process_record.read(self._run_dir, self.name)
-        if process is not None and process.is_alive:
-            await asyncio.to_thread(_bury, process, self.name)
+        if process is None or not process.is_alive:
+            return
+        if not await asyncio.to_thread(wait_or_kill, process, END_TIMEOUT_S):
+            log.error("process %d of %s does not end", process.pid, self.name)
 
     async def _ask(self, what: str, answer: Any, timeout_s: float) -> str:
         try:
@@ -118,14 +118,6 @@ def _options(name: str, resources: Resources) -> dict[str, Any]:
         "max_concurrency": 1000,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
     }
-
-
-def _bury(process: ProcessRef, name: str) -> None:
-    """A process that is stopped (SIGSTOP) does not hear Ray, but it does not survive this."""
-    if not wait_for_end(process.pid, END_TIMEOUT_S) and process.is_alive:
-        os.kill(process.pid, signal.SIGKILL)
-        if not wait_for_end(process.pid, END_TIMEOUT_S):
-            log.error("process %d of %s does not end", process.pid, name)
 
 
 def _last_line(error: RayError) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deploy import process_record, run_dir
 from deploy.names import namespace
-from deploy.processes import ProcessRef, end_session, wait_for_end
+from deploy.processes import ProcessRef, end_session, wait_for_end, wait_or_kill
 from deploy.state import ClusterPhase, ClusterState
 
 RAY_GRACE_S = 15.0
@@ -60,13 +60,8 @@ def _end_joined(state: ClusterState) -> list[str]:
         subprocess.run(command, timeout=JOIN_TIMEOUT_S, capture_output=True, check=False)
     except subprocess.TimeoutExpired:
         return [f"Ray at {state.ray_address} did not end the actors within {JOIN_TIMEOUT_S:.0f} s"]
-    return [problem for actor in process_record.living(Path(state.run_dir)) for problem in _end_actor(actor)]
-
-
-def _end_actor(actor: ProcessRef) -> list[str]:
-    if not wait_for_end(actor.pid, ACTOR_GRACE_S) and actor.is_alive:
-        os.kill(actor.pid, signal.SIGKILL)
-    return [] if wait_for_end(actor.pid, ACTOR_GRACE_S) else [f"actor process {actor.pid} does not end"]
+    actors = process_record.living(Path(state.run_dir))
+    return [f"actor process {actor.pid} does not end" for actor in actors if not wait_or_kill(actor, ACTOR_GRACE_S)]
 
 
 def _listens(address: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.processes import ProcessRef, end_session, spawn_leader, wait_for_end
+from deploy.processes import ProcessRef, end_session, spawn_leader, wait_for_end, wait_or_kill
 
 STUBBORN = """
 import signal, subprocess, sys
@@ -74,7 +74,22 @@ def test_another_process_of_that_number_is_left_alone(sleeper: ProcessRef, chang
     stranger = dataclasses.replace(sleeper, **change)  # type: ignore[arg-type]
     assert not stranger.is_alive
     end_session(stranger, grace_s=0)
+    assert wait_or_kill(stranger, 0.05)
     assert sleeper.is_alive
+
+
+def test_what_ends_by_itself_is_waited_for(log: Path) -> None:
+    leader = _spawn(SLEEPER, log)
+    os.kill(leader.pid, signal.SIGTERM)
+    assert wait_or_kill(leader, 5)
+    assert os.waitpid(leader.pid, 0)[1] == signal.SIGTERM
+
+
+def test_what_is_stopped_is_killed(log: Path) -> None:
+    leader = _spawn(SLEEPER, log)
+    os.kill(leader.pid, signal.SIGSTOP)
+    assert wait_or_kill(leader, 1)
+    assert os.waitpid(leader.pid, 0)[1] == signal.SIGKILL
 
 
 def test_waiting_for_the_end_is_bounded(sleeper: ProcessRef) -> None:
