@@ -26,6 +26,7 @@ from deploy.record import Record
 from deploy.router_line import RouterLine
 from deploy.sole_actor import SoleActor
 from deploy.supervision import persist
+from deploy.tasks import Tasks
 from wire.ids import WorkerId
 from wire.logs import start_logging
 from wire.pools import PoolSizes
@@ -59,16 +60,16 @@ class Controller:
         earlier = record.read()
         pools = Pools(PoolSizes(plan.prefill, plan.decode)) if earlier is None else pool_record.decode(earlier)
         self._fleet = Fleet(pools, host, RouterLine(self._router), self._events, record, plan.drain_grace_s)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks()
         if earlier is not None:
-            self._tasks.append(asyncio.create_task(self._take_over()))
+            self._tasks.begin(self._take_over())
 
     async def start(self) -> str:
         """Returns when the cluster serves: `{"address", "operator_address", "metrics_address"}`.
 
         Raises BatonError, with the reason, if any part of it does not start; what did is ended by `shutdown`.
         """
-        self._tasks.append(asyncio.create_task(self._fleet.run()))
+        self._tasks.begin(self._fleet.run())
         _, addresses = await asyncio.gather(
             self._node_started(self._node.start()), self._router_started(self._router.start())
         )
@@ -102,20 +103,21 @@ class Controller:
 
     async def shutdown(self) -> str:
         """Returns `{}`, then ends every actor of the cluster, this one last."""
-        self._tasks = [*self._cancelled(), asyncio.create_task(self._end())]
+        self._tasks.cancel()
+        self._tasks.begin(self._end())
         return "{}"
 
     async def _take_over(self) -> None:
         """What `start` does, where an earlier controller has begun."""
         self._events.note("the controller was lost, and is back")
         await persist("the care for the workers", self._fleet.take_over, self._events)
-        self._tasks.append(asyncio.create_task(self._fleet.run()))
+        self._tasks.begin(self._fleet.run())
         await asyncio.gather(self._node_started(self._node.take_over()), self._router_started(self._router.take_over()))
         self._watch()
 
     def _watch(self) -> None:
-        self._tasks.append(asyncio.create_task(self._node.watch(on_restart=lambda: None)))
-        self._tasks.append(asyncio.create_task(self._router.watch(on_restart=self._fleet.introduce)))
+        self._tasks.begin(self._node.watch(on_restart=lambda: None))
+        self._tasks.begin(self._router.watch(on_restart=self._fleet.introduce))
 
     async def _node_started(self, started: Awaitable[str]) -> None:
         await started
@@ -143,11 +145,6 @@ class Controller:
         await self._fleet.end()
         await asyncio.gather(self._node.actor.end(), self._router.actor.end())
         ray.kill(ray.get_runtime_context().current_actor)
-
-    def _cancelled(self) -> list[asyncio.Task[None]]:
-        for task in self._tasks:
-            task.cancel()
-        return self._tasks
 
 
 def _port(address: str) -> int:

@@ -3,14 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 
 from deploy import pool_record
 from deploy.event_log import EventLog
-from deploy.pools import Action, Drain, Pools, Stage, Start
+from deploy.pools import Action, Drain, Pools, Stage, Start, Worker
 from deploy.record import Record
 from deploy.roll import Roll, RouterPort
 from deploy.supervision import repeat
+from deploy.tasks import Tasks
 from deploy.watch import LOOK_EVERY_S, Watch
 from deploy.worker_host import WorkerHost
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
@@ -43,8 +44,8 @@ class Fleet:
         self._clock = clock
         self._watches: dict[WorkerId, Watch] = {}
         self._failures: list[str] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._burials: dict[Role, set[asyncio.Task[None]]] = {role: set() for role in Role}
+        self._tasks = Tasks()
+        self._burials = {role: Tasks() for role in Role}
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
 
@@ -62,9 +63,9 @@ class Fleet:
                 self._pools.forget(worker.worker_id)
                 self._events.note(f"worker {worker.worker_id} was lost")
             elif worker.stage is Stage.STARTING:
-                self._spawn(self._carry_out(Start(worker.worker_id, worker.role)))
+                self._tasks.begin(self._carry_out(Start(worker.worker_id, worker.role)))
             elif worker.stage is Stage.DRAINING:
-                self._spawn(self._carry_out(Drain(worker.worker_id)))
+                self._tasks.begin(self._carry_out(Drain(worker.worker_id)))
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -94,7 +95,7 @@ class Fleet:
         action = self._pools.release(worker_id)
         self._write_record()
         if action is not None:
-            self._spawn(self._carry_out(action))
+            self._tasks.begin(self._carry_out(action))
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: worker_id not in self._pools)
@@ -113,11 +114,10 @@ class Fleet:
 
     async def end(self) -> None:
         """Ends all workers, whatever they do."""
-        burials = set[asyncio.Task[None]]().union(*self._burials.values())
-        for task in self._tasks - burials:
-            task.cancel()
-        ends = [self._spawn(self._host.end(worker.worker_id)) for worker in self._pools]
-        await asyncio.gather(*ends, *burials, return_exceptions=True)  # `_finished` has logged what failed
+        self._tasks.cancel()
+        for worker in self._pools:
+            self._bury(worker)
+        await asyncio.gather(*(burials.wait() for burials in self._burials.values()))
 
     async def _step(self) -> None:
         self._wake.clear()
@@ -134,7 +134,7 @@ class Fleet:
         if actions:
             self._tell_of_change()
         for action in actions:
-            self._spawn(self._carry_out(action))
+            self._tasks.begin(self._carry_out(action))
 
     async def _carry_out(self, action: Action) -> None:
         if isinstance(action, Start):
@@ -146,8 +146,7 @@ class Fleet:
 
     async def _start(self, action: Start) -> None:
         """In the place of one that died only when that one's process is gone. Whatever fails is a failed start."""
-        if self._burials[action.role]:
-            await asyncio.wait(self._burials[action.role])
+        await self._burials[action.role].wait()
         if not self._is_at(action.worker_id, Stage.STARTING):
             return  # it was stopped meanwhile
         began_s = self._clock()
@@ -197,16 +196,18 @@ class Fleet:
             self._lose(worker_id, f"worker {worker_id} {trouble}")
 
     def _lose(self, worker_id: WorkerId, reason: str) -> None:
-        """A worker is dead, or as good as. Its process may take its time to end, and nobody else waits for that."""
-        role = self._pools[worker_id].role
+        """A worker is dead, or as good as."""
+        worker = self._pools[worker_id]
         self._events.note(reason)
         self._watches.pop(worker_id, None)
         self._pools.lost(worker_id, self._clock())
         self._tell_of_change()
-        burial = self._spawn(self._host.end(worker_id))
-        self._burials[role].add(burial)
-        burial.add_done_callback(self._burials[role].discard)
+        self._bury(worker)
         self._wake.set()
+
+    def _bury(self, worker: Worker) -> None:
+        """Its process may take its time to end, and nobody but who takes its place waits for that."""
+        self._burials[worker.role].begin(self._host.end(worker.worker_id))
 
     def _tell_of_change(self) -> None:
         self._roll.has_changed()
@@ -232,14 +233,3 @@ class Fleet:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-        return task
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a task of the fleet failed", exc_info=task.exception())
