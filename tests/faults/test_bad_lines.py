@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.hash_model import HashModel
 from kv_store.redis_tier import RedisTier
 from router import grpc_worker_client
 from router.members import WorkerState
 from tests.faults.answer import Reader, ask
+from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.remote_cluster import remote_cluster
 from tests.faults.rest import at_rest, until
 from tests.faults.toxic_proxy import Line, toxic_proxy
@@ -22,19 +22,12 @@ from tests.redis_process import RedisProcess
 from tests.router.test_stopped_worker import HURRIED
 from wire.frame import checksum_of
 from wire.ids import WorkerId
-from wire.layout import KVLayout
 from wire.rpc import CHANNEL_OPTIONS
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 NUM_REQUESTS = 6
 NUM_TOKENS = 24
 AMPLE_S = 10.0
 [NAME] = names_of(4)
-
-
-def prompt_of(number: int) -> tuple[int, ...]:
-    return tuple((number * 13 + position) % 200 for position in range(50))
 
 
 async def expect_answers(readers: list[Reader], num_tokens: int = NUM_TOKENS) -> None:

@@ -2,17 +2,14 @@
 
 import pytest
 
-from engine.hash_model import HashModel
 from tests.faults.answer import Reader, ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.known_model import MODEL
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
 from wire.errors import BatonError
-from wire.layout import KVLayout
 from worker.config import BatchSettings
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 SIZES = Sizes(num_blocks=128, num_slots=256)
 SMALL_STEPS = BatchSettings(max_step_tokens=32, max_running=16, max_chunk_tokens=16)
 BAD = MODEL.vocab_size

@@ -7,20 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.hash_model import HashModel
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.known_model import LAYOUT, MODEL
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, StoreError
 from wire.ids import RequestId
-from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
 from worker.config import BatchSettings
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 PROMPT = tuple(range(100))
 SIZES = Sizes(num_blocks=32, num_slots=128, batch=BatchSettings(max_step_tokens=16, max_running=4, max_chunk_tokens=12))
 

@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 
-from engine.hash_model import HashModel
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import faulty_cluster
+from tests.faults.known_model import MODEL
 from tests.faults.rest import at_rest
-from wire.layout import KVLayout
 from wire.pb import cluster_pb2, inference_pb2, worker_pb2
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "decode_worker",

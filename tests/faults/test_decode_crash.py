@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 
-from engine.hash_model import HashModel
 from tests.faults.answer import ChoiceAnswer, ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.known_model import MODEL
 from tests.faults.rest import at_rest
 from tests.local_cluster.cluster import Sizes
-from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 NUM_KILLS = 33
 
 

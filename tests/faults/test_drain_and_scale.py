@@ -4,17 +4,14 @@ import asyncio
 
 import pytest
 
-from engine.hash_model import HashModel
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.known_model import MODEL
 from tests.faults.load import Load, under_load
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
-from wire.layout import KVLayout
 from wire.pools import Role
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 SIZES = Sizes(num_blocks=96, num_slots=256)
 
 

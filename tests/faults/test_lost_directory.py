@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.hash_model import HashModel
 from kv_store.arena import Arena
 from kv_store.directory import Directory
 from kv_store.directory_client import DirectoryClient
@@ -14,14 +13,12 @@ from kv_store.directory_server import DirectoryServer
 from tests.faults.answer import ask
 from tests.faults.directory_gate import DirectoryGate
 from tests.faults.faulty_cluster import FaultyCluster
+from tests.faults.known_model import LAYOUT, MODEL
 from tests.faults.load import Load, under_load
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Parts, Sizes
-from wire.layout import KVLayout
 from worker.assembly import Tiers
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 SIZES = Sizes(num_blocks=64, num_slots=64)
 PROMPT = tuple(range(100))
 

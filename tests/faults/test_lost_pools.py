@@ -2,24 +2,17 @@
 
 import pytest
 
-from engine.hash_model import HashModel
 from router.config import StreamBounds
 from tests.faults.answer import Reader, ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
 from wire.errors import AttemptsExhausted, DeadlineExceeded, Unavailable
-from wire.layout import KVLayout
 from wire.pools import Role
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 SIZES = Sizes(num_blocks=64, num_slots=256)
 POISON = MODEL.vocab_size
-
-
-def prompt_of(number: int) -> tuple[int, ...]:
-    return tuple((number * 13 + position) % 200 for position in range(50))
 
 
 async def expect(reader: Reader, number: int, num_tokens: int = 40) -> None:

@@ -7,26 +7,19 @@ from contextlib import ExitStack, asynccontextmanager
 import grpc.aio
 import pytest
 
-from engine.hash_model import HashModel
 from tests.faults.answer import Reader, ask
+from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.remote_cluster import RemoteCluster, remote_cluster
 from tests.faults.rest import at_rest
 from tests.faults.router_process import Order, RouterProcess, router_process
-from wire.layout import KVLayout
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 NUM_REQUESTS = 6
 MANY_TOKENS = 3000
 MAX_FILES = 100
 NUM_CONNECTIONS = 200
 TIMEOUT_S = 30.0
-
-
-def prompt_of(number: int) -> tuple[int, ...]:
-    return tuple((number * 13 + position) % 200 for position in range(50))
 
 
 @asynccontextmanager

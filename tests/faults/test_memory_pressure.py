@@ -5,17 +5,13 @@ import asyncio
 import pytest
 
 from engine.core import EngineCore
-from engine.hash_model import HashModel
 from engine.request import EngineRequest
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.known_model import MODEL
 from tests.faults.rest import at_rest
 from tests.local_cluster.cluster import Sizes
 from wire.errors import InvalidRequest
-from wire.layout import KVLayout
-
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 
 
 def prompt_of(number: int) -> tuple[int, ...]:

@@ -9,12 +9,11 @@ from engine.batch import Batch
 from engine.hash_model import HashModel
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import faulty_cluster
+from tests.faults.known_model import LAYOUT, MODEL
 from tests.faults.rest import at_rest
 from tests.local_cluster.cluster import Sizes
-from wire.layout import KVLayout
 from worker.config import BatchSettings
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 SIZES = Sizes(batch=BatchSettings(max_step_tokens=64, max_running=16, max_chunk_tokens=16))
 NUM_REQUESTS = 4
 NUM_TOKENS = 12
@@ -31,9 +30,6 @@ class SmallDevice(HashModel):
             self.num_refused += 1
             raise torch.OutOfMemoryError("out of memory")
         return super().forward(batch, kv)
-
-
-MODEL = HashModel(LAYOUT, vocab_size=300)
 
 
 def prompt_of(number: int) -> tuple[int, ...]:

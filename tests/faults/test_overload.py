@@ -9,19 +9,15 @@ from contextlib import suppress
 
 import pytest
 
-from engine.hash_model import HashModel
 from router.admission import Bounds
 from router.config import StreamBounds
 from tests.faults.answer import Reader, ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.known_model import MODEL
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
 from wire.errors import Cancelled, DeadlineExceeded, Overloaded, RequestNotFound
 from wire.ids import RequestId
-from wire.layout import KVLayout
-
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 
 
 def prompt_of(number: int) -> tuple[int, ...]:

@@ -2,18 +2,15 @@
 
 import pytest
 
-from engine.hash_model import HashModel
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.known_model import MODEL
 from tests.faults.rest import at_rest
 from tests.local_cluster.cluster import Sizes
-from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
 from worker.config import BatchSettings
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 ONE_BLOCK_A_STEP = BatchSettings(max_step_tokens=16, max_running=4, max_chunk_tokens=12)
 SIZES = Sizes(num_blocks=24, num_slots=128, batch=ONE_BLOCK_A_STEP)
 NUM_BLOCKS = 6

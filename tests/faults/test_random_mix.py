@@ -11,20 +11,17 @@ from contextlib import suppress
 
 import pytest
 
-from engine.hash_model import HashModel
 from tests.faults.answer import ChoiceAnswer, Reader, ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.known_model import LAYOUT, MODEL
 from tests.faults.rest import at_rest
 from tests.local_cluster.cluster import Sizes
 from wire.errors import Cancelled, DeadlineExceeded, RequestNotFound
 from wire.ids import RequestId
-from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
 from worker.config import BatchSettings
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 SIZES = Sizes(num_blocks=24, num_slots=40, batch=BatchSettings(max_step_tokens=48, max_running=16, max_chunk_tokens=32))
 NUM_SEEDS = int(os.environ.get("BATON_MIX_SEEDS", "50"))
 NUM_CLIENTS = 14

@@ -5,24 +5,17 @@ import time
 from collections import Counter
 from itertools import count
 
-from engine.hash_model import HashModel
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.rest import at_rest
 from tests.local_cluster.cluster import Sizes
-from wire.layout import KVLayout
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 TIMES_SLOWER = 10
 MAX_STEP_S = 1.0
 NUM_CLIENTS = 6
 NUM_TOKENS = 20
 MIN_NUM_BY_FAST = 40
-
-
-def prompt_of(number: int) -> tuple[int, ...]:
-    return tuple((number * 13 + position) % 200 for position in range(50))
 
 
 class Clients:

@@ -7,18 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.hash_model import HashModel
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.known_model import LAYOUT, MODEL
 from tests.faults.load import Load, under_load
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
-from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 SIZES = Sizes(num_blocks=64, num_slots=128)
 PROMPT = tuple(range(100))
 NUM_FULL = len(PROMPT) // 16

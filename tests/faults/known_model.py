@@ -1,0 +1,12 @@
+"""What clusters of these tests serve: a model whose every answer is known beforehand, and prompts for it."""
+
+from engine.hash_model import HashModel
+from wire.layout import KVLayout
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+MODEL = HashModel(LAYOUT, vocab_size=300)
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    """Three full blocks and a tail of two tokens. The prompts of numbers below 200 have no block in common."""
+    return tuple((number * 13 + position) % 200 for position in range(50))
