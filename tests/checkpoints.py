@@ -152,5 +152,6 @@ def choose_prompt(
 
 
 @functools.cache
-def _model(folder: Path) -> transformers.PreTrainedModel:
+def _model(folder: Path) -> Any:
+    # Any: `generate` is declared for a protocol that is not what any class of transformers' declares of itself.
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,8 +25,8 @@ def model() -> HashModel:
     return HashModel(LAYOUT, 997)
 
 
-def greedy(max_tokens: int, **settings: object) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **settings})  # type: ignore[arg-type]
+def greedy(max_tokens: int, **settings: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **settings})
 
 
 def test_tokens_are_the_oracles_and_pages_come_back(model: HashModel) -> None:

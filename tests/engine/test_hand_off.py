@@ -6,7 +6,7 @@ from engine.events import Abandoned, Emitted, Event, HandedOff
 from engine.hash_model import HashModel
 from engine.request import ChoiceSoFar, HandOff
 from kv_store.device_pool import DevicePool
-from kv_store.transfers import FetchDone, NoStore, PublishDone
+from kv_store.transfers import Done, FetchDone, NoStore
 from tests.pair import ROOT, make_core
 from wire.ids import RequestId
 from wire.layout import KVLayout
@@ -23,11 +23,11 @@ class HeldBack(NoStore):
         super().__init__()
         self.may_end = False
 
-    def poll(self) -> list[FetchDone | PublishDone]:
+    def poll(self) -> list[Done]:
         done = super().poll()
         if self.may_end:
             return done
-        self._done = [one for one in done if isinstance(one, PublishDone)]
+        self._done = [one for one in done if not isinstance(one, FetchDone)]
         return [one for one in done if isinstance(one, FetchDone)]
 
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,11 +13,11 @@ def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def draw(position: int = 0, choice: int = 0, output: tuple[int, ...] = (), **settings: object) -> Draw:
-    return Draw(SamplingParams(**{"seed": 7, **settings}), choice, (1,) * position, output)  # type: ignore[arg-type]
+def draw(position: int = 0, choice: int = 0, output: tuple[int, ...] = (), **settings: Any) -> Draw:
+    return Draw(SamplingParams(**{"seed": 7, **settings}), choice, (1,) * position, output)
 
 
-def drawn_tokens(row: torch.Tensor, num: int, **settings: object) -> list[int]:
+def drawn_tokens(row: torch.Tensor, num: int, **settings: Any) -> list[int]:
     draws = [draw(position, **settings) for position in range(num)]
     return [one.token_id for one in sample(row.expand(num, VOCAB).clone(), draws) if one.token_id is not None]
 
