@@ -1,5 +1,7 @@
 """The matcher against a search in the whole text."""
 
+from typing import SupportsIndex
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,9 +74,9 @@ class Watched(str):
 
     num_looks = 0
 
-    def __getitem__(self, index: object) -> str:
+    def __getitem__(self, index: SupportsIndex | slice) -> str:
         type(self).num_looks += 1
-        return super().__getitem__(index)  # type: ignore[index]
+        return super().__getitem__(index)
 
 
 def test_work_is_linear_for_the_worst_strings() -> None:

@@ -122,8 +122,13 @@ def test_other_threads_run_while_it_encodes() -> None:
     started = threading.Event()
     text = "hello world " * 50_000
     num_turns = 0
+
+    def encode() -> list[int]:
+        started.set()
+        return tokenizer.encode(text)
+
     with ThreadPoolExecutor(1) as executor:
-        future = executor.submit(lambda: (started.set(), tokenizer.encode(text))[1])
+        future = executor.submit(encode)
         assert started.wait(10)
         while not future.done():
             num_turns += 1
