@@ -32,8 +32,8 @@ def test_a_block_comes_out_as_it_went_in() -> None:
 
 
 def test_the_root_is_in_no_frame() -> None:
-    assert ROOT not in sealed(FIRST)
-    assert ROOT not in sealed(SECOND)
+    assert bytes(ROOT) not in sealed(FIRST)
+    assert bytes(ROOT) not in sealed(SECOND)
 
 
 def test_a_flip_of_any_bit_is_seen() -> None:

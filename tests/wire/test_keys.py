@@ -1,5 +1,6 @@
 import hashlib
 import struct
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -64,11 +65,11 @@ def test_a_tail_is_no_full_block_and_no_tail_of_another_length() -> None:
 
 @pytest.mark.parametrize("field", range(4))
 def test_each_part_of_a_root_matters(field: int) -> None:
-    parts = ["default", b"fingerprint", b"layout", "adapter"]
+    parts: list[Any] = ["default", b"fingerprint", b"layout", "adapter"]
     changed = [*parts]
     changed[field] = parts[field][:-1]
-    assert namespace_root(b"secret", *parts) != namespace_root(b"secret", *changed)  # type: ignore[arg-type]
-    assert namespace_root(b"secret", *parts) != namespace_root(b"secret2", *parts)  # type: ignore[arg-type]
+    assert namespace_root(b"secret", *parts) != namespace_root(b"secret", *changed)
+    assert namespace_root(b"secret", *parts) != namespace_root(b"secret2", *parts)
 
 
 def test_parts_of_a_root_do_not_run_into_one_another() -> None:
