@@ -13,7 +13,9 @@ from demo_model.batches import make_repeats, make_texts
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(CHECKPOINT)
+    loaded = AutoTokenizer.from_pretrained(CHECKPOINT)
+    assert isinstance(loaded, PreTrainedTokenizerFast)
+    return loaded
 
 
 def test_every_counted_repeat_stood_there_before(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -23,24 +24,31 @@ _STORY = "The old farmer walks to the"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(CHECKPOINT)
+    loaded = AutoTokenizer.from_pretrained(CHECKPOINT)
+    assert isinstance(loaded, PreTrainedTokenizerFast)
+    return loaded
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return AutoModelForCausalLM.from_pretrained(CHECKPOINT).eval()
+    loaded: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(CHECKPOINT).eval()
+    return loaded
 
 
-def _continue(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, max_tokens: int = 4) -> str:
+# Any: `generate` is declared for a protocol that is not what any class of transformers' declares of itself.
+def _continue(model: Any, tokenizer: PreTrainedTokenizerFast, prompt: str, max_tokens: int = 4) -> str:
     prompt_ids = tokenizer(prompt, return_tensors="pt")
     with torch.inference_mode():
         output = model.generate(**prompt_ids, max_new_tokens=max_tokens, do_sample=False)
-    return tokenizer.decode(output[0, prompt_ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    text = tokenizer.decode(output[0, prompt_ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text
 
 
 def test_it_is_a_small_float32_llama_with_grouped_heads(model: LlamaForCausalLM) -> None:
     assert isinstance(model, LlamaForCausalLM)
     assert sum(parameter.numel() for parameter in model.parameters()) <= _MAX_PARAMETERS
+    assert model.config.num_key_value_heads is not None
     assert model.config.num_key_value_heads < model.config.num_attention_heads
     assert model.config.max_position_embeddings == 2048
     with safe_open(CHECKPOINT / "model.safetensors", "pt") as tensors:
@@ -89,6 +97,7 @@ def test_it_answers_in_a_chat(model: LlamaForCausalLM, tokenizer: PreTrainedToke
         {"role": "user", "content": "Question: which room has Anna?"},
     ]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert isinstance(prompt, str)
     assert _continue(model, tokenizer, prompt) == " 48."
 
 
