@@ -2,7 +2,7 @@ from hypothesis import given
 
 from decode_worker.lifecycle import DecodeLifecycle
 from engine.batcher import Gate
-from engine.events import Emitted, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
+from engine.events import Emitted, Event, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
 from engine.request import ChoiceSoFar, EngineRequest
 from tests.worker.engine_events import ID, Script, assert_ends_once, assert_spans_tile, decodes, outputs, run, updates
 from wire.errors import BatonError, Cancelled
@@ -28,7 +28,7 @@ def lifecycle(num_choices: int = 1) -> DecodeLifecycle:
 
 def test_streams_all_that_is_ready_and_ends_with_the_spans() -> None:
     logprobs = Logprobs(-0.5, ())
-    steps = [
+    steps: list[list[Event]] = [
         [Scheduled(ID, 0)],
         [Fetched(ID, 0, FETCHED), Started(ID, 0), Emitted(ID, 0, 2, 7, logprobs)],
         [Emitted(ID, 0, 3, 8, logprobs), Finished(ID, 0, FinishReason.STOP, 8)],
@@ -49,7 +49,7 @@ def test_streams_all_that_is_ready_and_ends_with_the_spans() -> None:
 
 
 def test_waiting_and_computing_are_phases_of_their_own() -> None:
-    steps = [
+    steps: list[list[Event]] = [
         [HeldUp(ID, 0, Gate.PAGES)],
         [Scheduled(ID, 0)],
         [Fetched(ID, 0, LACKING)],
@@ -70,7 +70,7 @@ def test_waiting_and_computing_are_phases_of_their_own() -> None:
 
 
 def test_tells_that_all_is_fetched_once_and_then_releases_the_hold() -> None:
-    steps = [
+    steps: list[list[Event]] = [
         [Scheduled(ID, 0), Fetched(ID, 0, LACKING)],
         [Scheduled(ID, 1), Fetched(ID, 1, FETCHED)],
         [Preempted(ID, 1), Scheduled(ID, 1), Fetched(ID, 1, FETCHED)],

@@ -3,6 +3,7 @@ from hypothesis import given
 from engine.batcher import Gate
 from engine.events import (
     Emitted,
+    Event,
     Failed,
     Fetched,
     Finished,
@@ -69,7 +70,7 @@ def test_answers_with_the_first_token_once_the_blocks_are_held() -> None:
 
 
 def test_answers_at_once_if_every_choice_ends_with_its_first_token() -> None:
-    steps = [
+    steps: list[list[Event]] = [
         [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0)],
         [Emitted(ID, 0, 0, 7, None), Finished(ID, 0, FinishReason.STOP, 7)],
         [Scheduled(ID, 1), Fetched(ID, 1, TierTokens(device=40)), Started(ID, 1)],
@@ -88,7 +89,7 @@ def test_answers_at_once_if_every_choice_ends_with_its_first_token() -> None:
 
 
 def test_names_the_gate_at_which_it_waited() -> None:
-    steps = [
+    steps: list[list[Event]] = [
         [HeldUp(ID, 0, Gate.SLOT)],
         [],
         [HeldUp(ID, 0, Gate.PAGES)],
@@ -110,7 +111,7 @@ def test_names_the_gate_at_which_it_waited() -> None:
 
 
 def test_usage_is_what_the_leader_first_found() -> None:
-    steps = [
+    steps: list[list[Event]] = [
         [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0), Preempted(ID, 0)],
         [Scheduled(ID, 0), Fetched(ID, 0, TierTokens(device=40)), Emitted(ID, 0, 0, 7, None)],
         [Scheduled(ID, 1), Fetched(ID, 1, TierTokens(device=40)), Emitted(ID, 1, 0, 8, None)],
