@@ -3,9 +3,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kv_store.block_store import StoreStatus
+from kv_store.block_store import FetchedBlocks, PublishedBlocks, StoreStatus
 from wire.errors import StoreError
-from wire.ids import RequestId
+from wire.ids import PageId, RequestId
+from wire.keys import BlockName
 from worker import async_store
 from worker.async_store import AsyncStore
 
@@ -13,11 +14,23 @@ ID = RequestId("r")
 
 
 class SlowStore:
-    """Answers once it may; the rest of a BlockStore is not asked for."""
+    """A BlockStore that has nothing; it answers what the tests ask once it may."""
 
     def __init__(self) -> None:
         self.may_answer = threading.Event()
         self.released: list[RequestId] = []
+
+    def fence(self) -> None: ...
+
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
+        return FetchedBlocks()
+
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> PublishedBlocks:
+        return PublishedBlocks()
+
+    def withdraw(self, names: Sequence[BlockName]) -> None: ...
+
+    def renew(self, request_ids: Sequence[RequestId]) -> None: ...
 
     def release_holds(self, request_ids: Sequence[RequestId]) -> None:
         assert self.may_answer.wait(20.0)
@@ -26,6 +39,9 @@ class SlowStore:
     def status(self) -> StoreStatus:
         assert self.may_answer.wait(20.0)
         return StoreStatus(None, None, 4096)
+
+    def check(self) -> list[str]:
+        return []
 
 
 @pytest.fixture

@@ -62,7 +62,8 @@ def stub(channel: grpc.aio.Channel) -> WorkerStub:
 
 async def health(channel: grpc.aio.Channel) -> int:
     request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
-    return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S)).status
+    status: int = (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S)).status
+    return status
 
 
 async def test_streams_a_request(stub: WorkerStub) -> None:

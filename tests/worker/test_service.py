@@ -1,6 +1,5 @@
 import asyncio
-from collections.abc import AsyncIterator
-from functools import partial
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -51,6 +50,16 @@ async def prefill(node: Node) -> AsyncIterator[Worker]:
 async def decode(node: Node) -> AsyncIterator[Worker]:
     async with serving(Role.DECODE, node) as worker:
         yield worker
+
+
+def setter_of(event: asyncio.Event) -> Callable[[], None]:
+    """To be called on any thread."""
+    loop = asyncio.get_running_loop()
+
+    def set_soon() -> None:
+        loop.call_soon_threadsafe(event.set)
+
+    return set_soon
 
 
 async def collect(worker: Worker, request: worker_pb2.DecodeRequest) -> list[worker_pb2.DecodeUpdate]:
@@ -181,12 +190,11 @@ async def test_a_failed_step_gives_all_requests_back_and_the_worker_goes_on(deco
     assert tokens_of(await collect(decode, decode_request())) == ORACLE.oracle(PROMPT, 40)
 
 
-async def test_a_worker_whose_books_are_wrong_says_so_and_stops(node: Node) -> None:
+async def test_a_worker_whose_books_are_wrong_says_so_and_stops(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    async with serving(Role.DECODE, node, on_broken=lambda: loop.call_soon_threadsafe(broken.set)) as worker:
+    async with serving(Role.DECODE, node, on_broken=setter_of(broken)) as worker:
         worker.model.is_broken = True
-        worker.engine.check = lambda: ["a page is lost"]  # type: ignore[method-assign]
+        monkeypatch.setattr(worker.engine, "check", lambda: ["a page is lost"])
         with pytest.raises(Unavailable):
             await collect(worker, decode_request())
         async with asyncio.timeout(TIMEOUT_S):
@@ -208,9 +216,8 @@ async def test_a_worker_that_fails_on_and_on_stops(decode: Worker) -> None:
 
 
 async def test_an_engine_that_hangs_is_given_up_and_may_go_on_without_harm(node: Node) -> None:
-    loop, broken = asyncio.get_running_loop(), asyncio.Event()
-    give_up = partial(loop.call_soon_threadsafe, broken.set)
-    async with serving(Role.DECODE, node, on_broken=give_up, max_silence_s=MIN_SILENCE_S) as worker:
+    broken = asyncio.Event()
+    async with serving(Role.DECODE, node, on_broken=setter_of(broken), max_silence_s=MIN_SILENCE_S) as worker:
         await collect(worker, decode_request())
         worker.model.may_go.clear()
         hung = [asyncio.create_task(collect(worker, decode_request(request_id=name))) for name in ("a", "b")]
