@@ -14,7 +14,8 @@ from tests.bad_input.refusal import Refusal, refused
 from tests.faults.answer import ChoiceAnswer, Reader, ask
 from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.rest import at_rest, until
-from tests.local_cluster.cluster import TOKEN, Sizes
+from tests.local_cluster.cluster import Sizes
+from tests.local_worker import TOKEN
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
@@ -60,8 +61,10 @@ class Ports:
 
     def generate(self, message: bytes, time_left_s: float | None = MAX_CALL_S, metadata: Metadata = ()) -> GenerateCall:
         """A call with these bytes."""
-        call = self.channels["public"].unary_stream(GENERATE, response_deserializer=pb.GenerateResponse.FromString)
-        return call(message, timeout=time_left_s, metadata=metadata)
+        generate: grpc.aio.UnaryStreamMultiCallable[bytes, pb.GenerateResponse] = self.channels["public"].unary_stream(
+            GENERATE, bytes, pb.GenerateResponse.FromString
+        )
+        return generate(message, timeout=time_left_s, metadata=metadata)
 
     async def answer(self, message: bytes, time_left_s: float = MAX_CALL_S) -> list[ChoiceAnswer]:
         """Of each choice. Raises AioRpcError."""
@@ -69,7 +72,8 @@ class Ports:
 
     async def refusal(self, port: str, method: str, message: bytes, metadata: Metadata = CLUSTER_TOKEN) -> Refusal:
         """How a call ends that must not end well."""
-        return await refused(self.channels[port].unary_stream(method)(message, timeout=MAX_CALL_S, metadata=metadata))
+        call = self.channels[port].unary_stream(method, bytes, bytes)
+        return await refused(call(message, timeout=MAX_CALL_S, metadata=metadata))
 
     async def require_unharmed(self) -> None:
         """A good request has its answer, all books are whole, and no task or file is left."""

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.bad_input.ports import CLUSTER_TOKEN, GENERATE, Metadata, Ports
 from tests.bad_input.raw_http2 import raw_http2
-from tests.local_cluster.cluster import TOKEN
+from tests.local_worker import TOKEN
 from tests.worker.workers import decode_request, greedy, prefill_request
 from wire.pb import worker_pb2
 from wire.rpc import TOKEN_METADATA
@@ -103,9 +104,9 @@ async def test_choices_without_number_are_refused_before_they_are_made(ports: Po
 
 @pytest.mark.parametrize("setting", ["temperature", "top_p", "repetition_penalty"])
 async def test_a_setting_that_is_no_number_harms_but_its_request(ports: Ports, setting: str) -> None:
-    sampling = replace(greedy(4), **{"temperature": 1.0, setting: math.nan})
-    message = decode_request(sampling=sampling).SerializeToString()
-    call = ports.channels["d0"].unary_stream(DECODE)(message, metadata=CLUSTER_TOKEN, timeout=20)
+    settings: dict[str, Any] = {"temperature": 1.0, setting: math.nan}
+    message = decode_request(sampling=replace(greedy(4), **settings)).SerializeToString()
+    call = ports.channels["d0"].unary_stream(DECODE, bytes, bytes)(message, metadata=CLUSTER_TOKEN, timeout=20)
     assert [one async for one in call]
     await ports.require_unharmed()
 
@@ -119,6 +120,6 @@ async def test_a_worker_serves_its_role_only(ports: Ports) -> None:
 async def test_holds_of_nobody_are_released_in_vain(ports: Ports) -> None:
     message = worker_pb2.ReleaseRequest(request_ids=["nobody's", "", "x" * 10_000]).SerializeToString()
     for method in ("Renew", "Release"):
-        call = ports.channels["d0"].unary_unary(f"/baton.v1.Worker/{method}")
+        call = ports.channels["d0"].unary_unary(f"/baton.v1.Worker/{method}", bytes, bytes)
         assert await call(message, metadata=CLUSTER_TOKEN, timeout=20) == b""
     await ports.require_unharmed()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.bad_input.ports import GENERATE, GOOD, Ports
+from tests.bad_input.ports import GENERATE, GOOD, Metadata, Ports
 from tests.bad_input.raw_http2 import END_HEADERS, END_STREAM, Frame, RawHttp2, raw_http2
 from tests.bad_input.refusal import refused
 
@@ -126,7 +126,7 @@ async def test_other_protocols_are_hung_up_on(ports: Ports, data: bytes) -> None
     await ports.require_unharmed()
 
 
-METADATA = {
+METADATA: dict[str, Metadata] = {
     "20 of 20 KiB": [("x-long", "a" * (20 << 10))],
     "20 just over 16 KiB": [("x-long", "a" * (16 << 10))],
     "20 of 1 MiB": [("x-long", "a" * (1 << 20))],
@@ -154,7 +154,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wire.arrival.MAX_ARRIVAL_S", OUR_ARRIVAL_S)
 
 
-SLOW = {
+SLOW: dict[str, Callable[[RawHttp2], None]] = {
     "no message": lambda it: it.begin_call(GENERATE),
     "half a message": framed(prefixed(0, LEN, GOOD[:9]), flags=0),
     "no end after the message": framed(prefixed(0, LEN), flags=0),
@@ -206,7 +206,7 @@ async def test_a_connection_lost_amid_a_message_leaves_nothing(ports: Ports, dat
 async def test_a_flood_of_pings_is_hung_up_on(ports: Ports) -> None:
     async with raw_http2(ports.addresses["public"]) as connection:
         connection.begin_http2()
-        heard = []
+        heard: list[str] = []
         while len(heard) < MAX_PINGS and heard[-1:] in ([], ["pong"]):
             connection.ping()
             heard.append(await connection.answer())

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -22,7 +23,7 @@ OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
 @asynccontextmanager
-async def listening(**listeners: object) -> AsyncIterator[tuple[str, str]]:
+async def listening(**listeners: Any) -> AsyncIterator[tuple[str, str]]:
     """The public and the operator's address of a router before fake workers."""
     cluster = FakeCluster(replace(CONFIG, listeners=replace(CONFIG.listeners, **listeners)))
     server = RouterServer(cluster.router)
@@ -118,7 +119,7 @@ async def test_reflection_can_be_switched_off(reflection: bool) -> None:
     async with listening(reflection=reflection) as addresses:
         for address in addresses:
             async with grpc.aio.insecure_channel(address) as channel:
-                call = channel.unary_stream(REFLECT)(b"", metadata=metadata, timeout=20)
+                call = channel.unary_stream(REFLECT, bytes, bytes)(b"", metadata=metadata, timeout=20)
                 if reflection:
                     assert len([one async for one in call]) == 1
                 else:

@@ -1,12 +1,14 @@
 import asyncio
+from typing import Any
 
 import pytest
 
 from engine.hash_model import HashModel
 from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster
 from tests.router.fake_cluster import Output
+from wire.ids import PageId, RequestId
 from wire.layout import KVLayout
-from wire.pb import cluster_pb2
+from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
@@ -14,7 +16,7 @@ MODEL = HashModel(LAYOUT, vocab_size=300)
 PROMPT = tuple(range(1, 101))
 
 
-def ask(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 40, **settings: object) -> pb.GenerateRequest:
+def ask(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 40, **settings: Any) -> pb.GenerateRequest:
     sampling = pb.SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **settings})
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling_params=sampling)
 
@@ -31,7 +33,7 @@ async def at_rest(cluster: LocalCluster) -> cluster_pb2.ClusterStatus:
     return status
 
 
-def worker(status: cluster_pb2.ClusterStatus, name: str) -> "cluster_pb2.WorkerStatus":
+def worker(status: cluster_pb2.ClusterStatus, name: str) -> worker_pb2.WorkerStatus:
     return next(one for one in status.workers if one.worker_id == name)
 
 
@@ -79,7 +81,7 @@ async def test_many_at_once_with_little_memory() -> None:
 
 
 async def test_samples_are_the_same_with_and_without_a_prefill_pool() -> None:
-    sampled = {"temperature": 1.0, "seed": 3, "n": 4}
+    sampled: dict[str, Any] = {"temperature": 1.0, "seed": 3, "n": 4}
     outputs: list[Output] = []
     for num_prefill in (0, 1):
         async with local_cluster(MODEL, num_prefill, 1) as cluster:
@@ -117,7 +119,7 @@ async def test_a_client_that_goes_leaves_nothing_behind() -> None:
         session = cluster.router.dispatcher.open(request, 60.0)
         async for _ in session.outbox:
             break
-        cluster.router.dispatcher.abort("long")  # type: ignore[arg-type]
+        cluster.router.dispatcher.abort(RequestId("long"))
         status = await at_rest(cluster)
     assert worker(status, "d0").generated_tokens < 2000
 
@@ -127,7 +129,7 @@ async def test_blocks_spoilt_in_the_arena_are_computed_again() -> None:
         first = await cluster.generate(ask())
         await at_rest(cluster)
         for slot in range(0, 64, 2):
-            cluster.arena.slot(slot)[3] ^= 1  # type: ignore[arg-type]
+            cluster.arena.slot(PageId(slot))[3] ^= 1
         await cluster.enlist("p1", "d1")
         prompt = (*PROMPT, *first.token_ids[0])
         second = await cluster.generate(ask(prompt))
