@@ -63,11 +63,6 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.ClusterS
         return cluster_pb2.ScaleResponse(prefill=2, decode=request.decode)
 
 
-@pytest.fixture(autouse=True)
-def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-
-
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
     """A server that the state of the default cluster points to."""

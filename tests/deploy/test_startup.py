@@ -64,7 +64,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeHead]:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(startup, "RayHead", FakeHead)
     monkeypatch.setattr(FakeHead, "plans", [])

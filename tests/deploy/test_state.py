@@ -13,12 +13,6 @@ GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 STATE = ClusterState("one", ClusterPhase.STARTING, command=GONE, run_dir="/tmp/baton-x", token="t")
 
 
-@pytest.fixture(autouse=True)
-def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    return tmp_path
-
-
 def test_a_state_comes_back_as_it_was_written() -> None:
     full = dataclasses.replace(STATE, phase=ClusterPhase.RUNNING, head=GONE, redis=GONE, address="a:1")
     file = StateFile("one")
@@ -29,7 +23,7 @@ def test_a_state_comes_back_as_it_was_written() -> None:
     assert file.read() is None
 
 
-def test_only_its_owner_can_read_it(state_home: Path) -> None:
+def test_only_its_owner_can_read_it() -> None:
     file = StateFile("one")
     file.write(STATE)
     assert file.path.stat().st_mode & 0o777 == 0o600
