@@ -1,7 +1,8 @@
 """Requests, and what a client has of them."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from wire.pb import inference_pb2 as pb
 
@@ -15,11 +16,18 @@ class ChoiceAnswer:
     logprobs: list[bytes] = field(default_factory=list)
     finish: pb.Choice | None = None
 
+    @property
+    def matched_stop(self) -> str | None:
+        """Which kind of stop ended it, by its name in `Choice`. Only of an answer that is complete."""
+        assert self.finish is not None
+        matched: str | None = self.finish.WhichOneof("matched_stop")
+        return matched
+
 
 class Reader:
     """Reads one stream, as far as it is told. Raises what the stream ends with."""
 
-    def __init__(self, stream: AsyncIterator[pb.GenerateResponse]) -> None:
+    def __init__(self, stream: AsyncIterable[pb.GenerateResponse]) -> None:
         self.complete: pb.Complete | None = None
         self._stream = aiter(stream)
         self.by_index: dict[int, ChoiceAnswer] = {}
@@ -58,7 +66,7 @@ class Reader:
         choice.logprobs += [one.SerializeToString(deterministic=True) for one in response.chunk.logprobs]
 
 
-def ask(prompt: Sequence[int], max_tokens: int = 40, **settings: object) -> pb.GenerateRequest:
+def ask(prompt: Sequence[int], max_tokens: int = 40, **settings: Any) -> pb.GenerateRequest:
     """Greedy unless told otherwise."""
     sampling = pb.SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "seed": 7, **settings})
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling_params=sampling)

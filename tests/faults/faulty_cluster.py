@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, suppress
 from engine.batch import Model
 from kv_store.node_store import HOLD_TTL_S
 from router.local_worker_client import LocalWorkerClient
+from router.worker_client import WorkerClient
 from tests.faults.answer import ChoiceAnswer, Reader
 from tests.faults.cold_gate import ColdGate
 from tests.faults.directory_gate import DirectoryGate
@@ -154,7 +155,7 @@ class FaultyCluster(LocalCluster):
         self.colds[name] = ColdGate(self.cold)
         return Parts(self.models[name], Tiers(parts.tiers.arena, self.gates[name], self.colds[name]))
 
-    def _connect(self, address: str) -> LocalWorkerClient:
+    def _connect(self, address: str) -> WorkerClient:
         client = MortalClient(self.workers[address].service, lambda: self._died(address))
         self.clients[address] = self.mortals[address] = client
         return client

@@ -30,6 +30,11 @@ class Load:
     async def run(self) -> None:
         await asyncio.gather(*(self._client() for _ in range(self.num_clients)))
 
+    async def goes_on(self, num_answers: int = 8) -> None:
+        """Returns after so many more answers."""
+        wanted = self.num_answered + num_answers
+        await until(lambda: self.num_answered >= wanted)
+
     async def _client(self) -> None:
         while not self.is_over:
             number = next(self._numbers)

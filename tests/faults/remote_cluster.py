@@ -7,7 +7,8 @@ from engine.batch import Model
 from router.grpc_worker_client import GrpcWorkerClient
 from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.toxic_proxy import Line, toxic_proxy
-from tests.local_cluster.cluster import TOKEN, Sizes
+from tests.local_cluster.cluster import Sizes
+from tests.local_worker import TOKEN
 from worker.assembly import Assembly
 from worker.config import ServerSettings
 from worker.grpc_skin import WorkerServer
@@ -35,7 +36,7 @@ class RemoteCluster(FaultyCluster):
         self._proxied[name] = await self._servers.enter_async_context(toxic_proxy(self.addresses[name], self.line))
         return worker
 
-    def _connect(self, address: str) -> GrpcWorkerClient:  # type: ignore[override]
+    def _connect(self, address: str) -> GrpcWorkerClient:
         return GrpcWorkerClient(self._proxied[address], TOKEN)
 
 

@@ -113,7 +113,7 @@ def _blocks(cluster: FaultyCluster) -> Iterator[tuple[str, BlockKey, bytes]]:
         for page in range(pool.ledger.num_pages):
             key = pool.ledger.index.key_of(PageId(page))
             if key is not None:
-                yield name, key, checksum_of(memoryview(pool.page_bytes(PageId(page)).numpy()))
+                yield name, key, checksum_of(pool.page_bytes(PageId(page)).numpy().data)
 
 
 def _alive(cluster: FaultyCluster) -> Iterator[tuple[str, Assembly]]:

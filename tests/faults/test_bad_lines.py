@@ -75,7 +75,7 @@ async def test_a_line_that_breaks_in_the_midst_of_a_message(seed: int) -> None:
         answering = asyncio.create_task(expect_answers(readers, 200))
         for _ in range(2):
             cluster.line.bytes_to_reset = draw.randrange(2000)
-            await until(lambda: cluster.line.bytes_to_reset is None or answering.done())
+            await until(lambda: not cluster.line.will_break or answering.done())
         cluster.line.bytes_to_reset = None
         await answering
         await at_rest(cluster)
@@ -143,7 +143,7 @@ async def test_redis_on_a_line_that_breaks_in_the_midst_of_a_block(redis_path: s
         for num_bytes in (0, 1, 50, 90, 200, REDIS_LAYOUT.payload_bytes):
             line.bytes_to_reset = num_bytes
             assert not await got(tier)
-            assert line.bytes_to_reset is None
+            assert not line.will_break
             async with asyncio.timeout(AMPLE_S):
                 while not await got(tier):
                     pass

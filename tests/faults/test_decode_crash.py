@@ -79,7 +79,7 @@ async def test_killed_at_every_token(name: str, plain: list[list[ChoiceAnswer]])
     requests = [kind.request(kill_after, plain[kill_after]) for kill_after in range(NUM_KILLS)]
     async with faulty_cluster(MODEL, kind.num_prefill, 1, SIZES) as cluster:
         expected = await asyncio.gather(*(cluster.answer(request) for request in requests))
-    finishes = {choice.finish.WhichOneof("matched_stop") for answer in expected for choice in answer}
+    finishes = {choice.matched_stop for answer in expected for choice in answer}
     assert kind.ends_by in finishes
     async with faulty_cluster(MODEL, kind.num_prefill, 2, SIZES) as cluster:
         cluster.replace_dead = True

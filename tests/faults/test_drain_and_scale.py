@@ -8,7 +8,7 @@ from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.known_model import MODEL
 from tests.faults.load import Load, under_load
-from tests.faults.rest import at_rest, until
+from tests.faults.rest import at_rest
 from tests.local_cluster.cluster import Sizes
 from wire.pools import Role
 
@@ -26,21 +26,15 @@ async def scale(cluster: FaultyCluster, num_prefill: int, num_decode: int, grace
     return sum(await asyncio.gather(*(cluster.drain(name, grace_s) for name in too_many)))
 
 
-async def more_answers(load: Load, number: int = 8) -> None:
-    """Load goes on, and is served."""
-    wanted = load.num_answered + number
-    await until(lambda: load.num_answered >= wanted)
-
-
 @pytest.mark.parametrize("grace_s", [20.0, 0.0])
 async def test_scaling_there_and_back(grace_s: float) -> None:
     """1/2 -> 2/1 -> 1/2; workers that leave finish what they have, or give it back."""
     async with faulty_cluster(MODEL, 1, 2, SIZES) as cluster:
         async with under_load(Load(cluster, MODEL)) as load:
             num_given_back = await scale(cluster, 2, 1, grace_s)
-            await more_answers(load)
+            await load.goes_on()
             num_given_back += await scale(cluster, 1, 2, grace_s)
-            await more_answers(load)
+            await load.goes_on()
         assert len(cluster.listed) == 3
         assert num_given_back == 0 or grace_s == 0
         await at_rest(cluster)
@@ -53,7 +47,7 @@ async def test_all_workers_are_replaced_one_by_one(grace_s: float) -> None:
             for name in tuple(cluster.listed):
                 await cluster.add(Role.PREFILL if name.startswith("p") else Role.DECODE)
                 await cluster.drain(name, grace_s)
-                await more_answers(load)
+                await load.goes_on()
         assert sorted(cluster.listed) == ["d2", "d3", "p2", "p3"]
         await at_rest(cluster)
 
@@ -77,7 +71,7 @@ async def test_a_worker_that_drains_unknown_to_the_router_gives_work_back() -> N
         async with under_load(Load(cluster, MODEL)) as load:
             for name in ("p0", "d0"):
                 await cluster.workers[name].service.drain(grace_s=0.0)
-            await more_answers(load)
+            await load.goes_on()
             states = {member.worker_id: member.state.value for member in cluster.router._members}
         assert states == {"p0": "draining", "d0": "draining", "p1": "ready", "d1": "ready"}
         await at_rest(cluster)

@@ -77,8 +77,7 @@ async def test_it_restarts_under_load(tmp_path: Path) -> None:
             for _ in range(3):
                 cluster.stop_directory()
                 cluster.serve_directory()
-                wanted = load.num_answered + 12
-                await until(lambda wanted=wanted: load.num_answered >= wanted)
+                await load.goes_on(12)
             await until(lambda: cluster.directory.status().hits)
         await at_rest(cluster)
 

@@ -33,7 +33,7 @@ async def serve_all(cluster: FaultyCluster, num_requests: int, num_tokens: int =
     return order
 
 
-def arrivals(engine: EngineCore) -> list[int]:
+def arrivals(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The order in which requests come to an engine from now on."""
     order: list[int] = []
     add = engine.add
@@ -42,16 +42,16 @@ def arrivals(engine: EngineCore) -> list[int]:
         order.append(int(request.request_id))
         add(request)
 
-    engine.add = note
+    monkeypatch.setattr(engine, "add", note)
     return order
 
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
-async def test_a_pool_of_eight_pages_and_fifty_requests(num_prefill: int) -> None:
+async def test_a_pool_of_eight_pages_and_fifty_requests(num_prefill: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes up to five of them. Nobody starves: no more overtake anyone than there are pages."""
     async with faulty_cluster(MODEL, num_prefill, 1, Sizes(num_blocks=8, num_slots=64)) as cluster:
         engine = cluster.workers["d0"].engine
-        came = arrivals(engine)
+        came = arrivals(engine, monkeypatch)
         went = await serve_all(cluster, 50, 30)
         assert engine.stats().num_preemptions > 0
         await at_rest(cluster)

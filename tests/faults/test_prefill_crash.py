@@ -1,5 +1,8 @@
 """A prefill worker dies at every block: what it had published is used, and nothing of what it had not."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 
 from tests.faults.answer import ask
@@ -25,7 +28,7 @@ def arm(cluster: FaultyCluster, call: str, number: int) -> None:
     """The first prefill worker that is about to say this to the directory for the `number`-th time, from 0, dies."""
     num_calls = 0
 
-    def die(name: str, called: str) -> None:
+    def die(name: str, called: str, _: tuple[Any, ...]) -> None:
         nonlocal num_calls
         if called == call:
             num_calls += 1  # first: once it is dead another may get here before this thread goes on
@@ -34,7 +37,7 @@ def arm(cluster: FaultyCluster, call: str, number: int) -> None:
 
     for name in cluster.listed:
         if name.startswith("p"):
-            cluster.gates[name].before = lambda called, _, name=name: die(name, called)
+            cluster.gates[name].before = partial(die, name)
 
 
 async def serve_one(cluster: FaultyCluster, number: int) -> pb.Complete:

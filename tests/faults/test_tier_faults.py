@@ -111,8 +111,7 @@ async def test_blocks_are_spoilt_all_the_time() -> None:
         async with under_load(Load(cluster, MODEL, num_clients=6)) as load:
             for spoil in (flip, lose, shuffle) * 8:
                 spoil(cluster)
-                wanted = load.num_answered + 2
-                await until(lambda wanted=wanted: load.num_answered >= wanted)
+                await load.goes_on(2)
         await at_rest(cluster)
 
 

@@ -51,13 +51,14 @@ class Release:
             for module in (local_cluster, local_worker):
                 patch.setattr(module, "FINGERPRINT", self.fingerprint)
             cluster = FaultyCluster(model, Sizes())
-            cluster.cold = RedisTier(redis_url, self.layout, AMPLE_S)
+            cold = RedisTier(redis_url, self.layout, AMPLE_S)
+            patch.setattr(cluster, "cold", cold)
             await cluster.start(1, 1)
             try:
                 yield cluster
             finally:
                 await cluster.stop()
-                cluster.cold.close()
+                cold.close()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,11 @@ class Line:
     loses_answers: bool = False
     draw: random.Random = field(default_factory=lambda: random.Random(0))
 
+    @property
+    def will_break(self) -> bool:
+        """Whether it is yet to reset a connection."""
+        return self.bytes_to_reset is not None
+
     async def pass_on(self, piece: bytes, writer: asyncio.StreamWriter) -> None:
         """Raises ConnectionResetError where the line breaks."""
         await asyncio.sleep(self.draw.uniform(*self.delay_s) + len(piece) / self.bytes_per_s)

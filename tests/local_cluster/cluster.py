@@ -14,6 +14,7 @@ from router.config import ClusterAccess, RouterConfig, ServedModel, StreamBounds
 from router.controller_port import LocalController
 from router.local_worker_client import LocalWorkerClient
 from router.router import Router
+from router.worker_client import WorkerClient
 from tests.local_worker import FINGERPRINT, TOKEN, local_worker
 from tests.router.fake_cluster import Output, collect
 from text.byte_tokenizer import ByteTokenizer
@@ -99,7 +100,7 @@ class LocalCluster:
             await worker.service.close()
             worker.close()
 
-    def _connect(self, address: str) -> LocalWorkerClient:
+    def _connect(self, address: str) -> WorkerClient:
         self.clients[address] = LocalWorkerClient(self.workers[address].service)
         return self.clients[address]
 
