@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from router.config import ClusterAccess, RouterConfig, ServedModel
 from router.controller_port import LocalController
@@ -104,7 +105,7 @@ async def running(num_prefill: int, num_decode: int, config: RouterConfig = CONF
         await cluster.router.stop()
 
 
-def request(**sampling: object) -> pb.GenerateRequest:
+def request(**sampling: Any) -> pb.GenerateRequest:
     """Prompt "hello, world" (three blocks), seed 1 unless told otherwise."""
     return pb.GenerateRequest(text=PROMPT, sampling_params=pb.SamplingParams(**{"seed": 1, **sampling}))
 

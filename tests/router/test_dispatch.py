@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def assert_is_whole(output: Output, length: int, num_choices: int = 1) -> None:
     assert output.complete.usage.completion_tokens == length * num_choices
 
 
-def with_streams(**bounds: float) -> RouterConfig:
+def with_streams(**bounds: Any) -> RouterConfig:
     return replace(CONFIG, streams=replace(CONFIG.streams, **bounds))
 
 

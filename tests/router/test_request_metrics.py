@@ -28,8 +28,8 @@ def record(
 
 def test_tokens_come_at_a_pace() -> None:
     metrics = RequestMetrics()
+    assert Pace(metrics, arrived_s=10.0).ttft_s is None
     pace = Pace(metrics, arrived_s=10.0)
-    assert pace.ttft_s is None
     for choice, num_tokens, now_s in ((0, 1, 10.5), (1, 1, 10.75), (0, 2, 11.5), (0, 0, 20.0), (1, 1, 11.75)):
         pace.gained(choice, num_tokens, now_s)
     assert pace.ttft_s == 0.5

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -15,9 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
+from router.addresses import Addresses
 from router.admission import Bounds
 from router.config import Listeners, RouterConfig
-from router.server import Addresses, RouterServer
+from router.server import RouterServer
 from tests.router.fake_cluster import CONFIG, FakeCluster, expected, request, until
 from wire.errors import ConfigError
 from wire.ids import WorkerId
@@ -75,11 +76,11 @@ async def service() -> AsyncIterator[Service]:
         yield service
 
 
-async def read(call: AsyncIterator[pb.GenerateResponse]) -> list[pb.GenerateResponse]:
+async def read(call: AsyncIterable[pb.GenerateResponse]) -> list[pb.GenerateResponse]:
     return [response async for response in call]
 
 
-async def failure_of(call: AsyncIterator[pb.GenerateResponse]) -> grpc.aio.AioRpcError:
+async def failure_of(call: AsyncIterable[pb.GenerateResponse]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await read(call)
     return raised.value
@@ -103,7 +104,8 @@ def info_of(failure: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
 def retry_delay_s(failure: grpc.aio.AioRpcError) -> float:
     retry = error_details_pb2.RetryInfo()
     assert rpc_status.from_call(_Plain(failure)).details[1].Unpack(retry)
-    return retry.retry_delay.ToTimedelta().total_seconds()
+    delay_s: float = retry.retry_delay.ToTimedelta().total_seconds()
+    return delay_s
 
 
 async def test_a_stream_is_chunks_and_one_complete(service: Service) -> None:
@@ -137,7 +139,7 @@ async def test_another_model_is_not_found(service: Service) -> None:
 
 
 async def test_bytes_that_are_no_message_are_invalid(service: Service) -> None:
-    call = service.public.unary_stream("/baton.v1.Inference/Generate")
+    call = service.public.unary_stream("/baton.v1.Inference/Generate", bytes, pb.GenerateResponse.FromString)
     failure = await failure_of(call(b"\xff\xff\xff"))
     assert failure.code() == Code.INVALID_ARGUMENT
     assert info_of(failure).reason == "INVALID_REQUEST"
@@ -221,7 +223,7 @@ async def test_a_full_router_refuses_before_the_message_is_there() -> None:
         service.cluster.workers["p0"].may_go.clear()
         reading = asyncio.create_task(read(service.inference.Generate(request())))
         await until(lambda: service.cluster.router.dispatcher.num_queued == 1)
-        refused = service.public.stream_unary("/baton.v1.Inference/Generate")(timeout=5.0)
+        refused = service.public.stream_unary("/baton.v1.Inference/Generate", bytes, bytes)(timeout=5.0)
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await refused
         assert (failure.value.code(), retry_delay_s(failure.value)) == (Code.RESOURCE_EXHAUSTED, 1.0)
@@ -241,8 +243,11 @@ async def test_a_message_that_is_too_large_is_refused(service: Service) -> None:
 async def test_a_bug_tells_nothing_of_itself_but_where_the_log_has_it(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def prepare(*_: object) -> None:
+        raise KeyError("a secret")
+
     with monkeypatch.context() as broken:
-        broken.setattr("router.steps.prepare", lambda *_: {}["a secret"])
+        broken.setattr("router.steps.prepare", prepare)
         failure = await failure_of(service.inference.Generate(request()))
     assert failure.code() == Code.INTERNAL
     assert "secret" not in (failure.details() or "")

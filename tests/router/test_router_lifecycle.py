@@ -1,6 +1,7 @@
 """The life of a request as a table: what happened, and what is to be done."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,7 @@ LENGTH = pb.FINISH_REASON_LENGTH
 STOP = pb.FINISH_REASON_STOP
 
 
-def tokens(text: str, position: int, index: int = 0, **ending: int) -> worker_pb2.ChoiceTokens:
+def tokens(text: str, position: int, index: int = 0, **ending: Any) -> worker_pb2.ChoiceTokens:
     return worker_pb2.ChoiceTokens(index=index, first_position=position, token_ids=list(text.encode()), **ending)
 
 
@@ -81,11 +82,11 @@ def so_far(text: str, index: int = 0) -> worker_pb2.ChoiceSoFar:
     return worker_pb2.ChoiceSoFar(index=index, output=pb.TokenIds(ids=list(text.encode())))
 
 
-def lifecycle(*events: Event, **sampling: object) -> RequestLifecycle:
+def lifecycle(*events: Event, **sampling: Any) -> RequestLifecycle:
     """A life in which the request is tokenized, and these events have happened."""
     life = RequestLifecycle(lambda params: IncrementalText(ByteTokenizer(), params.stop, params.min_tokens))
     assert life.start() == [Tokenize()]
-    assert life.handle(Tokenized(6, SamplingParams(seed=5, **sampling))) == [ChoosePrefill(1)]  # type: ignore[arg-type]
+    assert life.handle(Tokenized(6, SamplingParams(seed=5, **sampling))) == [ChoosePrefill(1)]
     for event in events:
         life.handle(event)
     return life
