@@ -67,11 +67,9 @@ def test_a_draining_worker_is_there_until_it_has_ended() -> None:
     made = pools(1, 2)
     made.resize(None, 1)
     made.plan(0.0)
-    assert made[D1].stage is Stage.DRAINING
-    assert not made.are_as_asked
+    assert (made[D1].stage, made.are_as_asked) == (Stage.DRAINING, False)
     made.forget(D1)
-    assert made.are_as_asked
-    assert D1 not in made
+    assert (D1 in made, made.are_as_asked) == (False, True)
 
 
 def test_a_draining_worker_does_not_count_when_the_pool_grows_again() -> None:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,11 +44,9 @@ def _spawn(program: str, log: Path) -> ProcessRef:
 
 def test_a_leader_outlives_nothing_it_should_not(sleeper: ProcessRef) -> None:
     assert os.getsid(sleeper.pid) == sleeper.pid
-    assert sleeper.is_alive
-    assert sleeper.session() == [sleeper.pid]
+    assert (sleeper.is_alive, sleeper.session()) == (True, [sleeper.pid])
     end_session(sleeper, grace_s=5)
-    assert not sleeper.is_alive
-    assert sleeper.session() == []
+    assert (sleeper.is_alive, sleeper.session()) == (False, [])
 
 
 def test_what_ignores_sigterm_is_killed_with_its_children(log: Path) -> None:
@@ -70,8 +69,8 @@ def test_children_of_a_leader_that_is_gone_are_found(log: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"started": 1.0}, {"boot": "another"}])
-def test_another_process_of_that_number_is_left_alone(sleeper: ProcessRef, change: dict[str, object]) -> None:
-    stranger = dataclasses.replace(sleeper, **change)  # type: ignore[arg-type]
+def test_another_process_of_that_number_is_left_alone(sleeper: ProcessRef, change: dict[str, Any]) -> None:
+    stranger = dataclasses.replace(sleeper, **change)
     assert not stranger.is_alive
     end_session(stranger, grace_s=0)
     assert wait_or_kill(stranger, 0.05)

@@ -1,3 +1,4 @@
+import importlib.util
 import shutil
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,6 @@ def test_the_server_of_a_package_is_taken_where_there_is_no_other(
 
 def test_without_any_server_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(redis_server.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="install redis-server"):
         redis_server.find_program()

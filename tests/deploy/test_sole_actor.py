@@ -158,10 +158,10 @@ async def test_what_nobody_thought_of_does_not_end_the_watch(world: World) -> No
 
 async def test_one_that_is_there_already_is_taken_over(world: World) -> None:
     world.left_behind = world.actors[0]
-    service = world.make_service()
-    assert service.answer is None
-    assert await service.take_over() == "{}"
-    assert world.actors == [service.actor]
+    world.service = world.make_service()
+    assert world.service.answer is None
+    assert await world.service.take_over() == "{}"
+    assert world.actors == [world.current]
     assert world.make_service().answer == "{}"
     assert world.actors[0].num_starts == 1
     assert world.events.encode() == "[]"
@@ -169,8 +169,8 @@ async def test_one_that_is_there_already_is_taken_over(world: World) -> None:
 
 async def test_one_that_was_left_behind_dead_or_broken_is_replaced(world: World) -> None:
     world.left_behind = FakeActor(Unavailable("died"))
-    service = world.make_service()
-    assert await service.take_over() == "{}"
+    world.service = world.make_service()
+    assert await world.service.take_over() == "{}"
     assert world.left_behind.life is Life.DEAD
-    assert service.actor is world.actors[-1]
+    assert world.current is world.actors[-1]
     assert "the node did not start again: died" in world.events.encode()

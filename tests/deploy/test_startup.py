@@ -14,6 +14,7 @@ from deploy.processes import ProcessRef, spawn_leader
 from deploy.ray_cluster import Launched
 from deploy.startup import Startup
 from deploy.state import ClusterPhase, ClusterState, StateFile
+from deploy.teardown import tear_down
 from tests.checkpoints import make_checkpoint
 from wire.errors import ConfigError
 
@@ -22,10 +23,9 @@ NAME = f"u{os.getpid()}"
 
 
 class FakeHead:
-    """A head whose process sleeps; `on_launch` is what becomes of the launch."""
+    """A head whose process sleeps."""
 
     plans: ClassVar[list[ClusterPlan]] = []
-    on_launch: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
 
     def __init__(self, folder: Path, namespace: str, ray_address: str | None) -> None:
         self.namespace = namespace
@@ -39,7 +39,11 @@ class FakeHead:
         Path(plan.node.arena_path).touch()
         on_progress(5)
         self.on_launch()
-        return Launched("public:1", "operator:2", [os.getpid()])
+        return Launched("public:1", "operator:2", "metrics:3")
+
+    @staticmethod
+    def on_launch() -> None:
+        """What becomes of the launch."""
 
     def close(self) -> None: ...
 
@@ -80,7 +84,7 @@ def _left_behind() -> list[Path]:
 
 
 def _end(state: ClusterState) -> None:
-    assert startup.tear_down(state) == []
+    assert tear_down(state) == []
     assert _left_behind() == []
 
 
@@ -89,7 +93,9 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
     state = Startup(_config(checkpoint, pools={"prefill": 2}), reporter).run()
     try:
         assert StateFile(NAME).read() == state
-        assert (state.phase, state.address, state.operator_address) == (ClusterPhase.RUNNING, "public:1", "operator:2")
+        assert state.phase is ClusterPhase.RUNNING
+        addresses = (state.address, state.operator_address, state.metrics_address)
+        assert addresses == ("public:1", "operator:2", "metrics:3")
         assert state.head is not None
         assert state.head.is_alive
         (plan,) = head.plans

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from deploy.status_object import to_object
@@ -6,8 +8,8 @@ from wire.pb import cluster_pb2, worker_pb2
 from wire.pb.worker_pb2 import BlockCounts
 
 
-def worker(worker_id: str, role: str, state: str = "ready", **values: object) -> worker_pb2.WorkerStatus:
-    return worker_pb2.WorkerStatus(worker_id=worker_id, role=role, pid=4000, state=state, **values)  # type: ignore[arg-type]
+def worker(worker_id: str, role: str, state: str = "ready", **values: Any) -> worker_pb2.WorkerStatus:
+    return worker_pb2.WorkerStatus(worker_id=worker_id, role=role, pid=4000, state=state, **values)
 
 
 def busy() -> cluster_pb2.ClusterStatus:
