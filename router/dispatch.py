@@ -38,10 +38,12 @@ class Dispatcher:
     def num_running(self) -> int:
         return self._admission.num_running
 
-    def require_room(self) -> None:
-        """Raises Overloaded if `open` would for any request."""
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """While a request is on its way. Raises Overloaded at once if none may come in, whatever it is."""
         with self._refusals_counted():
             self._admission.require_room()
+            yield
 
     def open(self, request: pb.GenerateRequest, time_left_s: float | None) -> Session:
         """Starts a request, or raises at once what is wrong with it, or Overloaded. None: it has no deadline."""

@@ -9,11 +9,12 @@ from grpc_reflection.v1alpha import reflection
 
 from router.addresses import Addresses
 from router.api import InferenceApi
+from router.door import Door
 from router.metrics_server import MetricsServer
 from router.operator import ClusterApi
 from router.router import Router
 from wire.errors import ConfigError
-from wire.interceptors import ErrorInterceptor, RoomInterceptor, TokenInterceptor
+from wire.interceptors import ErrorInterceptor, TokenInterceptor
 from wire.pb import cluster_pb2, inference_pb2
 from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
 from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
@@ -32,10 +33,15 @@ class RouterServer:
         self._router = router
         self._health = health.aio.HealthServicer()
         token = TokenInterceptor(router.config.cluster.token)
-        room = RoomInterceptor(_GENERATE, router.dispatcher.require_room)
-        self._public = self._server(_INFERENCE, [room, ErrorInterceptor()])
+        self._door = Door(router.dispatcher, _GENERATE)
+        self._public = self._server(_INFERENCE, [ErrorInterceptor(self._door.arriving)])
         self._operator = self._server(_CLUSTER, [token, ErrorInterceptor()])
         self._metrics: MetricsServer | None = None
+
+    @property
+    def num_arriving(self) -> int:
+        """Messages that are on their way to the public port."""
+        return self._door.num_arriving
 
     async def start(self) -> Addresses:
         """Raises ConfigError if a port is in use; nothing is left running then."""

@@ -1,7 +1,8 @@
 """How the messages of a call arrive at a server: bounded in time, counted, and parsed by us."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc.aio
@@ -9,29 +10,38 @@ import grpc.aio
 from wire import errors
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Arriving = Callable[[], AbstractContextManager[None]]
+"""A context in which a message is waited for and parsed."""
 
 MAX_ARRIVAL_S = 10.0
 """How long a call may take to send its message."""
 
 
-async def take_one(parse: Any, context: Context) -> Any:
+async def take_one(parse: Any, arriving: Arriving, context: Context) -> Any:
     """The only message of a call. Raises InvalidRequest, or DeadlineExceeded if it does not come."""
-    first = await _read(context)
-    if first is grpc.aio.EOF:
-        raise errors.InvalidRequest("message", "missing")
-    if await _read(context) is not grpc.aio.EOF:
-        raise errors.InvalidRequest("message", "more than the one that this method takes")
-    return _parse(parse, first)
+    with arriving():
+        first = await _read(context)
+        if first is grpc.aio.EOF:
+            raise errors.InvalidRequest("message", "missing")
+        if await _read(context) is not grpc.aio.EOF:
+            raise errors.InvalidRequest("message", "more than the one that this method takes")
+        return _parse(parse, first)
 
 
-async def take_all(parse: Any, context: Context) -> AsyncIterator[Any]:
+async def take_all(parse: Any, arriving: Arriving, context: Context) -> AsyncIterator[Any]:
     """The messages of a call, as they come. Going through them raises as above."""
-    return _each(parse, context)
+    return _each(parse, arriving, context)
 
 
-async def _each(parse: Any, context: Context) -> AsyncIterator[Any]:
-    while (data := await _read(context)) is not grpc.aio.EOF:
-        yield _parse(parse, data)
+async def _each(parse: Any, arriving: Arriving, context: Context) -> AsyncIterator[Any]:
+    while (message := await _next(parse, arriving, context)) is not grpc.aio.EOF:
+        yield message
+
+
+async def _next(parse: Any, arriving: Arriving, context: Context) -> Any:
+    with arriving():
+        data = await _read(context)
+        return data if data is grpc.aio.EOF else _parse(parse, data)
 
 
 async def _read(context: Context) -> Any:

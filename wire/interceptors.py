@@ -1,4 +1,4 @@
-"""What our gRPC servers do with each call: ask for the cluster's token, or for room, and turn errors into statuses.
+"""What every gRPC server of ours does with each call: asks for the cluster's token, and turns errors into statuses.
 
 A handler's bug becomes INTERNAL with an opaque id; the log has the rest.
 """
@@ -6,6 +6,7 @@ A handler's bug becomes INTERNAL with an opaque id; the log has the rest.
 import hmac
 import inspect
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,13 +25,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns what handlers raise into statuses. Nothing else leaves a server: no exception text, no UNKNOWN.
 
     To gRPC every handler takes a stream, so that messages are waited for, counted and parsed here.
+
+    arriving: of a method's path, a context in which each message of such a call is waited for; may refuse by raising.
     """
+
+    def __init__(self, arriving: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> None:
+        self._arriving = arriving
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        take = partial(take_all if handler.request_streaming else take_one, handler.request_deserializer)
+        arriving = partial(self._arriving, handler_call_details.method)
+        take = partial(take_all if handler.request_streaming else take_one, handler.request_deserializer, arriving)
         if not handler.response_streaming:
             method = handler.stream_unary or handler.unary_unary
             return grpc.stream_unary_rpc_method_handler(_guard_unary(method, take), None, handler.response_serializer)
@@ -52,35 +59,11 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_METADATA, "")
         if hmac.compare_digest(str(given).encode(), self._token):
             return await continuation(handler_call_details)
-        return _refusing(errors.Unauthenticated("the cluster's token is missing or wrong"))
+        return grpc.stream_unary_rpc_method_handler(_refuse)
 
 
-class RoomInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls of one method before their message is read, where there is no room for them.
-
-    method: its path. require_room: called for each call; what it raises is the call's end.
-    """
-
-    def __init__(self, method: str, require_room: Callable[[], None]) -> None:
-        self._method = method
-        self._require_room = require_room
-
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        if handler_call_details.method == self._method:
-            try:
-                self._require_room()
-            except errors.Overloaded as error:
-                return _refusing(error)
-        return await continuation(handler_call_details)
-
-
-def _refusing(error: BatonError) -> "grpc.RpcMethodHandler[Any, Any]":
-    """A handler for any method, which does not wait for the call's message."""
-
-    async def refuse(_messages: Any, context: Context) -> None:
-        await _abort(context, error)
-
-    return grpc.stream_unary_rpc_method_handler(refuse)
+async def _refuse(_messages: Any, context: Context) -> None:
+    await _abort(context, errors.Unauthenticated("the cluster's token is missing or wrong"))
 
 
 def _guard_unary(method: Any, take: Any) -> Any:

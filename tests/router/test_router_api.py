@@ -6,6 +6,7 @@ import urllib.request
 from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -18,6 +19,7 @@ from grpc_status import rpc_status
 from router.addresses import Addresses
 from router.admission import Bounds
 from router.config import Listeners, RouterConfig
+from router.door import MAX_ARRIVING
 from router.server import RouterServer
 from tests.router.fake_cluster import CONFIG, FakeCluster, expected, request, until
 from wire.errors import ConfigError
@@ -29,6 +31,7 @@ from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
 
 Code = grpc.StatusCode
+GENERATE = "/baton.v1.Inference/Generate"
 TOKEN = ((TOKEN_METADATA, CONFIG.cluster.token),)
 
 
@@ -45,6 +48,14 @@ class Service:
     @property
     def inference(self) -> InferenceStub:
         return InferenceStub(self.public)
+
+    def without_message(self, method: str) -> Any:
+        """A call that has begun, and whose message does not come by itself."""
+        return self.public.stream_unary(method)(timeout=10.0)
+
+    def num_refused(self, outcome: str) -> float | None:
+        registry = self.cluster.router.metrics.registry
+        return registry.get_sample_value("baton_requests_total", {"outcome": outcome})
 
     @property
     def operate(self) -> ClusterStub:
@@ -83,6 +94,12 @@ async def read(call: AsyncIterable[pb.GenerateResponse]) -> list[pb.GenerateResp
 async def failure_of(call: AsyncIterable[pb.GenerateResponse]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await read(call)
+    return raised.value
+
+
+async def failure_of_unary(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
     return raised.value
 
 
@@ -187,7 +204,7 @@ async def test_a_client_that_goes_away_frees_the_worker(service: Service) -> Non
 async def test_the_clients_deadline_ends_the_work(service: Service, where: str) -> None:
     worker = service.cluster.workers[where]
     worker.may_go.clear()
-    failure = await failure_of(service.inference.Generate(request(), timeout=0.1))
+    failure = await failure_of(service.inference.Generate(request(), timeout=1.0))
     assert failure.code() == Code.DEADLINE_EXCEEDED
     assert len(worker.prefills) + len(worker.decodes) == 1
     await until(lambda: not worker.open_calls)
@@ -223,15 +240,46 @@ async def test_a_full_router_refuses_before_the_message_is_there() -> None:
         service.cluster.workers["p0"].may_go.clear()
         reading = asyncio.create_task(read(service.inference.Generate(request())))
         await until(lambda: service.cluster.router.dispatcher.num_queued == 1)
-        refused = service.public.stream_unary("/baton.v1.Inference/Generate", bytes, bytes)(timeout=5.0)
-        with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await refused
-        assert (failure.value.code(), retry_delay_s(failure.value)) == (Code.RESOURCE_EXHAUSTED, 1.0)
-        assert "as many requests are open" in (failure.value.details() or "")
+        failure = await failure_of_unary(service.without_message(GENERATE))
+        assert (failure.code(), retry_delay_s(failure)) == (Code.RESOURCE_EXHAUSTED, 1.0)
+        assert "as many requests are open" in (failure.details() or "")
+        assert service.num_refused("RESOURCE_EXHAUSTED") == 1
         # Others than Generate need no room.
         assert [model.name for model in (await service.inference.ListModels(pb.ListModelsRequest())).models] == ["fake"]
         service.cluster.workers["p0"].may_go.set()
         await reading
+
+
+async def test_a_request_whose_room_went_while_it_was_on_its_way_is_refused_once() -> None:
+    async with serving(replace(CONFIG, admission=Bounds(max_open_requests=1))) as service:
+        service.cluster.workers["p0"].may_go.clear()
+        late = service.without_message(GENERATE)
+        await until(lambda: service.server.num_arriving == 1)
+        reading = asyncio.create_task(read(service.inference.Generate(request())))
+        await until(lambda: service.cluster.router.dispatcher.num_queued == 1)
+        await late.write(request().SerializeToString())
+        await late.done_writing()
+        failure = await failure_of_unary(late)
+        assert (failure.code(), service.num_refused("RESOURCE_EXHAUSTED")) == (Code.RESOURCE_EXHAUSTED, 1)
+        service.cluster.workers["p0"].may_go.set()
+        await reading
+
+
+@pytest.mark.parametrize("method", [GENERATE, "/baton.v1.Inference/Abort"])
+async def test_messages_on_their_way_are_bounded(service: Service, method: str) -> None:
+    """Each of them may take up 4 MiB of memory before anything is known of it."""
+    calls = [service.without_message(method) for _ in range(MAX_ARRIVING)]
+    await until(lambda: service.server.num_arriving == MAX_ARRIVING)
+    failure = await failure_of(service.inference.Generate(request()))
+    assert (failure.code(), retry_delay_s(failure)) == (Code.RESOURCE_EXHAUSTED, 1.0)
+    assert "on their way" in (failure.details() or "")
+    assert service.num_refused("RESOURCE_EXHAUSTED") == 1
+    calls.pop().cancel()
+    await until(lambda: service.server.num_arriving == MAX_ARRIVING - 1)
+    assert await read(service.inference.Generate(request(max_tokens=2)))
+    for call in calls:
+        call.cancel()
+    await until(lambda: service.server.num_arriving == 0)
 
 
 async def test_a_message_that_is_too_large_is_refused(service: Service) -> None:
