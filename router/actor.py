@@ -1,6 +1,7 @@
 """The router as a Ray actor: a plain class, which `deploy` makes an actor of, and its line to the controller."""
 
 import asyncio
+import gc
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -46,6 +47,9 @@ class RouterActor:
         self._router = Router(config, codec, connect, port)
         self._server = RouterServer(self._router)
         addresses = await self._server.start()
+        # What there is now stays: to look through it again and again would stop the router for 0.1 s each time.
+        gc.collect()
+        gc.freeze()
         return json.dumps(
             {
                 "address": addresses.public,

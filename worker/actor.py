@@ -1,6 +1,7 @@
 """A worker as a Ray actor: a plain class, which `deploy` makes an actor of. Calls carry text and numbers only."""
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -60,6 +61,9 @@ class WorkerActor(ABC):
         await assembly.service.start()
         address = await server.start()
         on_sigterm(self._terminate)
+        # What there is now stays: to look through it again and again would stop the worker for 0.2 s each time.
+        gc.collect()
+        gc.freeze()
         return json.dumps({"address": address})
 
     async def drain(self, grace_s: int) -> str:
