@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 
 def leave_sigterm_to_the_main_thread() -> None:
-    """From now on this thread does not take SIGTERM, nor do the threads that it starts, and those that they start.
+    """From now on this thread does not take SIGTERM, nor do the threads and processes that it and they start.
 
-    To be called before there are any. A thread that just begins may take a signal that was meant for the main thread,
+    To be called before it starts any. A thread that just begins may take a signal that was meant for the main thread,
     and is not known to Python by then: `on_sigterm` would hear nothing of it. Does nothing on the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -19,10 +19,11 @@ def leave_sigterm_to_the_main_thread() -> None:
 
 
 def on_sigterm(callback: Callable[[], None]) -> None:
-    """Calls `callback` on the running event loop when this process next gets SIGTERM; nothing else happens then.
+    """Calls `callback` on the running event loop when this process first gets SIGTERM; nothing else happens then.
 
     Ray runs an actor's event loop beside the main thread, and only that may set Python's signal handlers, which Ray has
     done by then. So faulthandler takes the signal, which may be registered anywhere: what it writes wakes the loop.
+    The pipe it writes to stays open for as long as the process lives.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
