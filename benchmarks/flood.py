@@ -1,6 +1,6 @@
 """Ten times as many requests as a service can answer: how fast it turns away, and what the others get.
 
-    python benchmarks/flood.py --duration 15 --rounds 2
+    python benchmarks/flood.py --duration 20 --rounds 4
 
 Rounds alternate: a steady number of requests at a time, which gives the peak, and a Poisson flood of ten times that.
 How fast it turns away is seen by an observer in another process, who asks a bare server that always refuses as well.
@@ -26,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.baton_service import BatonService
 from benchmarks.latency import Record
 from benchmarks.load_client import LoadClient
-from benchmarks.observer import observe
+from benchmarks.observer import Answer, observe, refusal_figures
 from benchmarks.result_file import write_result
 from benchmarks.schedule import Arrival, poisson
 from benchmarks.server_process import server_process
 from tests.checkpoints import make_checkpoint
 
-_REJECTED = "RESOURCE_EXHAUSTED"
+_REFUSED = "RESOURCE_EXHAUSTED"
 _HEAD_DIM = 32
 _LEAD_S = 2.0
 """Not counted at the start of a round."""
@@ -69,16 +69,12 @@ def _make_model(options: argparse.Namespace, folder: Path) -> Path:
 
 @dataclass
 class Rounds:
-    """What was seen: requests of each peak and each flood; how long service and bare server took to refuse.
-
-    lateness_ms: of the observer itself, which has nothing to do but to send: what the machine makes anyone wait.
-    """
+    """What was seen: requests of each peak and each flood; what the observer got from the service and a bare server."""
 
     peaks: list[list[Record]] = field(default_factory=list)
     floods: list[list[Record]] = field(default_factory=list)
-    refusals_ms: list[float] = field(default_factory=list)
-    bare_refusals_ms: list[float] = field(default_factory=list)
-    lateness_ms: list[float] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    bare_answers: list[Answer] = field(default_factory=list)
 
 
 async def _measure(address: str, bare: str, options: argparse.Namespace) -> Rounds:
@@ -88,12 +84,11 @@ async def _measure(address: str, bare: str, options: argparse.Namespace) -> Roun
             rounds.peaks.append(await _steady(client, options, seed))
             rate = options.factor * _tokens_per_s(rounds.peaks[-1], options.duration) / options.output_len
             flood = poisson(rate, options.duration, options.input_len, options.output_len, seed)
-            watching = observe(options.observe, options.duration - _LEAD_S, [address, bare])
-            records, (seen, seen_bare) = await asyncio.gather(client.run(flood), watching)
+            watching = observe(options.observe, options.duration - _LEAD_S, 1000 + 2 * seed, [address, bare])
+            records, (answers, bare_answers) = await asyncio.gather(client.run(flood), watching)
             rounds.floods.append(records)
-            rounds.refusals_ms += [ms for code, ms, _ in seen if code == _REJECTED]
-            rounds.bare_refusals_ms += [ms for code, ms, _ in seen_bare if code == _REJECTED]
-            rounds.lateness_ms += [late_ms for _, _, late_ms in seen + seen_bare]
+            rounds.answers += answers
+            rounds.bare_answers += bare_answers
     return rounds
 
 
@@ -135,17 +130,18 @@ def _figures(rounds: Rounds, options: argparse.Namespace) -> dict[str, object]:
         for seen in (rounds.peaks, rounds.floods)
     )
     sent = [record for records in rounds.floods for record in records]
-    admitted = [one for one in sent if one.error != _REJECTED]
+    admitted = [one for one in sent if one.error != _REFUSED or one.chunks]
+    answers = rounds.answers + rounds.bare_answers
     return {
         "throughput_ratio": flood / peak,
         "peak_tokens_per_s": peak,
         "flood_tokens_per_s": flood,
-        "flood_sent": len(sent),
-        "flood_rate_rps": len(sent) / options.rounds / options.duration,
-        "rejected": len(sent) - len(admitted),
-        **_percentiles("rejection", rounds.refusals_ms),
-        **_percentiles("bare_rejection", rounds.bare_refusals_ms),
-        "observer_lateness_p99_ms": float(np.percentile(rounds.lateness_ms, 99)),
+        "flood_rps": len(sent) / options.rounds / options.duration,
+        **refusal_figures("refusal", rounds.answers),
+        **refusal_figures("bare_refusal", rounds.bare_answers),
+        "observer_lateness_p99_ms": float(np.percentile([answer.late_ms for answer in answers], 99)),
+        "sent": len(sent),
+        "refused": len(sent) - len(admitted),
         "admitted": len(admitted),
         "admitted_errors": dict(Counter(one.error for one in admitted if one.error is not None)),
         "admitted_longest_s": max(one.ended_s - one.sent_s for one in admitted),
@@ -154,20 +150,12 @@ def _figures(rounds: Rounds, options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _percentiles(name: str, values_ms: Sequence[float]) -> dict[str, object]:
-    return {
-        f"{name}s_observed": len(values_ms),
-        f"{name}_p50_ms": float(np.percentile(values_ms, 50)),
-        f"{name}_p99_ms": float(np.percentile(values_ms, 99)),
-    }
-
-
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--factor", type=float, default=10.0, help="rate of the flood, in capacities")
-    parser.add_argument("--duration", type=float, default=15.0, help="seconds of each round")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--at-a-time", type=int, default=60, help="open requests that give the peak")
+    parser.add_argument("--duration", type=float, default=20.0, help="seconds of each round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--at-a-time", type=int, default=64, help="open requests that give the peak")
     parser.add_argument("--observe", type=float, default=20.0, help="requests a second of the observer")
     parser.add_argument("--max-open", type=int, default=64, help="requests that the router lets in")
     parser.add_argument("--max-queued", type=int, default=64, help="of these, without a first token")

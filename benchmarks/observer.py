@@ -1,16 +1,20 @@
 """One of the crowd, in a process of its own: sends few short requests, and tells how long each took to be answered.
 
-    python benchmarks/observer.py RATE SECONDS ADDRESS...
+    python benchmarks/observer.py RATE SECONDS SEED ADDRESS...
 
 What a client that drives a flood measures is its own haste too; this one has nothing else to do. It prints, as JSON,
-for each address a list of [code, milliseconds from sending to the end, milliseconds that it was sent too late]. What is
-sent in the first second is not told: a process that has just started is slow.
+the answers of each address. What is sent in the first second is not told: a process that has just started is slow.
 """
 
 import asyncio
 import json
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -20,15 +24,24 @@ from benchmarks.schedule import poisson
 
 _WARM_UP_S = 1.0
 _INPUT_LEN = 16
-_OUTPUT_LEN = 2
+_OUTPUT_LEN = 2  # the fakes of paced_worker.py never end a stream of one
 _TIMEOUT_S = 60.0
-Answer = tuple[str, float, float]
+_REFUSED = "RESOURCE_EXHAUSTED"
 
 
-async def observe(rate: float, duration_s: float, addresses: list[str]) -> list[list[Answer]]:
+@dataclass(frozen=True)
+class Answer:
+    """Milliseconds from sending to the end, and from when the request should have been sent until it was."""
+
+    code: str
+    took_ms: float
+    late_ms: float
+
+
+async def observe(rate: float, duration_s: float, seed: int, addresses: list[str]) -> list[list[Answer]]:
     """The answers of each address, from a process of its own. rate: requests a second to each."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, str(rate), str(duration_s), *addresses, stdout=asyncio.subprocess.PIPE
+        sys.executable, __file__, str(rate), str(duration_s), str(seed), *addresses, stdout=asyncio.subprocess.PIPE
     )
     try:
         output, _ = await asyncio.wait_for(process.communicate(), duration_s + 2 * _TIMEOUT_S)
@@ -36,8 +49,19 @@ async def observe(rate: float, duration_s: float, addresses: list[str]) -> list[
         if process.returncode is None:
             process.kill()
             await process.wait()
-    answers: list[list[Answer]] = json.loads(output)
-    return answers
+    return [[Answer(*answer) for answer in answers] for answers in json.loads(output)]
+
+
+def refusal_figures(name: str, answers: Sequence[Answer]) -> dict[str, object]:
+    """How long refusals took, and what all answers were. Raises ValueError if none was a refusal."""
+    refusals_ms = [answer.took_ms for answer in answers if answer.code == _REFUSED]
+    if not refusals_ms:
+        raise ValueError(f"{name}: nothing was refused")
+    return {
+        f"{name}_p50_ms": float(np.percentile(refusals_ms, 50)),
+        f"{name}_p99_ms": float(np.percentile(refusals_ms, 99)),
+        f"{name}_observed": dict(Counter(answer.code for answer in answers)),
+    }
 
 
 async def _ask(rate: float, duration_s: float, address: str, seed: int) -> list[Answer]:
@@ -47,12 +71,13 @@ async def _ask(rate: float, duration_s: float, address: str, seed: int) -> list[
 
 
 def _answer(record: Record) -> Answer:
-    return record.error or "OK", (record.ended_s - record.sent_s) * 1000, (record.sent_s - record.scheduled_s) * 1000
+    took_ms, late_ms = (record.ended_s - record.sent_s) * 1000, (record.sent_s - record.scheduled_s) * 1000
+    return Answer(record.error or "OK", took_ms, late_ms)
 
 
-async def _main(rate: str, duration_s: str, *addresses: str) -> None:
-    asked = (_ask(float(rate), float(duration_s), address, seed) for seed, address in enumerate(addresses))
-    print(json.dumps(await asyncio.gather(*asked)))
+async def _main(rate: str, duration_s: str, seed: str, *addresses: str) -> None:
+    asked = (_ask(float(rate), float(duration_s), address, int(seed) + one) for one, address in enumerate(addresses))
+    print(json.dumps([[astuple(answer) for answer in answers] for answers in await asyncio.gather(*asked)]))
 
 
 if __name__ == "__main__":

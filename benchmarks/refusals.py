@@ -11,55 +11,57 @@ import argparse
 import asyncio
 import sys
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.latency import Record
 from benchmarks.load_client import LoadClient
-from benchmarks.observer import observe
+from benchmarks.observer import Answer, observe, refusal_figures
 from benchmarks.result_file import write_result
 from benchmarks.schedule import poisson
 from benchmarks.server_process import server_process
 
-_REFUSED = "RESOURCE_EXHAUSTED"
 _LEAD_S = 2.0
 """Until the router is full, which is not watched."""
 _INPUT_LEN = 64
 _TIMEOUT_S = 60.0
 
 
+@dataclass
+class Seen:
+    """What became of the flood, and what the observer saw of either server."""
+
+    flood: list[Record] = field(default_factory=list)
+    router: list[Answer] = field(default_factory=list)
+    bare: list[Answer] = field(default_factory=list)
+
+
 def main() -> None:
     options = _parse(sys.argv[1:])
-    answers: Counter[str] = Counter()
-    router_ms: list[float] = []
-    bare_ms: list[float] = []
+    seen = Seen()
     with (
         server_process("workers", str(options.interval)) as workers,
         server_process("router", *workers.addresses, str(options.max_open)) as router,
         server_process("refusing") as bare,
     ):
         for seed in range(options.rounds):
-            flood, seen, seen_bare = asyncio.run(_round(router.addresses[0], bare.addresses[0], options, seed))
-            answers += flood
-            router_ms += seen
-            bare_ms += seen_bare
-    write_result(options.out, _figures(answers, router_ms, bare_ms, options), {})
+            asyncio.run(_round(seen, [router.addresses[0], bare.addresses[0]], options, seed))
+    write_result(options.out, _figures(seen, options), {})
 
 
-async def _round(
-    router: str, bare: str, options: argparse.Namespace, seed: int
-) -> tuple[Counter[str], list[float], list[float]]:
-    """What became of the flood, and milliseconds of the refusals that the observer got from either server."""
+async def _round(seen: Seen, addresses: list[str], options: argparse.Namespace, seed: int) -> None:
     flood = poisson(options.factor * _capacity_rps(options), options.duration, _INPUT_LEN, options.tokens, seed)
-    async with LoadClient(router, _TIMEOUT_S) as client:
+    async with LoadClient(addresses[0], _TIMEOUT_S) as client:
         sending = asyncio.create_task(client.run(flood))
         await asyncio.sleep(_LEAD_S)
-        seen = await observe(options.observe, options.duration - _LEAD_S, [router, bare])
-        records = await sending
-    refusals_ms = [[ms for code, ms, _ in answers if code == _REFUSED] for answers in seen]
-    return Counter(record.error or "OK" for record in records), refusals_ms[0], refusals_ms[1]
+        router, bare = await observe(options.observe, options.duration - _LEAD_S, 1000 + 2 * seed, addresses)
+        seen.flood += await sending
+    seen.router += router
+    seen.bare += bare
 
 
 def _capacity_rps(options: argparse.Namespace) -> float:
@@ -67,20 +69,17 @@ def _capacity_rps(options: argparse.Namespace) -> float:
     return float(options.max_open / (options.tokens * options.interval))
 
 
-def _figures(
-    answers: Counter[str], router_ms: list[float], bare_ms: list[float], options: argparse.Namespace
-) -> dict[str, object]:
-    of_router, of_bare = np.percentile(router_ms, [50, 99]), np.percentile(bare_ms, [50, 99])
+def _figures(seen: Seen, options: argparse.Namespace) -> dict[str, object]:
     return {
-        "refusal_p99_ms": float(of_router[1]),
-        "refusal_p50_ms": float(of_router[0]),
-        "bare_refusal_p99_ms": float(of_bare[1]),
-        "bare_refusal_p50_ms": float(of_bare[0]),
-        "observed": len(router_ms),
-        "bare_observed": len(bare_ms),
+        **refusal_figures("refusal", seen.router),
+        **refusal_figures("bare_refusal", seen.bare),
+        "observer_lateness_p99_ms": float(np.percentile([answer.late_ms for answer in seen.router + seen.bare], 99)),
         "capacity_rps": _capacity_rps(options),
-        "flood_rps": answers.total() / options.rounds / options.duration,
-        "flood_answers": dict(answers),
+        "flood_rps": len(seen.flood) / options.rounds / options.duration,
+        "flood_answers": dict(Counter(record.error or "OK" for record in seen.flood)),
+        "client_lateness_p99_ms": float(
+            np.percentile([(one.sent_s - one.scheduled_s) * 1000 for one in seen.flood], 99)
+        ),
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from grpc_status import rpc_status
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -26,11 +27,13 @@ from router.server import RouterServer
 from tests.router.fake_cluster import CONFIG
 from tests.router.worker_server import served
 from text.byte_tokenizer import ByteTokenizer
+from wire.errors import Overloaded
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from wire.pools import ListedWorker, PoolSizes, Role
 from wire.rpc import SERVER_OPTIONS
+from wire.rpc_status import to_status
 
 _TOKEN = CONFIG.cluster.token
 _CONFIG = replace(CONFIG, model=replace(CONFIG.model, max_context_len=100_000))
@@ -50,20 +53,23 @@ class BareApi(InferenceServicer):
         yield pb.GenerateResponse(request_id=request_id, complete=pb.Complete())
 
 
-class RefusingApi(InferenceServicer):
-    """Never has room: what a refusal costs at least."""
-
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
-        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
-        yield pb.GenerateResponse()
+async def _refuse(_messages: Any, context: Any) -> None:
+    """What a refusal costs at least, where nothing is read and the error says as much as ours."""
+    await context.abort_with_status(rpc_status.to_status(to_status(Overloaded("no room", 1.0))))
 
 
 async def _bare(interval_s: str) -> None:
-    await _serve_api(BareApi(float(interval_s)))
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add_InferenceServicer_to_server(BareApi(float(interval_s)), server)
+    await _serve_alone(server)
 
 
 async def _refusing() -> None:
-    await _serve_api(RefusingApi())
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {"Generate": grpc.stream_unary_rpc_method_handler(_refuse)}
+    service = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    await _serve_alone(server)
 
 
 async def _workers(interval_s: str) -> None:
@@ -93,9 +99,7 @@ async def _router(prefill: str, decode: str, max_open: str = str(Bounds().max_op
     await server.stop()
 
 
-async def _serve_api(api: InferenceServicer) -> None:
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    add_InferenceServicer_to_server(api, server)
+async def _serve_alone(server: grpc.aio.Server) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await _serve(f"127.0.0.1:{port}")
