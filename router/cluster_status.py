@@ -13,7 +13,10 @@ ASK_TIMEOUT_S = 5.0
 
 
 class StatusReader:
-    """Asks all workers at once; one that does not answer is told of as a problem."""
+    """Asks all workers at once, and notes with each member how long its engine has been silent.
+
+    One that does not answer is told of as a problem, and its engine is not known to have turned meanwhile.
+    """
 
     def __init__(self, members: Members, dispatcher: Dispatcher, holds: HoldKeeper) -> None:
         self._members = members
@@ -48,7 +51,9 @@ class StatusReader:
 async def _ask(member: Member, request: worker_pb2.GetWorkerStatusRequest) -> worker_pb2.WorkerStatus:
     try:
         status = await member.client.get_status(request, ASK_TIMEOUT_S)
+        member.engine_silent_s = status.engine_silent_s
     except BatonError as error:
+        member.engine_silent_s += ASK_TIMEOUT_S
         status = worker_pb2.WorkerStatus(
             worker_id=member.worker_id, role=member.role.value, pid=member.info.pid, problems=[error.message]
         )

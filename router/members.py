@@ -22,7 +22,10 @@ class WorkerState(Enum):
 
 @dataclass
 class Member:
-    """One worker. `num_choices` and `num_tokens` are what was sent there and is not over."""
+    """One worker. `num_choices` and `num_tokens` are what was sent there and is not over.
+
+    engine_silent_s: how long ago its engine last finished a step, as of its last status; more if that did not come.
+    """
 
     worker_id: WorkerId
     role: Role
@@ -32,10 +35,11 @@ class Member:
     state: WorkerState = WorkerState.READY
     num_choices: int = 0
     num_tokens: int = 0
+    engine_silent_s: float = 0.0
 
     @property
     def load(self) -> Load:
-        return Load(self.worker_id, self.num_choices, self.num_tokens)
+        return Load(self.worker_id, self.num_choices, self.num_tokens, self.engine_silent_s)
 
 
 class Members:

@@ -1,16 +1,21 @@
 """Engines that hang in a step, while everything else of their process goes on and still answers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from engine.hash_model import HashModel
 from router.members import WorkerState
+from router.placement import LONG_STEP_S
 from tests.faults.answer import ask
-from tests.faults.faulty_cluster import faulty_cluster
+from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
 from wire.ids import WorkerId
 from wire.layout import KVLayout
 from worker.config import MIN_SILENCE_S
+from worker.engine_watch import LOOK_EVERY_S
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 MODEL = HashModel(LAYOUT, vocab_size=300)
@@ -53,3 +58,47 @@ async def test_a_worker_whose_process_does_not_end_is_not_chosen_again() -> None
         assert cluster.router.membership._members[WorkerId("d0")].state is WorkerState.LOST
         cluster.crash("d0")
         await at_rest(cluster)
+
+
+@pytest.mark.parametrize(("where", "other"), [("p0", "p1"), ("d0", "d1")])
+async def test_new_requests_go_to_others_until_it_turns_again(where: str, other: str) -> None:
+    """Long before it is given up, which it is not here."""
+    async with faulty_cluster(MODEL, 2, 2, Sizes(num_blocks=64, num_slots=256)) as cluster:
+        model = cluster.models[where]
+        with much_to_do(cluster, other):
+            model.pause()
+            stuck = cluster.open(ask(prompt_of(0)))
+            await until(lambda: model.num_steps)
+            await look_on(cluster, where, LONG_STEP_S)
+            assert other in await workers_of_a_new_one(cluster, 1)
+            model.go_on()
+            [choice] = await stuck.read_all()
+            assert choice.token_ids == MODEL.oracle(prompt_of(0), 40)
+            await look_on(cluster, where, 0.0)
+            assert where in await workers_of_a_new_one(cluster, 2)
+        assert cluster.dead == []
+        await at_rest(cluster)
+
+
+@contextmanager
+def much_to_do(cluster: FaultyCluster, name: str) -> Iterator[None]:
+    """So much that nothing more is sent there if there is another to send it to."""
+    work = cluster.router._pool.assign(WorkerId(name), num_choices=100, num_tokens=10_000)
+    yield
+    cluster.router._pool.unassign(work)
+
+
+async def look_on(cluster: FaultyCluster, name: str, duration_s: float) -> None:
+    """A worker looks after its engine, then as often again as it does in so much time, and tells the router."""
+    for _ in range(1 + round(duration_s / LOOK_EVERY_S)):
+        cluster.workers[name].service._watch.look()
+    await cluster.router.watch.read()
+
+
+async def workers_of_a_new_one(cluster: FaultyCluster, number: int) -> set[str]:
+    """Of a request that is sent now, and ends in time."""
+    reader = cluster.open(ask(prompt_of(number)), time_left_s=8.0)
+    [choice] = await reader.read_all()
+    assert choice.token_ids == MODEL.oracle(prompt_of(number), 40)
+    assert reader.complete is not None
+    return {reader.complete.timeline.prefill_worker, reader.complete.timeline.decode_worker}

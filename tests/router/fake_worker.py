@@ -35,7 +35,8 @@ def _oracle(prompt: tuple[int, ...], choice: int, seed: int, length: int) -> byt
 class FakeWorker:
     """Serves what `WorkerService` serves. `open_calls` and lists tell tests what it was asked.
 
-    Before it answers a prefill and before each token it waits for `may_go`, and raises `refusal` if there is one.
+    Before it answers a prefill and before each token it waits for `may_go`, and raises `refusal` if there is one;
+    asked for its status, `status_refusal`.
     """
 
     worker_id: WorkerId
@@ -47,6 +48,8 @@ class FakeWorker:
     refusal: BatonError | None = None
     num_logprobs: int = 0
     epoch: str = ""
+    engine_silent_s: float = 0.0
+    status_refusal: BatonError | None = None
     redis: worker_pb2.RedisTierStatus = field(default_factory=worker_pb2.RedisTierStatus)
     may_go: asyncio.Event = field(default_factory=asyncio.Event)
     open_calls: int = 0
@@ -71,7 +74,11 @@ class FakeWorker:
         )
 
     async def get_status(self, request: worker_pb2.GetWorkerStatusRequest) -> worker_pb2.WorkerStatus:
-        status = worker_pb2.WorkerStatus(worker_id=self.worker_id, role=self.role.value, state=self.state)
+        if self.status_refusal is not None:
+            raise self.status_refusal
+        status = worker_pb2.WorkerStatus(
+            worker_id=self.worker_id, role=self.role.value, state=self.state, engine_silent_s=self.engine_silent_s
+        )
         status.host.num_holds = len(self.prefills)
         status.host.epoch = self.epoch
         status.redis.CopyFrom(self.redis)

@@ -1,6 +1,6 @@
 import pytest
 
-from router.placement import DecodePlacement, Load, PrefillPlacement
+from router.placement import LONG_STEP_S, DecodePlacement, Load, PrefillPlacement
 from wire.ids import WorkerId
 
 P0, P1 = WorkerId("p0"), WorkerId("p1")
@@ -45,3 +45,25 @@ def test_decode_that_prefills_goes_where_the_prompt_was() -> None:
     loads = [Load(P0, 0, 0), Load(P1, 1, 100)]
     assert DecodePlacement().choose(loads, {P1: 300}) == P0
     assert DecodePlacement().choose(loads, {P1: 400}) == P1
+
+
+SHORT_STEP_S = LONG_STEP_S - 0.5
+"""Silence is told in halves of a second."""
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "chosen"),
+    [
+        ((0.0, 0.0), P0),
+        ((SHORT_STEP_S, 0.0), P0),
+        ((LONG_STEP_S, 0.0), P1),
+        ((LONG_STEP_S, SHORT_STEP_S), P1),
+        ((100.0, LONG_STEP_S), P0),
+    ],
+    ids=["both turn", "a step is no silence", "one is silent", "the other is in a step", "both are silent"],
+)
+def test_who_is_silent_is_chosen_only_where_all_are(silent_s: tuple[float, float], chosen: str) -> None:
+    """P0 has next to nothing to do and all of the prompt, P1 much to do and nothing of it."""
+    loads = [Load(P0, 0, 0, silent_s[0]), Load(P1, 50, 50_000, silent_s[1])]
+    assert PrefillPlacement().choose(loads, {P0: 1000}, 1000) == chosen
+    assert DecodePlacement().choose(loads, {P0: 1000}) == chosen
