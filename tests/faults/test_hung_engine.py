@@ -5,25 +5,18 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.hash_model import HashModel
 from router.members import WorkerState
 from router.placement import LONG_STEP_S
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
 from wire.ids import WorkerId
-from wire.layout import KVLayout
 from worker.config import MIN_SILENCE_S
 from worker.engine_watch import LOOK_EVERY_S
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
 SIZES = Sizes(num_blocks=64, num_slots=256, max_silence_s=MIN_SILENCE_S)
-
-
-def prompt_of(number: int) -> tuple[int, ...]:
-    return tuple((number * 13 + position) % 200 for position in range(50))
 
 
 @pytest.mark.parametrize(("where", "step"), [("p0", 1), ("d0", 5)])
