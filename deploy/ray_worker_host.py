@@ -53,6 +53,7 @@ class RayWorkerHost:
         return num_unfinished
 
     async def end(self, worker_id: WorkerId) -> None:
-        actor = self._actors.pop(worker_id, None)
-        if actor is not None:
-            await actor.end()
+        if worker_id in self._actors:
+            await self._actors[worker_id].end()
+            # Only now: one whose end was broken off is to be ended again.
+            self._actors.pop(worker_id, None)
