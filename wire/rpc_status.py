@@ -4,7 +4,7 @@ On the wire an error is its gRPC code, its message, and a google.rpc.ErrorInfo (
 Overloaded adds google.rpc.RetryInfo.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -42,12 +42,17 @@ def to_status(error: BatonError) -> status_pb2.Status:
 
 def from_rpc_error(failure: grpc.aio.AioRpcError) -> BatonError:
     """The error a server of ours raised, or the nearest one for a failure of the call itself."""
-    status = rpc_status.from_call(_SyncCall(failure))
-    for detail in status.details if status is not None else ():
+    for detail in details_of(failure):
         info = error_details_pb2.ErrorInfo()
         if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.reason in _ERROR_CLASSES:
             return _rebuild(_ERROR_CLASSES[info.reason], failure.details() or "", dict(info.metadata))
     return _from_code(failure.code(), failure.details() or "")
+
+
+def details_of(failure: grpc.aio.AioRpcError) -> Sequence[any_pb2.Any]:
+    """What a server of ours said beside code and message: ErrorInfo, maybe RetryInfo. Nothing where gRPC itself failed."""
+    status = rpc_status.from_call(_SyncCall(failure))
+    return () if status is None else tuple(status.details)
 
 
 def _rebuild(cls: type[BatonError], message: str, ids: dict[str, str]) -> BatonError:

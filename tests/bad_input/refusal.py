@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
+
+from wire.rpc_status import details_of
 
 MAX_ECHO_CHARS = 64
 FORBIDDEN = ("Traceback", "Error", "Exception", ".py", "/", "\n")
@@ -35,9 +36,7 @@ class Refusal:
 
 def refusal_of(failure: grpc.aio.AioRpcError) -> Refusal:
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-    status = rpc_status.from_call(_Plain(failure))
-    details = status.details if status is not None else ()
-    told = [detail.Unpack(message) for detail, message in zip(details, (info, retry), strict=False)]
+    told = [detail.Unpack(message) for detail, message in zip(details_of(failure), (info, retry), strict=False)]
     assert all(told)
     retry_after_s = retry.retry_delay.ToTimedelta().total_seconds() if len(told) == 2 else None
     return Refusal(failure.code().name, failure.details() or "", info.reason, dict(info.metadata), retry_after_s)
@@ -49,12 +48,3 @@ async def refused(call: AsyncIterable[object]) -> Refusal:
         async for _ in call:
             pass
     return refusal_of(raised.value)
-
-
-class _Plain:
-    """grpc_status reads a call whose methods are not coroutines."""
-
-    def __init__(self, failure: grpc.aio.AioRpcError) -> None:
-        self.code = failure.code
-        self.details = failure.details
-        self.trailing_metadata = failure.trailing_metadata

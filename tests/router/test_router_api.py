@@ -14,7 +14,6 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from grpc_status import rpc_status
 
 from router.addresses import Addresses
 from router.admission import Bounds
@@ -29,6 +28,7 @@ from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
+from wire.rpc_status import details_of
 
 Code = grpc.StatusCode
 GENERATE = "/baton.v1.Inference/Generate"
@@ -103,24 +103,15 @@ async def failure_of_unary(call: Any) -> grpc.aio.AioRpcError:
     return raised.value
 
 
-class _Plain:
-    """grpc_status reads a call whose methods are not coroutines."""
-
-    def __init__(self, failure: grpc.aio.AioRpcError) -> None:
-        self.code = failure.code
-        self.details = failure.details
-        self.trailing_metadata = failure.trailing_metadata
-
-
 def info_of(failure: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
     info = error_details_pb2.ErrorInfo()
-    assert rpc_status.from_call(_Plain(failure)).details[0].Unpack(info)
+    assert details_of(failure)[0].Unpack(info)
     return info
 
 
 def retry_delay_s(failure: grpc.aio.AioRpcError) -> float:
     retry = error_details_pb2.RetryInfo()
-    assert rpc_status.from_call(_Plain(failure)).details[1].Unpack(retry)
+    assert details_of(failure)[1].Unpack(retry)
     delay_s: float = retry.retry_delay.ToTimedelta().total_seconds()
     return delay_s
 

@@ -10,7 +10,6 @@ import grpc.aio
 import pytest
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from wire.interceptors import ErrorInterceptor
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
 from wire.rpc import SERVER_OPTIONS
+from wire.rpc_status import details_of
 
 LIMITS = Limits(model="demo", vocab_size=1000, max_context_len=512, num_blocks=16, block_size=16)
 SEED = 77
@@ -291,7 +291,7 @@ class TestOverTheWire:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await send(channel, text(n=0).SerializeToString())
         info = error_details_pb2.ErrorInfo()
-        (detail,) = (rpc_status.from_call(SyncView(caught.value))).details
+        (detail,) = details_of(caught.value)
         assert detail.Unpack(info)
         assert (info.reason, dict(info.metadata)) == ("INVALID_REQUEST", {"param": "n", "retryable": "false"})
 
@@ -317,15 +317,6 @@ class Echo(pb_grpc.InferenceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         valid: ValidRequest = validate(request, LIMITS)
         yield pb.GenerateResponse(chunk=pb.Chunk(text=str(valid.prompt)))
-
-
-class SyncView:
-    """An AioRpcError as grpc_status reads it."""
-
-    def __init__(self, error: grpc.aio.AioRpcError) -> None:
-        self.trailing_metadata = error.trailing_metadata
-        self.code = error.code
-        self.details = error.details
 
 
 async def send(channel: grpc.aio.Channel, data: bytes) -> pb.GenerateResponse:
