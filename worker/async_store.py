@@ -58,6 +58,7 @@ class AsyncStore:
 
     async def _call(self, work: Callable[[], T]) -> T:
         try:
-            return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._executor, work), TIMEOUT_S)
+            async with asyncio.timeout(TIMEOUT_S):  # wait_for of Python 3.11 may swallow a cancellation
+                return await asyncio.get_running_loop().run_in_executor(self._executor, work)
         except TimeoutError as error:
             raise StoreError("the node's store does not answer") from error

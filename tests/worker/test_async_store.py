@@ -1,3 +1,4 @@
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -69,3 +70,18 @@ async def test_closing_waits_for_releases_under_way(slow: SlowStore) -> None:
     slow.may_answer.set()
     await store.close()
     assert slow.released == [ID]
+
+
+async def test_who_is_cancelled_just_as_the_answer_comes_is_cancelled(
+    slow: SlowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that goes on in spite of it would be waited for without end."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[StoreStatus] = loop.create_future()
+    monkeypatch.setattr(loop, "run_in_executor", lambda *_: answer)
+    asking = asyncio.create_task(AsyncStore(slow).status())
+    await asyncio.sleep(0)
+    answer.set_result(StoreStatus(None, None, 4096))
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
