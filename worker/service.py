@@ -142,7 +142,8 @@ class WorkerService:
         """
         self._is_draining = True
         try:
-            await asyncio.wait_for(self._calls.wait_until_none(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._calls.wait_until_none()
         except TimeoutError:
             log.warning("%d requests outlast the grace of %s s", len(self._calls), grace_s)
         left = list(self._calls)
@@ -193,7 +194,8 @@ class WorkerService:
 
     async def _check_engine(self) -> list[str]:
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(self._loop.ask(EngineCore.check)), CHECK_TIMEOUT_S)
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                return await asyncio.wrap_future(self._loop.ask(EngineCore.check))
         except TimeoutError:
             return [f"the engine's thread has been in one step for {CHECK_TIMEOUT_S} s"]
         except Unavailable:
