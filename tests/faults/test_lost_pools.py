@@ -1,10 +1,13 @@
 """Whole pools that die, workers that come back from the dead, and requests that kill every worker they meet."""
 
+import time
+
 import pytest
 
 from router.config import StreamBounds
 from tests.faults.answer import Reader, ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.faults.faulty_model import FaultyModel
 from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
@@ -109,7 +112,9 @@ async def test_a_request_that_kills_every_worker_is_given_up_alone() -> None:
 
 async def test_a_long_request_outlives_many_workers() -> None:
     """What limits attempts is that they lead nowhere."""
-    async with faulty_cluster(MODEL, 1, 2, SIZES) as cluster:
+    model = FaultyModel(MODEL)
+    model.on_step = lambda _: time.sleep(0.002)  # it must not be through before its workers can be lost
+    async with faulty_cluster(model, 1, 2, SIZES) as cluster:
         cluster.replace_dead = True
         reader = cluster.open(ask(prompt_of(0), 400))
         for num_tokens in range(50, 400, 50):

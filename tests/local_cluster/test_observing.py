@@ -17,6 +17,7 @@ from router.metrics_server import MetricsServer
 from router.record import GATES
 from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask
+from tests.router.fake_cluster import until
 from wire.errors import InvalidRequest
 from wire.pb import inference_pb2 as pb
 from worker.config import BatchSettings
@@ -81,6 +82,7 @@ async def test_a_timeline_names_the_gate_at_which_its_request_waited(gate: str, 
 async def test_waiting_for_a_decode_worker() -> None:
     async with local_cluster(MODEL, 1, 0) as cluster:
         request = asyncio.create_task(cluster.generate(ask()))
+        await until(lambda: cluster.router.dispatcher.num_running)  # from its first token on it waits
         await asyncio.sleep(0.05)
         await cluster.enlist("p0", "d0")
         timeline = (await request).complete.timeline
