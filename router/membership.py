@@ -62,10 +62,15 @@ class Membership:
         await member.client.start_drain(DRAIN_TIMEOUT_S)
 
     def suspect(self, worker_id: WorkerId) -> None:
-        """A call to this worker broke: nothing is sent there until it has answered again."""
+        """A call to this worker broke: nothing is sent there until it has answered again.
+
+        Nothing more is sent to one that drains, and that it does is remembered: its requests have met with no accident.
+        """
         if worker_id not in self._members or worker_id in self._probes:
             return
         member = self._members[worker_id]
+        if member.state is WorkerState.DRAINING:
+            return
         member.state = WorkerState.LOST
         self._on_change()
         self._probes[worker_id] = asyncio.create_task(self._probe(member))

@@ -143,6 +143,18 @@ async def test_a_worker_that_answers_that_it_drains_is_not_chosen(club: Club) ->
     assert club.ready == set()
 
 
+async def test_a_worker_that_drains_is_not_taken_for_lost_when_its_calls_break(club: Club) -> None:
+    await club.list("here")
+    await club.membership.start_drain(D0)
+    client = club.clients["here"]
+    club.membership.suspect(D0)
+    assert club.members[D0].state is WorkerState.DRAINING
+    await club.list("there")
+    with pytest.raises(WorkerLeaving):
+        await client.get_info(1.0)
+    assert not club.port.lost
+
+
 async def test_a_worker_that_answers_that_it_is_broken_stays_lost(club: Club) -> None:
     await club.list("here")
     club.workers["here"].state = "broken"
