@@ -26,6 +26,11 @@ class Record:
         return sum(count for _, count in self.chunks)
 
     @property
+    def late_s(self) -> float:
+        """How long after its time it was sent: the client's doing."""
+        return self.sent_s - self.scheduled_s
+
+    @property
     def ttft_s(self) -> float:
         """From when it should have been sent: a late client is no excuse for the server, nor a help to it."""
         return self.chunks[0][0] - self.scheduled_s
@@ -104,7 +109,7 @@ def summarize(rounds: Sequence[Sequence[Record]], limits: LatencyLimits) -> Mode
         throughput_rps=len(ended) / span_s,
         output_tokens_per_s=sum(record.num_tokens for record in ended) / span_s,
         cached_prompt_share=sum(r.cached_len for r in ended) / max(1, sum(r.prompt_len for r in ended)),
-        client_lateness_ms=percentiles_ms(record.sent_s - record.scheduled_s for record in records),
+        client_lateness_ms=percentiles_ms(record.late_s for record in records),
     )
 
 

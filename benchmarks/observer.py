@@ -71,8 +71,7 @@ async def _ask(rate: float, duration_s: float, address: str, seed: int) -> list[
 
 
 def _answer(record: Record) -> Answer:
-    took_ms, late_ms = (record.ended_s - record.sent_s) * 1000, (record.sent_s - record.scheduled_s) * 1000
-    return Answer(record.error or "OK", took_ms, late_ms)
+    return Answer(record.error or "OK", (record.ended_s - record.sent_s) * 1000, record.late_s * 1000)
 
 
 async def _main(rate: str, duration_s: str, seed: str, *addresses: str) -> None:
