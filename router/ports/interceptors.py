@@ -3,7 +3,6 @@
 A handler's bug becomes INTERNAL with an opaque id; the log has the rest.
 """
 
-import hmac
 import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,10 +13,10 @@ import grpc
 import grpc.aio
 from grpc_status import rpc_status
 
+from router.ports.arrivals import Context, take_all, take_one
 from wire import errors, incident
-from wire.arrival import Context, take_all, take_one
 from wire.errors import BatonError
-from wire.rpc import TOKEN_METADATA
+from wire.rpc import has_token
 from wire.rpc_status import to_status
 
 
@@ -51,13 +50,12 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls that do not carry the cluster's token; health checks need none."""
 
     def __init__(self, token: str) -> None:
-        self._token = token.encode()
+        self._token = token
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         if handler_call_details.method.startswith("/grpc.health.v1."):
             return await continuation(handler_call_details)
-        given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_METADATA, "")
-        if hmac.compare_digest(str(given).encode(), self._token):
+        if has_token(handler_call_details.invocation_metadata, self._token):
             return await continuation(handler_call_details)
         return grpc.stream_unary_rpc_method_handler(_refuse)
 
