@@ -39,7 +39,7 @@ def arrivals(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     add = engine.add
 
     def note(request: EngineRequest) -> None:
-        order.append(int(request.request_id))
+        order.append(int(request.request_id.partition("/")[0]))
         add(request)
 
     monkeypatch.setattr(engine, "add", note)
