@@ -1,11 +1,11 @@
 """The client for asyncio."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any, Self, Unpack
 
 import grpc.aio
 
-from baton.request import TIMEOUT_S, SamplingOptions, make_request, typed_errors
+from baton.request import TIMEOUT_S, Options, Prompt, make_request, typed_errors
 from baton.results import Chunk, Completion, Draft, Model, read_models
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceStub
@@ -27,8 +27,7 @@ class AsyncStream:
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         with typed_errors():
             async for response in self._call:
-                chunk = self._draft.accept(response)
-                if chunk is not None:
+                for chunk in self._draft.accept(response):
                     yield chunk
         self._draft.require_completion()
 
@@ -47,45 +46,29 @@ class AsyncClient:
         self._stub = InferenceStub(self._channel)
         self._timeout_s = timeout_s
 
-    async def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        request_id: str | None = None,
-        model: str | None = None,
-        timeout_s: float | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> Completion:
-        """Returns the whole answer to a prompt, text or token ids. Raises BatonError."""
-        async with self.stream(prompt, request_id=request_id, model=model, timeout_s=timeout_s, **sampling) as stream:
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """Returns the whole answer to a prompt. Raises BatonError."""
+        async with self.stream(prompt, **options) as stream:
             async for _ in stream:
                 pass
             return stream.completion
 
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        request_id: str | None = None,
-        model: str | None = None,
-        timeout_s: float | None = None,
-        **sampling: Unpack[SamplingOptions],
-    ) -> AsyncStream:
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""
-        request = make_request(prompt, request_id, model, sampling)
-        return AsyncStream(self._stub.Generate(request, timeout=self._bound(timeout_s)))
+        timeout_s = options.get("timeout_s", self._timeout_s)
+        return AsyncStream(self._stub.Generate(make_request(prompt, options), timeout=timeout_s))
 
-    async def abort(self, request_id: str, *, timeout_s: float | None = None) -> None:
+    async def abort(self, request_id: str) -> None:
         """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
         with typed_errors():
-            await self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._bound(timeout_s))
+            await self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s)
 
-    async def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
+    async def list_models(self) -> tuple[Model, ...]:
         with typed_errors():
-            return read_models(await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._bound(timeout_s)))
+            return read_models(await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
 
     async def close(self) -> None:
-        """Closes the connection, which cancels the calls on it."""
+        """Closes the connection, which ends the calls on it."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -93,6 +76,3 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    def _bound(self, timeout_s: float | None) -> float:
-        return self._timeout_s if timeout_s is None else timeout_s

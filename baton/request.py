@@ -12,14 +12,19 @@ from wire.pb import inference_pb2 as pb
 from wire.rpc_status import from_rpc_error
 
 TIMEOUT_S = 600.0
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
 
 
-class SamplingOptions(TypedDict, total=False):
-    """Settings of one request; the server completes the ones left out, and draws the seed.
+class Options(TypedDict, total=False):
+    """Settings of one request. The server completes the ones left out, and draws the seed.
 
-    proto/inference.proto gives their ranges and defaults.
+    proto/inference.proto gives ranges and defaults. `timeout_s` bounds the call in place of the client's own.
     """
 
+    request_id: str
+    model: str
+    timeout_s: float
     temperature: float
     top_p: float
     top_k: int
@@ -37,18 +42,17 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
 
 
-def make_request(
-    prompt: str | Sequence[int], request_id: str | None, model: str | None, sampling: SamplingOptions
-) -> pb.GenerateRequest:
+def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """Builds the message. Raises InvalidRequest for values that no message can hold; the server checks the rest."""
-    request = pb.GenerateRequest(request_id=request_id, model=model)
+    sampling = {name: value for name, value in options.items() if name not in ("request_id", "model", "timeout_s")}
+    request = pb.GenerateRequest(request_id=options.get("request_id"), model=options.get("model"))
     with _refusing("prompt"):
         if isinstance(prompt, str):
             request.text = prompt
         else:
             request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
     with _refusing("sampling"):
-        request.sampling_params.CopyFrom(pb.SamplingParams(**sampling))
+        request.sampling_params.CopyFrom(pb.SamplingParams(**sampling))  # type: ignore[arg-type]
     return request
 
 

@@ -1,7 +1,7 @@
 """Results of calls, as frozen values without protobuf."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from wire.convert import reason_from_pb
 from wire.errors import WireError
@@ -88,18 +88,11 @@ class Model:
     fingerprint: str
 
 
-@dataclass
-class _Gathered:
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-
-
 class Draft:
     """A completion in the making; grows with each response."""
 
     def __init__(self) -> None:
-        self._gathered: dict[int, _Gathered] = {}
+        self._chunks: dict[int, list[Chunk]] = {}
         self._completion: Completion | None = None
 
     def require_completion(self) -> Completion:
@@ -108,30 +101,27 @@ class Draft:
             raise WireError("the stream ended, or was left, before the answer was complete")
         return self._completion
 
-    def accept(self, response: pb.GenerateResponse) -> Chunk | None:
-        """Adds a response; returns its chunk, None for the last response."""
+    def accept(self, response: pb.GenerateResponse) -> tuple[Chunk, ...]:
+        """Adds a response; returns its chunk, and none for the last response."""
         if response.WhichOneof("event") == "complete":
             self._completion = self._complete(response.request_id, response.complete)
-            return None
+            return ()
         chunk = _read_chunk(response.request_id, response.chunk)
-        gathered = self._gathered.setdefault(chunk.index, _Gathered())
-        gathered.texts.append(chunk.text)
-        gathered.token_ids.extend(chunk.token_ids)
-        gathered.logprobs.extend(chunk.logprobs)
-        return chunk
+        self._chunks.setdefault(chunk.index, []).append(chunk)
+        return (chunk,)
 
     def _complete(self, request_id: str, complete: pb.Complete) -> Completion:
         choices = tuple(self._choice(choice) for choice in complete.choices)
         return Completion(request_id, choices, _read_usage(complete.usage), complete.seed, _read_timeline(complete))
 
     def _choice(self, choice: pb.Choice) -> Choice:
-        gathered = self._gathered.get(choice.index, _Gathered())
+        chunks = self._chunks.get(choice.index, [])
         stop = choice.WhichOneof("matched_stop")
         return Choice(
             index=choice.index,
-            text="".join(gathered.texts),
-            token_ids=tuple(gathered.token_ids),
-            logprobs=tuple(gathered.logprobs),
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+            logprobs=tuple(one for chunk in chunks for one in chunk.logprobs),
             finish_reason=reason_from_pb(choice.finish_reason),
             matched_stop=None if stop is None else getattr(choice, stop),
         )

@@ -8,23 +8,20 @@ from typing import Any
 
 import pytest
 
-from baton import (
-    AsyncClient,
-    BatonError,
-    Client,
+from baton import AsyncClient, BatonError, Client
+from tests.baton.scripted_service import WAIT_S, ScriptedService, served
+from tests.baton.threaded import ThreadedAsyncClient
+from wire.errors import (
     DeadlineExceeded,
-    FinishReason,
     InvalidRequest,
-    Logprobs,
     ModelNotFound,
     Overloaded,
     RequestNotFound,
     Unavailable,
+    WireError,
 )
-from tests.baton.scripted_service import WAIT_S, ScriptedService, served
-from tests.baton.threaded import ThreadedAsyncClient
-from wire.errors import WireError
 from wire.pb import inference_pb2 as pb
+from wire.sampling import FinishReason, Logprobs
 
 Connect = Callable[[ScriptedService], Any]
 

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from baton import AsyncClient, Chunk, Completion, Model
+from baton import AsyncClient, Chunk, Completion
+from baton.results import Model
 
 
 class ThreadedAsyncClient:
