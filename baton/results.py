@@ -23,7 +23,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a request's n answers. `matched_stop` is the stop string or the stop token's id that ended it."""
+    """An answer of a request's n. `matched_stop` is the stop string or the stop token's id that ended it."""
 
     index: int
     text: str
