@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from wire.convert import reason_from_pb
+from wire.convert import reason_from_pb, tiers_from_pb
 from wire.errors import WireError
 from wire.pb import inference_pb2 as pb
 from wire.sampling import FinishReason, Logprobs
-from wire.tier import TIERS
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request. `cached_tokens` counts prompt tokens by the tier that had their KV."""
+    """Tokens of a request. `cached_tokens` counts prompt tokens by the tier that had their KV; tiers without any are left out."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -140,8 +139,7 @@ def _read_chunk(request_id: str, chunk: pb.Chunk) -> Chunk:
 
 
 def _read_usage(usage: pb.Usage) -> Usage:
-    cached = {tier: getattr(usage.cached_tokens, tier) for tier in TIERS}
-    return Usage(usage.prompt_tokens, usage.completion_tokens, cached)
+    return Usage(usage.prompt_tokens, usage.completion_tokens, tiers_from_pb(usage.cached_tokens))
 
 
 def _read_timeline(complete: pb.Complete) -> Timeline:

@@ -54,7 +54,7 @@ def complete(*choices: pb.Choice) -> pb.GenerateResponse:
         ],
         total_ms=7.5,
     )
-    usage = pb.Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=pb.TierCounts(host=4))
+    usage = pb.Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=[pb.TierTokens(tier="host", tokens=4)])
     event = pb.Complete(choices=choices or [pb.Choice()], usage=usage, seed=11, timeline=timeline)
     return pb.GenerateResponse(request_id="r1", complete=event)
 
@@ -101,7 +101,7 @@ def test_gathers_the_whole_answer(connect: Connect) -> None:
     assert first.logprobs == (Logprobs(-0.5, ()), Logprobs(-0.25, ((9, -1.5),)))
     assert (second.index, second.text, second.matched_stop) == (1, "x", ".")
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 3)
-    assert dict(answer.usage.cached_tokens) == {"device": 0, "host": 4, "redis": 0}
+    assert dict(answer.usage.cached_tokens) == {"host": 4}
     assert (answer.timeline.prefill_worker, answer.timeline.decode_worker) == (None, "decode-0")
     assert (answer.timeline.total_ms, dict(answer.timeline.spans[0].counts)) == (7.5, {"tokens_host": 4})
 
