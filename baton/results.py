@@ -34,7 +34,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request. `cached_tokens` counts prompt tokens by the tier that had their KV; tiers without any are left out."""
+    """Tokens of a request. `cached_tokens` counts prompt tokens by the tier that had their KV; no tier has 0."""
 
     prompt_tokens: int
     completion_tokens: int
