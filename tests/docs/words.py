@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "baton",
+    "benchmarks",
     "decode_worker",
     "demo_model",
     "deploy",
@@ -108,7 +109,9 @@ def find_problems() -> Iterator[str]:
 
 def _files() -> Iterator[Path]:
     sources = chain.from_iterable((ROOT / package).rglob("*.py") for package in (*PACKAGES, "tests"))
-    pages = chain.from_iterable((ROOT / folder).glob("*.md") for folder in (".", "docs", "docs/decisions"))
+    pages = chain.from_iterable(
+        (ROOT / folder).glob("*.md") for folder in (".", "benchmarks", "docs", "docs/decisions")
+    )
     return (path for path in sorted(chain(sources, pages)) if "wire/pb" not in str(path))
 
 
