@@ -64,6 +64,7 @@ class AsyncClient:
             await self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s)
 
     async def list_models(self) -> tuple[Model, ...]:
+        """Lists the models that the cluster serves."""
         with typed_errors():
             return read_models(await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
 

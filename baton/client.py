@@ -63,6 +63,7 @@ class Client:
             self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s)
 
     def list_models(self) -> tuple[Model, ...]:
+        """Lists the models that the cluster serves."""
         with typed_errors():
             return read_models(self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
 
