@@ -166,7 +166,7 @@ async def test_a_setting_that_is_no_number_harms_but_its_request(ports: Ports, s
     await ports.require_unharmed()
 
 
-async def test_holds_of_nobody_are_released_in_vain(ports: Ports) -> None:
+async def test_releasing_holds_that_are_not_there_does_nothing(ports: Ports) -> None:
     attempts = [worker_pb2.AttemptId(request_id=name) for name in ("nobody's", "", "x" * 10_000)]
     orders = worker_pb2.ConnectRequest(renewals=attempts, releases=attempts, aborts=attempts, begin=begin())
     assert not (await end_of(ports, "d0", orders)).HasField("error")
