@@ -4,6 +4,7 @@ stream_server.py workers INTERVAL_S | bare INTERVAL_S | refusing | router PREFIL
 """
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
@@ -107,6 +108,9 @@ async def _serve_alone(server: grpc.aio.Server) -> None:
 
 
 async def _serve(*addresses: str) -> None:
+    # As routers and workers do at the end of their start.
+    gc.collect()
+    gc.freeze()
     print(*addresses, flush=True)
     await asyncio.to_thread(sys.stdin.read)
 
