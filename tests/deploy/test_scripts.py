@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ports import ports_of
-from deploy.processes import ProcessRef
-from deploy.state import ClusterPhase, ClusterState
+from deploy.local.ports import ports_of
+from deploy.local.state import ClusterPhase, ClusterState
+from deploy.processes.process import ProcessRef
 
 NAME = f"left{os.getpid()}"
 

@@ -1,0 +1,125 @@
+"""One actor of a cluster, as the controller holds it."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deploy.actors.actor_shell import ActorShell
+from deploy.actors.worker_host import Life
+from deploy.processes import process_record
+from deploy.processes.process import wait_or_kill
+from wire.errors import BatonError, ConfigError, Unavailable
+
+STOP_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 5.0
+LOOK_TIMEOUT_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What an actor asks Ray for."""
+
+    num_cpus: float = 0.0
+    num_gpus: float = 0.0
+
+
+class RayActor:
+    """A detached actor on this node, never restarted by Ray. `handle` is Ray's, `run_dir` the cluster's folder."""
+
+    def __init__(self, name: str, handle: Any, run_dir: Path) -> None:
+        self.name = name
+        self._handle = handle
+        self._run_dir = run_dir
+
+    @classmethod
+    def create(cls, name: str, module: str, class_name: str, resources: Resources, run_dir: Path) -> "RayActor":
+        """Its process begins at once; `start` makes it work."""
+        shell = type(class_name, (ActorShell,), {})  # for the name under which `ps` shows the process
+        options = _options(name, resources)
+        handle: Any = ray.remote(shell).options(**options).remote(name, module, class_name, str(run_dir))
+        return cls(name, handle, run_dir)
+
+    @classmethod
+    def find(cls, name: str, run_dir: Path) -> "RayActor | None":
+        """One that was created by an earlier controller, started or not. None if it is not there, or not any more."""
+        try:
+            return cls(name, ray.get_actor(name), run_dir)
+        except ValueError:
+            return None
+
+    async def start(self, config_json: str, timeout_s: float) -> str:
+        """What its object answers, started now or earlier.
+
+        Raises what the object raises if that is ours, ConfigError for another failure, Unavailable for no answer.
+        """
+        return await self._ask("start", self._handle.start.remote(config_json), timeout_s)
+
+    async def call(self, method: str, *arguments: str | int, timeout_s: float) -> str:
+        """Raises as `start` does."""
+        return await self._ask(method, self._handle.call.remote(method, *arguments), timeout_s)
+
+    async def look(self) -> Life:
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                await self._handle.ping.remote()
+        except RayActorError:
+            return Life.DEAD
+        except (RayError, TimeoutError):
+            return Life.SILENT
+        return Life.ANSWERING
+
+    async def end(self) -> None:
+        """Lets the object stop, then ends the process, whatever it does. Returns when it is gone."""
+        if await self.look() is Life.ANSWERING:
+            try:
+                await self.call("stop", timeout_s=STOP_TIMEOUT_S)
+            except BatonError as error:
+                log.info("%s did not stop by itself: %s", self.name, error.message)
+        await asyncio.to_thread(ray.kill, self._handle)
+        process = process_record.read(self._run_dir, self.name)
+        if process is None or not process.is_alive:
+            return
+        if not await asyncio.to_thread(wait_or_kill, process, END_TIMEOUT_S):
+            log.error("process %d of %s does not end", process.pid, self.name)
+
+    async def _ask(self, what: str, answer: Any, timeout_s: float) -> str:
+        try:
+            async with asyncio.timeout(timeout_s):
+                result: str = await answer
+                return result
+        except TimeoutError as error:
+            raise Unavailable(f"{self.name} did not answer {what} within {timeout_s:.0f} s") from error
+        except RayTaskError as error:
+            if isinstance(error.cause, BatonError):
+                raise error.cause from error
+            log.exception("%s failed in %s", self.name, what)
+            raise ConfigError(f"{self.name} failed in {what}: {error.cause!r}") from error
+        except RayError as error:
+            raise Unavailable(f"{self.name} died: {_last_line(error)}") from error
+
+
+def _options(name: str, resources: Resources) -> dict[str, Any]:
+    context = ray.get_runtime_context()
+    return {
+        "name": name,
+        "namespace": context.namespace,
+        "lifetime": "detached",
+        "num_cpus": resources.num_cpus,
+        "num_gpus": resources.num_gpus,
+        "max_restarts": 0,
+        "max_concurrency": 1000,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
+    }
+
+
+def _last_line(error: RayError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,152 @@
+"""The controller: one detached actor that starts a cluster, keeps it whole, resizes it and ends it.
+
+It is the only actor that Ray restarts. A new one finds the others by their names and in its predecessor's records, and
+goes on with them: nobody who is served notices.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import ray
+
+from deploy.actors.ray_actor import Resources
+from deploy.actors.ray_worker_host import RayWorkerHost
+from deploy.controller import pool_record
+from deploy.controller.event_log import EventLog
+from deploy.controller.fleet import Fleet
+from deploy.controller.pools import Pools
+from deploy.controller.router_line import RouterLine
+from deploy.controller.singleton import SoleActor
+from deploy.controller.supervision import persist
+from deploy.controller.tasks import Tasks
+from deploy.plan.cluster_plan import ClusterPlan
+from deploy.plan.names import CONTROLLER
+from deploy.processes import process_record
+from deploy.processes.record import Record
+from wire.ids import WorkerId
+from wire.logs import start_logging
+from wire.pools import PoolSizes
+
+START_TIMEOUT_S = 1800.0
+SCALE_TIMEOUT_S = 570.0
+"""Less than the router waits for an answer."""
+MAX_FAILED_STARTS = 3
+TELL_TIMEOUT_S = 20.0
+
+log = logging.getLogger(__name__)
+
+
+class Controller:
+    """Its calls carry text only: what goes in and comes out is JSON, or the id of a worker."""
+
+    def __init__(self, plan_json: str) -> None:
+        """Raises ConfigError."""
+        start_logging(CONTROLLER)
+        plan = ClusterPlan.from_json(plan_json)
+        self._router_config = plan.router
+        self._events = EventLog(time.monotonic)
+        self._node_is_up = asyncio.Event()
+        run_dir = Path(plan.run_dir)
+        process_record.write_own(run_dir, CONTROLLER)
+        self._node = SoleActor("node", "deploy.actors.node", "NodeActor", plan.node.to_json(), run_dir, self._events)
+        self._router = SoleActor("router", "router.actor", "RouterActor", plan.router.to_json(), run_dir, self._events)
+        self._keep_ports()
+        host = RayWorkerHost(plan.worker, Resources(plan.num_cpus, plan.num_gpus), run_dir, self._node_is_up)
+        record = Record(run_dir / "pools.json")
+        earlier = record.read()
+        pools = Pools(PoolSizes(plan.prefill, plan.decode)) if earlier is None else pool_record.decode(earlier)
+        self._fleet = Fleet(pools, host, RouterLine(self._router), self._events, record, plan.drain_grace_s)
+        self._tasks = Tasks()
+        if earlier is not None:
+            self._tasks.begin(self._take_over())
+
+    async def start(self) -> str:
+        """Returns when the cluster serves: `{"address", "operator_address", "metrics_address"}`.
+
+        Raises BatonError, with the reason, if any part of it does not start; what did is ended by `shutdown`.
+        """
+        self._tasks.begin(self._fleet.run())
+        _, addresses = await asyncio.gather(
+            self._node_started(self._node.start()), self._router_started(self._router.start())
+        )
+        await self._fleet.settle(START_TIMEOUT_S, max_failures=1)
+        self._watch()
+        self._events.note("the cluster serves")
+        return addresses
+
+    async def progress(self) -> str:
+        """`{"done_bytes"}` of the arena that the node's service makes."""
+        return await self._node.actor.call("progress", timeout_s=TELL_TIMEOUT_S)
+
+    async def scale(self, sizes_json: str) -> str:
+        """`{"prefill", "decode"}`, null leaving a pool as it is; returns the same when the pools have these sizes."""
+        self._fleet.resize(**json.loads(sizes_json))
+        return json.dumps(asdict(await self._fleet.settle(SCALE_TIMEOUT_S, MAX_FAILED_STARTS)))
+
+    async def drain(self, worker_id: str) -> str:
+        """Returns `{}` when the worker has finished what it had and is gone. Nobody takes its place."""
+        await self._fleet.drain(WorkerId(worker_id), SCALE_TIMEOUT_S)
+        return "{}"
+
+    async def worker_lost(self, worker_id: str) -> str:
+        """Somebody cannot reach a worker. Returns `{}`; the worker is replaced if it is dead."""
+        await self._fleet.suspect(WorkerId(worker_id))
+        return "{}"
+
+    async def events(self) -> str:
+        """`[{"age_s", "text"}]`, newest last."""
+        return self._events.encode()
+
+    async def shutdown(self) -> str:
+        """Returns `{}`, then ends every actor of the cluster, this one last."""
+        self._tasks.cancel()
+        self._tasks.begin(self._end())
+        return "{}"
+
+    async def _take_over(self) -> None:
+        """What `start` does, where an earlier controller has begun."""
+        self._events.note("the controller was lost, and is back")
+        await persist("the care for the workers", self._fleet.take_over, self._events)
+        self._tasks.begin(self._fleet.run())
+        await asyncio.gather(self._node_started(self._node.take_over()), self._router_started(self._router.take_over()))
+        self._watch()
+
+    def _watch(self) -> None:
+        self._tasks.begin(self._node.watch(on_restart=lambda: None))
+        self._tasks.begin(self._router.watch(on_restart=self._fleet.introduce))
+
+    async def _node_started(self, started: Awaitable[str]) -> None:
+        await started
+        self._node_is_up.set()
+
+    async def _router_started(self, started: Awaitable[str]) -> str:
+        addresses = await started
+        self._keep_ports()
+        return addresses
+
+    def _keep_ports(self) -> None:
+        """A router that has started once comes back on the ports that it has got."""
+        if self._router.answer is None:
+            return
+        answer = json.loads(self._router.answer)
+        listeners = replace(
+            self._router_config.listeners,
+            grpc_port=_port(answer["address"]),
+            operator_port=_port(answer["operator_address"]),
+            metrics_port=_port(answer["metrics_address"]) if answer["metrics_address"] else None,
+        )
+        self._router.config_json = replace(self._router_config, listeners=listeners).to_json()
+
+    async def _end(self) -> None:
+        await self._fleet.end()
+        await asyncio.gather(self._node.actor.end(), self._router.actor.end())
+        ray.kill(ray.get_runtime_context().current_actor)
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -1,0 +1,186 @@
+"""What `baton up` does: from a configuration to a cluster that serves, or to nothing at all."""
+
+import os
+import secrets
+import socket
+from dataclasses import replace
+from typing import Any, Protocol
+
+from deploy.local import redis_server, run_dir
+from deploy.local.ray_process import Launched, RayHead
+from deploy.local.secret import load_secret
+from deploy.local.state import ClusterPhase, ClusterState, StateFile
+from deploy.local.teardown import tear_down
+from deploy.plan.byte_size import format_bytes
+from deploy.plan.config import ClusterConfig
+from deploy.plan.machine import SHARED_MEMORY, Machine, inspect_machine
+from deploy.plan.model import ModelFacts, inspect_model
+from deploy.plan.names import namespace
+from deploy.plan.node_config import NodeConfig
+from deploy.plan.planning import make_plan
+from deploy.plan.sizing import Sizes, size
+from deploy.processes.process import ProcessRef
+from wire.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+RAY_CONNECT_TIMEOUT_S = 5.0
+
+
+class Reporter(Protocol):
+    """Whoever waits for the cluster."""
+
+    def tell(self, part: str, text: str) -> None: ...
+
+    def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None: ...
+
+
+class Startup:
+    """One attempt. The state file is always as far as the cluster is, so that `down` can clean up after a crash."""
+
+    def __init__(self, config: ClusterConfig, reporter: Reporter) -> None:
+        self._config = config
+        self._reporter = reporter
+        self._file = StateFile(config.name)
+        self._run_dir = run_dir.create(config.name)
+        self._state = ClusterState(
+            name=config.name,
+            phase=ClusterPhase.STARTING,
+            command=ProcessRef.of(os.getpid()),
+            run_dir=str(self._run_dir),
+            token=secrets.token_hex(16),
+        )
+
+    def run(self) -> ClusterState:
+        """Returns when the cluster serves. Raises ConfigError, and leaves nothing behind, if it cannot."""
+        try:
+            _require_free("--grpc-port", self._config.router.grpc_port)
+            _require_free("--metrics-port", self._config.router.metrics_port)
+            _require_ray(self._config.ray.address)
+            self._claim()
+        except BaseException:
+            run_dir.remove(self._run_dir)
+            raise
+        try:
+            return self._start()
+        except BaseException:
+            tear_down(self._state)
+            self._file.remove()
+            raise
+
+    def _claim(self) -> None:
+        """Takes the cluster's name; what a crashed one of that name has left is removed first."""
+        if self._file.claim(self._state):
+            return
+        earlier = self._file.read()
+        if earlier is not None and earlier.is_alive:
+            raise ConfigError(
+                f"a cluster named {earlier.name} is {earlier.phase.value}: "
+                f"stop it with `baton down --name {earlier.name}`, or give this one another --name"
+            )
+        if earlier is not None:
+            self._reporter.tell("cleanup", "removing what an earlier cluster of this name has left")
+            tear_down(earlier)
+            self._file.remove()
+        if not self._file.claim(self._state):
+            raise ConfigError(f"another `baton up --name {self._config.name}` is at work")
+
+    def _start(self) -> ClusterState:
+        """Ray starts while the model is checked and hashed here."""
+        head = RayHead(self._run_dir, namespace(self._config.name), self._config.ray.address)
+        try:
+            self._note(head=head.process)
+            redis_url = self._start_redis()
+            machine = inspect_machine()
+            model = self._inspect_model(machine)
+            sizes = self._size(model, machine)
+            node = self._plan_node(model, sizes, redis_url)
+            ray_address = head.wait_for_ray()
+            self._reporter.tell("ray", f"{'joined' if self._config.ray.address else 'started'} at {ray_address}")
+            self._note(ray_address=ray_address, arena_path=node.arena_path)
+            launched = self._launch(head, model, sizes, node)
+        finally:
+            head.close()
+        return self._finish(model, launched)
+
+    def _start_redis(self) -> str | None:
+        settings = self._config.redis
+        if settings.url != "own":
+            self._reporter.tell("redis", "off" if settings.url == "off" else "as given")
+            return None if settings.url == "off" else settings.url
+        server = redis_server.start(redis_server.find_program(), self._run_dir, settings.max_bytes)
+        self._note(redis=server.process)
+        self._reporter.tell("redis", f"{server.program}, our own, at most {format_bytes(settings.max_bytes)}")
+        return server.url
+
+    def _inspect_model(self, machine: Machine) -> ModelFacts:
+        device = "cuda" if machine.gpus and self._config.worker.num_gpus != 0 else "cpu"
+        model = inspect_model(self._config.model, device)
+        context = f"context {model.max_context_len}"
+        self._reporter.tell("model", f"{model.name}, {model.dtype} on {model.device}, {context}")
+        return model
+
+    def _size(self, model: ModelFacts, machine: Machine) -> Sizes:
+        sizes = size(self._config, model.size, machine)
+        pool_bytes = sizes.num_pool_blocks * model.layout.block_bytes
+        pools = self._config.pools
+        each = f"{format_bytes(pool_bytes)} of KV pages and {sizes.num_threads} threads each"
+        self._reporter.tell("workers", f"{pools.prefill} prefill and {pools.decode} decode, {each}")
+        for note in sizes.notes:
+            self._reporter.tell("note", note)
+        return sizes
+
+    def _plan_node(self, model: ModelFacts, sizes: Sizes, redis_url: str | None) -> NodeConfig:
+        return NodeConfig(
+            arena_path=str(SHARED_MEMORY / self._run_dir.name),
+            directory_path=str(self._run_dir / "directory.sock"),
+            layout_hex=model.layout.encode().hex(),
+            num_slots=sizes.num_arena_slots,
+            redis_url=redis_url,
+            redis_timeout_s=self._config.redis.timeout_ms / 1000,
+        )
+
+    def _launch(self, head: RayHead, model: ModelFacts, sizes: Sizes, node: NodeConfig) -> Launched:
+        plan = make_plan(self._config, model, sizes, node, self._state.token, load_secret().read_bytes())
+        total_bytes = sizes.num_arena_slots * model.layout.block_bytes
+        self._reporter.tell("arena", f"{format_bytes(total_bytes)} of shared memory")
+        return head.launch(plan, lambda done_bytes: self._reporter.show_progress("arena", done_bytes, total_bytes))
+
+    def _finish(self, model: ModelFacts, launched: Launched) -> ClusterState:
+        self._note(
+            phase=ClusterPhase.RUNNING,
+            model=model.name,
+            address=launched.address,
+            operator_address=launched.operator_address,
+            metrics_address=launched.metrics_address,
+            head=None if self._config.ray.address else self._state.head,
+        )
+        return self._state
+
+    def _note(self, **changes: Any) -> None:
+        self._state = replace(self._state, **changes)
+        self._file.write(self._state)
+
+
+def _require_free(flag: str, port: int | str) -> None:
+    """Found out here in milliseconds, and not by the router in seconds."""
+    if not isinstance(port, int):
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} cannot be had ({error.strerror}): give another {flag}, or 0 for any free one"
+            ) from error
+
+
+def _require_ray(address: str | None) -> None:
+    """Found out here in seconds, and not by Ray in minutes. Only Ray itself can find `auto`."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), RAY_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(f"no Ray cluster answers at {address} ({error.strerror or error})") from error
