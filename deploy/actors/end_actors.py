@@ -6,7 +6,7 @@ import sys
 import ray
 import ray.util
 
-from deploy.plan.names import CONTROLLER
+from deploy.plan.cluster_plan import CONTROLLER
 
 log = logging.getLogger(__name__)
 

@@ -1,32 +1,40 @@
-"""When to give up a process: it is dead, or has not answered for too long."""
+"""Whether a process lives, and when to give it up: it is dead, or has been silent for too long."""
 
-from deploy.actors.worker_host import Life
+from enum import Enum
 
-LOOK_EVERY_S = 1.0
+PROBE_EVERY_S = 1.0
 MAX_SILENCE_S = 30.0
 MAX_GAP_S = 5.0
 
 
-class Watch:
-    """Of one process. Has no clock of its own.
+class Liveness(Enum):
+    """The outcome of one probe of a process."""
 
-    Silence grows with each look in vain, by the time since the one before. No gap between looks counts for more than
-    MAX_GAP_S: after a longer one, whoever looks was stopped itself, and those it looks at may have been stopped with
-    it, as when a laptop sleeps.
+    ANSWERING = "answering"
+    SILENT = "silent"
+    DEAD = "dead"
+
+
+class FailureDetector:
+    """The silence of one process. Has no clock of its own.
+
+    Silence grows with each probe in vain, by the time since the one before. No gap between probes counts for more than
+    MAX_GAP_S: after a longer gap the prober itself was stopped, and perhaps the processes that it probes with it, as
+    when a laptop sleeps.
     """
 
     def __init__(self) -> None:
         self._silent_s = 0.0
-        self._looked_in_vain_s: float | None = None
+        self._probed_in_vain_s: float | None = None
 
-    def judge(self, life: Life, now_s: float) -> str | None:
-        """What is wrong with it, in words, if it is to be given up. `now_s` is of one monotonic clock."""
-        if life is Life.DEAD:
+    def judge(self, liveness: Liveness, now_s: float) -> str | None:
+        """Returns the reason to give the process up, in words, or None. `now_s` is of one monotonic clock."""
+        if liveness is Liveness.DEAD:
             return "was lost"
-        if life is Life.ANSWERING:
-            self._silent_s, self._looked_in_vain_s = 0.0, None
+        if liveness is Liveness.ANSWERING:
+            self._silent_s, self._probed_in_vain_s = 0.0, None
             return None
-        if self._looked_in_vain_s is not None:
-            self._silent_s += min(now_s - self._looked_in_vain_s, MAX_GAP_S)
-        self._looked_in_vain_s = now_s
+        if self._probed_in_vain_s is not None:
+            self._silent_s += min(now_s - self._probed_in_vain_s, MAX_GAP_S)
+        self._probed_in_vain_s = now_s
         return f"was silent for {self._silent_s:.0f} s, and is ended" if self._silent_s > MAX_SILENCE_S else None

@@ -1,7 +1,8 @@
-"""One actor of a cluster, as the controller holds it."""
+"""An actor of a cluster from both sides: `RayActor` in the controller, `ActorShell` in the actor's process."""
 
 import asyncio
 import logging
+import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,55 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deploy.actors.actor_shell import ActorShell
-from deploy.actors.worker_host import Life
+from deploy.actors.liveness import Liveness
 from deploy.processes import process_record
+from deploy.processes.logs import start_logging
 from deploy.processes.process import wait_or_kill
 from wire.errors import BatonError, ConfigError, Unavailable
 
 STOP_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 5.0
-LOOK_TIMEOUT_S = 1.0
+PROBE_TIMEOUT_S = 1.0
 
 log = logging.getLogger(__name__)
+
+
+class ActorShell:
+    """A process of a cluster as Ray sees it: makes one object of ours, and passes calls on to it.
+
+    It imports the object's module here: the controller needs no torch. The import begins with the process, and `start`
+    makes the object, so that both may overlap with other work.
+    """
+
+    def __init__(self, name: str, target: str, run_dir: str) -> None:
+        """`name` is that of the process in its log, and in the cluster's folder; `target` is MODULE:CLASS."""
+        start_logging(name)
+        process_record.write_own(Path(run_dir), name)
+        self._class: Any = pkgutil.resolve_name(target)
+        self._object: Any = None
+        self._starting: asyncio.Task[str] | None = None
+
+    async def start(self, config_json: str) -> str:
+        """Makes the object and starts it, once: every later call gets the same answer. Raises what that raises."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(config_json))
+        return await asyncio.shield(self._starting)
+
+    async def call(self, method: str, *arguments: str | int) -> str:
+        """Calls a method of the started object. Raises Unavailable before that."""
+        if self._object is None:
+            raise Unavailable("the actor has not started")
+        answer: str = await getattr(self._object, method)(*arguments)
+        return answer
+
+    async def _start(self, config_json: str) -> str:
+        self._object = await asyncio.to_thread(self._class, config_json)
+        answer: str = await self._object.start()
+        return answer
+
+    async def ping(self) -> str:
+        """Answers as long as the event loop turns."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -40,23 +79,22 @@ class RayActor:
         self._run_dir = run_dir
 
     @classmethod
-    def create(cls, name: str, module: str, class_name: str, resources: Resources, run_dir: Path) -> "RayActor":
-        """Its process begins at once; `start` makes it work."""
-        shell = type(class_name, (ActorShell,), {})  # for the name under which `ps` shows the process
-        options = _options(name, resources)
-        handle: Any = ray.remote(shell).options(**options).remote(name, module, class_name, str(run_dir))
+    def create(cls, name: str, target: str, resources: Resources, run_dir: Path) -> "RayActor":
+        """Begins a process at once; `start` makes it work. `target` is MODULE:CLASS."""
+        shell = type(target.partition(":")[2], (ActorShell,), {})  # for the name under which `ps` shows the process
+        handle: Any = ray.remote(shell).options(**_options(name, resources)).remote(name, target, str(run_dir))
         return cls(name, handle, run_dir)
 
     @classmethod
     def find(cls, name: str, run_dir: Path) -> "RayActor | None":
-        """One that was created by an earlier controller, started or not. None if it is not there, or not any more."""
+        """Returns an actor that an earlier controller made, started or not; None if it is not there any more."""
         try:
             return cls(name, ray.get_actor(name), run_dir)
         except ValueError:
             return None
 
     async def start(self, config_json: str, timeout_s: float) -> str:
-        """What its object answers, started now or earlier.
+        """Returns the answer of the object, started now or earlier.
 
         Raises what the object raises if that is ours, ConfigError for another failure, Unavailable for no answer.
         """
@@ -66,19 +104,19 @@ class RayActor:
         """Raises as `start` does."""
         return await self._ask(method, self._handle.call.remote(method, *arguments), timeout_s)
 
-    async def look(self) -> Life:
+    async def probe(self) -> Liveness:
         try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await self._handle.ping.remote()
         except RayActorError:
-            return Life.DEAD
+            return Liveness.DEAD
         except (RayError, TimeoutError):
-            return Life.SILENT
-        return Life.ANSWERING
+            return Liveness.SILENT
+        return Liveness.ANSWERING
 
     async def end(self) -> None:
         """Lets the object stop, then ends the process, whatever it does. Returns when it is gone."""
-        if await self.look() is Life.ANSWERING:
+        if await self.probe() is Liveness.ANSWERING:
             try:
                 await self.call("stop", timeout_s=STOP_TIMEOUT_S)
             except BatonError as error:

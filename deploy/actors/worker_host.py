@@ -1,40 +1,32 @@
-"""Where workers run. Twins: `RayWorkerHost` and `LocalWorkerHost`."""
+"""Where workers run: the seam between the fleet and Ray, and its in-memory twin. `RayWorkerHost` is the real one."""
 
 import asyncio
-from enum import Enum
 from typing import Protocol
 
+from deploy.actors.liveness import Liveness
 from wire.errors import Unavailable
 from wire.ids import WorkerId
-from wire.pools import Role
-
-
-class Life(Enum):
-    """What can be known of a process from outside."""
-
-    ANSWERING = "answering"
-    SILENT = "silent"
-    DEAD = "dead"
+from wire.pools import Worker
 
 
 class WorkerHost(Protocol):
-    """Every call is bounded in time."""
+    """The processes of the workers. Every call is bounded in time."""
 
-    async def start(self, worker_id: WorkerId, role: Role) -> str:
-        """The address where the worker serves, when it does.
+    async def start(self, worker: Worker) -> str:
+        """Returns the worker's address when it serves there.
 
         Raises BatonError if it comes to nothing, and leaves what there is of it to `end`.
         """
         ...
 
     async def adopt(self, worker_id: WorkerId) -> bool:
-        """Whether an earlier host has left this worker; it is this one's now. `start` tells where it serves."""
+        """Takes over a worker that an earlier host has left; returns whether it is there. `start` tells its address."""
         ...
 
-    async def look(self, worker_id: WorkerId) -> Life: ...
+    async def probe(self, worker_id: WorkerId) -> Liveness: ...
 
     async def drain(self, worker_id: WorkerId, grace_s: int) -> int:
-        """Returns when the worker has nothing left to do: how many requests it gave up. Unavailable if it died."""
+        """Waits until a worker has nothing left to do; returns the number of requests it gave up. Unavailable."""
         ...
 
     async def end(self, worker_id: WorkerId) -> None:
@@ -43,10 +35,10 @@ class WorkerHost(Protocol):
 
 
 class LocalWorkerHost:
-    """Workers that are entries in a table. `failures` are raised by the next starts; busy ones drain on `finish`."""
+    """Workers that are entries in a table. The next starts raise `failures`; busy workers drain on `finish`."""
 
-    def __init__(self, lives: dict[WorkerId, Life] | None = None) -> None:
-        self.lives = lives or {}
+    def __init__(self) -> None:
+        self.workers: dict[WorkerId, Liveness] = {}
         self.failures: list[Exception] = []
         self.drained: list[WorkerId] = []
         self._busy: dict[WorkerId, asyncio.Event] = {}
@@ -57,26 +49,26 @@ class LocalWorkerHost:
     def finish(self, worker_id: WorkerId) -> None:
         self._busy[worker_id].set()
 
-    async def start(self, worker_id: WorkerId, role: Role) -> str:
+    async def start(self, worker: Worker) -> str:
         await asyncio.sleep(0)
         if self.failures:
             raise self.failures.pop(0)
-        self.lives[worker_id] = Life.ANSWERING
-        return f"local:{worker_id}"
+        self.workers[worker.id] = Liveness.ANSWERING
+        return f"local:{worker.id}"
 
     async def adopt(self, worker_id: WorkerId) -> bool:
-        return worker_id in self.lives
+        return worker_id in self.workers
 
-    async def look(self, worker_id: WorkerId) -> Life:
-        return self.lives.get(worker_id, Life.DEAD)
+    async def probe(self, worker_id: WorkerId) -> Liveness:
+        return self.workers.get(worker_id, Liveness.DEAD)
 
     async def drain(self, worker_id: WorkerId, grace_s: int) -> int:
         if worker_id in self._busy:
             await self._busy[worker_id].wait()
-        if self.lives.get(worker_id) is not Life.ANSWERING:
+        if self.workers.get(worker_id) is not Liveness.ANSWERING:
             raise Unavailable("the worker died", worker_id=worker_id)
         self.drained.append(worker_id)
         return 0
 
     async def end(self, worker_id: WorkerId) -> None:
-        self.lives.pop(worker_id, None)
+        self.workers.pop(worker_id, None)

@@ -1,7 +1,6 @@
 """`baton down`: ends a cluster."""
 
 import argparse
-import asyncio
 import sys
 
 from deploy.cli.command import Subparsers, add_command
@@ -23,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     if state is None:
         print(f"no cluster named {args.name} is running")
         return 0
-    problems = asyncio.run(shut_down(file, state))
+    problems = shut_down(file, state)
     for problem in problems:
         print(f"baton: {problem}", file=sys.stderr)
     if not problems:

@@ -1,11 +1,9 @@
 """`baton drain`: takes one worker out of a live cluster."""
 
 import argparse
-import asyncio
 
 from deploy.cli.command import Subparsers, add_command
-from deploy.local.client import find_cluster, metadata, operator
-from deploy.local.state import ClusterState
+from deploy.local.client import call_operator, find_cluster
 from wire.pb import cluster_pb2
 
 DESCRIPTION = """\
@@ -20,12 +18,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    asyncio.run(_drain(find_cluster(args.name), args.worker))
+    request = cluster_pb2.DrainRequest(worker_id=args.worker)
+    call_operator(find_cluster(args.name), "Drain", request, TIMEOUT_S)
     print(f"{args.worker} is gone")
     return 0
-
-
-async def _drain(state: ClusterState, worker_id: str) -> None:
-    async with operator(state) as stub:
-        request = cluster_pb2.DrainRequest(worker_id=worker_id)
-        await stub.Drain(request, metadata=metadata(state), timeout=TIMEOUT_S)

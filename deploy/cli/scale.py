@@ -1,11 +1,9 @@
 """`baton scale`: gives the pools of a live cluster another size."""
 
 import argparse
-import asyncio
 
 from deploy.cli.command import Subparsers, add_command
-from deploy.local.client import find_cluster, metadata, operator
-from deploy.local.state import ClusterState
+from deploy.local.client import call_operator, find_cluster
 from wire.errors import InvalidRequest
 from wire.pb import cluster_pb2
 
@@ -27,13 +25,7 @@ def run(args: argparse.Namespace) -> int:
     for role in ("prefill", "decode"):
         if (getattr(args, role) or 0) < 0:
             raise InvalidRequest(role, "must not be negative")
-    sizes = asyncio.run(_scale(find_cluster(args.name), args))
+    request = cluster_pb2.ScaleRequest(prefill=args.prefill, decode=args.decode)
+    sizes = call_operator(find_cluster(args.name), "Scale", request, TIMEOUT_S)
     print(f"{sizes.prefill} prefill and {sizes.decode} decode workers")
     return 0
-
-
-async def _scale(state: ClusterState, args: argparse.Namespace) -> cluster_pb2.ScaleResponse:
-    async with operator(state) as stub:
-        request = cluster_pb2.ScaleRequest(prefill=args.prefill, decode=args.decode)
-        sizes: cluster_pb2.ScaleResponse = await stub.Scale(request, metadata=metadata(state), timeout=TIMEOUT_S)
-        return sizes

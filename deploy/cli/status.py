@@ -1,7 +1,6 @@
 """`baton status`: how a cluster is."""
 
 import argparse
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from deploy.cli.command import Subparsers, add_command
 from deploy.cli.status_object import to_object
 from deploy.cli.status_view import render_status
 from deploy.local import run_dir
-from deploy.local.client import find_cluster, metadata, operator
+from deploy.local.client import call_operator, find_cluster
 from deploy.local.state import ClusterState
 from wire.pb import cluster_pb2
 
@@ -30,7 +29,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     state = find_cluster(args.name)
-    status = asyncio.run(_ask(state, args.check))
+    status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(check=args.check), TIMEOUT_S)
     if args.json:
         print(json.dumps(to_object(status)))
     else:
@@ -47,13 +46,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_logs(state: ClusterState) -> None:
-    """Of a Ray cluster that was joined nobody here knows where it keeps them."""
+    """Prints where the logs are, which only a Ray cluster of our own lets us know."""
     if state.head is not None:
         print(f"\nlogs in {run_dir.ray_logs(Path(state.run_dir))}")
-
-
-async def _ask(state: ClusterState, check: bool) -> cluster_pb2.ClusterStatus:
-    async with operator(state) as stub:
-        request = cluster_pb2.GetStatusRequest(check=check)
-        status: cluster_pb2.ClusterStatus = await stub.GetStatus(request, metadata=metadata(state), timeout=TIMEOUT_S)
-        return status

@@ -1,12 +1,11 @@
 """The controller: one detached actor that starts a cluster, keeps it whole, resizes it and ends it.
 
-It is the only actor that Ray restarts. A new one finds the others by their names and in its predecessor's records, and
-goes on with them: nobody who is served notices.
+It is the only actor that Ray restarts. A new controller finds the other actors by their names and in its predecessor's
+records, and goes on with them: no request notices.
 """
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import Awaitable
 from dataclasses import asdict, replace
@@ -16,33 +15,26 @@ import ray
 
 from deploy.actors.ray_actor import Resources
 from deploy.actors.ray_worker_host import RayWorkerHost
-from deploy.controller import pool_record
 from deploy.controller.event_log import EventLog
 from deploy.controller.fleet import Fleet
-from deploy.controller.pools import Pools
-from deploy.controller.router_line import RouterLine
-from deploy.controller.singleton import SoleActor
-from deploy.controller.supervision import persist
-from deploy.controller.tasks import Tasks
-from deploy.plan.cluster_plan import ClusterPlan
-from deploy.plan.names import CONTROLLER
+from deploy.controller.member_list import RayRouter
+from deploy.controller.pools import Pools, PoolsRecord
+from deploy.controller.singleton import Singleton
+from deploy.controller.tasks import Tasks, persist
+from deploy.plan.cluster_plan import CONTROLLER, ClusterPlan
 from deploy.processes import process_record
-from deploy.processes.record import Record
+from deploy.processes.atomic_file import AtomicFile
+from deploy.processes.logs import start_logging
 from wire.ids import WorkerId
-from wire.logs import start_logging
-from wire.pools import PoolSizes
 
 START_TIMEOUT_S = 1800.0
 SCALE_TIMEOUT_S = 570.0
 """Less than the router waits for an answer."""
 MAX_FAILED_STARTS = 3
-TELL_TIMEOUT_S = 20.0
-
-log = logging.getLogger(__name__)
 
 
 class Controller:
-    """Its calls carry text only: what goes in and comes out is JSON, or the id of a worker."""
+    """The actor's object. Its calls carry text only: JSON, or the id of a worker."""
 
     def __init__(self, plan_json: str) -> None:
         """Raises ConfigError."""
@@ -53,20 +45,20 @@ class Controller:
         self._node_is_up = asyncio.Event()
         run_dir = Path(plan.run_dir)
         process_record.write_own(run_dir, CONTROLLER)
-        self._node = SoleActor("node", "deploy.actors.node", "NodeActor", plan.node.to_json(), run_dir, self._events)
-        self._router = SoleActor("router", "router.actor", "RouterActor", plan.router.to_json(), run_dir, self._events)
+        self._node = Singleton("node", "deploy.actors.node:NodeActor", plan.node.to_json(), run_dir, self._events)
+        self._router = Singleton("router", "router.actor:RouterActor", plan.router.to_json(), run_dir, self._events)
         self._keep_ports()
         host = RayWorkerHost(plan.worker, Resources(plan.num_cpus, plan.num_gpus), run_dir, self._node_is_up)
-        record = Record(run_dir / "pools.json")
+        record = AtomicFile(run_dir / "pools.json")
         earlier = record.read()
-        pools = Pools(PoolSizes(plan.prefill, plan.decode)) if earlier is None else pool_record.decode(earlier)
-        self._fleet = Fleet(pools, host, RouterLine(self._router), self._events, record, plan.drain_grace_s)
+        pools = Pools(PoolsRecord(plan.pools)) if earlier is None else Pools.from_json(earlier.decode())
+        self._fleet = Fleet(pools, host, RayRouter(self._router), self._events, record, plan.drain_grace_s)
         self._tasks = Tasks()
         if earlier is not None:
             self._tasks.begin(self._take_over())
 
     async def start(self) -> str:
-        """Returns when the cluster serves: `{"address", "operator_address", "metrics_address"}`.
+        """Returns `{"address", "operator_address", "metrics_address"}` when the cluster serves.
 
         Raises BatonError, with the reason, if any part of it does not start; what did is ended by `shutdown`.
         """
@@ -79,27 +71,23 @@ class Controller:
         self._events.note("the cluster serves")
         return addresses
 
-    async def progress(self) -> str:
-        """`{"done_bytes"}` of the arena that the node's service makes."""
-        return await self._node.actor.call("progress", timeout_s=TELL_TIMEOUT_S)
-
     async def scale(self, sizes_json: str) -> str:
-        """`{"prefill", "decode"}`, null leaving a pool as it is; returns the same when the pools have these sizes."""
+        """Takes `{"prefill", "decode"}`, null leaving a pool as it is; returns the same when both have their size."""
         self._fleet.resize(**json.loads(sizes_json))
         return json.dumps(asdict(await self._fleet.settle(SCALE_TIMEOUT_S, MAX_FAILED_STARTS)))
 
     async def drain(self, worker_id: str) -> str:
-        """Returns `{}` when the worker has finished what it had and is gone. Nobody takes its place."""
+        """Returns `{}` when the worker has finished its requests and is gone. No other takes its place."""
         await self._fleet.drain(WorkerId(worker_id), SCALE_TIMEOUT_S)
         return "{}"
 
     async def worker_lost(self, worker_id: str) -> str:
-        """Somebody cannot reach a worker. Returns `{}`; the worker is replaced if it is dead."""
+        """Probes a worker that the router cannot reach, and replaces it if it is dead. Returns `{}`."""
         await self._fleet.suspect(WorkerId(worker_id))
         return "{}"
 
     async def events(self) -> str:
-        """`[{"age_s", "text"}]`, newest last."""
+        """Returns `[{"age_s", "text"}]`, newest last."""
         return self._events.encode()
 
     async def shutdown(self) -> str:
@@ -109,7 +97,7 @@ class Controller:
         return "{}"
 
     async def _take_over(self) -> None:
-        """What `start` does, where an earlier controller has begun."""
+        """Goes on where an earlier controller has begun."""
         self._events.note("the controller was lost, and is back")
         await persist("the care for the workers", self._fleet.take_over, self._events)
         self._tasks.begin(self._fleet.run())
@@ -130,7 +118,7 @@ class Controller:
         return addresses
 
     def _keep_ports(self) -> None:
-        """A router that has started once comes back on the ports that it has got."""
+        """Gives a router that has started once the same ports again."""
         if self._router.answer is None:
             return
         answer = json.loads(self._router.answer)

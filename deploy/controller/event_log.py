@@ -1,4 +1,4 @@
-"""The last things that happened in a cluster, for its operator."""
+"""The last events of a cluster, for its operator."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class EventLog:
-    """`clock` is monotonic, in seconds."""
+    """The last 50 events. `clock` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -22,6 +22,6 @@ class EventLog:
         self._events.append((self._clock(), text))
 
     def encode(self) -> str:
-        """JSON, `[{"age_s", "text"}]`, newest last."""
+        """Returns JSON, `[{"age_s", "text"}]`, newest last."""
         now = self._clock()
         return json.dumps([{"age_s": round(now - at, 3), "text": text} for at, text in self._events])

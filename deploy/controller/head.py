@@ -1,8 +1,7 @@
-"""The process that starts Ray, or joins it, and asks it for the controller. `RayHead` talks to it, in JSON lines.
+"""The process that starts Ray, or joins it, and makes the controller. `RayProcess` talks to it through its stdin.
 
-in   a HeadConfig as argument; a ClusterPlan as the first line of stdin; end of file before `ready`: give up
-out  {"said": "ray", "address"}, then {"said": "progress", "done_bytes"} now and then, and at last
-     {"said": "ready", ...what Controller.start returns} or {"said": "failed", "message"}
+in   a HeadConfig as argument; a ClusterPlan as the only message; end of file before the answer: give up
+out  {"address"} of Ray, then the answer of Controller.start; {"failure"} in place of either
 
 A Ray cluster that it has started ends with it, whatever its own end; one that it joined goes on without it.
 """
@@ -10,25 +9,25 @@ A Ray cluster that it has started ends with it, whatever its own end; one that i
 import json
 import logging
 import os
-import select
 import signal
 import sys
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.actors.end_actors import end_actors
 from deploy.controller.controller import Controller
-from deploy.plan.names import CONTROLLER
+from deploy.plan.cluster_plan import CONTROLLER
 from wire.errors import BatonError, ConfigError
-from wire.settings import from_json, to_json
+from wire.settings import from_json
 
 OBJECT_STORE_BYTES = 80 << 20
 """About the least that Ray takes: no KV goes through it."""
-PROGRESS_EVERY_S = 0.2
+LOOK_EVERY_S = 0.2
 ACTORS_NICENESS = "0"
 """Ray's default of 15 would leave the router waiting behind whatever else the machine does."""
 
@@ -43,12 +42,9 @@ class HeadConfig:
     temp_dir: str
     address: str | None = None
 
-    def to_json(self) -> str:
-        return to_json(self)
-
 
 class Gone(Exception):
-    """Whoever asked for the cluster has gone away, or wants it to end."""
+    """`baton up` has gone away, or wants the cluster to end."""
 
 
 def main() -> int:
@@ -57,13 +53,13 @@ def main() -> int:
     config = from_json(HeadConfig, sys.argv[1], "head")
     line = _Line()
     try:
-        line.say("ray", address=_connect(config))
-        line.say("ready", **_launch(line))
+        line.say({"address": _connect(config)})
+        line.say(_launch(line))
     except (BatonError, RayError, OSError, RuntimeError, ValueError, Gone) as error:
         log.exception("the cluster did not start")
         if config.address is not None and ray.is_initialized():
             end_actors(config.namespace)
-        line.say("failed", message=_describe(error))
+        line.say({"failure": _describe(error)})
         return 1
     if config.address is None:
         _wait_for_end()
@@ -71,20 +67,15 @@ def main() -> int:
 
 
 def _connect(config: HeadConfig) -> str:
-    """Starts or joins Ray; its address."""
+    """Starts or joins Ray; returns its address."""
     common: dict[str, Any] = {"namespace": config.namespace, "log_to_driver": False, "logging_level": logging.WARNING}
     if config.address is not None:
         ray.init(address=config.address, **common)
         _require_one_node()
     else:
         os.environ.setdefault("RAY_worker_niceness", ACTORS_NICENESS)
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=config.temp_dir,
-            **common,
-        )
+        own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        ray.init(address="local", _temp_dir=config.temp_dir, **own, **common)
     address: str = ray.get_runtime_context().gcs_address
     return address
 
@@ -96,35 +87,22 @@ def _require_one_node() -> None:
 
 
 def _launch(line: "_Line") -> dict[str, Any]:
-    """Starts the controller, and through it everything else."""
+    """Makes the controller, and through it everything else; returns the controller's answer."""
     node_id = ray.get_runtime_context().get_node_id()
-    plan = line.hear()
-    controller: Any = (
-        ray.remote(Controller)
-        .options(
-            name=CONTROLLER,
-            lifetime="detached",
-            num_cpus=0,
-            max_restarts=-1,
-            max_concurrency=1000,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        )
-        .remote(plan)
-    )
+    options: dict[str, Any] = {
+        "name": CONTROLLER,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_concurrency": 1000,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+    }
+    controller: Any = ray.remote(Controller).options(**options).remote(line.hear())
     started = controller.start.remote()
-    while not ray.wait([started], timeout=PROGRESS_EVERY_S)[0]:
+    while not ray.wait([started], timeout=LOOK_EVERY_S)[0]:
         line.require_open()
-        _report_progress(line, controller)
     answer: dict[str, Any] = json.loads(ray.get(started))
     return answer
-
-
-def _report_progress(line: "_Line", controller: Any) -> None:
-    try:
-        answer = ray.get(controller.progress.remote(), timeout=PROGRESS_EVERY_S)
-    except (GetTimeoutError, RayTaskError):
-        return  # there is nothing to tell yet
-    line.say("progress", **json.loads(answer))
 
 
 def _describe(error: Exception) -> str:
@@ -145,29 +123,29 @@ def _give_up(_number: int, _frame: Any) -> None:
 
 
 class _Line:
-    """Stdin and stdout, the latter kept from whatever else this process prints."""
+    """The connection that this process has as its stdin; its children get none of it."""
 
     def __init__(self) -> None:
-        self._out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
+        self._connection = Connection(os.dup(0))
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
 
-    def say(self, said: str, **values: Any) -> None:
-        """Nobody has to listen any more."""
+    def say(self, message: dict[str, Any]) -> None:
         try:
-            print(json.dumps({"said": said, **values}), file=self._out, flush=True)
-        except BrokenPipeError:
-            log.info("nobody heard: %s", said)
+            self._connection.send_bytes(json.dumps(message).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            log.info("`baton up` has gone, and does not hear %s", sorted(message))
 
     def hear(self) -> str:
-        """The next line. Raises Gone if there is none."""
-        heard = sys.stdin.readline()
-        if not heard:
-            raise Gone("nobody wants the cluster any more")
-        return heard
+        """Returns the next message. Raises Gone if there is none."""
+        try:
+            return self._connection.recv_bytes().decode()
+        except (EOFError, ConnectionResetError) as error:
+            raise Gone("nobody wants the cluster any more") from error
 
     def require_open(self) -> None:
         """Raises Gone once the other side has closed the line."""
-        if select.select([sys.stdin], [], [], 0)[0]:
+        if self._connection.poll(0):
             self.hear()
 
 

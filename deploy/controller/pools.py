@@ -1,78 +1,58 @@
-"""What the pools are, and what has to be done so that they become what they should be. Pure: events in, actions out.
+"""The pools, and what has to be done so that they become what they should be. Pure: events in, actions out.
 
 starting -> ready -> draining -> gone
     \\----------\\-----------\\---> lost, and replaced unless it was to go anyway
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
+from typing import Any
 
-from wire.errors import InvalidRequest, WorkerNotFound
+from wire.errors import ConfigError, InvalidRequest, WorkerNotFound
 from wire.ids import WorkerId
-from wire.pools import PoolSizes, Role
+from wire.pools import PoolSizes, Role, Worker, WorkerState
+from wire.settings import from_json, to_json
 
 MAX_PAUSE_S = 30.0
-
-
-class Stage(Enum):
-    """How far a worker has come."""
-
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
+VERSION = 1
+NONE = PoolSizes(0, 0)
 
 
 @dataclass(frozen=True)
-class Worker:
-    """A worker from the decision to start it until it is gone. `address`: where it serves, while it does."""
+class PoolsRecord:
+    """The pools as a controller must know them that takes over from a dead one.
 
-    worker_id: WorkerId
-    role: Role
-    stage: Stage = Stage.STARTING
-    address: str | None = None
+    A controller writes it ahead of deeds. It names every worker that there may be; some may have died, or not been made
+    yet. num_named: of each role, the number of names given so far; no name is given twice.
+    """
 
-
-@dataclass(frozen=True)
-class Start:
-    """Start a worker."""
-
-    worker_id: WorkerId
-    role: Role
-
-
-@dataclass(frozen=True)
-class Drain:
-    """Let a worker finish what it has, then stop it."""
-
-    worker_id: WorkerId
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End a worker that has no requests yet."""
-
-    worker_id: WorkerId
-
-
-Action = Start | Drain | Stop
+    sizes: PoolSizes
+    workers: tuple[Worker, ...] = ()
+    num_named: PoolSizes = NONE
+    version: int = VERSION
 
 
 class Pools:
-    """Both pools. Has no clock: `now_s` are readings of one monotonic clock.
+    """Both pools. Has no clock: `now_s` are readings of one monotonic clock."""
 
-    workers: those that there are already. num_named: of each role, how many names have been given: none is given twice.
-    """
-
-    def __init__(
-        self, sizes: PoolSizes, workers: Sequence[Worker] = (), num_named: Mapping[Role, int] | None = None
-    ) -> None:
-        self.sizes = sizes
-        self._workers = {worker.worker_id: worker for worker in workers}
-        self._num_named = Counter[Role](num_named or {})
+    def __init__(self, record: PoolsRecord) -> None:
+        self.sizes = record.sizes
+        self._workers = {worker.id: worker for worker in record.workers}
+        self._num_named = record.num_named
         self._num_failures = Counter[Role]()
         self._paused_until_s: dict[Role, float] = {}
+
+    @classmethod
+    def from_json(cls, text: str) -> "Pools":
+        """Raises ConfigError for what is no record of this version."""
+        record = from_json(PoolsRecord, text, "pools")
+        if record.version != VERSION:
+            raise ConfigError(f"pools.version: must be {VERSION}")
+        return cls(record)
+
+    def to_json(self) -> str:
+        return to_json(PoolsRecord(self.sizes, tuple(self), self._num_named))
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))
@@ -86,42 +66,50 @@ class Pools:
             raise WorkerNotFound("no worker of that id", worker_id=worker_id[:64])
         return self._workers[worker_id]
 
-    def num_named(self, role: Role) -> int:
-        return self._num_named[role]
+    def has(self, worker_id: WorkerId, state: WorkerState) -> bool:
+        """Whether a worker is there, and in this state."""
+        return worker_id in self and self[worker_id].state is state
 
     @property
     def are_as_asked(self) -> bool:
         """Whether each pool has its size, all workers are ready, and none is left that should go."""
-        return all(worker.stage is Stage.READY for worker in self) and all(
-            len(self._of(role)) == self.sizes[role] for role in Role
-        )
+        are_ready = all(worker.state is WorkerState.READY for worker in self)
+        return are_ready and all(len(self._of(role)) == self.sizes[role] for role in Role)
 
     def resize(self, prefill: int | None, decode: int | None) -> None:
-        """Raises InvalidRequest, and changes nothing, for sizes that cannot be. None leaves a pool as it is."""
-        self.sizes = _resized(self.sizes, prefill, decode)
+        """Sets the sizes; None leaves a pool as it is. Raises InvalidRequest, and then changes nothing."""
+        given = {role: size for role, size in (("prefill", prefill), ("decode", decode)) if size is not None}
+        resized = replace(self.sizes, **given)
+        if resized.prefill < 0:
+            raise InvalidRequest("prefill", "must not be negative")
+        if resized.decode < 1:
+            raise InvalidRequest("decode", "at least one decode worker must stay")
+        self.sizes = resized
 
-    def release(self, worker_id: WorkerId) -> Drain | None:
-        """Shrinks a worker's pool by that worker; None if it drains already. WorkerNotFound, InvalidRequest."""
+    def release(self, worker_id: WorkerId) -> Worker | None:
+        """Shrinks a worker's pool by that worker; returns it to be dismissed, or None if it drains already.
+
+        Raises WorkerNotFound, or InvalidRequest if the pool cannot spare it.
+        """
         worker = self[worker_id]
-        if worker.stage is Stage.DRAINING:
+        if worker.state is WorkerState.DRAINING:
             return None
         if worker.role is Role.PREFILL:
             self.resize(max(0, self.sizes.prefill - 1), None)
         else:
             self.resize(None, self.sizes.decode - 1)
-        self._set_stage(worker, Stage.DRAINING)
-        return Drain(worker_id)
+        return self._change(worker, state=WorkerState.DRAINING)
 
     def became_ready(self, worker_id: WorkerId, address: str) -> None:
         """Ends what was held against its role. A worker that was to go meanwhile still goes."""
         worker = self[worker_id]
         self._num_failures[worker.role] = 0
-        if worker.stage is Stage.STARTING:
-            self._workers[worker_id] = replace(worker, stage=Stage.READY, address=address)
+        if worker.state is WorkerState.STARTING:
+            self._change(worker, state=WorkerState.READY, address=address)
 
     def finished(self, worker_id: WorkerId) -> None:
-        """A draining worker serves nobody any more."""
-        self._workers[worker_id] = replace(self[worker_id], address=None)
+        """A draining worker has no requests any more."""
+        self._change(self[worker_id], address="")
 
     def forget(self, worker_id: WorkerId) -> None:
         """A worker is gone, and nothing is held against its role."""
@@ -130,50 +118,40 @@ class Pools:
     def lost(self, worker_id: WorkerId, now_s: float) -> None:
         """A worker died, or did not start. If that happens again and again, the next start waits longer each time."""
         worker = self._workers.pop(worker_id, None)
-        if worker is not None and worker.stage is Stage.STARTING:
+        if worker is not None and worker.state is WorkerState.STARTING:
             self._num_failures[worker.role] += 1
             pause_s = min(MAX_PAUSE_S, 2.0 ** (self._num_failures[worker.role] - 1))
             self._paused_until_s[worker.role] = now_s + pause_s
 
-    def plan(self, now_s: float) -> list[Action]:
-        """What to do now; the books have it as done. Nothing, if all is as asked or under way."""
-        return [action for role in Role for action in self._plan(role, now_s)]
+    def plan(self, now_s: float) -> list[Worker]:
+        """Returns the workers to act on now, as they are to be: STARTING ones to start, DRAINING ones to dismiss.
 
-    def _plan(self, role: Role, now_s: float) -> list[Action]:
+        The pools have it as done: the next plan is empty if all is as asked or under way.
+        """
+        return [worker for role in Role for worker in self._plan(role, now_s)]
+
+    def _plan(self, role: Role, now_s: float) -> list[Worker]:
         surplus = len(self._of(role)) - self.sizes[role]
         if surplus > 0:
-            return [self._dismiss(worker) for worker in self._dispensable(role)[:surplus]]
+            return [self._change(worker, state=WorkerState.DRAINING) for worker in self._dispensable(role)[:surplus]]
         if now_s < self._paused_until_s.get(role, now_s):
             return []
         return [self._hire(role) for _ in range(-surplus)]
 
     def _of(self, role: Role) -> list[Worker]:
-        """Workers that count for a pool's size."""
-        return [worker for worker in self if worker.role is role and worker.stage is not Stage.DRAINING]
+        """Returns the workers that count for a pool's size."""
+        return [worker for worker in self if worker.role is role and worker.state is not WorkerState.DRAINING]
 
     def _dispensable(self, role: Role) -> list[Worker]:
-        """Those that can go, the one that knows least first: not yet ready, then the youngest."""
-        return sorted(self._of(role), key=lambda worker: worker.stage is not Stage.READY)[::-1]
+        """Sorts the workers that can go, the least knowing first: not yet ready, then the youngest."""
+        return sorted(self._of(role), key=lambda worker: worker.state is not WorkerState.READY)[::-1]
 
-    def _hire(self, role: Role) -> Start:
-        worker_id = WorkerId(f"{role.value}-{self._num_named[role]}")
-        self._num_named[role] += 1
-        self._workers[worker_id] = Worker(worker_id, role)
-        return Start(worker_id, role)
+    def _hire(self, role: Role) -> Worker:
+        number = self._num_named[role]
+        self._num_named = replace(self._num_named, **{role.value: number + 1})
+        worker_id = WorkerId(f"{role.value}-{number}")
+        return self._change(Worker(worker_id, role))
 
-    def _dismiss(self, worker: Worker) -> Drain | Stop:
-        self._set_stage(worker, Stage.DRAINING)
-        return Stop(worker.worker_id) if worker.stage is Stage.STARTING else Drain(worker.worker_id)
-
-    def _set_stage(self, worker: Worker, stage: Stage) -> None:
-        self._workers[worker.worker_id] = replace(worker, stage=stage)
-
-
-def _resized(sizes: PoolSizes, prefill: int | None, decode: int | None) -> PoolSizes:
-    """Raises InvalidRequest for what no cluster can work with."""
-    resized = PoolSizes(sizes.prefill if prefill is None else prefill, sizes.decode if decode is None else decode)
-    if resized.prefill < 0:
-        raise InvalidRequest("prefill", "must not be negative")
-    if resized.decode < 1:
-        raise InvalidRequest("decode", "at least one decode worker must stay")
-    return resized
+    def _change(self, worker: Worker, **changes: Any) -> Worker:
+        self._workers[worker.id] = replace(worker, **changes)
+        return self._workers[worker.id]

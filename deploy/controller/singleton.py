@@ -6,11 +6,11 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from deploy.actors.liveness import LOOK_EVERY_S, Watch
+from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector
 from deploy.actors.ray_actor import RayActor, Resources
 from deploy.controller.event_log import EventLog
-from deploy.controller.supervision import repeat
-from deploy.processes.record import Record
+from deploy.controller.tasks import repeat
+from deploy.processes.atomic_file import AtomicFile
 from wire.errors import BatonError
 
 START_TIMEOUT_S = 300.0
@@ -20,17 +20,17 @@ MAX_PAUSE_S = 30.0
 log = logging.getLogger(__name__)
 
 
-class SoleActor:
-    """`config_json` is what the next start is given. One that an earlier controller has left is taken over.
+class Singleton:
+    """An actor under a fixed name; takes over one that an earlier controller has left. `target` is MODULE:CLASS.
 
-    answer: what the last object that started has answered, though it be to an earlier controller; None before.
+    config_json: what the next start is given. answer: that of the last start, even to an earlier controller; None
+    before.
     """
 
     def __init__(
         self,
         name: str,
-        module: str,
-        class_name: str,
+        target: str,
         config_json: str,
         run_dir: Path,
         events: EventLog,
@@ -38,44 +38,45 @@ class SoleActor:
     ) -> None:
         self.config_json = config_json
         self._name = name
-        self._class = (module, class_name)
+        self._target = target
         self._run_dir = run_dir
-        self._record = Record(run_dir / f"{name}.json")
-        self.answer = self._record.read()
+        self._record = AtomicFile(run_dir / f"{name}.json")
+        content = self._record.read()
+        self.answer = None if content is None else content.decode()
         self._events = events
         self._clock = clock
-        self._watch = Watch()
+        self._detector = FailureDetector()
         self.actor = RayActor.find(name, run_dir) or self._make()
 
     async def start(self) -> str:
-        """What the object answers. Raises as `RayActor.start` does."""
+        """Returns the object's answer. Raises as `RayActor.start` does."""
         self.answer = await self.actor.start(self.config_json, START_TIMEOUT_S)
-        self._record.write(self.answer)
-        self._watch = Watch()
+        self._record.try_write(self.answer.encode())
+        self._detector = FailureDetector()
         return self.answer
 
     async def take_over(self) -> str:
-        """What the object of one that was left behind answers, or that of another in its place if it does not start."""
+        """Returns the answer of the actor that was left behind, or of another in its place if that does not start."""
         return await self._attempt(self.start) or await self._replace()
 
     async def watch(self, on_restart: Callable[[], None]) -> None:
-        """Until cancelled; `on_restart` is called when the service is there again."""
+        """Replaces the actor whenever it dies, until cancelled; calls `on_restart` when the service is there again."""
         await repeat(f"the care for the {self._name}", lambda: self._step(on_restart), self._events)
 
     async def _step(self, on_restart: Callable[[], None]) -> None:
-        await asyncio.sleep(LOOK_EVERY_S)
-        trouble = self._watch.judge(await self.actor.look(), self._clock())
-        if trouble is not None:
-            self._events.note(f"the {self._name} {trouble}")
+        await asyncio.sleep(PROBE_EVERY_S)
+        reason = self._detector.judge(await self.actor.probe(), self._clock())
+        if reason is not None:
+            self._events.note(f"the {self._name} {reason}")
             await self._replace()
             on_restart()
 
     async def _replace(self) -> str:
-        """Tries until it succeeds, after longer and longer pauses: what the object answers."""
+        """Tries until it succeeds, after longer and longer pauses; returns the object's answer."""
         await self.actor.end()
         pause_s = FIRST_PAUSE_S
         while not (answer := await self._attempt(self._start_another)):
-            await self.actor.end()  # a process whose object did not start would answer a look all the same
+            await self.actor.end()  # a process whose object did not start would answer a probe all the same
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
         self._events.note(f"the {self._name} is back")
@@ -86,7 +87,7 @@ class SoleActor:
         return await self.start()
 
     async def _attempt(self, start: Callable[[], Awaitable[str]]) -> str:
-        """What it answers; nothing if it fails."""
+        """Returns the answer, or nothing after a failure, which it notes."""
         try:
             return await start()
         except Exception as error:
@@ -96,4 +97,4 @@ class SoleActor:
             return ""
 
     def _make(self) -> RayActor:
-        return RayActor.create(self._name, *self._class, Resources(), self._run_dir)
+        return RayActor.create(self._name, self._target, Resources(), self._run_dir)

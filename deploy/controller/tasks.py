@@ -1,14 +1,18 @@
-"""Tasks that go on when the call that began them has returned."""
+"""Tasks that outlive the calls that began them, and steps that are tried until they succeed."""
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+
+from deploy.controller.event_log import EventLog
+
+PAUSE_S = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class Tasks:
-    """Those that were begun here and have not ended yet. A failure is logged, and nobody who waits hears of it."""
+    """The tasks begun here that have not ended yet. A failure is logged; waiting for the tasks does not raise it."""
 
     def __init__(self) -> None:
         self._unended: set[asyncio.Task[None]] = set()
@@ -19,12 +23,12 @@ class Tasks:
         task.add_done_callback(self._ended)
 
     def cancel(self) -> None:
-        """Tells all to end. Does not wait for that."""
+        """Cancels all tasks. Does not wait for their end."""
         for task in self._unended:
             task.cancel()
 
     async def wait(self) -> None:
-        """Returns when all that are under way now have ended, in whatever way."""
+        """Returns when all tasks that are under way now have ended, in whatever way."""
         if self._unended:
             await asyncio.wait(self._unended)
 
@@ -32,3 +36,20 @@ class Tasks:
         self._unended.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a task failed", exc_info=task.exception())
+
+
+async def repeat(what: str, step: Callable[[], Awaitable[None]], events: EventLog) -> None:
+    """Takes one step after another, until cancelled; notes a failure as an event, and goes on a second later."""
+    while True:
+        await persist(what, step, events)
+
+
+async def persist(what: str, step: Callable[[], Awaitable[None]], events: EventLog) -> None:
+    """Takes the same step until it succeeds; notes each failure as an event, and tries again a second later."""
+    while True:
+        try:
+            return await step()
+        except Exception as error:
+            log.exception("%s failed", what)
+            events.note(f"{what} failed, and goes on: {error!r}")
+            await asyncio.sleep(PAUSE_S)

@@ -1,10 +1,13 @@
-"""The command line's side of gRPC: finds a cluster by its state, asks its router."""
+"""The command line's side of gRPC: finds a cluster by its state, and calls its router."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from wire.errors import Unavailable
@@ -15,7 +18,7 @@ from wire.rpc_status import from_rpc_error
 
 
 def find_cluster(name: str) -> ClusterState:
-    """The state of a cluster that serves. Raises Unavailable, saying what to do, if there is none."""
+    """Returns the state of a cluster that serves. Raises Unavailable, saying what to do, if there is none."""
     state = StateFile(name).read()
     if state is None:
         raise Unavailable(f"no cluster named {name} is running: start one with `{_command('up', name)}`")
@@ -28,26 +31,26 @@ def find_cluster(name: str) -> ClusterState:
 @asynccontextmanager
 async def inference(state: ClusterState) -> AsyncIterator[InferenceStub]:
     """The public service. Raises BatonError for what goes wrong in a call."""
-    async with _calls(state), grpc.aio.insecure_channel(state.address, options=CHANNEL_OPTIONS) as channel:
+    async with _channel(state, state.address) as channel:
         yield InferenceStub(channel)
 
 
+def call_operator(state: ClusterState, method: str, request: Message, timeout_s: float) -> Any:
+    """Calls a method of the operator's service, and blocks until its answer. Raises BatonError."""
+    return asyncio.run(_call_operator(state, method, request, timeout_s))
+
+
+async def _call_operator(state: ClusterState, method: str, request: Message, timeout_s: float) -> Any:
+    async with _channel(state, state.operator_address) as channel:
+        call = getattr(ClusterStub(channel), method)
+        return await call(request, metadata=((TOKEN_METADATA, state.token),), timeout=timeout_s)
+
+
 @asynccontextmanager
-async def operator(state: ClusterState) -> AsyncIterator[ClusterStub]:
-    """The operator's service. Calls want `metadata(state)`. Raises BatonError for what goes wrong in a call."""
-    async with _calls(state), grpc.aio.insecure_channel(state.operator_address, options=CHANNEL_OPTIONS) as channel:
-        yield ClusterStub(channel)
-
-
-def metadata(state: ClusterState) -> tuple[tuple[str, str], ...]:
-    """What opens the operator's port."""
-    return ((TOKEN_METADATA, state.token),)
-
-
-@asynccontextmanager
-async def _calls(state: ClusterState) -> AsyncIterator[None]:
+async def _channel(state: ClusterState, address: str) -> AsyncIterator[grpc.aio.Channel]:
     try:
-        yield
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            yield channel
     except grpc.aio.AioRpcError as failure:
         error = from_rpc_error(failure)
         if isinstance(error, Unavailable) and not state.is_alive:

@@ -1,13 +1,14 @@
-"""Ray for a cluster, as `baton up` sees it: started or joined by a process that leads a session of its own."""
+"""The process of Ray as `baton up` sees it; its own side is deploy/controller/head.py."""
 
 import json
 import os
 import secrets
-import select
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -18,79 +19,68 @@ from wire.errors import ConfigError
 
 RAY_TIMEOUT_S = 120.0
 LAUNCH_TIMEOUT_S = 1860.0
+PROGRESS_EVERY_S = 0.2
 SOURCES = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A cluster that serves. No metrics, no address for them."""
+    """A cluster that serves. Without metrics their address is empty."""
 
     address: str
     operator_address: str
     metrics_address: str = ""
 
 
-class RayHead:
-    """`process` leads the session of all of Ray's processes, if Ray was started and not joined."""
+class RayProcess:
+    """A process that starts Ray, or joins it. `process` leads the session of all of Ray's, if Ray was started."""
 
     def __init__(self, run_dir: Path, namespace: str, ray_address: str | None) -> None:
         """Begins at once; returns before Ray is there."""
         self._log = run_dir / "ray.log"
+        self._line, theirs = Pipe()
         config = {"namespace": namespace, "temp_dir": str(ray_folder(run_dir)), "address": ray_address}
-        stdin, self._stdin = os.pipe()
-        self._stdout, stdout = os.pipe()
         command = [sys.executable, "-m", "deploy.controller.head", json.dumps(config)]
         env = _common_env() if ray_address else {**_common_env(), **_private_env()}
-        self.process: ProcessRef = spawn_leader(command, self._log, env, stdin, stdout)
-        os.close(stdin)
-        os.close(stdout)
-        self._unread = b""
+        with theirs:
+            self.process: ProcessRef = spawn_leader(command, self._log, env, stdin=theirs.fileno())
 
     def wait_for_ray(self) -> str:
-        """Ray's address. Raises ConfigError, with the reason, if Ray does not start or cannot be joined."""
+        """Returns Ray's address. Raises ConfigError, with the reason, if Ray does not start or cannot be joined."""
         address: str = self._hear(RAY_TIMEOUT_S)["address"]
         return address
 
-    def launch(self, plan: ClusterPlan, on_progress: Callable[[int], None]) -> Launched:
-        """Starts the cluster, telling of bytes of the arena that are made. Raises ConfigError if it does not serve."""
-        os.write(self._stdin, plan.to_json().encode() + b"\n")
+    def launch(self, plan: ClusterPlan, on_wait: Callable[[], None]) -> Launched:
+        """Starts the cluster; calls `on_wait` five times a second. Raises ConfigError if the cluster does not serve."""
+        with suppress(BrokenPipeError):  # then the reason is still to be heard
+            self._line.send_bytes(plan.to_json().encode())
         deadline = time.monotonic() + LAUNCH_TIMEOUT_S
-        while True:
-            heard = self._hear(deadline - time.monotonic())
-            if heard["said"] == "ready":
-                return Launched(**{key: value for key, value in heard.items() if key != "said"})
-            on_progress(heard["done_bytes"])
+        while not self._line.poll(PROGRESS_EVERY_S) and time.monotonic() < deadline:
+            on_wait()
+        return Launched(**self._hear(0))
 
     def close(self) -> None:
         """Ends the line: before the cluster serves, this gives it up."""
-        os.close(self._stdin)
-        os.close(self._stdout)
+        self._line.close()
 
     def _hear(self, timeout_s: float) -> dict[str, Any]:
-        heard: dict[str, Any] = json.loads(self._read_line(time.monotonic() + timeout_s))
-        if heard["said"] == "failed":
-            raise ConfigError(heard["message"])
-        return heard
-
-    def _read_line(self, deadline: float) -> bytes:
-        while b"\n" not in self._unread:
-            left_s = max(0.0, deadline - time.monotonic())
-            if not select.select([self._stdout], [], [], left_s)[0]:
+        try:
+            if not self._line.poll(timeout_s):
                 raise ConfigError(f"Ray did not answer in time:\n{log_tail(self._log)}")
-            data = os.read(self._stdout, 1 << 16)
-            if not data:
-                raise ConfigError(f"Ray did not start:\n{log_tail(self._log)}")
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+            heard: dict[str, Any] = json.loads(self._line.recv_bytes())
+        except (EOFError, ConnectionResetError) as error:
+            raise ConfigError(f"Ray did not start:\n{log_tail(self._log)}") from error
+        if "failure" in heard:
+            raise ConfigError(heard["failure"])
+        return heard
 
 
 def _common_env() -> dict[str, str]:
-    """Every process finds the very code that this one runs, wherever it was started."""
+    """Lets every process find the very code that this one runs, wherever it was started."""
     path = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": f"{SOURCES}{os.pathsep}{path}" if path else str(SOURCES), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def _private_env() -> dict[str, str]:
-    """Ray listens on all interfaces, and runs what it is sent: a token of its own keeps everybody else out."""
+    """Keeps others out by a token: Ray listens on all interfaces, and runs what it is sent."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

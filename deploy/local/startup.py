@@ -1,33 +1,31 @@
-"""What `baton up` does: from a configuration to a cluster that serves, or to nothing at all."""
+"""The start of a cluster, from a configuration to a cluster that serves, or to nothing at all."""
 
 import os
 import secrets
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from deploy.local import redis_server, run_dir
-from deploy.local.ray_process import Launched, RayHead
-from deploy.local.secret import load_secret
-from deploy.local.state import ClusterPhase, ClusterState, StateFile
-from deploy.local.teardown import tear_down
+from deploy.local.ray_process import Launched, RayProcess
+from deploy.local.shutdown import tear_down
+from deploy.local.state import ClusterPhase, ClusterState, StateFile, load_secret
 from deploy.plan.byte_size import format_bytes
+from deploy.plan.cluster_plan import ClusterPlan, NodeConfig, make_plan, namespace
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import SHARED_MEMORY, Machine, inspect_machine
 from deploy.plan.model import ModelFacts, inspect_model
-from deploy.plan.names import namespace
-from deploy.plan.node_config import NodeConfig
-from deploy.plan.planning import make_plan
 from deploy.plan.sizing import Sizes, size
 from deploy.processes.process import ProcessRef
 from wire.errors import ConfigError
+from worker.config import StoreSettings
 
 LOOPBACK = "127.0.0.1"
 RAY_CONNECT_TIMEOUT_S = 5.0
 
 
 class Reporter(Protocol):
-    """Whoever waits for the cluster."""
+    """The command that shows how far the start is."""
 
     def tell(self, part: str, text: str) -> None: ...
 
@@ -68,7 +66,7 @@ class Startup:
             raise
 
     def _claim(self) -> None:
-        """Takes the cluster's name; what a crashed one of that name has left is removed first."""
+        """Takes the cluster's name; removes first what a crashed cluster of that name has left."""
         if self._file.claim(self._state):
             return
         earlier = self._file.read()
@@ -85,21 +83,20 @@ class Startup:
             raise ConfigError(f"another `baton up --name {self._config.name}` is at work")
 
     def _start(self) -> ClusterState:
-        """Ray starts while the model is checked and hashed here."""
-        head = RayHead(self._run_dir, namespace(self._config.name), self._config.ray.address)
+        """Checks and hashes the model while Ray starts."""
+        ray = RayProcess(self._run_dir, namespace(self._config.name), self._config.ray.address)
         try:
-            self._note(head=head.process)
+            self._note(head=ray.process)
             redis_url = self._start_redis()
             machine = inspect_machine()
             model = self._inspect_model(machine)
-            sizes = self._size(model, machine)
-            node = self._plan_node(model, sizes, redis_url)
-            ray_address = head.wait_for_ray()
+            plan = self._plan(model, self._size(model, machine), redis_url)
+            ray_address = ray.wait_for_ray()
             self._reporter.tell("ray", f"{'joined' if self._config.ray.address else 'started'} at {ray_address}")
-            self._note(ray_address=ray_address, arena_path=node.arena_path)
-            launched = self._launch(head, model, sizes, node)
+            self._note(ray_address=ray_address, arena_path=plan.node.arena_path)
+            launched = self._launch(ray, plan)
         finally:
-            head.close()
+            ray.close()
         return self._finish(model, launched)
 
     def _start_redis(self) -> str | None:
@@ -115,13 +112,13 @@ class Startup:
     def _inspect_model(self, machine: Machine) -> ModelFacts:
         device = "cuda" if machine.gpus and self._config.worker.num_gpus != 0 else "cpu"
         model = inspect_model(self._config.model, device)
-        context = f"context {model.max_context_len}"
-        self._reporter.tell("model", f"{model.name}, {model.dtype} on {model.device}, {context}")
+        context = f"context {model.served.max_context_len}"
+        self._reporter.tell("model", f"{model.served.name}, {model.served.dtype} on {model.device}, {context}")
         return model
 
     def _size(self, model: ModelFacts, machine: Machine) -> Sizes:
         sizes = size(self._config, model.size, machine)
-        pool_bytes = sizes.num_pool_blocks * model.layout.block_bytes
+        pool_bytes = sizes.num_pool_blocks * model.size.block_bytes
         pools = self._config.pools
         each = f"{format_bytes(pool_bytes)} of KV pages and {sizes.num_threads} threads each"
         self._reporter.tell("workers", f"{pools.prefill} prefill and {pools.decode} decode, {each}")
@@ -129,29 +126,31 @@ class Startup:
             self._reporter.tell("note", note)
         return sizes
 
-    def _plan_node(self, model: ModelFacts, sizes: Sizes, redis_url: str | None) -> NodeConfig:
-        return NodeConfig(
+    def _plan(self, model: ModelFacts, sizes: Sizes, redis_url: str | None) -> ClusterPlan:
+        redis_timeout_s = self._config.redis.timeout_ms / 1000
+        node = NodeConfig(
+            store=StoreSettings(str(self._run_dir / "directory.sock"), redis_url, redis_timeout_s),
             arena_path=str(SHARED_MEMORY / self._run_dir.name),
-            directory_path=str(self._run_dir / "directory.sock"),
-            layout_hex=model.layout.encode().hex(),
+            layout_hex=model.served.layout_hex,
             num_slots=sizes.num_arena_slots,
-            redis_url=redis_url,
-            redis_timeout_s=self._config.redis.timeout_ms / 1000,
         )
+        return make_plan(self._config, model, sizes, node, self._state.token, load_secret())
 
-    def _launch(self, head: RayHead, model: ModelFacts, sizes: Sizes, node: NodeConfig) -> Launched:
-        plan = make_plan(self._config, model, sizes, node, self._state.token, load_secret().read_bytes())
-        total_bytes = sizes.num_arena_slots * model.layout.block_bytes
+    def _launch(self, ray: RayProcess, plan: ClusterPlan) -> Launched:
+        total_bytes = plan.node.num_slots * plan.node.layout.block_bytes
         self._reporter.tell("arena", f"{format_bytes(total_bytes)} of shared memory")
-        return head.launch(plan, lambda done_bytes: self._reporter.show_progress("arena", done_bytes, total_bytes))
+
+        def show_progress() -> None:
+            done_bytes = min(total_bytes, _allocated_bytes(plan.node.arena_path))
+            self._reporter.show_progress("arena", done_bytes, total_bytes)
+
+        return ray.launch(plan, show_progress)
 
     def _finish(self, model: ModelFacts, launched: Launched) -> ClusterState:
         self._note(
             phase=ClusterPhase.RUNNING,
-            model=model.name,
-            address=launched.address,
-            operator_address=launched.operator_address,
-            metrics_address=launched.metrics_address,
+            model=model.served.name,
+            **asdict(launched),
             head=None if self._config.ray.address else self._state.head,
         )
         return self._state
@@ -161,8 +160,15 @@ class Startup:
         self._file.write(self._state)
 
 
+def _allocated_bytes(path: str) -> int:
+    try:
+        return os.stat(path).st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
 def _require_free(flag: str, port: int | str) -> None:
-    """Found out here in milliseconds, and not by the router in seconds."""
+    """Raises ConfigError for a port in use: here in milliseconds, where the router would take seconds."""
     if not isinstance(port, int):
         return
     with socket.socket() as probe:
@@ -176,7 +182,7 @@ def _require_free(flag: str, port: int | str) -> None:
 
 
 def _require_ray(address: str | None) -> None:
-    """Found out here in seconds, and not by Ray in minutes. Only Ray itself can find `auto`."""
+    """Raises ConfigError in seconds, where Ray would take minutes. Only Ray itself can find `auto`."""
     host, _, port = (address or "").rpartition(":")
     if not host or not port.isdigit():
         return

@@ -1,25 +1,50 @@
-"""What a controller is started with, as one JSON text: all that `baton up` has decided."""
+"""The plan of a cluster, which starts its controller: made of settings, model, sizes and the node's paths. Pure."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from deploy.plan.node_config import NodeConfig
-from router.config import RouterConfig
+from deploy.plan.config import ClusterConfig
+from deploy.plan.model import ModelFacts
+from deploy.plan.sizing import Sizes
+from router.config import ClusterAccess, RouterConfig
+from wire.layout import KVLayout
+from wire.pools import PoolSizes
 from wire.settings import from_json, to_json
-from worker.config import WorkerConfig
+from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerTemplate
+from worker.engine_watch import MAX_SILENCE_S
+
+CONTROLLER = "controller"
+MAX_SILENCE_ON_GPU_S = 30.0
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """The configuration of a node's service. `store` is what the workers of the node are given, too."""
+
+    store: StoreSettings
+    arena_path: str
+    layout_hex: str
+    num_slots: int
+
+    @property
+    def layout(self) -> KVLayout:
+        return KVLayout.decode(bytes.fromhex(self.layout_hex))
+
+    def to_json(self) -> str:
+        return to_json(self)
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """`worker` is that of any worker, but for id and role. CPUs and GPUs are what each worker asks Ray for.
+    """All decisions of `baton up`. CPUs and GPUs are what each worker asks Ray for.
 
-    run_dir: the cluster's folder, where the controller keeps what another would have to know if it died.
+    run_dir: the cluster's folder, where the controller keeps its records for a successor.
     """
 
-    prefill: int
-    decode: int
+    pools: PoolSizes
     node: NodeConfig
     router: RouterConfig
-    worker: WorkerConfig
+    worker: WorkerTemplate
     num_cpus: float
     num_gpus: float
     drain_grace_s: int
@@ -32,3 +57,44 @@ class ClusterPlan:
     def from_json(cls, text: str) -> "ClusterPlan":
         """Raises ConfigError."""
         return from_json(cls, text, "plan")
+
+
+def namespace(cluster: str) -> str:
+    """Returns the Ray namespace of all actors of a cluster."""
+    return f"baton-{cluster}"
+
+
+def make_plan(
+    config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeConfig, token: str, secret: bytes
+) -> ClusterPlan:
+    return ClusterPlan(
+        pools=PoolSizes(config.pools.prefill, config.pools.decode),
+        node=node,
+        router=RouterConfig(
+            model=model.served,
+            cluster=ClusterAccess(token, secret.hex(), CONTROLLER, namespace(config.name)),
+            listeners=config.router.listeners,
+            admission=config.router.admission,
+            streams=config.router.streams,
+        ),
+        worker=_worker(config, model, sizes, node, token),
+        num_cpus=config.worker.num_cpus,
+        num_gpus=sizes.num_gpus,
+        drain_grace_s=config.worker.drain_grace_s,
+        run_dir=str(Path(node.store.directory_path).parent),
+    )
+
+
+def _worker(config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeConfig, token: str) -> WorkerTemplate:
+    served = model.served
+    # On a GPU only the first steps take more than a second, which compile kernels.
+    default_silence_s = MAX_SILENCE_S if model.device == "cpu" else MAX_SILENCE_ON_GPU_S
+    return WorkerTemplate(
+        model=CheckpointSettings(served.folder, served.fingerprint_hex, served.dtype, model.device),
+        pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
+        store=node.store,
+        server=ServerSettings(token),
+        batch=config.batch,
+        num_threads=sizes.num_threads,
+        max_silence_s=config.worker.max_silence_s or default_silence_s,
+    )

@@ -3,11 +3,12 @@
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from deploy.plan.settings import count_bytes, merge
+from deploy.plan.byte_size import parse_bytes
+from router.config import AdmissionBounds, Listeners, StreamBounds
 from wire.errors import ConfigError
 from wire.settings import from_object
 from worker.config import MIN_SILENCE_S, BatchSettings
@@ -38,7 +39,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """Number of workers of each role. Without prefill workers, decode workers prefill."""
+    """The number of workers of each role. Without prefill workers, decode workers prefill."""
 
     prefill: int = 1
     decode: int = 1
@@ -93,24 +94,27 @@ class RedisSettings:
 
 
 @dataclass(frozen=True)
-class RouterSettings:
-    """Where clients and Prometheus connect, on 127.0.0.1: port 0 is any free one, `off` serves no metrics.
-
-    The rest: see `router.config.Listeners`, `router.config.StreamBounds` and `router.admission.Bounds`.
-    """
+class PortSettings:
+    """The router's ports for clients and Prometheus, on 127.0.0.1: port 0 is any free one, `off` serves no metrics."""
 
     grpc_port: int = 50051
     metrics_port: int | str = 0
     max_connections: int = 2048
     reflection: bool = True
-    max_open_requests: int = 2048
-    max_queued_requests: int = 512
-    max_queued_bytes: int = 64 * MIB
-    retry_after_s: float = 1.0
-    max_deadline_s: float = 600.0
-    max_buffered_events: int = 256
-    max_stall_s: float = 30.0
-    max_worker_wait_s: float = 60.0
+
+    @property
+    def listeners(self) -> Listeners:
+        return Listeners(
+            grpc_port=self.grpc_port,
+            metrics_port=self.metrics_port if isinstance(self.metrics_port, int) else None,
+            max_connections=self.max_connections,
+            reflection=self.reflection,
+        )
+
+
+@dataclass(frozen=True)
+class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
+    """The settings of three parts of the router, which share a table of the file."""
 
     def __post_init__(self) -> None:
         _require_range(self.grpc_port, "router.grpc_port", 0, 65535)
@@ -123,6 +127,14 @@ class RouterSettings:
         _require_range(self.max_queued_bytes, "router.max_queued_bytes", MIB, 1 << 40)
         for name in ("retry_after_s", "max_deadline_s", "max_stall_s", "max_worker_wait_s"):
             _require_range(getattr(self, name), f"router.{name}", 0.1, 86400)
+
+    @property
+    def admission(self) -> AdmissionBounds:
+        return AdmissionBounds(**{one.name: getattr(self, one.name) for one in fields(AdmissionBounds)})
+
+    @property
+    def streams(self) -> StreamBounds:
+        return StreamBounds(**{one.name: getattr(self, one.name) for one in fields(StreamBounds)})
 
 
 @dataclass(frozen=True)
@@ -152,8 +164,8 @@ class ClusterConfig:
     @classmethod
     def load(cls, file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
         """From a TOML file, if there is one, with the nested table `flags` over it. Raises ConfigError."""
-        table = merge(_read(file) if file is not None else {}, flags)
-        return from_object(cls, count_bytes(table), "settings")
+        table = _merge(_read(file) if file is not None else {}, flags)
+        return from_object(cls, _count_bytes(table), "settings")
 
 
 def check_name(name: str) -> str:
@@ -173,6 +185,22 @@ def _read(file: Path) -> dict[str, Any]:
         return tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Unites nested tables; where both have a value, `over` has its way."""
+    merged = dict(base)
+    for key, value in over.items():
+        is_table = isinstance(merged.get(key), Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(merged[key], value) if is_table else value
+    return merged
+
+
+def _count_bytes(value: Any, key: str = "") -> Any:
+    """Turns each text under a name that ends in `_bytes` into a number. Raises ConfigError for what is no size."""
+    if isinstance(value, Mapping):
+        return {key: _count_bytes(below, key) for key, below in value.items()}
+    return parse_bytes(value) if key.endswith("_bytes") and isinstance(value, str) else value
 
 
 def _require(holds: object, name: str, what: str, value: object) -> None:

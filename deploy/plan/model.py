@@ -5,29 +5,24 @@ from pathlib import Path
 
 from deploy.plan.config import ModelSettings
 from deploy.plan.sizing import ModelSize
+from router.config import ServedModel
 from wire.errors import ConfigError
-from wire.layout import KVLayout
 
 DEMO_MODEL = "demo-model"
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A checked model folder. `name` is what clients call it; `device` is cpu or cuda."""
+    """A checked model folder. `device` is cpu or cuda."""
 
-    name: str
-    folder: str
+    served: ServedModel
     device: str
-    dtype: str
-    max_context_len: int
-    vocab_size: int
-    fingerprint: bytes
-    layout: KVLayout
     weight_bytes: int
 
     @property
     def size(self) -> ModelSize:
-        return ModelSize(self.weight_bytes, self.layout.block_bytes, self.layout.block_size, self.max_context_len)
+        layout = self.served.layout
+        return ModelSize(self.weight_bytes, layout.block_bytes, layout.block_size, self.served.max_context_len)
 
 
 def inspect_model(settings: ModelSettings, device: str) -> ModelFacts:
@@ -49,18 +44,18 @@ def inspect_model(settings: ModelSettings, device: str) -> ModelFacts:
     place = torch.device(device)
     asked = None if settings.dtype == "auto" else settings.dtype
     dtype = str(compute_dtype(asked, checkpoint.config, place)).removeprefix("torch.")
-    layout = checkpoint.config.kv_layout(dtype, settings.block_size)
-    return ModelFacts(
+    version = select_backend(place).version
+    served = ServedModel(
         name=_name(settings.path),
         folder=str(checkpoint.folder.resolve()),
-        device=device,
         dtype=dtype,
         max_context_len=checkpoint.config.max_context_len,
         vocab_size=checkpoint.config.vocab_size,
-        fingerprint=fingerprint(checkpoint.files, dtype, select_backend(place).version, DigestCache.of_user()),
-        layout=layout,
-        weight_bytes=sum(file.stat().st_size for file in checkpoint.files if file.suffix == ".safetensors"),
+        fingerprint_hex=fingerprint(checkpoint.files, dtype, version, DigestCache.of_user()).hex(),
+        layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size).encode().hex(),
     )
+    weights = [file for file in checkpoint.files if file.suffix == ".safetensors"]
+    return ModelFacts(served, device, sum(file.stat().st_size for file in weights))
 
 
 def _demo_model() -> str:

@@ -3,7 +3,8 @@
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +26,7 @@ class ProcessRef:
 
     @classmethod
     def of(cls, pid: int) -> "ProcessRef":
-        """Raises psutil.NoSuchProcess if there is none."""
+        """Refers to a running process. Raises psutil.NoSuchProcess."""
         return cls(pid, psutil.Process(pid).create_time(), _boot())
 
     @property
@@ -34,10 +35,10 @@ class ProcessRef:
         return self._same() and _runs(self.pid)
 
     def session(self) -> list[int]:
-        """Numbers of the living processes of the session that this process leads or led, itself among them.
+        """Returns the living processes of the session that this process leads or led, itself among them.
 
-        A number is not given out again while a session of that number has members, so a stranger under it means that
-        our session is empty.
+        The system gives a number to no other process while a session of that number has members: a stranger under it
+        means that the session is empty.
         """
         if self.boot != _boot() or (psutil.pid_exists(self.pid) and not self._same()):
             return []
@@ -51,20 +52,15 @@ class ProcessRef:
 
 
 def spawn_leader(
-    command: list[str],
-    log: Path,
-    env: Mapping[str, str] = MappingProxyType({}),
-    stdin: int | None = None,
-    stdout: int | None = None,
+    command: list[str], log: Path, env: Mapping[str, str] = MappingProxyType({}), stdin: int | None = None
 ) -> ProcessRef:
     """Starts a program, found on PATH, that leads a session of its own and outlives its parent. It writes to `log`.
 
-    env: over that of this process. stdin, stdout: to be the program's own, in place of /dev/null and of the log.
+    env: over that of this process. stdin: the program's own, in place of /dev/null.
     """
     with log.open("ab") as output, open(os.devnull, "rb") as nothing:
-        source = nothing.fileno() if stdin is None else stdin
-        sink = output.fileno() if stdout is None else stdout
-        actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate((source, sink, output.fileno()))]
+        files = (nothing.fileno() if stdin is None else stdin, output.fileno(), output.fileno())
+        actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(files)]
         pid = os.posix_spawnp(command[0], command, {**os.environ, **env}, file_actions=actions, setsid=True)
     return ProcessRef.of(pid)
 
@@ -77,17 +73,17 @@ def end_session(leader: ProcessRef, grace_s: float) -> None:
     if leader.is_alive:
         _signal(leader.pid, signal.SIGTERM)
         wait_for_end(leader.pid, grace_s)
-        _wait_until_empty(leader, ORPHANS_GRACE_S)
+        _wait(lambda: not leader.session(), ORPHANS_GRACE_S)
     for pid in leader.session():
         _signal(pid, signal.SIGKILL)
-    if not _wait_until_empty(leader, KILL_TIMEOUT_S):
+    if not _wait(lambda: not leader.session(), KILL_TIMEOUT_S):
         raise TimeoutError(f"processes {leader.session()} cannot be ended")
 
 
 def wait_or_kill(process: ProcessRef, grace_s: float) -> bool:
-    """Whether a process that was told to end is gone: by itself within the grace, or by SIGKILL within another.
+    """Waits for a process that was told to end, and kills it after the grace; returns whether it is gone.
 
-    One that is stopped (SIGSTOP) hears nothing, but it does not survive this.
+    A stopped process (SIGSTOP) hears nothing, but does not survive this.
     """
     if wait_for_end(process.pid, grace_s) or not process.is_alive:
         return True
@@ -96,18 +92,13 @@ def wait_or_kill(process: ProcessRef, grace_s: float) -> bool:
 
 
 def wait_for_end(pid: int, timeout_s: float) -> bool:
-    """Whether a process is gone within that time."""
-    deadline = time.monotonic() + timeout_s
-    while _runs(pid):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_S)
-    return True
+    """Waits for a process; returns whether it is gone."""
+    return _wait(lambda: not _runs(pid), timeout_s)
 
 
-def _wait_until_empty(leader: ProcessRef, timeout_s: float) -> bool:
+def _wait(holds: Callable[[], bool], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
-    while leader.session():
+    while not holds():
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_S)
@@ -115,25 +106,21 @@ def _wait_until_empty(leader: ProcessRef, timeout_s: float) -> bool:
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def _runs(pid: int) -> bool:
-    """False for a zombie too, which nobody but its parent can remove."""
-    try:
+    """False for a zombie too, which only its parent can remove: psutil's own wait would wait for that."""
+    with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def _session_of(pid: int) -> int | None:
-    try:
+    with suppress(ProcessLookupError):
         return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+    return None
 
 
 def _boot() -> str:

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from deploy.actors.node import NodeActor
-from deploy.plan.node_config import NodeConfig
+from deploy.plan.cluster_plan import NodeConfig
 from kv_store.arena import Arena
 from kv_store.directory_client import DirectoryClient
 from tests.kv_store.names import LAYOUT
 from wire.errors import ConfigError
+from worker.config import StoreSettings
 
 NUM_SLOTS = 16
 
@@ -19,19 +20,19 @@ NUM_SLOTS = 16
 def config(tmp_path: Path) -> Iterator[NodeConfig]:
     arena = Path(f"/dev/shm/baton-test-node-{os.getpid()}")
     socket = str(tmp_path / "directory.sock")
-    yield NodeConfig(str(arena), socket, LAYOUT.encode().hex(), NUM_SLOTS, redis_url=None, redis_timeout_s=0.1)
+    yield NodeConfig(StoreSettings(socket, None, 0.1), str(arena), LAYOUT.encode().hex(), NUM_SLOTS)
     arena.unlink(missing_ok=True)
 
 
 def test_a_node_serves_its_arena_and_takes_it_away(config: NodeConfig) -> None:
     node = NodeActor(config.to_json())
     assert asyncio.run(node.start()) == "{}"
-    client = DirectoryClient(config.directory_path)
+    client = DirectoryClient(config.store.directory_path)
     assert client.info().arena_path == config.arena_path
     client.close()
     asyncio.run(node.stop())
     assert not os.path.exists(config.arena_path)
-    assert not os.path.exists(config.directory_path)
+    assert not os.path.exists(config.store.directory_path)
 
 
 def test_a_later_node_gets_the_memory_of_a_dead_one_that_workers_still_map(config: NodeConfig) -> None:
@@ -46,7 +47,7 @@ def test_a_later_node_gets_the_memory_of_a_dead_one_that_workers_still_map(confi
 
 
 def test_a_node_that_cannot_serve_leaves_no_arena(config: NodeConfig) -> None:
-    Path(config.directory_path).mkdir()
+    Path(config.store.directory_path).mkdir()
     node = NodeActor(config.to_json())
     with pytest.raises(ConfigError):
         asyncio.run(node.start())

@@ -12,8 +12,8 @@ import ray
 from ray.exceptions import RayActorError
 
 from deploy.actors import ray_actor
+from deploy.actors.liveness import Liveness
 from deploy.actors.ray_actor import RayActor
-from deploy.actors.worker_host import Life
 from deploy.processes.process import ProcessRef
 
 
@@ -43,11 +43,11 @@ def stopped() -> Iterator[subprocess.Popen[bytes]]:
 
 
 async def test_an_actor_that_answers_lives(tmp_path: Path) -> None:
-    assert await RayActor("router", FakeHandle(), tmp_path).look() is Life.ANSWERING
+    assert await RayActor("router", FakeHandle(), tmp_path).probe() is Liveness.ANSWERING
 
 
 async def test_an_actor_that_ray_knows_to_have_died_is_dead(tmp_path: Path) -> None:
-    assert await RayActor("router", FakeHandle(RayActorError()), tmp_path).look() is Life.DEAD
+    assert await RayActor("router", FakeHandle(RayActorError()), tmp_path).probe() is Liveness.DEAD
 
 
 async def test_the_end_of_an_actor_is_that_of_its_process(

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from deploy.actors.liveness import Liveness
 from deploy.actors.ray_actor import RayActor, Resources
 from deploy.actors.ray_worker_host import RayWorkerHost
-from deploy.actors.worker_host import Life
 from wire.ids import WorkerId
-from wire.pools import Role
+from wire.pools import Role, Worker
 
 A = WorkerId("decode-0")
 
@@ -20,14 +20,14 @@ class SlowActor:
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
-        self.life = Life.ANSWERING
+        self.liveness = Liveness.ANSWERING
 
-    async def look(self) -> Life:
-        return self.life
+    async def probe(self) -> Liveness:
+        return self.liveness
 
     async def end(self) -> None:
         await self.may_end.wait()
-        self.life = Life.DEAD
+        self.liveness = Liveness.DEAD
 
 
 async def test_a_worker_whose_end_is_broken_off_is_ended_by_the_next_call(
@@ -39,15 +39,15 @@ async def test_a_worker_whose_end_is_broken_off_is_ended_by_the_next_call(
         return actor
 
     monkeypatch.setattr(RayActor, "create", create)
-    config: Any = None
-    host = RayWorkerHost(config, Resources(), tmp_path, asyncio.Event())
-    starting = asyncio.create_task(host.start(A, Role.DECODE))
+    template: Any = None
+    host = RayWorkerHost(template, Resources(), tmp_path, asyncio.Event())
+    starting = asyncio.create_task(host.start(Worker(A, Role.DECODE)))
     await asyncio.sleep(0)
     starting.cancel()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(host.end(A), 0.01)
-    assert await host.look(A) is Life.ANSWERING
+    assert await host.probe(A) is Liveness.ANSWERING
     actor.may_end.set()
     await host.end(A)
-    assert actor.life is Life.DEAD
-    assert await host.look(A) is Life.DEAD
+    assert actor.liveness is Liveness.DEAD
+    assert await host.probe(A) is Liveness.DEAD

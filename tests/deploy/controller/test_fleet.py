@@ -4,14 +4,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from deploy.actors.worker_host import Life, LocalWorkerHost
+from deploy.actors.liveness import Liveness
+from deploy.actors.worker_host import LocalWorkerHost
 from deploy.controller import fleet as fleet_module
-from deploy.controller import supervision
+from deploy.controller import tasks
 from deploy.controller.event_log import EventLog
 from deploy.controller.fleet import Fleet
-from deploy.controller.pool_record import decode
-from deploy.controller.pools import Pools, Stage
-from deploy.processes.record import Record
+from deploy.controller.pools import Pools, PoolsRecord
+from deploy.processes.atomic_file import AtomicFile
 from wire.errors import DeadlineExceeded, InvalidRequest, ModelError, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Worker, WorkerState
@@ -58,22 +58,22 @@ class BrokenHost(LocalWorkerHost):
         super().__init__()
         self.surprises = surprises
 
-    async def look(self, worker_id: WorkerId) -> Life:
+    async def probe(self, worker_id: WorkerId) -> Liveness:
         if self.surprises:
             raise self.surprises.pop()
-        return await super().look(worker_id)
+        return await super().probe(worker_id)
 
 
-class LocalRecord(Record):
+class LocalRecord(AtomicFile):
     """Keeps the text, unless its disk is full."""
 
     def __init__(self) -> None:
         self.text: str | None = None
         self.is_full = False
 
-    def write(self, text: str) -> bool:
+    def try_write(self, content: bytes) -> bool:
         if not self.is_full:
-            self.text = text
+            self.text = content.decode()
         return not self.is_full
 
 
@@ -85,7 +85,7 @@ class World:
         self.host = host or LocalWorkerHost()
         self.router = FakeRouter()
         self.events = EventLog(lambda: self.now_s)
-        self.pools = Pools(PoolSizes(prefill, decode))
+        self.pools = Pools(PoolsRecord(PoolSizes(prefill, decode)))
         self.record = LocalRecord()
         self.fleet = self._make_fleet()
 
@@ -94,7 +94,7 @@ class World:
         assert self.record.text is not None
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-        self.pools = decode(self.record.text)
+        self.pools = Pools.from_json(self.record.text)
         self.fleet = self._make_fleet()
 
     def _make_fleet(self) -> Fleet:
@@ -113,8 +113,8 @@ class World:
         await self.fleet.settle(5, 1)
 
     async def silent(self, worker_id: WorkerId, for_s: int) -> None:
-        """The worker does not answer when it is looked at, once a second."""
-        self.host.lives[worker_id] = Life.SILENT
+        """The worker does not answer when it is probed, once a second."""
+        self.host.workers[worker_id] = Liveness.SILENT
         await self.fleet.suspect(worker_id)
         for _ in range(for_s):
             self.now_s += 1
@@ -131,8 +131,8 @@ async def until(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "LOOK_EVERY_S", 0.005)
-    monkeypatch.setattr(supervision, "PAUSE_S", 0.005)
+    monkeypatch.setattr(fleet_module, "PROBE_EVERY_S", 0.005)
+    monkeypatch.setattr(tasks, "PAUSE_S", 0.005)
 
 
 async def test_workers_start_and_the_router_hears_of_them() -> None:
@@ -140,7 +140,7 @@ async def test_workers_start_and_the_router_hears_of_them() -> None:
         await world.settled()
         assert world.router.known == {P0, D0}
         assert [one.address for one in world.router.told[-1]] == ["local:prefill-0", "local:decode-0"]
-    assert world.host.lives == {}
+    assert world.host.workers == {}
 
 
 async def test_a_worker_that_does_not_start_is_an_error_with_its_reason() -> None:
@@ -169,7 +169,7 @@ async def test_scaling_up_and_down() -> None:
         assert await world.fleet.settle(5, 1) == PoolSizes(0, 2)
         assert world.router.known == {D0, D1}
         assert world.host.drained == [P0]
-        assert set(world.host.lives) == {D0, D1}
+        assert set(world.host.workers) == {D0, D1}
 
 
 async def test_the_router_knows_of_a_drain_before_it_begins() -> None:
@@ -191,7 +191,7 @@ async def test_the_router_knows_of_a_drain_before_it_begins() -> None:
 async def test_a_dead_worker_is_replaced() -> None:
     async with World(1, 1).running() as world:
         await world.settled()
-        world.host.lives[P0] = Life.DEAD
+        world.host.workers[P0] = Liveness.DEAD
         await world.fleet.suspect(P0)
         await world.settled()
         assert world.router.known == {P1, D0}
@@ -213,11 +213,11 @@ async def test_a_worker_that_is_slow_to_end_holds_up_its_own_replacement_only() 
     host = SlowHost()
     async with World(1, 1, host).running() as world:
         await world.settled()
-        world.host.lives[P0] = Life.DEAD
+        world.host.workers[P0] = Liveness.DEAD
         await world.fleet.suspect(P0)
-        world.host.lives[D0] = Life.DEAD
-        await until(lambda: D1 in world.host.lives)
-        assert P1 not in world.host.lives
+        world.host.workers[D0] = Liveness.DEAD
+        await until(lambda: D1 in world.host.workers)
+        assert P1 not in world.host.workers
         host.may_end.set()
         await world.settled()
         assert world.router.known == {P1, D1}
@@ -227,32 +227,32 @@ async def test_a_worker_that_is_not_wanted_any_more_does_not_start_after_a_buria
     host = SlowHost()
     async with World(1, 1, host).running() as world:
         await world.settled()
-        world.host.lives[P0] = Life.DEAD
+        world.host.workers[P0] = Liveness.DEAD
         await world.fleet.suspect(P0)
         await until(lambda: P1 in world.pools)
         world.fleet.resize(0, None)
         await world.settled()
         host.may_end.set()
         await world.settled()
-        assert set(world.host.lives) <= {P0, D0}
+        assert set(world.host.workers) <= {P0, D0}
 
 
 async def test_the_end_of_a_fleet_waits_for_workers_that_are_slow_to_end() -> None:
     host = SlowHost()
     async with World(1, 1, host).running() as world:
         await world.settled()
-        world.host.lives[P0] = Life.DEAD
+        world.host.workers[P0] = Liveness.DEAD
         await world.fleet.suspect(P0)
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_soon(host.may_end.set)
-    assert host.lives == {}
+    assert host.workers == {}
 
 
 async def test_what_nobody_thought_of_does_not_end_the_care_for_workers() -> None:
     async with World(1, 1, BrokenHost([RuntimeError("no such thing")])).running() as world:
         await world.settled()
-        world.host.lives[P0] = Life.DEAD
-        await until(lambda: P1 in world.host.lives)
+        world.host.workers[P0] = Liveness.DEAD
+        await until(lambda: P1 in world.host.workers)
         assert "no such thing" in world.events.encode()
 
 
@@ -261,12 +261,12 @@ async def test_a_silent_worker_gets_time() -> None:
         await world.settled()
         await world.silent(P0, 29)
         assert P0 in world.pools
-        world.host.lives[P0] = Life.ANSWERING
+        world.host.workers[P0] = Liveness.ANSWERING
         await world.fleet.suspect(P0)
         await world.silent(P0, 31)
         assert P0 not in world.pools
         await world.settled()
-        assert P0 not in world.host.lives
+        assert P0 not in world.host.workers
 
 
 async def test_no_worker_is_taken_for_dead_because_the_controller_slept() -> None:
@@ -277,14 +277,14 @@ async def test_no_worker_is_taken_for_dead_because_the_controller_slept() -> Non
         world.now_s += 3600
         for worker_id in (P0, D0):
             await world.fleet.suspect(worker_id)
-        assert {P0, D0} <= {worker.worker_id for worker in world.pools}
+        assert {P0, D0} <= {worker.id for worker in world.pools}
 
 
 async def test_draining_one_worker() -> None:
     async with World(1, 2).running() as world:
         await world.settled()
         await world.fleet.drain(D0, 5)
-        assert D0 not in world.host.lives
+        assert D0 not in world.host.workers
         await world.settled()
         assert world.router.known == {P0, D1}
         with pytest.raises(InvalidRequest):
@@ -296,7 +296,7 @@ async def test_draining_one_worker() -> None:
 async def test_a_worker_that_dies_while_draining_leaves_all_the_same() -> None:
     async with World(0, 2).running() as world:
         await world.settled()
-        world.host.lives[D1] = Life.DEAD
+        world.host.workers[D1] = Liveness.DEAD
         await world.fleet.drain(D1, 5)
         await world.settled()
         assert world.router.known == {D0}
@@ -341,14 +341,14 @@ async def test_a_fleet_goes_on_with_the_workers_that_another_has_left() -> None:
         world.fleet.resize(1, 2)
         await world.settled()
         world.controller_dies()
-        del world.host.lives[D0]
+        del world.host.workers[D0]
         world.router.told.clear()
         await world.fleet.take_over()
         async with world.running():
             await world.settled()
             assert all({P0, D1} <= {one.id for one in told} for told in world.router.told)
             assert world.router.known == {P0, D1, D2}
-            assert set(world.host.lives) == {P0, D1, D2}
+            assert set(world.host.workers) == {P0, D1, D2}
             assert "worker decode-0 was lost" in world.events.encode()
 
 
@@ -358,7 +358,7 @@ async def test_a_drain_that_another_has_begun_is_brought_to_its_end() -> None:
         await world.settled()
         world.host.keep_busy(D0)
         draining = asyncio.create_task(world.fleet.drain(D0, 5))
-        await until(lambda: world.pools[D0].stage is Stage.DRAINING)
+        await until(lambda: world.pools[D0].state is WorkerState.DRAINING)
         world.controller_dies()
         draining.cancel()
         await world.fleet.take_over()
@@ -379,7 +379,7 @@ async def test_workers_that_were_starting_when_another_died_are_started() -> Non
     async with world.running():
         await until(lambda: world.record.text is not None)
         world.controller_dies()
-        del world.host.lives[P0]
+        del world.host.workers[P0]
         await world.fleet.take_over()
         async with world.running():
             await world.settled()
@@ -405,11 +405,11 @@ async def test_a_full_disk_holds_nobody_up() -> None:
         await world.settled()
         before = world.record.text
         world.record.is_full = True
-        world.host.lives[P0] = Life.DEAD
+        world.host.workers[P0] = Liveness.DEAD
         await until(lambda: P1 in world.pools)
         await world.settled()
         assert world.router.known == {P1, D0}
-        assert P0 not in world.host.lives
+        assert P0 not in world.host.workers
         assert world.events.encode().count("cannot be written down") == 1
         assert world.record.text == before
         world.record.is_full = False

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from deploy.actors.liveness import MAX_GAP_S
+from deploy.actors.liveness import MAX_GAP_S, Liveness
 from deploy.actors.ray_actor import RayActor
-from deploy.actors.worker_host import Life
-from deploy.controller import singleton as sole_actor_module
-from deploy.controller import supervision
+from deploy.controller import singleton, tasks
 from deploy.controller.event_log import EventLog
-from deploy.controller.singleton import SoleActor
+from deploy.controller.singleton import Singleton
 from wire.errors import ConfigError, Unavailable
 
 
@@ -20,8 +18,8 @@ class FakeActor:
     """Answers from its making to its end, whether its object has started or not."""
 
     def __init__(self, failure: Exception | None) -> None:
-        self.life = Life.ANSWERING
-        self.num_looks = 0
+        self.liveness = Liveness.ANSWERING
+        self.num_probes = 0
         self._failure = failure
         self.num_starts = 0
 
@@ -31,12 +29,12 @@ class FakeActor:
             raise self._failure
         return config_json
 
-    async def look(self) -> Life:
-        self.num_looks += 1
-        return self.life
+    async def probe(self) -> Liveness:
+        self.num_probes += 1
+        return self.liveness
 
     async def end(self) -> None:
-        self.life = Life.DEAD
+        self.liveness = Liveness.DEAD
 
 
 class World:
@@ -54,8 +52,8 @@ class World:
         monkeypatch.setattr(RayActor, "find", lambda _name, _run_dir: self.left_behind)
         self.service = self.make_service()
 
-    def make_service(self) -> SoleActor:
-        return SoleActor("node", "a", "B", "{}", self.run_dir, self.events, lambda: self.now_s)
+    def make_service(self) -> Singleton:
+        return Singleton("node", "a:B", "{}", self.run_dir, self.events, lambda: self.now_s)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator["World"]:
@@ -68,11 +66,11 @@ class World:
         async with asyncio.timeout(5):
             await self._is_back.wait()
 
-    async def looks(self, num_looks: int) -> None:
-        """Returns after so many more looks at the actor."""
-        wanted = self.actors[-1].num_looks + num_looks
+    async def probes(self, num_probes: int) -> None:
+        """Returns after so many more probes of the actor."""
+        wanted = self.actors[-1].num_probes + num_probes
         async with asyncio.timeout(5):
-            while self.actors[-1].num_looks < wanted:  # noqa: ASYNC110
+            while self.actors[-1].num_probes < wanted:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
     @property
@@ -81,7 +79,7 @@ class World:
 
     @property
     def living(self) -> list[FakeActor]:
-        return [actor for actor in self.actors if actor.life is not Life.DEAD]
+        return [actor for actor in self.actors if actor.liveness is not Liveness.DEAD]
 
     def _make(self, *_what: Any) -> FakeActor:
         self.actors.append(FakeActor(self.failures.pop(0) if self.failures else None))
@@ -90,15 +88,15 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(sole_actor_module, "LOOK_EVERY_S", 0.001)
-    monkeypatch.setattr(sole_actor_module, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(supervision, "PAUSE_S", 0.001)
+    monkeypatch.setattr(singleton, "PROBE_EVERY_S", 0.001)
+    monkeypatch.setattr(singleton, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(tasks, "PAUSE_S", 0.001)
     return World(tmp_path, monkeypatch)
 
 
 async def test_a_service_that_dies_is_replaced(world: World) -> None:
     async with world.watched():
-        world.actors[0].life = Life.DEAD
+        world.actors[0].liveness = Liveness.DEAD
         await world.is_back()
     assert len(world.actors) == 2
     assert "the node was lost" in world.events.encode()
@@ -107,7 +105,7 @@ async def test_a_service_that_dies_is_replaced(world: World) -> None:
 async def test_a_restart_that_fails_is_tried_again_and_leaves_no_process(world: World) -> None:
     world.failures = [ConfigError("too little memory"), Unavailable("no answer"), Unavailable("no answer")]
     async with world.watched():
-        world.actors[0].life = Life.DEAD
+        world.actors[0].liveness = Liveness.DEAD
         await world.is_back()
     assert len(world.actors) == 5
     assert world.living == [world.actors[-1]] == [world.current]
@@ -116,7 +114,7 @@ async def test_a_restart_that_fails_is_tried_again_and_leaves_no_process(world: 
 
 async def test_a_service_that_is_silent_for_long_is_replaced(world: World) -> None:
     async with world.watched():
-        world.actors[0].life = Life.SILENT
+        world.actors[0].liveness = Liveness.SILENT
         while len(world.actors) == 1:
             world.now_s += 1
             await asyncio.sleep(0.002)
@@ -128,29 +126,29 @@ async def test_a_service_that_is_silent_for_long_is_replaced(world: World) -> No
 async def test_a_service_that_is_silent_for_a_while_gets_time(world: World) -> None:
     async with world.watched():
         for _ in range(3):
-            world.actors[0].life = Life.SILENT
-            await world.looks(2)
+            world.actors[0].liveness = Liveness.SILENT
+            await world.probes(2)
             for _ in range(4):
                 world.now_s += MAX_GAP_S
-                await world.looks(2)
-            world.actors[0].life = Life.ANSWERING
-            await world.looks(2)
+                await world.probes(2)
+            world.actors[0].liveness = Liveness.ANSWERING
+            await world.probes(2)
     assert len(world.actors) == 1
 
 
 async def test_a_service_is_not_taken_for_dead_because_the_controller_slept(world: World) -> None:
     async with world.watched():
-        world.actors[0].life = Life.SILENT
-        await world.looks(2)
+        world.actors[0].liveness = Liveness.SILENT
+        await world.probes(2)
         world.now_s += 3600
-        await world.looks(2)
+        await world.probes(2)
     assert len(world.actors) == 1
 
 
 async def test_what_nobody_thought_of_does_not_end_the_watch(world: World) -> None:
     world.failures = [ValueError("the name is taken")]
     async with world.watched():
-        world.actors[0].life = Life.DEAD
+        world.actors[0].liveness = Liveness.DEAD
         await world.is_back()
     assert world.current is world.actors[-1]
     assert "the name is taken" in world.events.encode()
@@ -171,6 +169,6 @@ async def test_one_that_was_left_behind_dead_or_broken_is_replaced(world: World)
     world.left_behind = FakeActor(Unavailable("died"))
     world.service = world.make_service()
     assert await world.service.take_over() == "{}"
-    assert world.left_behind.life is Life.DEAD
+    assert world.left_behind.liveness is Liveness.DEAD
     assert world.current is world.actors[-1]
     assert "the node did not start again: died" in world.events.encode()

@@ -9,14 +9,15 @@ import pytest
 
 from deploy.local import run_dir, startup
 from deploy.local.ray_process import Launched
+from deploy.local.shutdown import tear_down
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
-from deploy.local.teardown import tear_down
 from deploy.plan.cluster_plan import ClusterPlan
 from deploy.plan.config import ClusterConfig
 from deploy.processes.process import ProcessRef, spawn_leader
 from tests.checkpoints import make_checkpoint
 from wire.errors import ConfigError
+from wire.pools import PoolSizes
 
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 NAME = f"u{os.getpid()}"
@@ -34,10 +35,11 @@ class FakeHead:
     def wait_for_ray(self) -> str:
         return "ray:1"
 
-    def launch(self, plan: ClusterPlan, on_progress: Callable[[int], None]) -> Launched:
+    def launch(self, plan: ClusterPlan, on_wait: Callable[[], None]) -> Launched:
         self.plans.append(plan)
-        Path(plan.node.arena_path).touch()
-        on_progress(5)
+        with open(plan.node.arena_path, "wb") as arena:
+            os.posix_fallocate(arena.fileno(), 0, 8192)
+        on_wait()
         self.on_launch()
         return Launched("public:1", "operator:2", "metrics:3")
 
@@ -69,7 +71,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeHead]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(startup, "RayHead", FakeHead)
+    monkeypatch.setattr(startup, "RayProcess", FakeHead)
     monkeypatch.setattr(FakeHead, "plans", [])
     return FakeHead
 
@@ -99,12 +101,12 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
         assert state.head is not None
         assert state.head.is_alive
         (plan,) = head.plans
-        assert (plan.prefill, plan.decode) == (2, 1)
+        assert plan.pools == PoolSizes(2, 1)
         assert plan.worker.server.token == plan.router.cluster.token == state.token
         assert plan.worker.model.fingerprint_hex == plan.router.model.fingerprint_hex
         assert plan.router.cluster.ray_namespace == f"baton-{NAME}"
         assert ClusterPlan.from_json(plan.to_json()) == plan
-        assert reporter.told["progress"] == f"5 of {plan.node.num_slots * plan.node.layout.block_bytes}"
+        assert reporter.told["progress"] == f"8192 of {plan.node.num_slots * plan.node.layout.block_bytes}"
     finally:
         _end(state)
 

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local import run_dir, secret
-from deploy.local.state import ClusterPhase, ClusterState, StateFile
+from deploy.local import run_dir
+from deploy.local.state import ClusterPhase, ClusterState, StateFile, load_secret, state_dir
 from deploy.processes import process_record
 from deploy.processes.process import ProcessRef
 from wire.errors import ConfigError
+from wire.settings import to_json
 
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 STATE = ClusterState("one", ClusterPhase.STARTING, command=GONE, run_dir="/tmp/baton-x", token="t")
@@ -40,7 +41,19 @@ def test_a_name_is_claimed_once() -> None:
     assert StateFile("two").claim(STATE)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 1}', '{"version": 2}', STATE.encode()[:-2], "\xff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"version": 1}',
+        '{"version": 2}',
+        to_json(dataclasses.replace(STATE, version=1)),
+        to_json(STATE)[:-2],
+        "\xff",
+    ],
+)
 def test_a_damaged_state_is_an_error_that_names_the_file(text: str) -> None:
     file = StateFile("one")
     file.path.write_text(text)
@@ -59,20 +72,20 @@ def test_a_cluster_lives_while_any_process_of_it_does(tmp_path: Path) -> None:
 
 
 def test_a_secret_is_made_once_and_kept() -> None:
-    path = secret.load_secret()
-    content = path.read_bytes()
+    content = load_secret()
     assert len(content) == 32
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert secret.load_secret().read_bytes() == content
+    assert (state_dir() / "secret").stat().st_mode & 0o777 == 0o600
+    assert load_secret() == content
 
 
 @pytest.mark.parametrize(("content", "mode"), [(b"short", 0o600), (bytes(32), 0o644)])
 def test_a_secret_that_is_none_is_refused(content: bytes, mode: int) -> None:
-    path = secret.load_secret()
+    load_secret()
+    path = state_dir() / "secret"
     path.write_bytes(content)
     path.chmod(mode)
     with pytest.raises(ConfigError, match="remove it"):
-        secret.load_secret()
+        load_secret()
 
 
 def test_a_run_folder_is_private_short_and_removed_whole() -> None:

@@ -2,17 +2,17 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
+from deploy.plan.cluster_plan import NodeConfig, make_plan
 from deploy.plan.config import ClusterConfig, RouterSettings
 from deploy.plan.model import ModelFacts
-from deploy.plan.node_config import NodeConfig
-from deploy.plan.planning import make_plan
 from deploy.plan.sizing import Sizes
-from router.config import AdmissionBounds, StreamBounds
+from router.config import AdmissionBounds, ServedModel, StreamBounds
 from tests.kv_store.names import LAYOUT
-from worker.config import BatchSettings
+from worker.config import BatchSettings, StoreSettings
 
-MODEL = ModelFacts("m", "/m", "cpu", "float32", 64, 300, bytes(32), LAYOUT, 1000)
-NODE = NodeConfig("/dev/shm/a", "/run/d.sock", LAYOUT.encode().hex(), 8, redis_url=None, redis_timeout_s=0.1)
+SERVED = ServedModel("m", "/m", "float32", 64, 300, bytes(32).hex(), LAYOUT.encode().hex())
+MODEL = ModelFacts(SERVED, "cpu", 1000)
+NODE = NodeConfig(StoreSettings("/run/d.sock", None, 0.1), "/dev/shm/a", LAYOUT.encode().hex(), 8)
 SIZES = Sizes(num_pool_blocks=8, num_arena_slots=8, num_threads=1, num_gpus=0.0)
 BOUNDS = {
     "max_open_requests": 11,
@@ -64,6 +64,6 @@ def test_how_long_a_step_may_take_depends_on_the_device(device: str, asked_s: fl
 
 
 def test_workers_wait_for_redis_as_long_as_the_node_does() -> None:
-    node = replace(NODE, redis_url="redis://a", redis_timeout_s=0.7)
+    node = replace(NODE, store=StoreSettings("/run/d.sock", "redis://a", 0.7))
     store = make_plan(ClusterConfig(), MODEL, SIZES, node, "token", b"secret").worker.store
     assert (store.redis_url, store.redis_timeout_s) == ("redis://a", 0.7)

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.logs import LineHandler, render, start_logging
+from deploy.processes.logs import LineFormatter, LineHandler, start_logging
 
 WAIT_S = 10.0
 LOG_A_LOT = """
 import logging
-from wire.logs import start_logging
+from deploy.processes.logs import start_logging
 
 start_logging("router")
 for number in range(10_000):
@@ -103,8 +103,7 @@ def test_a_line_that_cannot_be_written_is_told_of() -> None:
 def test_nothing_that_is_logged_can_look_like_another_line(message: str, value: str) -> None:
     record = logging.LogRecord("some", logging.INFO, "", 0, message, (), None)
     record.__dict__.update(request_id=value)
-    line = render(record, "router")
-    assert line.endswith("\n")
+    line = LineFormatter("router").format(record)
     assert len(line.splitlines()) == 1
     assert line.isascii()
     decoded = json.loads(line)
@@ -138,7 +137,7 @@ def test_a_stream_that_is_gone_is_no_error_of_whoever_logs(log: logging.Logger) 
 
 
 def test_flushing_into_a_stream_that_takes_nothing_ends(log: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wire.logs.FLUSH_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("deploy.processes.logs.FLUSH_TIMEOUT_S", 0.02)
     stream = Gate()
     handler = LineHandler("router", stream)
     log.addHandler(handler)

@@ -1,28 +1,48 @@
 """The list of workers that the router works from."""
 
 import asyncio
+import json
 import logging
+from dataclasses import asdict
+from operator import attrgetter
 from typing import Protocol
 
 from deploy.controller.event_log import EventLog
 from deploy.controller.pools import Pools
+from deploy.controller.singleton import Singleton
 from wire.errors import BatonError
 from wire.ids import WorkerId
-from wire.pools import Worker, WorkerState
+from wire.pools import Worker
+
+TELL_TIMEOUT_S = 20.0
 
 log = logging.getLogger(__name__)
 
 
 class RouterPort(Protocol):
-    """The router, as far as it wants to know of workers."""
+    """The router, as far as it has to know of workers."""
 
     async def set_members(self, members: list[Worker]) -> dict[WorkerId, str]:
-        """These are the workers; those not taken in, with the reason. Raises BatonError if the router is away."""
+        """Replaces the list of workers; returns the refused ones with the reason. Raises BatonError if it is away."""
         ...
 
 
-class Roll:
-    """Tells the router who serves. Whoever changes the pools says so by `has_changed`."""
+class RayRouter:
+    """A RouterPort, over Ray."""
+
+    def __init__(self, router: Singleton) -> None:
+        self._router = router
+
+    async def set_members(self, members: list[Worker]) -> dict[WorkerId, str]:
+        listed = json.dumps([asdict(worker) for worker in members], default=attrgetter("value"))
+        refused: dict[WorkerId, str] = json.loads(
+            await self._router.actor.call("set_members", listed, timeout_s=TELL_TIMEOUT_S)
+        )
+        return refused
+
+
+class MemberList:
+    """Tells the router of the workers that serve. `has_changed` follows every change of the pools."""
 
     def __init__(self, pools: Pools, router: RouterPort, events: EventLog) -> None:
         self._pools = pools
@@ -33,14 +53,14 @@ class Roll:
         self.is_announced = False
 
     def has_changed(self) -> None:
-        """What the router was told is no longer so, or no longer known to it."""
+        """Makes the list one that the router does not know yet, or no longer."""
         self.is_announced = False
 
     async def announce(self) -> None:
-        """Tells the router who serves and who drains. `is_announced` stays False if it does not hear or take it."""
+        """Tells the router which workers serve and drain. `is_announced` stays False if it does not hear or take it."""
         async with self._announcing:
             self.is_announced = True  # a change during the call makes it False again
-            members = self._members()
+            members = [worker for worker in self._pools if worker.address]
             try:
                 refused = await self._router.set_members(members)
             except BatonError as error:
@@ -51,10 +71,3 @@ class Roll:
             for worker_id, reason in refused.items() - self._refused.items():
                 self._events.note(f"the router does not take worker {worker_id}: {reason}")
             self._refused = refused
-
-    def _members(self) -> list[Worker]:
-        return [
-            Worker(worker.worker_id, worker.role, worker.address, WorkerState(worker.stage.value))
-            for worker in self._pools
-            if worker.address is not None
-        ]

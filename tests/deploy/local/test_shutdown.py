@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.local import run_dir, teardown
+from deploy.local import run_dir, shutdown
 from deploy.local.state import ClusterPhase, ClusterState
 from deploy.processes.process import ProcessRef
 
@@ -45,7 +45,7 @@ def joined(address: str) -> ClusterState:
 
 def test_actors_are_ended_though_none_is_known_to_live(ray_address: str, ran: list[list[str]]) -> None:
     state = joined(ray_address)
-    assert teardown.tear_down(state) == []
+    assert shutdown.tear_down(state) == []
     assert [command[-3:] for command in ran] == [["deploy.actors.end_actors", ray_address, "baton-joined"]]
     assert not Path(state.run_dir).exists()
 
@@ -53,12 +53,12 @@ def test_actors_are_ended_though_none_is_known_to_live(ray_address: str, ran: li
 def test_an_actor_that_does_not_hear_ray_is_ended_all_the_same(
     ray_address: str, ran: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teardown, "ACTOR_GRACE_S", 0.05)
+    monkeypatch.setattr(shutdown, "ACTOR_GRACE_S", 0.05)
     state = joined(ray_address)
     with subprocess.Popen(["sleep", "60"]) as process:
         reference = json.dumps(asdict(ProcessRef.of(process.pid)))
         Path(state.run_dir, "router.process").write_text(reference)
-        assert teardown.tear_down(state) == []
+        assert shutdown.tear_down(state) == []
         assert process.wait(timeout=5) == -signal.SIGKILL
     assert len(ran) == 1
 
@@ -66,7 +66,7 @@ def test_an_actor_that_does_not_hear_ray_is_ended_all_the_same(
 def test_a_ray_cluster_that_is_gone_has_no_actors(ran: list[list[str]]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         gone = f"127.0.0.1:{listener.getsockname()[1]}"
-    assert teardown.tear_down(joined(gone)) == []
+    assert shutdown.tear_down(joined(gone)) == []
     assert ran == []
 
 
@@ -76,5 +76,5 @@ def test_a_ray_cluster_that_does_not_answer_is_told(ray_address: str, monkeypatc
 
     monkeypatch.setattr(subprocess, "run", run)
     state = joined(ray_address)
-    assert teardown.tear_down(state) == [f"Ray at {ray_address} did not end the actors within 60 s"]
+    assert shutdown.tear_down(state) == [f"Ray at {ray_address} did not end the actors within 60 s"]
     assert not Path(state.run_dir).exists()
