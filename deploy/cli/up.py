@@ -4,6 +4,8 @@ import argparse
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +26,50 @@ BAR_WIDTH = 30
 SLOW_S = 1.0
 
 
+def _port_or_off(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag that is a setting of the file, too."""
+
+    flag: str
+    setting: str
+    metavar: str | None
+    help: str
+    type: Callable[[str], Any] = str
+    choices: Sequence[str] | None = None
+
+
+_MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)"
+_DTYPE = "what it computes in (default: auto, which is float32 on a CPU and the checkpoint's own on a GPU)"
+_GRPC = "where clients connect, on 127.0.0.1; 0 is any free port (default: 50051)"
+_METRICS = "where Prometheus scrapes, on 127.0.0.1; 0 is any free port, `off` is none (default: 0)"
+_REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"
+FLAGS = {
+    "model": (
+        Flag("--model", "model.path", "PATH_OR_HUB_NAME", _MODEL),
+        Flag("--dtype", "model.dtype", None, _DTYPE, choices=DTYPES),
+        Flag("--block-size", "model.block_size", "TOKENS", "tokens per block of KV (default: 16)", int),
+    ),
+    "workers": (
+        Flag("--prefill", "pools.prefill", "N", "prefill workers, 0 for none (default: 1)", int),
+        Flag("--decode", "pools.decode", "M", "decode workers (default: 1)", int),
+        Flag("--pool-bytes", "worker.pool_bytes", "SIZE", "KV pages of each worker, like 512MiB"),
+        Flag("--threads", "worker.num_threads", "T", "threads of each worker", int),
+        Flag("--gpus", "worker.num_gpus", "SHARE", "share of a GPU for each worker, 0 to 1", float),
+    ),
+    "services": (
+        Flag("--grpc-port", "router.grpc_port", "PORT", _GRPC, int),
+        Flag("--metrics-port", "router.metrics_port", "PORT", _METRICS, _port_or_off),
+        Flag("--arena-bytes", "arena.size_bytes", "SIZE", "shared memory for KV blocks, like 1GiB"),
+        Flag("--redis-url", "redis.url", "URL", _REDIS),
+        Flag("--ray-address", "ray.address", "ADDRESS", "a Ray cluster to join (default: start one)"),
+    ),
+}
+
+
 def add_parser(commands: Subparsers) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "up",
@@ -35,9 +81,12 @@ def add_parser(commands: Subparsers) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
     parser.add_argument("--name", help="name of the cluster (default: default)")
-    _add_model(parser.add_argument_group("model"))
-    _add_workers(parser.add_argument_group("workers"))
-    _add_services(parser.add_argument_group("services"))
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for one in flags:
+            group.add_argument(
+                one.flag, dest=one.setting, metavar=one.metavar, help=one.help, type=one.type, choices=one.choices
+            )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,71 +100,6 @@ def run(args: argparse.Namespace) -> int:
     prompt = DEMO_PROMPT if state.model == DEMO_MODEL else "Once upon a time"
     print(f'  baton generate{named} "{prompt}"\n  baton status{named}\n  baton down{named}')
     return 0
-
-
-def _add_model(group: Any) -> None:
-    group.add_argument(
-        "--model",
-        dest="model.path",
-        metavar="PATH_OR_HUB_NAME",
-        help="checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)",
-    )
-    group.add_argument(
-        "--dtype",
-        dest="model.dtype",
-        choices=DTYPES,
-        help="what it computes in (default: auto, which is float32 on a CPU and the checkpoint's own on a GPU)",
-    )
-    group.add_argument(
-        "--block-size", dest="model.block_size", type=int, metavar="TOKENS", help="tokens per block of KV (default: 16)"
-    )
-
-
-def _add_workers(group: Any) -> None:
-    group.add_argument(
-        "--prefill", dest="pools.prefill", type=int, metavar="N", help="prefill workers, 0 for none (default: 1)"
-    )
-    group.add_argument("--decode", dest="pools.decode", type=int, metavar="M", help="decode workers (default: 1)")
-    group.add_argument(
-        "--pool-bytes", dest="worker.pool_bytes", metavar="SIZE", help="KV pages of each worker, like 512MiB"
-    )
-    group.add_argument("--threads", dest="worker.num_threads", type=int, metavar="T", help="threads of each worker")
-    group.add_argument(
-        "--gpus", dest="worker.num_gpus", type=float, metavar="SHARE", help="share of a GPU for each worker, 0 to 1"
-    )
-
-
-def _add_services(group: Any) -> None:
-    group.add_argument(
-        "--grpc-port",
-        dest="router.grpc_port",
-        type=int,
-        metavar="PORT",
-        help="where clients connect, on 127.0.0.1; 0 is any free port (default: 50051)",
-    )
-    group.add_argument(
-        "--metrics-port",
-        dest="router.metrics_port",
-        type=_port_or_off,
-        metavar="PORT",
-        help="where Prometheus scrapes, on 127.0.0.1; 0 is any free port, `off` is none (default: 0)",
-    )
-    group.add_argument(
-        "--arena-bytes", dest="arena.size_bytes", metavar="SIZE", help="shared memory for KV blocks, like 1GiB"
-    )
-    group.add_argument(
-        "--redis-url",
-        dest="redis.url",
-        metavar="URL",
-        help="a Redis server of yours, `off` for none, or `own` to start one (default: own)",
-    )
-    group.add_argument(
-        "--ray-address", dest="ray.address", metavar="ADDRESS", help="a Ray cluster to join (default: start one)"
-    )
-
-
-def _port_or_off(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:

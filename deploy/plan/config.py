@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,11 @@ _REDIS_URL = re.compile(r"own|off|(redis|rediss|unix)://.+")
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What is served. Without a path it is the demo model."""
+    """The model to serve. Without a path it is the demo model."""
 
     path: str | None = None
     dtype: str = "auto"
     block_size: int = 16
-
-    def __post_init__(self) -> None:
-        _require(self.dtype in DTYPES, "model.dtype", f"one of {', '.join(DTYPES)}", self.dtype)
-        sizes = ", ".join(map(str, BLOCK_SIZES))
-        _require(self.block_size in BLOCK_SIZES, "model.block_size", f"one of {sizes}", self.block_size)
 
 
 @dataclass(frozen=True)
@@ -44,14 +40,10 @@ class PoolSettings:
     prefill: int = 1
     decode: int = 1
 
-    def __post_init__(self) -> None:
-        _require_range(self.prefill, "pools.prefill", 0, MAX_WORKERS)
-        _require_range(self.decode, "pools.decode", 1, MAX_WORKERS)
-
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What each worker gets. What is None is decided from what the machine has."""
+    """The share of each worker. The machine decides where a setting is None."""
 
     pool_bytes: int | None = None
     num_threads: int | None = None
@@ -60,23 +52,12 @@ class WorkerSettings:
     drain_grace_s: int = 30
     max_silence_s: float | None = None
 
-    def __post_init__(self) -> None:
-        _require_range(self.pool_bytes, "worker.pool_bytes", MIB, 1 << 50)
-        _require_range(self.num_threads, "worker.num_threads", 1, 1024)
-        _require_range(self.num_gpus, "worker.num_gpus", 0, 1)
-        _require_range(self.num_cpus, "worker.num_cpus", 0, 1024)
-        _require_range(self.drain_grace_s, "worker.drain_grace_s", 0, 3600)
-        _require_range(self.max_silence_s, "worker.max_silence_s", MIN_SILENCE_S, 3600)
-
 
 @dataclass(frozen=True)
 class ArenaSettings:
     """The host tier: blocks in shared memory, one arena a node."""
 
     size_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        _require_range(self.size_bytes, "arena.size_bytes", MIB, 1 << 50)
 
 
 @dataclass(frozen=True)
@@ -86,11 +67,6 @@ class RedisSettings:
     url: str = "own"
     max_bytes: int = 256 * MIB
     timeout_ms: int = 50
-
-    def __post_init__(self) -> None:
-        _require(_REDIS_URL.fullmatch(self.url), "redis.url", "own, off, or a redis://, rediss:// or unix:// URL", "")
-        _require_range(self.max_bytes, "redis.max_bytes", 16 * MIB, 1 << 50)
-        _require_range(self.timeout_ms, "redis.timeout_ms", 1, 10_000)
 
 
 @dataclass(frozen=True)
@@ -116,18 +92,6 @@ class PortSettings:
 class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
     """The settings of three parts of the router, which share a table of the file."""
 
-    def __post_init__(self) -> None:
-        _require_range(self.grpc_port, "router.grpc_port", 0, 65535)
-        if isinstance(self.metrics_port, str):
-            _require(self.metrics_port == "off", "router.metrics_port", "a port or `off`", self.metrics_port[:16])
-        else:
-            _require_range(self.metrics_port, "router.metrics_port", 0, 65535)
-        for name in ("max_connections", "max_open_requests", "max_queued_requests", "max_buffered_events"):
-            _require_range(getattr(self, name), f"router.{name}", 1, 1 << 20)
-        _require_range(self.max_queued_bytes, "router.max_queued_bytes", MIB, 1 << 40)
-        for name in ("retry_after_s", "max_deadline_s", "max_stall_s", "max_worker_wait_s"):
-            _require_range(getattr(self, name), f"router.{name}", 0.1, 86400)
-
     @property
     def admission(self) -> AdmissionBounds:
         return AdmissionBounds(**{one.name: getattr(self, one.name) for one in fields(AdmissionBounds)})
@@ -144,9 +108,35 @@ class RaySettings:
     address: str | None = None
 
 
+RANGES: dict[str, tuple[float, float]] = {
+    "pools.prefill": (0, MAX_WORKERS),
+    "pools.decode": (1, MAX_WORKERS),
+    "worker.pool_bytes": (MIB, 1 << 50),
+    "worker.num_threads": (1, 1024),
+    "worker.num_gpus": (0, 1),
+    "worker.num_cpus": (0, 1024),
+    "worker.drain_grace_s": (0, 3600),
+    "worker.max_silence_s": (MIN_SILENCE_S, 3600),
+    "arena.size_bytes": (MIB, 1 << 50),
+    "redis.max_bytes": (16 * MIB, 1 << 50),
+    "redis.timeout_ms": (1, 10_000),
+    "router.grpc_port": (0, 65535),
+    "router.max_connections": (1, 1 << 20),
+    "router.max_open_requests": (1, 1 << 20),
+    "router.max_queued_requests": (1, 1 << 20),
+    "router.max_queued_bytes": (MIB, 1 << 40),
+    "router.retry_after_s": (0.1, 86400),
+    "router.max_deadline_s": (0.1, 86400),
+    "router.max_buffered_events": (1, 1 << 20),
+    "router.max_stall_s": (0.1, 86400),
+    "router.max_worker_wait_s": (0.1, 86400),
+}
+"""Least and most of each number. None, which stands for a default that is not decided yet, is in every range."""
+
+
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Validated when it is made, and never changed afterwards."""
+    """The settings of a cluster: valid once made, and never changed afterwards."""
 
     name: str = "default"
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -160,16 +150,28 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        for name, choices in (("model.dtype", DTYPES), ("model.block_size", BLOCK_SIZES)):
+            value = attrgetter(name)(self)
+            _require(value in choices, name, f"one of {', '.join(map(str, choices))}", value)
+        for name, bounds in RANGES.items():
+            _require_range(attrgetter(name)(self), name, *bounds)
+        is_redis_url = _REDIS_URL.fullmatch(self.redis.url)
+        _require(is_redis_url, "redis.url", "own, off, or a redis://, rediss:// or unix:// URL", "")
+        port = self.router.metrics_port
+        if isinstance(port, int):
+            _require_range(port, "router.metrics_port", 0, 65535)
+        else:
+            _require(port == "off", "router.metrics_port", "a port or `off`", port[:16])
 
     @classmethod
     def load(cls, file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
-        """From a TOML file, if there is one, with the nested table `flags` over it. Raises ConfigError."""
+        """Reads a TOML file, if there is one, with the nested table `flags` over it. Raises ConfigError."""
         table = _merge(_read(file) if file is not None else {}, flags)
         return from_object(cls, _count_bytes(table), "settings")
 
 
 def check_name(name: str) -> str:
-    """A cluster's name, which is part of paths. Raises ConfigError if it is none."""
+    """Returns the name of a cluster, which is part of paths. Raises ConfigError if it is none."""
     _require(_NAME.fullmatch(name), "name", "1 to 16 of a-z, 0-9 and -, beginning with a letter or digit", name[:64])
     return name
 
@@ -210,6 +212,5 @@ def _require(holds: object, name: str, what: str, value: object) -> None:
 
 
 def _require_range(value: float | None, name: str, least: float, most: float) -> None:
-    """None, which stands for a default that is not decided yet, is in every range."""
     if value is not None:
         _require(least <= value <= most, name, f"between {least} and {most}", value)
