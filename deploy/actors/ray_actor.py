@@ -82,7 +82,7 @@ class RayActor:
     def create(cls, name: str, target: str, resources: Resources, run_dir: Path) -> "RayActor":
         """Begins a process at once; `start` makes it work. `target` is MODULE:CLASS."""
         shell = type(target.partition(":")[2], (ActorShell,), {})  # for the name under which `ps` shows the process
-        handle: Any = ray.remote(shell).options(**_options(name, resources)).remote(name, target, str(run_dir))
+        handle: Any = ray.remote(shell).options(**actor_options(name, resources)).remote(name, target, str(run_dir))
         return cls(name, handle, run_dir)
 
     @classmethod
@@ -144,7 +144,8 @@ class RayActor:
             raise Unavailable(f"{self.name} died: {_last_line(error)}") from error
 
 
-def _options(name: str, resources: Resources) -> dict[str, Any]:
+def actor_options(name: str, resources: Resources) -> dict[str, Any]:
+    """Returns the options of a detached actor on this node that Ray never restarts."""
     context = ray.get_runtime_context()
     return {
         "name": name,

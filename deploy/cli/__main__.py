@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has gone, and that is all
+    except BrokenPipeError:  # the reader of the output has gone, and that is all
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

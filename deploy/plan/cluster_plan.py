@@ -30,6 +30,10 @@ class NodeConfig:
     def layout(self) -> KVLayout:
         return KVLayout.decode(bytes.fromhex(self.layout_hex))
 
+    @property
+    def arena_bytes(self) -> int:
+        return self.num_slots * self.layout.block_bytes
+
     def to_json(self) -> str:
         return to_json(self)
 

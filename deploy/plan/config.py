@@ -121,15 +121,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "redis.max_bytes": (16 * MIB, 1 << 50),
     "redis.timeout_ms": (1, 10_000),
     "router.grpc_port": (0, 65535),
-    "router.max_connections": (1, 1 << 20),
-    "router.max_open_requests": (1, 1 << 20),
-    "router.max_queued_requests": (1, 1 << 20),
     "router.max_queued_bytes": (MIB, 1 << 40),
-    "router.retry_after_s": (0.1, 86400),
-    "router.max_deadline_s": (0.1, 86400),
+    **{f"router.max_{each}": (1, 1 << 20) for each in ("connections", "open_requests", "queued_requests")},
     "router.max_buffered_events": (1, 1 << 20),
-    "router.max_stall_s": (0.1, 86400),
-    "router.max_worker_wait_s": (0.1, 86400),
+    **{f"router.{each}_s": (0.1, 86400) for each in ("retry_after", "max_deadline", "max_stall", "max_worker_wait")},
 }
 """Least and most of each number. None, which stands for a default that is not decided yet, is in every range."""
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.plan.config import ModelSettings
-from deploy.plan.sizing import ModelSize
 from router.config import ServedModel
 from wire.errors import ConfigError
 
@@ -20,9 +19,10 @@ class ModelFacts:
     weight_bytes: int
 
     @property
-    def size(self) -> ModelSize:
+    def context_bytes(self) -> int:
+        """Bytes of the KV of one request that fills the context."""
         layout = self.served.layout
-        return ModelSize(self.weight_bytes, layout.block_bytes, layout.block_size, self.served.max_context_len)
+        return -(-self.served.max_context_len // layout.block_size) * layout.block_bytes
 
 
 def inspect_model(settings: ModelSettings, device: str) -> ModelFacts:

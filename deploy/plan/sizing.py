@@ -1,10 +1,11 @@
-"""How much memory and how many threads each part gets. Pure: what is asked for, what the machine has, numbers out."""
+"""Memory and threads of each part. Pure: from the settings, the model and the machine to numbers."""
 
 from dataclasses import dataclass, replace
 
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine
+from deploy.plan.model import ModelFacts
 from wire.errors import ConfigError
 
 MAX_DEFAULT_ARENA_BYTES = 1 << 30
@@ -17,23 +18,8 @@ MIN_BLOCKS = 8
 
 
 @dataclass(frozen=True)
-class ModelSize:
-    """Of a model as it will be computed: bytes of its weights, bytes of a block of its KV, tokens of its context."""
-
-    weight_bytes: int
-    block_bytes: int
-    block_size: int
-    max_context_len: int
-
-    @property
-    def context_bytes(self) -> int:
-        """Of the KV of one request that fills the context."""
-        return -(-self.max_context_len // self.block_size) * self.block_bytes
-
-
-@dataclass(frozen=True)
 class Sizes:
-    """What each worker and the node get; `notes` are for whoever starts the cluster."""
+    """The share of each worker and of the node; `notes` are for the user who starts the cluster."""
 
     num_pool_blocks: int
     num_arena_slots: int
@@ -42,8 +28,8 @@ class Sizes:
     notes: tuple[str, ...] = ()
 
 
-def size(config: ClusterConfig, model: ModelSize, machine: Machine) -> Sizes:
-    """Raises ConfigError for what cannot fit, saying what to change."""
+def size(config: ClusterConfig, model: ModelFacts, machine: Machine) -> Sizes:
+    """Divides the machine among the parts. Raises ConfigError for what cannot fit, saying what to change."""
     num_workers = config.pools.prefill + config.pools.decode
     num_gpus = (1.0 if machine.gpus else 0.0) if config.worker.num_gpus is None else config.worker.num_gpus
     _require_gpus(num_gpus * num_workers, machine)
@@ -60,23 +46,23 @@ def size(config: ClusterConfig, model: ModelSize, machine: Machine) -> Sizes:
     return replace(sizes, notes=_notes(sizes, model))
 
 
-def _default_pool_bytes(num_gpus: float, num_workers: int, model: ModelSize, machine: Machine) -> int:
-    """On a GPU, what weights and activations leave; in memory a small share, so that a laptop stays usable."""
+def _default_pool_bytes(num_gpus: float, num_workers: int, model: ModelFacts, machine: Machine) -> int:
+    """Takes what weights and activations leave of a GPU, and a small share of memory: a laptop stays usable."""
     if num_gpus:
         return int(min(machine.gpus) * num_gpus) - model.weight_bytes - GPU_RESERVE_BYTES
     share = machine.memory_bytes // (8 * num_workers)
     return min(MAX_DEFAULT_POOL_BYTES, share, MAX_DEFAULT_CONTEXTS * model.context_bytes)
 
 
-def _default_arena_bytes(model: ModelSize, machine: Machine) -> int:
+def _default_arena_bytes(model: ModelFacts, machine: Machine) -> int:
     share = min(machine.shared_bytes, machine.memory_bytes) // 4
     return min(MAX_DEFAULT_ARENA_BYTES, share, MAX_DEFAULT_CONTEXTS * model.context_bytes)
 
 
-def _num_blocks(num_bytes: int, model: ModelSize, setting: str) -> int:
-    num_blocks = num_bytes // model.block_bytes
+def _num_blocks(num_bytes: int, model: ModelFacts, setting: str) -> int:
+    num_blocks = num_bytes // model.served.layout.block_bytes
     if num_blocks < MIN_BLOCKS:
-        least = format_bytes(MIN_BLOCKS * model.block_bytes)
+        least = format_bytes(MIN_BLOCKS * model.served.layout.block_bytes)
         raise ConfigError(f"{setting}: {format_bytes(max(0, num_bytes))} is too little, it takes at least {least}")
     return num_blocks
 
@@ -101,14 +87,14 @@ def _require(fits: bool, what: str, num_bytes: int, where: str, free_bytes: int)
         )
 
 
-def _notes(sizes: Sizes, model: ModelSize) -> tuple[str, ...]:
-    """What a user would else learn only from a refused request."""
+def _notes(sizes: Sizes, model: ModelFacts) -> tuple[str, ...]:
+    """Tells the user of limits that else only a refused request would show."""
     rooms = {"worker.pool_bytes": sizes.num_pool_blocks, "arena.size_bytes": sizes.num_arena_slots}
     return tuple(
-        f"{setting} has room for {num_blocks * model.block_size} tokens, "
-        f"less than the model's context of {model.max_context_len}: {_CONSEQUENCES[setting]}"
+        f"{setting} has room for {num_blocks * model.served.layout.block_size} tokens, "
+        f"less than the model's context of {model.served.max_context_len}: {_CONSEQUENCES[setting]}"
         for setting, num_blocks in rooms.items()
-        if num_blocks * model.block_bytes < model.context_bytes
+        if num_blocks * model.served.layout.block_bytes < model.context_bytes
     )
 
 

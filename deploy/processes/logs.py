@@ -85,7 +85,7 @@ class LineFormatter(logging.Formatter):
 
 
 class _StreamWriter(logging.Handler):
-    """Writes the lines, in the listener's thread, and tells of those that were dropped."""
+    """Writes the lines, in the listener's thread, and tells of dropped ones."""
 
     def __init__(self, lines: LineHandler, stream: TextIO) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _StreamWriter(logging.Handler):
         try:
             self._stream.write(f"{record.getMessage()}\n{self._notice(num_dropped - self._num_told)}")
             self._stream.flush()
-        except (OSError, ValueError):  # nobody reads, or the stream is closed
+        except (OSError, ValueError):  # the reader is gone, or the stream is closed
             self._lines.num_dropped += 1
         else:
             self._num_told = num_dropped

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from deploy.cli.status_object import to_object
+from deploy.cli.status import to_object
 from deploy.cli.status_view import render_status
 from wire.convert import tiers_to_pb
 from wire.pb import cluster_pb2, worker_pb2

@@ -19,8 +19,8 @@ def test_what_is_known_of_a_folder(tmp_path: Path) -> None:
     model = inspect_model(ModelSettings(str(folder), block_size=32), "cpu")
     assert (model.served.name, model.served.folder, model.served.dtype) == ("small", str(folder), "float32")
     assert model.served.layout.block_size == 32
-    assert model.size.block_bytes == 16384  # 2 layers, keys and values, 2 heads of 16, 32 tokens, 4 bytes
-    assert model.size.context_bytes == 32 * model.size.block_bytes
+    assert model.served.layout.block_bytes == 16384  # 2 layers, keys and values, 2 heads of 16, 32 tokens, 4 bytes
+    assert model.context_bytes == 32 * 16384
     assert model.weight_bytes == (folder / "model.safetensors").stat().st_size
 
 

@@ -6,14 +6,23 @@ import pytest
 
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine
-from deploy.plan.sizing import ModelSize, size
+from deploy.plan.model import ModelFacts
+from deploy.plan.sizing import size
+from router.config import ServedModel
 from wire.errors import ConfigError
+from wire.layout import KVLayout
 
 MIB, GIB = 1 << 20, 1 << 30
 LAPTOP = Machine(memory_bytes=8 * GIB, shared_bytes=4 * GIB, num_cores=8)
 GPU_NODE = Machine(memory_bytes=200 * GIB, shared_bytes=100 * GIB, num_cores=64, gpus=(140 * GIB,) * 2)
-SMALL = ModelSize(weight_bytes=8 * MIB, block_bytes=32 << 10, block_size=16, max_context_len=2048)
-LARGE = ModelSize(weight_bytes=3 * GIB, block_bytes=2 * MIB, block_size=16, max_context_len=131072)
+
+
+def served(max_context_len: int, layout: KVLayout) -> ServedModel:
+    return ServedModel("m", "/m", layout.dtype, max_context_len, 300, "", layout.encode().hex())
+
+
+SMALL = ModelFacts(served(2048, KVLayout(1, 4, 64, 16, "float32")), "cpu", weight_bytes=8 * MIB)  # blocks of 32 KiB
+LARGE = ModelFacts(served(131072, KVLayout(32, 8, 128, 16, "float16")), "cpu", weight_bytes=3 * GIB)  # of 2 MiB
 
 
 def config(**tables: Any) -> ClusterConfig:
@@ -38,7 +47,7 @@ def config(**tables: Any) -> ClusterConfig:
 )
 def test_sizes(
     machine: Machine,
-    model: ModelSize,
+    model: ModelFacts,
     tables: dict[str, Any],
     pool_blocks: int,
     arena_slots: int,
@@ -63,7 +72,7 @@ def test_sizes(
         (replace(GPU_NODE, gpus=(4 * GIB,) * 2), LARGE, {}, "worker.pool_bytes: 0 B is too little"),
     ],
 )
-def test_what_cannot_fit_is_refused(machine: Machine, model: ModelSize, tables: dict[str, Any], named: str) -> None:
+def test_what_cannot_fit_is_refused(machine: Machine, model: ModelFacts, tables: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
         size(config(**tables), model, machine)
 
