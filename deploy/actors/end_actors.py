@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def end_actors(namespace: str) -> None:
-    """By force, through Ray, to which this process is connected. The controller first: it would replace the others."""
+    """Ends actors by force, through the Ray of this process: the controller first, which would replace the others."""
     _end(CONTROLLER, namespace)
     for one in ray.util.list_named_actors(all_namespaces=True):
         if one["namespace"] == namespace:

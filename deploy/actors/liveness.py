@@ -1,4 +1,4 @@
-"""Whether a process lives, and when to give it up: it is dead, or has been silent for too long."""
+"""The liveness of a process, and the decision to give it up: dead, or silent for too long."""
 
 from enum import Enum
 

@@ -64,7 +64,7 @@ class ActorShell:
 
 @dataclass(frozen=True)
 class Resources:
-    """What an actor asks Ray for."""
+    """The resources that an actor asks Ray for."""
 
     num_cpus: float = 0.0
     num_gpus: float = 0.0

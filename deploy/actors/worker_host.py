@@ -1,4 +1,4 @@
-"""Where workers run: the seam between the fleet and Ray, and its in-memory twin. `RayWorkerHost` is the real one."""
+"""The seam between the fleet and the processes of workers, and its in-memory twin. `RayWorkerHost` is the real one."""
 
 import asyncio
 from typing import Protocol

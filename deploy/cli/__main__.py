@@ -18,7 +18,7 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 failed, 2 wrong usage, 78 wrong configuration, 130 interrupted."""
+    """Runs a command; returns 0 done, 1 failed, 2 wrong usage, 78 wrong configuration, 130 interrupted."""
     parsed = make_parser().parse_args(arguments)
     try:
         code: int = parsed.run(parsed)

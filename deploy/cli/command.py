@@ -1,4 +1,4 @@
-"""What the parsers of all commands have alike."""
+"""The part that the parsers of all commands share."""
 
 import argparse
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Subparsers = Any
 def add_command(
     commands: Subparsers, name: str, summary: str, description: str, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
-    """A parser for one command, which knows which cluster is meant and what to run."""
+    """Adds a parser for one command, with `--name` and the function to run."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_request(args: argparse.Namespace) -> pb.GenerateRequest:
-    """Raises InvalidRequest if there is not exactly one prompt. The server checks the rest."""
+    """Makes the request. Raises InvalidRequest unless there is exactly one prompt; the server checks the rest."""
     if (args.prompt is None) == (args.token_ids is None):
         raise InvalidRequest("prompt", "give either a text (or - for stdin) or --token-ids")
     given = {name: getattr(args, name) for name in SCALARS if getattr(args, name) is not None}
@@ -100,7 +100,7 @@ async def _generate(state: ClusterState, request: pb.GenerateRequest, args: argp
 
 
 def _print_choices(generation: Generation, complete: pb.Complete) -> None:
-    """Several answers come one after another, at the end; a single one has been shown already."""
+    """Prints several answers one after another, at the end; a single answer is on the screen already."""
     if len(complete.choices) == 1:
         print()
         return

@@ -1,4 +1,4 @@
-"""What a server has said of one request, gathered from its stream."""
+"""One request's answer, gathered from its stream."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from wire.tier import Tier
 
 
 class Generation:
-    """Grows with each response until `complete`."""
+    """An answer that grows with each response until `complete`."""
 
     def __init__(self) -> None:
         self.request_id = ""
@@ -20,7 +20,7 @@ class Generation:
         self._logprobs: dict[int, list[pb.TokenLogprobs]] = {}
 
     def accept(self, response: pb.GenerateResponse) -> str:
-        """Takes a response in; the text that choice 0 gained."""
+        """Takes a response in; returns the text that choice 0 gained."""
         self.request_id = response.request_id
         if response.WhichOneof("event") == "complete":
             self.complete = response.complete
@@ -32,11 +32,11 @@ class Generation:
         return "" if chunk.index else chunk.text
 
     def text(self, index: int) -> str:
-        """All text of a choice so far."""
+        """Returns all text of a choice so far."""
         return self._texts.get(index, "")
 
     def to_object(self, complete: pb.Complete) -> dict[str, Any]:
-        """The object that `--json` prints: choice 0 stands at the top too."""
+        """Returns the object that `--json` prints: choice 0 stands at the top too."""
         choices = [self._choice(choice) for choice in complete.choices]
         first = choices[0]
         usage = complete.usage

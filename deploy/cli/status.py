@@ -1,4 +1,4 @@
-"""`baton status`: how a cluster is."""
+"""`baton status`: shows the state of a cluster."""
 
 import argparse
 import json

@@ -19,7 +19,7 @@ MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
 
 
 def render_status(status: cluster_pb2.ClusterStatus) -> str:
-    """Queue and hits, workers, blocks by state, tiers, last events, problems."""
+    """Renders queue and hits, workers, blocks by state, tiers, last events, problems."""
     events = status.events[-NUM_EVENTS:]
     parts = [
         "\n".join(_summary(status)),
@@ -95,7 +95,7 @@ def _render_tiers(status: cluster_pb2.ClusterStatus) -> str:
 
 
 def _sorted(workers: Sequence[worker_pb2.WorkerStatus]) -> list[worker_pb2.WorkerStatus]:
-    """Prefill first, then by number."""
+    """Sorts prefill workers first, then by number."""
     return sorted(workers, key=lambda worker: (worker.role != "prefill", len(worker.worker_id), worker.worker_id))
 
 

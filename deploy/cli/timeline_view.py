@@ -10,9 +10,9 @@ MIN_WAIT_MS = 1.0
 
 
 def render_timeline(complete: pb.Complete) -> str:
-    """A row for each step: when, how long, which worker, what, blocks by tier. Then what the request took in all.
+    """Renders a row for each step, with its time, worker and blocks by tier; then a summary of the request.
 
-    Gates that were passed at once have no row.
+    Gates that the request passed at once have no row.
     """
     timeline = complete.timeline
     steps = [span for span in timeline.spans if "." in span.name]

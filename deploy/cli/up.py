@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    """Turns `{"a.b": 1}` into `{"a": {"b": 1}}`."""
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         table, _, key = name.rpartition(".")
@@ -112,12 +112,12 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    """SIGTERM ends this as Ctrl-C does: what is half done is cleaned up."""
+    """Ends the command at SIGTERM as Ctrl-C does, with a clean-up of half-done work."""
     raise KeyboardInterrupt
 
 
 class Console:
-    """A Reporter that prints. A bar is drawn on a terminal only, and only where there is time to look at it."""
+    """A Reporter that prints. It draws a bar on a terminal only, and only if that takes a second or more."""
 
     def __init__(self) -> None:
         self._first_progress_s: float | None = None

@@ -60,12 +60,10 @@ class Controller:
     async def start(self) -> str:
         """Returns `{"address", "operator_address", "metrics_address"}` when the cluster serves.
 
-        Raises BatonError, with the reason, if any part of it does not start; what did is ended by `shutdown`.
+        Raises BatonError, with the reason, if any part does not start; `shutdown` ends the parts that did.
         """
         self._tasks.begin(self._fleet.run())
-        _, addresses = await asyncio.gather(
-            self._node_started(self._node.start()), self._router_started(self._router.start())
-        )
+        addresses = await self._bring_up(self._node.start(), self._router.start())
         await self._fleet.settle(START_TIMEOUT_S, max_failures=1)
         self._watch()
         self._events.note("the cluster serves")
@@ -101,19 +99,21 @@ class Controller:
         self._events.note("the controller was lost, and is back")
         await persist("the care for the workers", self._fleet.take_over, self._events)
         self._tasks.begin(self._fleet.run())
-        await asyncio.gather(self._node_started(self._node.take_over()), self._router_started(self._router.take_over()))
+        await self._bring_up(self._node.take_over(), self._router.take_over())
         self._watch()
 
     def _watch(self) -> None:
         self._tasks.begin(self._node.watch(on_restart=lambda: None))
         self._tasks.begin(self._router.watch(on_restart=self._fleet.introduce))
 
-    async def _node_started(self, started: Awaitable[str]) -> None:
-        await started
-        self._node_is_up.set()
+    async def _bring_up(self, node: Awaitable[str], router: Awaitable[str]) -> str:
+        """Waits for both starts, side by side; workers go to work once the node is up. Returns the router's answer."""
 
-    async def _router_started(self, started: Awaitable[str]) -> str:
-        addresses = await started
+        async def node_is_up() -> None:
+            await node
+            self._node_is_up.set()
+
+        _, addresses = await asyncio.gather(node_is_up(), router)
         self._keep_ports()
         return addresses
 

@@ -1,4 +1,4 @@
-"""The workers of a cluster: keeps them as the pools should be, and the router informed of them."""
+"""The workers of a cluster: started, watched and ended as the pools ask, and announced to the router."""
 
 import asyncio
 import logging
@@ -50,7 +50,7 @@ class Fleet:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the pools are as asked, and the router has all of their workers."""
+        """True when the pools are as asked, and the router has all of their workers."""
         return self._pools.are_as_asked and self._member_list.is_announced
 
     async def take_over(self) -> None:
@@ -65,11 +65,11 @@ class Fleet:
                 self._tasks.begin(self._carry_out(worker))
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Looks after the workers until cancelled."""
         await repeat("the care for the workers", self._step, self._events)
 
     async def settle(self, timeout_s: float, max_failures: int) -> PoolSizes:
-        """Returns when all is as asked. Unavailable, with the reason, once so many more workers did not start."""
+        """Returns when all is as asked. Raises Unavailable, with the reason, after so many more failed starts."""
         num_allowed = len(self._failures) + max_failures
         try:
             async with asyncio.timeout(timeout_s), self._changed:
@@ -88,7 +88,7 @@ class Fleet:
         self._wake.set()
 
     async def drain(self, worker_id: WorkerId, timeout_s: float) -> None:
-        """Returns when the worker is gone. WorkerNotFound, InvalidRequest if it cannot be spared, DeadlineExceeded."""
+        """Returns when the worker is gone. WorkerNotFound, DeadlineExceeded, InvalidRequest for the last decode."""
         worker = self._pools.release(worker_id)
         self._write_record()
         if worker is not None:

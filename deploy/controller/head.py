@@ -1,4 +1,4 @@
-"""The process that starts Ray, or joins it, and makes the controller. `RayProcess` talks to it through its stdin.
+"""The process that starts Ray, or joins it, and makes the controller. `RayProcess` speaks to it through its stdin.
 
 in   a HeadConfig as argument; a ClusterPlan as the only message; end of file before the answer: give up
 out  {"address"} of Ray, then the answer of Controller.start; {"failure"} in place of either

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class RouterPort(Protocol):
-    """The router, as far as it has to know of workers."""
+    """The router, as the receiver of the list of workers."""
 
     async def set_members(self, members: list[Worker]) -> dict[WorkerId, str]:
         """Replaces the list of workers; returns the refused ones with the reason. Raises BatonError if it is away."""
@@ -42,7 +42,7 @@ class RayRouter:
 
 
 class MemberList:
-    """Tells the router of the workers that serve. `has_changed` follows every change of the pools."""
+    """The workers that serve, as the router is to know them. `has_changed` follows every change of the pools."""
 
     def __init__(self, pools: Pools, router: RouterPort, events: EventLog) -> None:
         self._pools = pools
@@ -53,7 +53,7 @@ class MemberList:
         self.is_announced = False
 
     def has_changed(self) -> None:
-        """Makes the list one that the router does not know yet, or no longer."""
+        """Notes that the router does not know the list yet, or no longer."""
         self.is_announced = False
 
     async def announce(self) -> None:

@@ -1,4 +1,4 @@
-"""The pools, and what has to be done so that they become what they should be. Pure: events in, actions out.
+"""The pools, and the actions that bring them to their sizes. Pure: events in, actions out.
 
 starting -> ready -> draining -> gone
     \\----------\\-----------\\---> lost, and replaced unless it was to go anyway
@@ -21,10 +21,10 @@ NONE = PoolSizes(0, 0)
 
 @dataclass(frozen=True)
 class PoolsRecord:
-    """The pools as a controller must know them that takes over from a dead one.
+    """The knowledge of the pools that a controller needs to take over from a dead one.
 
-    A controller writes it ahead of deeds. It names every worker that there may be; some may have died, or not been made
-    yet. num_named: of each role, the number of names given so far; no name is given twice.
+    A controller writes it ahead of its actions, so that it names every worker that there may be; some may have died, or
+    not started yet. num_named: of each role, the number of names given so far; no name is given twice.
     """
 
     sizes: PoolSizes
@@ -45,7 +45,7 @@ class Pools:
 
     @classmethod
     def from_json(cls, text: str) -> "Pools":
-        """Raises ConfigError for what is no record of this version."""
+        """Reads a PoolsRecord. Raises ConfigError for another version, or for no record at all."""
         record = from_json(PoolsRecord, text, "pools")
         if record.version != VERSION:
             raise ConfigError(f"pools.version: must be {VERSION}")
@@ -67,12 +67,12 @@ class Pools:
         return self._workers[worker_id]
 
     def has(self, worker_id: WorkerId, state: WorkerState) -> bool:
-        """Whether a worker is there, and in this state."""
+        """True if the worker is there, and in this state."""
         return worker_id in self and self[worker_id].state is state
 
     @property
     def are_as_asked(self) -> bool:
-        """Whether each pool has its size, all workers are ready, and none is left that should go."""
+        """True when each pool has its size, all workers are ready, and no worker is left that should go."""
         are_ready = all(worker.state is WorkerState.READY for worker in self)
         return are_ready and all(len(self._of(role)) == self.sizes[role] for role in Role)
 
@@ -101,22 +101,22 @@ class Pools:
         return self._change(worker, state=WorkerState.DRAINING)
 
     def became_ready(self, worker_id: WorkerId, address: str) -> None:
-        """Ends what was held against its role. A worker that was to go meanwhile still goes."""
+        """Marks a worker READY, and clears the failures of its role. A worker that was to go meanwhile still goes."""
         worker = self[worker_id]
         self._num_failures[worker.role] = 0
         if worker.state is WorkerState.STARTING:
             self._change(worker, state=WorkerState.READY, address=address)
 
     def finished(self, worker_id: WorkerId) -> None:
-        """A draining worker has no requests any more."""
+        """Marks a draining worker as one without requests: it has no address any more."""
         self._change(self[worker_id], address="")
 
     def forget(self, worker_id: WorkerId) -> None:
-        """A worker is gone, and nothing is held against its role."""
+        """Drops a worker that is gone, and counts no failure of its role."""
         self._workers.pop(worker_id, None)
 
     def lost(self, worker_id: WorkerId, now_s: float) -> None:
-        """A worker died, or did not start. If that happens again and again, the next start waits longer each time."""
+        """Drops a worker that died, or did not start. Repeated failures make the next start wait longer each time."""
         worker = self._workers.pop(worker_id, None)
         if worker is not None and worker.state is WorkerState.STARTING:
             self._num_failures[worker.role] += 1

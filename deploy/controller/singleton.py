@@ -1,4 +1,4 @@
-"""An actor that there is one of: the node's service, the router. When it dies, another takes its place."""
+"""An actor of which a cluster has one: the node's service, the router. When it dies, another takes its place."""
 
 import asyncio
 import logging

@@ -18,7 +18,7 @@ from wire.rpc_status import from_rpc_error
 
 
 def find_cluster(name: str) -> ClusterState:
-    """Returns the state of a cluster that serves. Raises Unavailable, saying what to do, if there is none."""
+    """Returns the state of a cluster that serves. Raises Unavailable, with advice, if there is none."""
     state = StateFile(name).read()
     if state is None:
         raise Unavailable(f"no cluster named {name} is running: start one with `{_command('up', name)}`")
@@ -30,7 +30,7 @@ def find_cluster(name: str) -> ClusterState:
 
 @asynccontextmanager
 async def inference(state: ClusterState) -> AsyncIterator[InferenceStub]:
-    """The public service. Raises BatonError for what goes wrong in a call."""
+    """Opens the public service. Raises BatonError for any failure of a call."""
     async with _channel(state, state.address) as channel:
         yield InferenceStub(channel)
 

@@ -1,4 +1,4 @@
-"""The process of Ray as `baton up` sees it; its own side is deploy/controller/head.py."""
+"""The process of Ray, from the side of `baton up`; its own side is deploy/controller/head.py."""
 
 import json
 import os

@@ -17,7 +17,7 @@ START_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True)
 class RedisServer:
-    """A server that answers. It leads a session of its own, which `processes.end_session` ends."""
+    """A server that answers. It leads a session of its own, which `end_session` ends."""
 
     process: ProcessRef
     program: str

@@ -1,4 +1,4 @@
-"""The folder with what lives as long as a cluster: sockets, logs, Ray's session."""
+"""The folder of a cluster's sockets, logs and Ray session, which lives as long as the cluster."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ PREFIX = "baton-"
 
 
 def create(cluster: str) -> Path:
-    """A new, empty folder that only its owner may enter."""
+    """Makes an empty folder that only its owner may enter."""
     return Path(tempfile.mkdtemp(dir=ROOT, prefix=f"{PREFIX}{cluster}-"))
 
 
@@ -24,17 +24,17 @@ def remove(folder: Path) -> None:
 
 
 def ray_folder(folder: Path) -> Path:
-    """Where a Ray of our own keeps its files. A short name: see above."""
+    """Returns the folder in which a Ray of our own keeps its files. A short name: see above."""
     return folder / "r"
 
 
 def ray_logs(folder: Path) -> Path:
-    """Where such a Ray collects what actors write to stderr, a file for each process."""
+    """Returns the folder in which such a Ray collects the stderr of actors, a file for each process."""
     return ray_folder(folder) / "session_latest" / "logs"
 
 
 def log_tail(log: Path, num_lines: int = 15) -> str:
-    """The last lines of a log, for a message; empty if there is none."""
+    """Returns the last lines of a log, for a message; empty if there is none."""
     if not log.exists():
         return ""
     return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])

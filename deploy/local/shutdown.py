@@ -1,4 +1,4 @@
-"""The end of a cluster: what its state names, and nothing else."""
+"""The end of a cluster: of the things that its state names, and nothing else."""
 
 import os
 import signal
@@ -27,9 +27,9 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 def shut_down(file: StateFile, state: ClusterState) -> list[str]:
-    """Ends a cluster, gently if it still answers, and the rest by force. Returns what could not be ended, in words.
+    """Ends a cluster, gently if it still answers, and the rest by force. Returns the problems, in words.
 
-    Removes the state once there is nothing left to know.
+    Without problems it removes the state, too.
     """
     _interrupt(state)
     if state.phase is ClusterPhase.RUNNING:
@@ -41,7 +41,7 @@ def shut_down(file: StateFile, state: ClusterState) -> list[str]:
 
 
 def tear_down(state: ClusterState) -> list[str]:
-    """Ends a cluster by force. Blocks until all is gone; returns what could not be ended, in words. May be repeated."""
+    """Ends a cluster by force. Blocks until all is gone; returns the problems, in words. A second call is harmless."""
     problems: list[str] = []
     if state.head is not None:
         problems += _end(state.head, RAY_GRACE_S, "Ray")

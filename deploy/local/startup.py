@@ -27,7 +27,7 @@ RAY_CONNECT_TIMEOUT_S = 5.0
 
 
 class Reporter(Protocol):
-    """The command that shows how far the start is."""
+    """The command that shows the progress of the start."""
 
     def tell(self, part: str, text: str) -> None: ...
 
@@ -35,7 +35,7 @@ class Reporter(Protocol):
 
 
 class Startup:
-    """One attempt. The state file is always as far as the cluster is, so that `down` can clean up after a crash."""
+    """One attempt at a start. It keeps the state file as far as the cluster is: `down` can clean up after a crash."""
 
     def __init__(self, config: ClusterConfig, reporter: Reporter) -> None:
         self._config = config

@@ -18,7 +18,7 @@ SECRET_BYTES = 32
 
 
 class ClusterPhase(Enum):
-    """How far a cluster has come."""
+    """The progress of a cluster."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -26,10 +26,10 @@ class ClusterPhase(Enum):
 
 @dataclass(frozen=True)
 class ClusterState:
-    """A cluster: its addresses, and everything that has to go when it ends.
+    """A cluster: its addresses, and the processes and files that end with it.
 
     command: the `baton up` that is or was at work. head: leads the session of all processes of the Ray cluster that
-    Baton started; None on one that it joined. token: what the operator's port asks for.
+    Baton started; None on one that it joined. token: opens the operator's port.
     """
 
     name: str
@@ -49,7 +49,7 @@ class ClusterState:
 
     @property
     def is_alive(self) -> bool:
-        """Whether any process that the state knows of runs."""
+        """True while any process that the state knows of runs."""
         known = [self.head, self.redis, *process_record.living(Path(self.run_dir))]
         known += [self.command] if self.phase is ClusterPhase.STARTING else []
         return any(one.is_alive for one in known if one is not None)
@@ -65,7 +65,7 @@ class StateFile:
     """The place of one cluster's state: $XDG_STATE_HOME/baton/NAME.json, by default under ~/.local/state."""
 
     def __init__(self, name: str) -> None:
-        """Raises ConfigError for a name that is none."""
+        """Raises ConfigError for an impossible name."""
         self.name = check_name(name)
         self.path = state_dir() / f"{name}.json"
         self._file = AtomicFile(self.path)

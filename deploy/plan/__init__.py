@@ -1,1 +1,1 @@
-"""What a cluster is to be: settings, model, machine, sizes, and the plan that follows from them."""
+"""The plan of a cluster: settings, model, machine and sizes that it follows from."""

@@ -9,7 +9,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)")
 
 
 def parse_bytes(text: str) -> int:
-    """`1GiB`, `512 MiB` or `4096` in bytes. Raises ConfigError for anything else."""
+    """Reads `1GiB`, `512 MiB` or `4096`. Raises ConfigError for anything else."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ConfigError(f"{text[:64]!r} is not a size: write it like 512MiB, 1.5GiB or 4096")
@@ -18,6 +18,6 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Rounded to four digits, in the largest unit that leaves a whole part."""
+    """Rounds to four digits, in the largest unit that leaves a whole part."""
     unit = max((unit for unit in _UNITS if unit and _UNITS[unit] <= max(num_bytes, 1)), key=_UNITS.__getitem__)
     return f"{num_bytes / _UNITS[unit]:.4g} {unit}"

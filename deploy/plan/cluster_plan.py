@@ -19,7 +19,7 @@ MAX_SILENCE_ON_GPU_S = 30.0
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """The configuration of a node's service. `store` is what the workers of the node are given, too."""
+    """The configuration of a node's service. The workers of the node share `store`."""
 
     store: StoreSettings
     arena_path: str
@@ -40,7 +40,7 @@ class NodeConfig:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """All decisions of `baton up`. CPUs and GPUs are what each worker asks Ray for.
+    """All decisions of `baton up`. Each worker asks Ray for these CPUs and GPUs.
 
     run_dir: the cluster's folder, where the controller keeps its records for a successor.
     """

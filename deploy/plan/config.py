@@ -1,4 +1,4 @@
-"""All settings of a cluster, from a TOML file and the command line. `baton.example.toml` says what each one means."""
+"""All settings of a cluster, from a TOML file and the command line. `baton.example.toml` explains each of them."""
 
 import re
 import tomllib
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deploy.plan.byte_size import parse_bytes
 from router.config import AdmissionBounds, Listeners, StreamBounds
@@ -20,6 +20,7 @@ MAX_WORKERS = 64
 MIB = 1 << 20
 MAX_FILE_BYTES = MIB
 MAX_ECHO_CHARS = 64
+Part = TypeVar("Part", AdmissionBounds, StreamBounds)
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,15}")
 _REDIS_URL = re.compile(r"own|off|(redis|rediss|unix)://.+")
 
@@ -94,11 +95,11 @@ class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
 
     @property
     def admission(self) -> AdmissionBounds:
-        return AdmissionBounds(**{one.name: getattr(self, one.name) for one in fields(AdmissionBounds)})
+        return _part(AdmissionBounds, self)
 
     @property
     def streams(self) -> StreamBounds:
-        return StreamBounds(**{one.name: getattr(self, one.name) for one in fields(StreamBounds)})
+        return _part(StreamBounds, self)
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,10 @@ class ClusterConfig:
         return from_object(cls, _count_bytes(table), "settings")
 
 
+def _part(cls: type[Part], settings: RouterSettings) -> Part:
+    return cls(**{one.name: getattr(settings, one.name) for one in fields(cls)})
+
+
 def check_name(name: str) -> str:
     """Returns the name of a cluster, which is part of paths. Raises ConfigError if it is none."""
     _require(_NAME.fullmatch(name), "name", "1 to 16 of a-z, 0-9 and -, beginning with a letter or digit", name[:64])
@@ -194,7 +199,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_bytes(value: Any, key: str = "") -> Any:
-    """Turns each text under a name that ends in `_bytes` into a number. Raises ConfigError for what is no size."""
+    """Turns each text under a name that ends in `_bytes` into a number. Raises ConfigError for any other text."""
     if isinstance(value, Mapping):
         return {key: _count_bytes(below, key) for key, below in value.items()}
     return parse_bytes(value) if key.endswith("_bytes") and isinstance(value, str) else value

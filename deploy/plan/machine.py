@@ -1,4 +1,4 @@
-"""What this machine has, for sizing."""
+"""The memory, cores and GPUs of this machine, for sizing."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """As it is now. Blocks for a second where there is a GPU. Raises ConfigError for one that does not answer."""
+    """Looks at the machine; blocks for a second where there is a GPU. Raises ConfigError for a GPU without answer."""
     shared = os.statvfs(SHARED_MEMORY)
     return Machine(
         memory_bytes=min(psutil.virtual_memory().available, _free_in_cgroup()),
@@ -36,7 +36,7 @@ def inspect_machine() -> Machine:
 
 
 def _free_in_cgroup() -> int:
-    """What a container still gives us; without a limit, all there is."""
+    """Returns the memory that a container still has; without a limit, all memory."""
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()

@@ -1,4 +1,4 @@
-"""The model to be served, as far as it must be known before any worker has loaded it."""
+"""The model to serve: the facts that a plan needs before any worker has loaded it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,9 @@ class ModelFacts:
 
 
 def inspect_model(settings: ModelSettings, device: str) -> ModelFacts:
-    """Finds, checks and hashes a model; files that were hashed before and have not changed are not read again.
+    """Finds, checks and hashes a model; reads no file again that has not changed since an earlier hashing.
 
-    Blocks for as long as a download or the hashing takes. Raises ModelError for a folder that cannot be served.
+    Blocks for as long as a download or the hashing takes. Raises ModelError for an unfit folder.
     """
     # torch takes a second to import, which the other commands need not wait for.
     import torch
@@ -67,7 +67,7 @@ def _demo_model() -> str:
 
 
 def _name(path: str | None) -> str:
-    """The folder's own name for a path, the whole of a name on the hub."""
+    """Returns the folder's own name for a path, and the whole of a name on the hub."""
     if path is None:
         return DEMO_MODEL
     folder = Path(path).expanduser()

@@ -1,4 +1,4 @@
-"""A small file that readers only ever see whole."""
+"""A small file of which readers never see a part."""
 
 import logging
 import os

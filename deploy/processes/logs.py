@@ -23,7 +23,7 @@ _OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 def start_logging(process: str) -> None:
-    """Sends everything that this process logs at INFO and above to its stderr from now on, as lines."""
+    """Sends all records of this process at INFO and above to its stderr from now on, as lines."""
     handler = LineHandler(process, sys.stderr)
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -51,7 +51,7 @@ class LineHandler(logging.handlers.QueueHandler):
             self.num_dropped += 1
 
     def flush(self) -> None:
-        """Waits until what was logged is written, but not for long."""
+        """Waits until the listener has written all lines, for a second at most."""
         deadline = time.monotonic() + FLUSH_TIMEOUT_S
         while self._lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -81,7 +81,7 @@ def end_session(leader: ProcessRef, grace_s: float) -> None:
 
 
 def wait_or_kill(process: ProcessRef, grace_s: float) -> bool:
-    """Waits for a process that was told to end, and kills it after the grace; returns whether it is gone.
+    """Waits for a process that heard its end, and kills it after the grace; returns whether it is gone.
 
     A stopped process (SIGSTOP) hears nothing, but does not survive this.
     """
