@@ -13,11 +13,10 @@ from pathlib import Path
 
 import ray
 
-from deploy.actors.ray_actor import Resources
-from deploy.actors.ray_worker_host import RayWorkerHost
+from deploy.actors.ray_host import RayHost, Resources
 from deploy.controller.event_log import EventLog
 from deploy.controller.fleet import Fleet
-from deploy.controller.member_list import RayRouter
+from deploy.controller.member_list import RemoteRouter
 from deploy.controller.pools import Pools, PoolsRecord
 from deploy.controller.singleton import Singleton
 from deploy.controller.tasks import Tasks, persist
@@ -45,14 +44,17 @@ class Controller:
         self._node_is_up = asyncio.Event()
         run_dir = Path(plan.run_dir)
         process_record.write_own(run_dir, CONTROLLER)
-        self._node = Singleton("node", "deploy.actors.node:NodeActor", plan.node.to_json(), run_dir, self._events)
-        self._router = Singleton("router", "router.actor:RouterActor", plan.router.to_json(), run_dir, self._events)
+        self._host = host = RayHost(run_dir, Resources())
+        self._node = Singleton(host, "node", "deploy.actors.node:NodeActor", plan.node.to_json(), run_dir, self._events)
+        self._router = Singleton(
+            host, "router", "router.actor:RouterActor", plan.router.to_json(), run_dir, self._events
+        )
         self._keep_ports()
-        host = RayWorkerHost(plan.worker, Resources(plan.num_cpus, plan.num_gpus), run_dir, self._node_is_up)
+        workers = RayHost(run_dir, Resources(plan.num_cpus, plan.num_gpus))
         record = AtomicFile(run_dir / "pools.json")
         earlier = record.read()
         pools = Pools(PoolsRecord(plan.pools)) if earlier is None else Pools.from_json(earlier.decode())
-        self._fleet = Fleet(pools, host, RayRouter(self._router), self._events, record, plan.drain_grace_s)
+        self._fleet = Fleet(pools, workers, plan, self._node_is_up, RemoteRouter(host), self._events, record)
         self._tasks = Tasks()
         if earlier is not None:
             self._tasks.begin(self._take_over())
@@ -132,7 +134,7 @@ class Controller:
 
     async def _end(self) -> None:
         await self._fleet.end()
-        await asyncio.gather(self._node.actor.end(), self._router.actor.end())
+        await asyncio.gather(self._host.end("node"), self._host.end("router"))
         ray.kill(ray.get_runtime_context().current_actor)
 
 

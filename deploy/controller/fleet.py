@@ -1,21 +1,27 @@
 """The workers of a cluster: started, watched and ended as the pools ask, and announced to the router."""
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from deploy.actors.actor_host import ActorHost
 from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector
-from deploy.actors.worker_host import WorkerHost
 from deploy.controller.event_log import EventLog
 from deploy.controller.member_list import MemberList, RouterPort
 from deploy.controller.pools import Pools
 from deploy.controller.tasks import Tasks, repeat
+from deploy.plan.cluster_plan import ClusterPlan
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
+
+START_TIMEOUT_S = 900.0
+DRAIN_MARGIN_S = 10.0
+TARGETS = {Role.PREFILL: "prefill_worker.actor:PrefillActor", Role.DECODE: "decode_worker.actor:DecodeActor"}
 
 log = logging.getLogger(__name__)
 
@@ -26,20 +32,22 @@ class Fleet:
     def __init__(
         self,
         pools: Pools,
-        host: WorkerHost,
+        host: ActorHost,
+        plan: ClusterPlan,
+        node_is_up: asyncio.Event,
         router: RouterPort,
         events: EventLog,
         record: AtomicFile,
-        drain_grace_s: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pools = pools
         self._host = host
+        self._plan = plan
+        self._node_is_up = node_is_up
         self._member_list = MemberList(pools, router, events)
         self._events = events
         self._record = record
         self._is_recorded = True
-        self._drain_grace_s = drain_grace_s
         self._clock = clock
         self._detectors: dict[WorkerId, FailureDetector] = {}
         self._failures: list[str] = []
@@ -56,7 +64,7 @@ class Fleet:
     async def take_over(self) -> None:
         """Goes on with the workers that an earlier controller has left, and replaces dead ones."""
         workers = list(self._pools)
-        are_there = [await self._host.adopt(worker.id) for worker in workers]
+        are_there = [await asyncio.to_thread(self._host.adopt, worker.id) for worker in workers]
         for worker, is_there in zip(workers, are_there, strict=True):
             if not is_there:
                 self._pools.forget(worker.id)
@@ -146,7 +154,7 @@ class Fleet:
             return  # it was stopped meanwhile
         began_s = self._clock()
         try:
-            address = await self._host.start(worker)
+            address = await self._serve(worker)
         except Exception as error:
             log.info("worker %s did not start", worker.id, exc_info=error)
             if self._pools.has(worker.id, WorkerState.STARTING):  # else it was stopped meanwhile
@@ -158,6 +166,14 @@ class Fleet:
             self._pools.became_ready(worker.id, address)
             self._tell_of_change()
             self._events.note(f"worker {worker.id} is ready after {self._clock() - began_s:.1f} s")
+
+    async def _serve(self, worker: Worker) -> str:
+        """Launches a worker, which goes to work when the node's service is up; returns its address."""
+        self._host.launch(worker.id, TARGETS[worker.role])
+        await self._node_is_up.wait()
+        answer = await self._host.start(worker.id, self._plan.worker.config_of(worker).to_json(), START_TIMEOUT_S)
+        address: str = json.loads(answer)["address"]
+        return address
 
     async def _dismiss(self, worker: Worker) -> None:
         """Lets a worker finish its requests, if it serves, and ends it."""
@@ -174,10 +190,12 @@ class Fleet:
 
     async def _let_finish(self, worker_id: WorkerId) -> None:
         try:
-            num_unfinished = await self._host.drain(worker_id, self._drain_grace_s)
+            grace_s = self._plan.drain_grace_s
+            answer = await self._host.call(worker_id, "drain", grace_s, timeout_s=grace_s + DRAIN_MARGIN_S)
         except BatonError as error:
             self._events.note(f"worker {worker_id} was lost while draining: {error.message}")
             return
+        num_unfinished = json.loads(answer)["unfinished"]
         if num_unfinished:
             self._events.note(f"worker {worker_id} handed over {num_unfinished} requests")
 

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from deploy.actors.end_actors import end_actors
-from deploy.actors.ray_actor import Resources, actor_options
+from deploy.actors.ray_host import Resources, actor_options
 from deploy.controller.controller import Controller
 from deploy.plan.cluster_plan import CONTROLLER
 from wire.errors import BatonError, ConfigError

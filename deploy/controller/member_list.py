@@ -7,9 +7,9 @@ from dataclasses import asdict
 from operator import attrgetter
 from typing import Protocol
 
+from deploy.actors.actor_host import ActorHost
 from deploy.controller.event_log import EventLog
 from deploy.controller.pools import Pools
-from deploy.controller.singleton import Singleton
 from wire.errors import BatonError
 from wire.ids import WorkerId
 from wire.pools import Worker
@@ -27,16 +27,16 @@ class RouterPort(Protocol):
         ...
 
 
-class RayRouter:
-    """A RouterPort, over Ray."""
+class RemoteRouter:
+    """A RouterPort: the actor named `router`."""
 
-    def __init__(self, router: Singleton) -> None:
-        self._router = router
+    def __init__(self, host: ActorHost) -> None:
+        self._host = host
 
     async def set_members(self, members: list[Worker]) -> dict[WorkerId, str]:
         listed = json.dumps([asdict(worker) for worker in members], default=attrgetter("value"))
         refused: dict[WorkerId, str] = json.loads(
-            await self._router.actor.call("set_members", listed, timeout_s=TELL_TIMEOUT_S)
+            await self._host.call("router", "set_members", listed, timeout_s=TELL_TIMEOUT_S)
         )
         return refused
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from deploy.actors.actor_host import ActorHost
 from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector
-from deploy.actors.ray_actor import RayActor, Resources
 from deploy.controller.event_log import EventLog
 from deploy.controller.tasks import repeat
 from deploy.processes.atomic_file import AtomicFile
@@ -29,6 +29,7 @@ class Singleton:
 
     def __init__(
         self,
+        host: ActorHost,
         name: str,
         target: str,
         config_json: str,
@@ -37,20 +38,21 @@ class Singleton:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config_json = config_json
-        self._name = name
+        self.name = name
+        self._host = host
         self._target = target
-        self._run_dir = run_dir
         self._record = AtomicFile(run_dir / f"{name}.json")
         content = self._record.read()
         self.answer = None if content is None else content.decode()
         self._events = events
         self._clock = clock
         self._detector = FailureDetector()
-        self.actor = RayActor.find(name, run_dir) or self._make()
+        if not host.adopt(name):
+            host.launch(name, target)
 
     async def start(self) -> str:
-        """Returns the object's answer. Raises as `RayActor.start` does."""
-        self.answer = await self.actor.start(self.config_json, START_TIMEOUT_S)
+        """Returns the object's answer. Raises as `ActorHost.start` does."""
+        self.answer = await self._host.start(self.name, self.config_json, START_TIMEOUT_S)
         self._record.try_write(self.answer.encode())
         self._detector = FailureDetector()
         return self.answer
@@ -61,29 +63,29 @@ class Singleton:
 
     async def watch(self, on_restart: Callable[[], None]) -> None:
         """Replaces the actor whenever it dies, until cancelled; calls `on_restart` when the service is there again."""
-        await repeat(f"the care for the {self._name}", lambda: self._step(on_restart), self._events)
+        await repeat(f"the care for the {self.name}", lambda: self._step(on_restart), self._events)
 
     async def _step(self, on_restart: Callable[[], None]) -> None:
         await asyncio.sleep(PROBE_EVERY_S)
-        reason = self._detector.judge(await self.actor.probe(), self._clock())
+        reason = self._detector.judge(await self._host.probe(self.name), self._clock())
         if reason is not None:
-            self._events.note(f"the {self._name} {reason}")
+            self._events.note(f"the {self.name} {reason}")
             await self._replace()
             on_restart()
 
     async def _replace(self) -> str:
         """Tries until it succeeds, after longer and longer pauses; returns the object's answer."""
-        await self.actor.end()
+        await self._host.end(self.name)
         pause_s = FIRST_PAUSE_S
         while not (answer := await self._attempt(self._start_another)):
-            await self.actor.end()  # a process whose object did not start would answer a probe all the same
+            await self._host.end(self.name)  # a process whose object did not start would answer a probe all the same
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
-        self._events.note(f"the {self._name} is back")
+        self._events.note(f"the {self.name} is back")
         return answer
 
     async def _start_another(self) -> str:
-        self.actor = self._make()
+        self._host.launch(self.name, self._target)
         return await self.start()
 
     async def _attempt(self, start: Callable[[], Awaitable[str]]) -> str:
@@ -91,10 +93,7 @@ class Singleton:
         try:
             return await start()
         except Exception as error:
-            log.info("the %s did not start again", self._name, exc_info=error)
+            log.info("the %s did not start again", self.name, exc_info=error)
             reason = error.message if isinstance(error, BatonError) else repr(error)
-            self._events.note(f"the {self._name} did not start again: {reason}")
+            self._events.note(f"the {self.name} did not start again: {reason}")
             return ""
-
-    def _make(self) -> RayActor:
-        return RayActor.create(self._name, self._target, Resources(), self._run_dir)

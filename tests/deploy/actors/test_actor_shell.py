@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.actors import ray_actor
-from deploy.actors.ray_actor import ActorShell
+from deploy.actors import ray_host
+from deploy.actors.ray_host import ActorShell
 from deploy.processes import process_record
 from deploy.processes.process import ProcessRef
 from wire.errors import ConfigError, Unavailable
@@ -32,7 +32,7 @@ class Clerk:
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ActorShell:
     monkeypatch.setattr(Clerk, "num_made", 0)
-    monkeypatch.setattr(ray_actor, "start_logging", lambda _name: None)  # which is that of the whole process
+    monkeypatch.setattr(ray_host, "start_logging", lambda _name: None)  # which is that of the whole process
     return ActorShell("clerk", f"{__name__}:Clerk", str(tmp_path))
 
 

@@ -4,18 +4,22 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from deploy.actors.actor_host import LocalHost
 from deploy.actors.liveness import Liveness
-from deploy.actors.worker_host import LocalWorkerHost
 from deploy.controller import fleet as fleet_module
 from deploy.controller import tasks
 from deploy.controller.event_log import EventLog
 from deploy.controller.fleet import Fleet
 from deploy.controller.pools import Pools, PoolsRecord
+from deploy.plan.cluster_plan import make_plan
+from deploy.plan.config import ClusterConfig
 from deploy.processes.atomic_file import AtomicFile
+from tests.deploy.plan.test_cluster_plan import MODEL, NODE, SIZES
 from wire.errors import DeadlineExceeded, InvalidRequest, ModelError, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Worker, WorkerState
 
+PLAN = make_plan(ClusterConfig(), MODEL, SIZES, NODE, "token", b"secret")
 D0, D1, D2, P0, P1 = (WorkerId(name) for name in ("decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"))
 
 
@@ -38,30 +42,30 @@ class FakeRouter:
         return {one.id for one in self.told[-1]}
 
 
-class SlowHost(LocalWorkerHost):
+class SlowHost(LocalHost):
     """Its first prefill worker takes its time to end, until it `may_end`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.may_end = asyncio.Event()
 
-    async def end(self, worker_id: WorkerId) -> None:
-        if worker_id == P0:
+    async def end(self, name: str) -> None:
+        if name == P0:
             await self.may_end.wait()
-        await super().end(worker_id)
+        await super().end(name)
 
 
-class BrokenHost(LocalWorkerHost):
+class BrokenHost(LocalHost):
     """Fails in a way that nobody thought of, once for each of `surprises`."""
 
     def __init__(self, surprises: list[Exception]) -> None:
         super().__init__()
         self.surprises = surprises
 
-    async def probe(self, worker_id: WorkerId) -> Liveness:
+    async def probe(self, name: str) -> Liveness:
         if self.surprises:
             raise self.surprises.pop()
-        return await super().probe(worker_id)
+        return await super().probe(name)
 
 
 class LocalRecord(AtomicFile):
@@ -80,13 +84,15 @@ class LocalRecord(AtomicFile):
 class World:
     """A fleet, what it works with, and a clock that tests move."""
 
-    def __init__(self, prefill: int, decode: int, host: LocalWorkerHost | None = None) -> None:
+    def __init__(self, prefill: int, decode: int, host: LocalHost | None = None) -> None:
         self.now_s = 0.0
-        self.host = host or LocalWorkerHost()
+        self.host = host or LocalHost()
         self.router = FakeRouter()
         self.events = EventLog(lambda: self.now_s)
         self.pools = Pools(PoolsRecord(PoolSizes(prefill, decode)))
         self.record = LocalRecord()
+        self.node_is_up = asyncio.Event()
+        self.node_is_up.set()
         self.fleet = self._make_fleet()
 
     def controller_dies(self) -> None:
@@ -98,7 +104,9 @@ class World:
         self.fleet = self._make_fleet()
 
     def _make_fleet(self) -> Fleet:
-        return Fleet(self.pools, self.host, self.router, self.events, self.record, 30, lambda: self.now_s)
+        return Fleet(
+            self.pools, self.host, PLAN, self.node_is_up, self.router, self.events, self.record, lambda: self.now_s
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["World"]:
@@ -114,7 +122,7 @@ class World:
 
     async def silent(self, worker_id: WorkerId, for_s: int) -> None:
         """The worker does not answer when it is probed, once a second."""
-        self.host.workers[worker_id] = Liveness.SILENT
+        self.host.actors[worker_id] = Liveness.SILENT
         await self.fleet.suspect(worker_id)
         for _ in range(for_s):
             self.now_s += 1
@@ -140,7 +148,18 @@ async def test_workers_start_and_the_router_hears_of_them() -> None:
         await world.settled()
         assert world.router.known == {P0, D0}
         assert [one.address for one in world.router.told[-1]] == ["local:prefill-0", "local:decode-0"]
-    assert world.host.workers == {}
+    assert world.host.actors == {}
+
+
+async def test_workers_are_launched_at_once_and_go_to_work_when_the_node_is_up() -> None:
+    world = World(1, 1)
+    world.node_is_up.clear()
+    async with world.running():
+        await until(lambda: world.host.launched == [P0, D0])
+        with pytest.raises(DeadlineExceeded):
+            await world.fleet.settle(0.05, 1)
+        world.node_is_up.set()
+        await world.settled()
 
 
 async def test_a_worker_that_does_not_start_is_an_error_with_its_reason() -> None:
@@ -169,7 +188,7 @@ async def test_scaling_up_and_down() -> None:
         assert await world.fleet.settle(5, 1) == PoolSizes(0, 2)
         assert world.router.known == {D0, D1}
         assert world.host.drained == [P0]
-        assert set(world.host.workers) == {D0, D1}
+        assert set(world.host.actors) == {D0, D1}
 
 
 async def test_the_router_knows_of_a_drain_before_it_begins() -> None:
@@ -191,7 +210,7 @@ async def test_the_router_knows_of_a_drain_before_it_begins() -> None:
 async def test_a_dead_worker_is_replaced() -> None:
     async with World(1, 1).running() as world:
         await world.settled()
-        world.host.workers[P0] = Liveness.DEAD
+        world.host.actors[P0] = Liveness.DEAD
         await world.fleet.suspect(P0)
         await world.settled()
         assert world.router.known == {P1, D0}
@@ -213,11 +232,11 @@ async def test_a_worker_that_is_slow_to_end_holds_up_its_own_replacement_only() 
     host = SlowHost()
     async with World(1, 1, host).running() as world:
         await world.settled()
-        world.host.workers[P0] = Liveness.DEAD
+        world.host.actors[P0] = Liveness.DEAD
         await world.fleet.suspect(P0)
-        world.host.workers[D0] = Liveness.DEAD
-        await until(lambda: D1 in world.host.workers)
-        assert P1 not in world.host.workers
+        world.host.actors[D0] = Liveness.DEAD
+        await until(lambda: D1 in world.host.actors)
+        assert P1 not in world.host.actors
         host.may_end.set()
         await world.settled()
         assert world.router.known == {P1, D1}
@@ -227,32 +246,32 @@ async def test_a_worker_that_is_not_wanted_any_more_does_not_start_after_a_buria
     host = SlowHost()
     async with World(1, 1, host).running() as world:
         await world.settled()
-        world.host.workers[P0] = Liveness.DEAD
+        world.host.actors[P0] = Liveness.DEAD
         await world.fleet.suspect(P0)
         await until(lambda: P1 in world.pools)
         world.fleet.resize(0, None)
         await world.settled()
         host.may_end.set()
         await world.settled()
-        assert set(world.host.workers) <= {P0, D0}
+        assert set(world.host.actors) <= {P0, D0}
 
 
 async def test_the_end_of_a_fleet_waits_for_workers_that_are_slow_to_end() -> None:
     host = SlowHost()
     async with World(1, 1, host).running() as world:
         await world.settled()
-        world.host.workers[P0] = Liveness.DEAD
+        world.host.actors[P0] = Liveness.DEAD
         await world.fleet.suspect(P0)
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_soon(host.may_end.set)
-    assert host.workers == {}
+    assert host.actors == {}
 
 
 async def test_what_nobody_thought_of_does_not_end_the_care_for_workers() -> None:
     async with World(1, 1, BrokenHost([RuntimeError("no such thing")])).running() as world:
         await world.settled()
-        world.host.workers[P0] = Liveness.DEAD
-        await until(lambda: P1 in world.host.workers)
+        world.host.actors[P0] = Liveness.DEAD
+        await until(lambda: P1 in world.host.actors)
         assert "no such thing" in world.events.encode()
 
 
@@ -261,12 +280,12 @@ async def test_a_silent_worker_gets_time() -> None:
         await world.settled()
         await world.silent(P0, 29)
         assert P0 in world.pools
-        world.host.workers[P0] = Liveness.ANSWERING
+        world.host.actors[P0] = Liveness.ANSWERING
         await world.fleet.suspect(P0)
         await world.silent(P0, 31)
         assert P0 not in world.pools
         await world.settled()
-        assert P0 not in world.host.workers
+        assert P0 not in world.host.actors
 
 
 async def test_no_worker_is_taken_for_dead_because_the_controller_slept() -> None:
@@ -284,7 +303,7 @@ async def test_draining_one_worker() -> None:
     async with World(1, 2).running() as world:
         await world.settled()
         await world.fleet.drain(D0, 5)
-        assert D0 not in world.host.workers
+        assert D0 not in world.host.actors
         await world.settled()
         assert world.router.known == {P0, D1}
         with pytest.raises(InvalidRequest):
@@ -296,7 +315,7 @@ async def test_draining_one_worker() -> None:
 async def test_a_worker_that_dies_while_draining_leaves_all_the_same() -> None:
     async with World(0, 2).running() as world:
         await world.settled()
-        world.host.workers[D1] = Liveness.DEAD
+        world.host.actors[D1] = Liveness.DEAD
         await world.fleet.drain(D1, 5)
         await world.settled()
         assert world.router.known == {D0}
@@ -341,14 +360,14 @@ async def test_a_fleet_goes_on_with_the_workers_that_another_has_left() -> None:
         world.fleet.resize(1, 2)
         await world.settled()
         world.controller_dies()
-        del world.host.workers[D0]
+        del world.host.actors[D0]
         world.router.told.clear()
         await world.fleet.take_over()
         async with world.running():
             await world.settled()
             assert all({P0, D1} <= {one.id for one in told} for told in world.router.told)
             assert world.router.known == {P0, D1, D2}
-            assert set(world.host.workers) == {P0, D1, D2}
+            assert set(world.host.actors) == {P0, D1, D2}
             assert "worker decode-0 was lost" in world.events.encode()
 
 
@@ -379,7 +398,7 @@ async def test_workers_that_were_starting_when_another_died_are_started() -> Non
     async with world.running():
         await until(lambda: world.record.text is not None)
         world.controller_dies()
-        del world.host.workers[P0]
+        del world.host.actors[P0]
         await world.fleet.take_over()
         async with world.running():
             await world.settled()
@@ -405,11 +424,11 @@ async def test_a_full_disk_holds_nobody_up() -> None:
         await world.settled()
         before = world.record.text
         world.record.is_full = True
-        world.host.workers[P0] = Liveness.DEAD
+        world.host.actors[P0] = Liveness.DEAD
         await until(lambda: P1 in world.pools)
         await world.settled()
         assert world.router.known == {P1, D0}
-        assert P0 not in world.host.workers
+        assert P0 not in world.host.actors
         assert world.events.encode().count("cannot be written down") == 1
         assert world.record.text == before
         world.record.is_full = False

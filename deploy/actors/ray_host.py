@@ -1,8 +1,9 @@
-"""An actor of a cluster from both sides: `RayActor` in the controller, `ActorShell` in the actor's process."""
+"""Ray's actors from both sides: `RayHost` in the controller, `ActorShell` in each actor's process."""
 
 import asyncio
 import logging
 import pkgutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,78 +71,73 @@ class Resources:
     num_gpus: float = 0.0
 
 
-class RayActor:
-    """A detached actor on this node, never restarted by Ray. `handle` is Ray's, `run_dir` the cluster's folder."""
+class RayHost:
+    """An ActorHost over detached actors, which Ray never restarts. `run_dir` is the cluster's folder."""
 
-    def __init__(self, name: str, handle: Any, run_dir: Path) -> None:
-        self.name = name
-        self._handle = handle
+    def __init__(self, run_dir: Path, resources: Resources) -> None:
         self._run_dir = run_dir
+        self._resources = resources
+        self._handles: dict[str, Any] = {}
 
-    @classmethod
-    def create(cls, name: str, target: str, resources: Resources, run_dir: Path) -> "RayActor":
-        """Begins a process at once; `start` makes it work. `target` is MODULE:CLASS."""
+    def adopt(self, name: str) -> bool:
+        with suppress(ValueError):
+            self._handles[name] = ray.get_actor(name)
+        return name in self._handles
+
+    def launch(self, name: str, target: str) -> None:
+        if name in self._handles:
+            return
         shell = type(target.partition(":")[2], (ActorShell,), {})  # for the name under which `ps` shows the process
-        handle: Any = ray.remote(shell).options(**actor_options(name, resources)).remote(name, target, str(run_dir))
-        return cls(name, handle, run_dir)
+        options = actor_options(name, self._resources)
+        self._handles[name] = ray.remote(shell).options(**options).remote(name, target, str(self._run_dir))
 
-    @classmethod
-    def find(cls, name: str, run_dir: Path) -> "RayActor | None":
-        """Returns an actor that an earlier controller made, started or not; None if it is not there any more."""
-        try:
-            return cls(name, ray.get_actor(name), run_dir)
-        except ValueError:
-            return None
+    async def start(self, name: str, config_json: str, timeout_s: float) -> str:
+        return await self._ask(name, "start", self._handles[name].start.remote(config_json), timeout_s)
 
-    async def start(self, config_json: str, timeout_s: float) -> str:
-        """Returns the answer of the object, started now or earlier.
+    async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
+        return await self._ask(name, method, self._handles[name].call.remote(method, *arguments), timeout_s)
 
-        Raises what the object raises if that is ours, ConfigError for another failure, Unavailable for no answer.
-        """
-        return await self._ask("start", self._handle.start.remote(config_json), timeout_s)
-
-    async def call(self, method: str, *arguments: str | int, timeout_s: float) -> str:
-        """Raises as `start` does."""
-        return await self._ask(method, self._handle.call.remote(method, *arguments), timeout_s)
-
-    async def probe(self) -> Liveness:
+    async def probe(self, name: str) -> Liveness:
+        if name not in self._handles:
+            return Liveness.DEAD
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                await self._handle.ping.remote()
+                await self._handles[name].ping.remote()
         except RayActorError:
             return Liveness.DEAD
         except (RayError, TimeoutError):
             return Liveness.SILENT
         return Liveness.ANSWERING
 
-    async def end(self) -> None:
-        """Lets the object stop, then ends the process, whatever it does. Returns when it is gone."""
-        if await self.probe() is Liveness.ANSWERING:
-            try:
-                await self.call("stop", timeout_s=STOP_TIMEOUT_S)
-            except BatonError as error:
-                log.info("%s did not stop by itself: %s", self.name, error.message)
-        await asyncio.to_thread(ray.kill, self._handle)
-        process = process_record.read(self._run_dir, self.name)
-        if process is None or not process.is_alive:
+    async def end(self, name: str) -> None:
+        if name not in self._handles:
             return
-        if not await asyncio.to_thread(wait_or_kill, process, END_TIMEOUT_S):
-            log.error("process %d of %s does not end", process.pid, self.name)
+        if await self.probe(name) is Liveness.ANSWERING:
+            try:
+                await self.call(name, "stop", timeout_s=STOP_TIMEOUT_S)
+            except BatonError as error:
+                log.info("%s did not stop by itself: %s", name, error.message)
+        await asyncio.to_thread(ray.kill, self._handles[name])
+        process = process_record.read(self._run_dir, name)
+        if process and process.is_alive and not await asyncio.to_thread(wait_or_kill, process, END_TIMEOUT_S):
+            log.error("process %d of %s does not end", process.pid, name)
+        # Only now: an actor whose end was broken off is to be ended again.
+        self._handles.pop(name, None)
 
-    async def _ask(self, what: str, answer: Any, timeout_s: float) -> str:
+    async def _ask(self, name: str, what: str, answer: Any, timeout_s: float) -> str:
         try:
             async with asyncio.timeout(timeout_s):
                 result: str = await answer
                 return result
         except TimeoutError as error:
-            raise Unavailable(f"{self.name} did not answer {what} within {timeout_s:.0f} s") from error
+            raise Unavailable(f"{name} did not answer {what} within {timeout_s:.0f} s") from error
         except RayTaskError as error:
             if isinstance(error.cause, BatonError):
                 raise error.cause from error
-            log.exception("%s failed in %s", self.name, what)
-            raise ConfigError(f"{self.name} failed in {what}: {error.cause!r}") from error
+            log.exception("%s failed in %s", name, what)
+            raise ConfigError(f"{name} failed in {what}: {error.cause!r}") from error
         except RayError as error:
-            raise Unavailable(f"{self.name} died: {_last_line(error)}") from error
+            raise Unavailable(f"{name} died: {_last_line(error)}") from error
 
 
 def actor_options(name: str, resources: Resources) -> dict[str, Any]:
