@@ -5,6 +5,7 @@ import json
 from typing import Protocol
 
 from deploy.actors.liveness import Liveness
+from deploy.plan.cluster_plan import Resources
 from wire.errors import Unavailable
 
 
@@ -15,7 +16,7 @@ class ActorHost(Protocol):
         """Takes over an actor that an earlier controller has left, started or not; returns whether it is there."""
         ...
 
-    def launch(self, name: str, target: str) -> None:
+    def launch(self, name: str, target: str, resources: Resources) -> None:
         """Begins an actor's process, unless there is one; `start` makes it work. `target` is MODULE:CLASS."""
         ...
 
@@ -56,7 +57,7 @@ class LocalHost:
     def adopt(self, name: str) -> bool:
         return name in self.actors
 
-    def launch(self, name: str, target: str) -> None:
+    def launch(self, name: str, target: str, resources: Resources) -> None:
         if name not in self.actors:
             self.actors[name] = Liveness.ANSWERING
             self.launched.append(name)

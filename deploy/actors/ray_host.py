@@ -4,7 +4,6 @@ import asyncio
 import logging
 import pkgutil
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.actors.liveness import Liveness
+from deploy.plan.cluster_plan import Resources
 from deploy.processes import process_record
 from deploy.processes.logs import start_logging
 from deploy.processes.process import wait_or_kill
@@ -63,20 +63,11 @@ class ActorShell:
         return ""
 
 
-@dataclass(frozen=True)
-class Resources:
-    """The resources that an actor asks Ray for."""
-
-    num_cpus: float = 0.0
-    num_gpus: float = 0.0
-
-
 class RayHost:
     """An ActorHost over detached actors, which Ray never restarts. `run_dir` is the cluster's folder."""
 
-    def __init__(self, run_dir: Path, resources: Resources) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._resources = resources
         self._handles: dict[str, Any] = {}
 
     def adopt(self, name: str) -> bool:
@@ -84,18 +75,18 @@ class RayHost:
             self._handles[name] = ray.get_actor(name)
         return name in self._handles
 
-    def launch(self, name: str, target: str) -> None:
+    def launch(self, name: str, target: str, resources: Resources) -> None:
         if name in self._handles:
             return
         shell = type(target.partition(":")[2], (ActorShell,), {})  # for the name under which `ps` shows the process
-        options = actor_options(name, self._resources)
+        options = actor_options(name, resources)
         self._handles[name] = ray.remote(shell).options(**options).remote(name, target, str(self._run_dir))
 
     async def start(self, name: str, config_json: str, timeout_s: float) -> str:
-        return await self._ask(name, "start", self._handles[name].start.remote(config_json), timeout_s)
+        return await self._ask(name, "start", self._handle(name).start.remote(config_json), timeout_s)
 
     async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
-        return await self._ask(name, method, self._handles[name].call.remote(method, *arguments), timeout_s)
+        return await self._ask(name, method, self._handle(name).call.remote(method, *arguments), timeout_s)
 
     async def probe(self, name: str) -> Liveness:
         if name not in self._handles:
@@ -123,6 +114,11 @@ class RayHost:
             log.error("process %d of %s does not end", process.pid, name)
         # Only now: an actor whose end was broken off is to be ended again.
         self._handles.pop(name, None)
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._handles:
+            raise Unavailable(f"{name} is not there")
+        return self._handles[name]
 
     async def _ask(self, name: str, what: str, answer: Any, timeout_s: float) -> str:
         try:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import ray
 
-from deploy.actors.ray_host import RayHost, Resources
+from deploy.actors.ray_host import RayHost
 from deploy.controller.event_log import EventLog
 from deploy.controller.fleet import Fleet
-from deploy.controller.member_list import RemoteRouter
 from deploy.controller.pools import Pools, PoolsRecord
 from deploy.controller.singleton import Singleton
 from deploy.controller.tasks import Tasks, persist
@@ -44,17 +43,16 @@ class Controller:
         self._node_is_up = asyncio.Event()
         run_dir = Path(plan.run_dir)
         process_record.write_own(run_dir, CONTROLLER)
-        self._host = host = RayHost(run_dir, Resources())
+        self._host = host = RayHost(run_dir)
         self._node = Singleton(host, "node", "deploy.actors.node:NodeActor", plan.node.to_json(), run_dir, self._events)
         self._router = Singleton(
             host, "router", "router.actor:RouterActor", plan.router.to_json(), run_dir, self._events
         )
         self._keep_ports()
-        workers = RayHost(run_dir, Resources(plan.num_cpus, plan.num_gpus))
         record = AtomicFile(run_dir / "pools.json")
         earlier = record.read()
         pools = Pools(PoolsRecord(plan.pools)) if earlier is None else Pools.from_json(earlier.decode())
-        self._fleet = Fleet(pools, workers, plan, self._node_is_up, RemoteRouter(host), self._events, record)
+        self._fleet = Fleet(pools, host, plan, self._node_is_up, self._events, record)
         self._tasks = Tasks()
         if earlier is not None:
             self._tasks.begin(self._take_over())

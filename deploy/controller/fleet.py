@@ -10,7 +10,7 @@ from contextlib import suppress
 from deploy.actors.actor_host import ActorHost
 from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector
 from deploy.controller.event_log import EventLog
-from deploy.controller.member_list import MemberList, RouterPort
+from deploy.controller.member_list import MemberList
 from deploy.controller.pools import Pools
 from deploy.controller.tasks import Tasks, repeat
 from deploy.plan.cluster_plan import ClusterPlan
@@ -35,7 +35,6 @@ class Fleet:
         host: ActorHost,
         plan: ClusterPlan,
         node_is_up: asyncio.Event,
-        router: RouterPort,
         events: EventLog,
         record: AtomicFile,
         clock: Callable[[], float] = time.monotonic,
@@ -44,7 +43,7 @@ class Fleet:
         self._host = host
         self._plan = plan
         self._node_is_up = node_is_up
-        self._member_list = MemberList(pools, router, events)
+        self._member_list = MemberList(pools, host, events)
         self._events = events
         self._record = record
         self._is_recorded = True
@@ -169,7 +168,7 @@ class Fleet:
 
     async def _serve(self, worker: Worker) -> str:
         """Launches a worker, which goes to work when the node's service is up; returns its address."""
-        self._host.launch(worker.id, TARGETS[worker.role])
+        self._host.launch(worker.id, TARGETS[worker.role], self._plan.resources)
         await self._node_is_up.wait()
         answer = await self._host.start(worker.id, self._plan.worker.config_of(worker).to_json(), START_TIMEOUT_S)
         address: str = json.loads(answer)["address"]

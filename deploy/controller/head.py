@@ -19,9 +19,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from deploy.actors.end_actors import end_actors
-from deploy.actors.ray_host import Resources, actor_options
+from deploy.actors.ray_host import actor_options
 from deploy.controller.controller import Controller
-from deploy.plan.cluster_plan import CONTROLLER
+from deploy.plan.cluster_plan import CONTROLLER, Resources
 from wire.errors import BatonError, ConfigError
 from wire.settings import from_json
 

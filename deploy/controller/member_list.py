@@ -5,7 +5,6 @@ import json
 import logging
 from dataclasses import asdict
 from operator import attrgetter
-from typing import Protocol
 
 from deploy.actors.actor_host import ActorHost
 from deploy.controller.event_log import EventLog
@@ -19,34 +18,12 @@ TELL_TIMEOUT_S = 20.0
 log = logging.getLogger(__name__)
 
 
-class RouterPort(Protocol):
-    """The router, as the receiver of the list of workers."""
-
-    async def set_members(self, members: list[Worker]) -> dict[WorkerId, str]:
-        """Replaces the list of workers; returns the refused ones with the reason. Raises BatonError if it is away."""
-        ...
-
-
-class RemoteRouter:
-    """A RouterPort: the actor named `router`."""
-
-    def __init__(self, host: ActorHost) -> None:
-        self._host = host
-
-    async def set_members(self, members: list[Worker]) -> dict[WorkerId, str]:
-        listed = json.dumps([asdict(worker) for worker in members], default=attrgetter("value"))
-        refused: dict[WorkerId, str] = json.loads(
-            await self._host.call("router", "set_members", listed, timeout_s=TELL_TIMEOUT_S)
-        )
-        return refused
-
-
 class MemberList:
     """The workers that serve, as the router is to know them. `has_changed` follows every change of the pools."""
 
-    def __init__(self, pools: Pools, router: RouterPort, events: EventLog) -> None:
+    def __init__(self, pools: Pools, host: ActorHost, events: EventLog) -> None:
         self._pools = pools
-        self._router = router
+        self._host = host
         self._events = events
         self._refused: dict[WorkerId, str] = {}
         self._announcing = asyncio.Lock()
@@ -62,7 +39,7 @@ class MemberList:
             self.is_announced = True  # a change during the call makes it False again
             members = [worker for worker in self._pools if worker.address]
             try:
-                refused = await self._router.set_members(members)
+                refused = await self._tell(members)
             except BatonError as error:
                 log.info("the router is not told of %d workers: %s", len(members), error.message)
                 self.is_announced = False
@@ -71,3 +48,11 @@ class MemberList:
             for worker_id, reason in refused.items() - self._refused.items():
                 self._events.note(f"the router does not take worker {worker_id}: {reason}")
             self._refused = refused
+
+    async def _tell(self, members: list[Worker]) -> dict[WorkerId, str]:
+        """Replaces the router's list; returns the workers that it refuses, with the reason. Raises BatonError."""
+        listed = json.dumps([asdict(worker) for worker in members], default=attrgetter("value"))
+        refused: dict[WorkerId, str] = json.loads(
+            await self._host.call("router", "set_members", listed, timeout_s=TELL_TIMEOUT_S)
+        )
+        return refused

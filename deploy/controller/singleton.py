@@ -10,6 +10,7 @@ from deploy.actors.actor_host import ActorHost
 from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector
 from deploy.controller.event_log import EventLog
 from deploy.controller.tasks import repeat
+from deploy.plan.cluster_plan import Resources
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import BatonError
 
@@ -48,7 +49,7 @@ class Singleton:
         self._clock = clock
         self._detector = FailureDetector()
         if not host.adopt(name):
-            host.launch(name, target)
+            host.launch(name, target, Resources())
 
     async def start(self) -> str:
         """Returns the object's answer. Raises as `ActorHost.start` does."""
@@ -85,7 +86,7 @@ class Singleton:
         return answer
 
     async def _start_another(self) -> str:
-        self._host.launch(self.name, self._target)
+        self._host.launch(self.name, self._target, Resources())
         return await self.start()
 
     async def _attempt(self, start: Callable[[], Awaitable[str]]) -> str:

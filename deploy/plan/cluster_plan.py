@@ -18,6 +18,14 @@ MAX_SILENCE_ON_GPU_S = 30.0
 
 
 @dataclass(frozen=True)
+class Resources:
+    """The resources that an actor asks Ray for."""
+
+    num_cpus: float = 0.0
+    num_gpus: float = 0.0
+
+
+@dataclass(frozen=True)
 class NodeConfig:
     """The configuration of a node's service. The workers of the node share `store`."""
 
@@ -40,7 +48,7 @@ class NodeConfig:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """All decisions of `baton up`. Each worker asks Ray for these CPUs and GPUs.
+    """All decisions of `baton up`. `resources` are those of each worker.
 
     run_dir: the cluster's folder, where the controller keeps its records for a successor.
     """
@@ -49,8 +57,7 @@ class ClusterPlan:
     node: NodeConfig
     router: RouterConfig
     worker: WorkerTemplate
-    num_cpus: float
-    num_gpus: float
+    resources: Resources
     drain_grace_s: int
     run_dir: str
 
@@ -82,8 +89,7 @@ def make_plan(
             streams=config.router.streams,
         ),
         worker=_worker(config, model, sizes, node, token),
-        num_cpus=config.worker.num_cpus,
-        num_gpus=sizes.num_gpus,
+        resources=Resources(config.worker.num_cpus, sizes.num_gpus),
         drain_grace_s=config.worker.drain_grace_s,
         run_dir=str(Path(node.store.directory_path).parent),
     )

@@ -15,8 +15,9 @@ from ray.exceptions import RayActorError
 
 from deploy.actors import ray_host
 from deploy.actors.liveness import Liveness
-from deploy.actors.ray_host import RayHost, Resources
+from deploy.actors.ray_host import RayHost
 from deploy.processes.process import ProcessRef
+from wire.errors import Unavailable
 
 
 class FakeHandle:
@@ -52,7 +53,7 @@ def handle(monkeypatch: pytest.MonkeyPatch) -> FakeHandle:
 @pytest.fixture
 def host(handle: FakeHandle, tmp_path: Path) -> RayHost:
     """A host that has taken over the router."""
-    host = RayHost(tmp_path, Resources())
+    host = RayHost(tmp_path)
     assert host.adopt("router")
     return host
 
@@ -78,6 +79,8 @@ async def test_an_actor_that_ray_knows_to_have_died_is_dead(host: RayHost, handl
 async def test_an_actor_that_never_was_is_dead(host: RayHost) -> None:
     assert not host.adopt("node")
     assert await host.probe("node") is Liveness.DEAD
+    with pytest.raises(Unavailable):
+        await host.call("node", "stop", timeout_s=1)
     await host.end("node")
 
 

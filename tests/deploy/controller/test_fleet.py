@@ -1,4 +1,5 @@
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -17,7 +18,7 @@ from deploy.processes.atomic_file import AtomicFile
 from tests.deploy.plan.test_cluster_plan import MODEL, NODE, SIZES
 from wire.errors import DeadlineExceeded, InvalidRequest, ModelError, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
-from wire.pools import PoolSizes, Worker, WorkerState
+from wire.pools import PoolSizes, Role, Worker, WorkerState
 
 PLAN = make_plan(ClusterConfig(), MODEL, SIZES, NODE, "token", b"secret")
 D0, D1, D2, P0, P1 = (WorkerId(name) for name in ("decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"))
@@ -31,18 +32,37 @@ class FakeRouter:
         self.refused: dict[WorkerId, str] = {}
         self.away = False
 
-    async def set_members(self, members: list[Worker]) -> dict[WorkerId, str]:
+    def set_members(self, members_json: str) -> str:
         if self.away:
             raise Unavailable("away")
-        self.told.append(members)
-        return self.refused
+        self.told.append(
+            [
+                Worker(WorkerId(one["id"]), Role(one["role"]), one["address"], WorkerState(one["state"]))
+                for one in json.loads(members_json)
+            ]
+        )
+        return json.dumps(self.refused)
 
     @property
     def known(self) -> set[str]:
         return {one.id for one in self.told[-1]}
 
 
-class SlowHost(LocalHost):
+class FleetHost(LocalHost):
+    """A host that has a router, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = FakeRouter()
+
+    async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
+        if name != "router":
+            return await super().call(name, method, *arguments, timeout_s=timeout_s)
+        assert method == "set_members"
+        return self.router.set_members(str(*arguments))
+
+
+class SlowHost(FleetHost):
     """Its first prefill worker takes its time to end, until it `may_end`."""
 
     def __init__(self) -> None:
@@ -55,7 +75,7 @@ class SlowHost(LocalHost):
         await super().end(name)
 
 
-class BrokenHost(LocalHost):
+class BrokenHost(FleetHost):
     """Fails in a way that nobody thought of, once for each of `surprises`."""
 
     def __init__(self, surprises: list[Exception]) -> None:
@@ -84,10 +104,10 @@ class LocalRecord(AtomicFile):
 class World:
     """A fleet, what it works with, and a clock that tests move."""
 
-    def __init__(self, prefill: int, decode: int, host: LocalHost | None = None) -> None:
+    def __init__(self, prefill: int, decode: int, host: FleetHost | None = None) -> None:
         self.now_s = 0.0
-        self.host = host or LocalHost()
-        self.router = FakeRouter()
+        self.host = host or FleetHost()
+        self.router = self.host.router
         self.events = EventLog(lambda: self.now_s)
         self.pools = Pools(PoolsRecord(PoolSizes(prefill, decode)))
         self.record = LocalRecord()
@@ -104,9 +124,7 @@ class World:
         self.fleet = self._make_fleet()
 
     def _make_fleet(self) -> Fleet:
-        return Fleet(
-            self.pools, self.host, PLAN, self.node_is_up, self.router, self.events, self.record, lambda: self.now_s
-        )
+        return Fleet(self.pools, self.host, PLAN, self.node_is_up, self.events, self.record, lambda: self.now_s)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["World"]:
