@@ -1,0 +1,85 @@
+"""How messages arrive at a server: bounded in number and time before anybody knows what they are, and parsed here."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import grpc.aio
+
+from router.requests.dispatch import Dispatcher
+from wire import errors
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Arriving = Callable[[], AbstractContextManager[None]]
+"""A context in which a message is waited for and parsed."""
+
+MAX_ARRIVAL_S = 10.0
+"""How long a call may take to send its message."""
+MAX_ARRIVING = 64
+"""Calls whose message is not there yet: each may hold as much memory as a message may have bytes."""
+RETRY_AFTER_S = 1.0
+
+
+class ArrivalLimit:
+    """Bounds what is on its way to one port. A message for the method `generate` wants room for a request, too."""
+
+    def __init__(self, dispatcher: Dispatcher, generate: str) -> None:
+        self._dispatcher = dispatcher
+        self._generate = generate
+        self.num_arriving = 0
+
+    @contextmanager
+    def arriving(self, method: str) -> Iterator[None]:
+        """While a message for that path is waited for. Raises Overloaded at once."""
+        with self._dispatcher.arriving() if method == self._generate else nullcontext():
+            if self.num_arriving >= MAX_ARRIVING:
+                raise errors.Overloaded("as many messages are on their way as may be", RETRY_AFTER_S)
+            self.num_arriving += 1
+            try:
+                yield
+            finally:
+                self.num_arriving -= 1
+
+
+async def take_one(parse: Any, arriving: Arriving, context: Context) -> Any:
+    """The only message of a call. Raises InvalidRequest, or DeadlineExceeded if it does not come."""
+    with arriving():
+        first = await _read(context)
+        if first is grpc.aio.EOF:
+            raise errors.InvalidRequest("message", "missing")
+        if await _read(context) is not grpc.aio.EOF:
+            raise errors.InvalidRequest("message", "more than the one that this method takes")
+        return _parse(parse, first)
+
+
+async def take_all(parse: Any, arriving: Arriving, context: Context) -> AsyncIterator[Any]:
+    """The messages of a call, as they come. Going through them raises as above."""
+    return _each(parse, arriving, context)
+
+
+async def _each(parse: Any, arriving: Arriving, context: Context) -> AsyncIterator[Any]:
+    while (message := await _next(parse, arriving, context)) is not grpc.aio.EOF:
+        yield message
+
+
+async def _next(parse: Any, arriving: Arriving, context: Context) -> Any:
+    with arriving():
+        data = await _read(context)
+        return data if data is grpc.aio.EOF else _parse(parse, data)
+
+
+async def _read(context: Context) -> Any:
+    """The next message as bytes, or EOF. gRPC itself would wait for ever for one that never comes."""
+    try:
+        async with asyncio.timeout(MAX_ARRIVAL_S):
+            return await context.read()
+    except TimeoutError as error:
+        raise errors.DeadlineExceeded("the message has not arrived in time") from error
+
+
+def _parse(parse: Any, data: bytes) -> Any:
+    try:
+        return parse(data)
+    except Exception as error:
+        raise errors.InvalidRequest("message", "not a valid protobuf message of this type") from error

@@ -1,0 +1,74 @@
+"""How the router's gRPC servers end each call: errors become statuses.
+
+A handler's bug becomes INTERNAL with an opaque id; the log has the rest.
+"""
+
+import inspect
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_status import rpc_status
+
+from router.ports.arrivals import Context, take_all, take_one
+from wire import incident
+from wire.errors import BatonError
+from wire.rpc_status import to_status
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what handlers raise into statuses. Nothing else leaves a server: no exception text, no UNKNOWN.
+
+    To gRPC every handler takes a stream, so that messages are waited for, counted and parsed here.
+
+    arriving: of a method's path, a context in which each message of such a call is waited for; may refuse by raising.
+    """
+
+    def __init__(self, arriving: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> None:
+        self._arriving = arriving
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        arriving = partial(self._arriving, handler_call_details.method)
+        take = partial(take_all if handler.request_streaming else take_one, handler.request_deserializer, arriving)
+        if not handler.response_streaming:
+            method = handler.stream_unary or handler.unary_unary
+            return grpc.stream_unary_rpc_method_handler(_guard_unary(method, take), None, handler.response_serializer)
+        method = handler.stream_stream or handler.unary_stream
+        # A handler that is no generator writes to its context, as that of grpc_health does.
+        guard = _guard_stream if inspect.isasyncgenfunction(method) else _guard_unary
+        return grpc.stream_stream_rpc_method_handler(guard(method, take), None, handler.response_serializer)
+
+
+def _guard_unary(method: Any, take: Any) -> Any:
+    async def call(_messages: Any, context: Context) -> Any:
+        try:
+            return await method(await take(context), context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, error if isinstance(error, BatonError) else incident.report(error))
+
+    return call
+
+
+def _guard_stream(method: Any, take: Any) -> Any:
+    async def call(_messages: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            async for message in method(await take(context), context):
+                yield message
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, error if isinstance(error, BatonError) else incident.report(error))
+
+    return call
+
+
+async def _abort(context: Context, error: BatonError) -> None:
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))

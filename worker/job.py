@@ -1,0 +1,84 @@
+"""One attempt at a request at a worker: the engine's events in, updates for the router out. Each role has its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.batcher import Batcher, Gate
+from engine.events import Event, Fetched, HeldUp, Preempted, Scheduled, Started, TierTokens
+from engine.request import EngineRequest
+from wire.errors import BatonError
+from wire.pools import Role
+from worker.stopwatch import Phase, Stopwatch
+from worker.update import Update
+
+_WAIT_FOR = {Gate.SLOT: Phase.WAIT_SLOT, Gate.PAGES: Phase.WAIT_PAGES}
+
+
+class Job(Protocol):
+    """Decides purely. Has no clock: `now_s` are readings of one monotonic clock, that of the arrival too.
+
+    An update with an end is the last; nothing is asked of a job after that.
+    """
+
+    @property
+    def request(self) -> EngineRequest: ...
+
+    def take(self, event: Event, now_s: float) -> Update:
+        """Takes an event of the engine about this request, or its refusal of it; what is to be told."""
+        ...
+
+    def withdraw(self, error: BatonError) -> Update:
+        """Ends the attempt, whatever the engine does: cancelled, out of time, replaced, drained, or its step failed."""
+        ...
+
+
+NewJob = Callable[[EngineRequest, float], Job]
+"""Makes the job of a request that arrived at a reading of the clock."""
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What makes a worker a prefill or a decode worker: how steps are put together, and what a request's job is."""
+
+    role: Role
+    batcher: Batcher
+    request_class: type[EngineRequest]
+    new_job: NewJob
+
+
+class PromptProgress:
+    """How a request's prompt comes by its KV: a stopwatch kept by the engine's events, up to computing what is missing.
+
+    after: the phase that follows. leader: the choice that gets the prompt's KV for all.
+    """
+
+    def __init__(self, stopwatch: Stopwatch, leader: int, block_size: int, after: Phase) -> None:
+        self._stopwatch = stopwatch
+        self._leader = leader
+        self._block_size = block_size
+        self._after = after
+        self.tokens: TierTokens | None = None
+        """The prompt's tokens by where their KV came from, as the leader first found them."""
+
+    def note(self, event: Event, now_s: float) -> None:
+        """Takes every event of the request; most say nothing of its prompt."""
+        match event:
+            case HeldUp(gate=gate):
+                self._stopwatch.reach(_WAIT_FOR[gate], now_s)
+            case Scheduled():
+                self._stopwatch.reach(Phase.FETCH, now_s)
+            case Fetched(choice=choice, tokens=tokens) if choice == self._leader and self.tokens is None:
+                self.tokens = tokens
+                self._count_tiers(tokens)
+                self._stopwatch.reach(Phase.WAIT_TURN, now_s)
+            case Started(choice=choice) if choice == self._leader and self.tokens is not None:
+                self._stopwatch.reach(Phase.COMPUTE if self.tokens.computed else self._after, now_s)
+                self._stopwatch.count(tokens_computed=self.tokens.computed)
+            case Preempted():
+                self._stopwatch.count(preemptions=1)
+
+    def _count_tiers(self, tokens: TierTokens) -> None:
+        for tier, num_tokens in tokens.found.items():
+            num_blocks = -(-num_tokens // self._block_size)
+            self._stopwatch.count(**{f"tokens_{tier}": num_tokens, f"blocks_{tier}": num_blocks})

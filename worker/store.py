@@ -1,0 +1,63 @@
+"""A worker's control calls to its node's store, off the event loop and off the engine's thread."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from kv_store.block_store import BlockStore, StoreStatus
+from wire.errors import StoreError
+from wire.ids import RequestId
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 5.0
+T = TypeVar("T")
+
+
+class AsyncStore:
+    """One call after another, on a thread of its own. Each raises StoreError if it fails or takes too long."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._executor = ThreadPoolExecutor(1, "store-control")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def status(self) -> StoreStatus:
+        return await self._call(self._store.status)
+
+    async def check(self) -> list[str]:
+        """What is wrong with the books of the host tier."""
+        return await self._call(self._store.check)
+
+    def renew_soon(self, names: Sequence[RequestId]) -> None:
+        """Lets the holds of these attempts live on. A failure is logged; they end then unless a later renewal comes."""
+        self._begin(lambda: self._store.renew(names), "renewed")
+
+    def release_soon(self, names: Sequence[RequestId]) -> None:
+        """Ends the holds of these attempts. A failure is logged; they then end when they run out."""
+        self._begin(lambda: self._store.release_holds(names), "released")
+
+    async def close(self) -> None:
+        """Waits for what is under way, within the bound of each call."""
+        await asyncio.gather(*self._tasks)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, work: Callable[[], None], what: str) -> None:
+        task = asyncio.create_task(self._do_or_log(work, what))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _do_or_log(self, work: Callable[[], None], what: str) -> None:
+        try:
+            await self._call(work)
+        except StoreError as error:
+            log.warning("holds are not %s: %s", what, error)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):  # wait_for of Python 3.11 may swallow a cancellation
+                return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        except TimeoutError as error:
+            raise StoreError("the node's store does not answer") from error
