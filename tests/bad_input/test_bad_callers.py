@@ -117,7 +117,7 @@ async def test_a_worker_serves_its_role_only(ports: Ports) -> None:
     await ports.require_unharmed()
 
 
-async def test_holds_of_nobody_are_released_in_vain(ports: Ports) -> None:
+async def test_releasing_holds_that_are_not_there_does_nothing(ports: Ports) -> None:
     message = worker_pb2.ReleaseRequest(request_ids=["nobody's", "", "x" * 10_000]).SerializeToString()
     for method in ("Renew", "Release"):
         call = ports.channels["d0"].unary_unary(f"/baton.v1.Worker/{method}", bytes, bytes)

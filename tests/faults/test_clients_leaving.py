@@ -171,7 +171,7 @@ async def test_the_deadline_ends_the_work_on_both_sides(where: str) -> None:
         assert cluster.models[where].num_steps <= 2
 
 
-async def test_nothing_of_one_that_left_disturbs_those_that_stay() -> None:
+async def test_a_request_that_left_disturbs_no_other() -> None:
     async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
         others = [asyncio.create_task(cluster.answer(ask((number, *PROMPT), 60))) for number in range(3)]
         for num_tokens in (0, 1, 2, 17, 33):

@@ -136,7 +136,7 @@ async def test_a_lease_runs_out_while_it_is_read_under(where: str, is_given_away
         await at_rest(cluster)
 
 
-async def test_a_slow_cold_tier_holds_nobody_up_who_runs() -> None:
+async def test_a_slow_cold_tier_delays_no_running_request() -> None:
     """One request waits for a block; those in the batch go on to their end."""
     async with faulty_cluster(MODEL, 0, 1, SIZES) as cluster:
         await serve(cluster)
