@@ -4,19 +4,27 @@ import argparse
 import asyncio
 import json
 import sys
-from typing import Any
+from dataclasses import asdict
+from typing import Any, cast
 
+from google.protobuf.json_format import MessageToDict
+
+from baton import AsyncClient, Completion
+from baton.request import Options, Prompt, make_request
+from baton.results import Choice
 from deploy.cli.command import Subparsers, add_command
-from deploy.cli.generation import Generation
 from deploy.cli.timeline_view import render_timeline
-from deploy.local.client import find_cluster, inference
+from deploy.local.client import explained, find_cluster
 from deploy.local.state import ClusterState
-from wire.errors import BatonError, InvalidRequest
-from wire.pb import inference_pb2 as pb
+from wire.convert import logprobs_to_pb
+from wire.errors import InvalidRequest
+from wire.tier import Tier
 
 DESCRIPTION = """\
 Sends one prompt and streams the answer to stdout; then, to stderr, where its time went: which worker did what, and
 from which tier blocks of KV came. Greedy (temperature 0) unless told otherwise."""
+NO_TIMEOUT_S = 86400.0
+"""More than any cluster lets a request take."""
 SCALARS: dict[str, tuple[type, str, str]] = {
     "max_tokens": (int, "N", "tokens to generate at most (default: 256, or what fits)"),
     "min_tokens": (int, "N", "tokens to generate at least"),
@@ -47,62 +55,85 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    request = make_request(args)
+    prompt, options = read_prompt(args), read_options(args)
+    make_request(prompt, options)  # what no message can hold is told before a cluster is looked for
     state = find_cluster(args.name)
-    generation = asyncio.run(_generate(state, request, args))
-    complete = generation.complete
-    if complete is None:
-        raise BatonError("the stream ended before the answer was complete")
+    with explained(state):
+        completion = asyncio.run(_generate(state, prompt, options, not args.json and (args.n or 1) == 1))
     if args.json:
-        print(json.dumps(generation.to_object(complete)))
+        print(json.dumps(to_object(completion)))
         return 0
-    _print_choices(generation, complete)
-    print("\n" + render_timeline(complete), file=sys.stderr)
+    _print_choices(completion)
+    print("\n" + render_timeline(completion), file=sys.stderr)
     return 0
 
 
-def make_request(args: argparse.Namespace) -> pb.GenerateRequest:
-    """Makes the request. Raises InvalidRequest unless there is exactly one prompt; the server checks the rest."""
+def read_prompt(args: argparse.Namespace) -> Prompt:
+    """Raises InvalidRequest unless there is exactly one prompt."""
     if (args.prompt is None) == (args.token_ids is None):
         raise InvalidRequest("prompt", "give either a text (or - for stdin) or --token-ids")
-    given = {name: getattr(args, name) for name in SCALARS if getattr(args, name) is not None}
-    try:
-        params = pb.SamplingParams(**{"temperature": 0.0, **given}, stop=args.stop)
-    except ValueError as error:
-        raise InvalidRequest("sampling", str(error)) from error
-    if args.ignore_eos:
-        params.ignore_eos = True
-    return pb.GenerateRequest(**_prompt(args), sampling_params=params)
-
-
-def _prompt(args: argparse.Namespace) -> dict[str, Any]:
-    if args.token_ids is not None:
-        return {"token_ids": pb.TokenIds(ids=_parse_ids(args.token_ids))}
-    return {"text": sys.stdin.read() if args.prompt == "-" else args.prompt}
-
-
-def _parse_ids(text: str) -> list[int]:
-    parts = text.replace(",", " ").split()
+    if args.prompt is not None:
+        text: str = sys.stdin.read() if args.prompt == "-" else args.prompt
+        return text
+    parts = args.token_ids.replace(",", " ").split()
     if not all(part.isdecimal() and int(part) < 1 << 32 for part in parts):
         raise InvalidRequest("token_ids", "must be whole numbers with commas between them")
     return [int(part) for part in parts]
 
 
-async def _generate(state: ClusterState, request: pb.GenerateRequest, args: argparse.Namespace) -> Generation:
-    generation = Generation()
-    is_shown = not args.json and request.sampling_params.n <= 1
-    async with inference(state) as stub:
-        async for response in stub.Generate(request, timeout=args.timeout):
-            text = generation.accept(response)
-            if is_shown:
-                print(text, end="", flush=True)
-    return generation
+def read_options(args: argparse.Namespace) -> Options:
+    """Takes the given flags, and greedy sampling unless told otherwise. The server checks their ranges."""
+    given = {name: getattr(args, name) for name in SCALARS if getattr(args, name) is not None}
+    timeout_s = NO_TIMEOUT_S if args.timeout is None else args.timeout
+    eos = {"ignore_eos": True} if args.ignore_eos else {}
+    return cast(Options, {"temperature": 0.0, **given, **eos, "stop": args.stop, "timeout_s": timeout_s})
 
 
-def _print_choices(generation: Generation, complete: pb.Complete) -> None:
+async def _generate(state: ClusterState, prompt: Prompt, options: Options, is_shown: bool) -> Completion:
+    async with AsyncClient(state.address) as client, client.stream(prompt, **options) as stream:
+        async for chunk in stream:
+            if is_shown and chunk.index == 0:
+                print(chunk.text, end="", flush=True)
+        return stream.completion
+
+
+def _print_choices(completion: Completion) -> None:
     """Prints several answers one after another, at the end; a single answer is on the screen already."""
-    if len(complete.choices) == 1:
+    if len(completion.choices) == 1:
         print()
         return
-    for choice in complete.choices:
-        print(f"[{choice.index}] {generation.text(choice.index)}")
+    for choice in completion.choices:
+        print(f"[{choice.index}] {choice.text}")
+
+
+def to_object(completion: Completion) -> dict[str, Any]:
+    """Returns the object that `--json` prints: choice 0 stands at the top too."""
+    choices = [_choice(choice) for choice in completion.choices]
+    usage, timeline = completion.usage, completion.timeline
+    return {
+        "request_id": completion.request_id,
+        **{name: choices[0][name] for name in ("text", "token_ids", "finish_reason")},
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": {tier.value: usage.cached_tokens.get(tier, 0) for tier in Tier},
+        },
+        "seed": completion.seed,
+        "workers": {"prefill": timeline.prefill_worker, "decode": timeline.decode_worker},
+        "timeline": {"total_ms": timeline.total_ms, "spans": [asdict(span) for span in timeline.spans]},
+    }
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    logprobs = logprobs_to_pb(choice.token_ids, choice.logprobs) if choice.logprobs else []
+    described = {
+        "index": choice.index,
+        "text": choice.text,
+        "token_ids": choice.token_ids,
+        "finish_reason": choice.finish_reason and choice.finish_reason.value,
+        "matched_stop": choice.matched_stop,
+    }
+    if logprobs:
+        described["logprobs"] = [MessageToDict(one, preserving_proto_field_name=True) for one in logprobs]
+    return described

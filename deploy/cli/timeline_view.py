@@ -2,19 +2,19 @@
 
 from collections.abc import Mapping
 
+from baton.results import Completion, Span
 from deploy.cli.table import render
-from wire.pb import inference_pb2 as pb
 from wire.tier import Tier
 
 MIN_WAIT_MS = 1.0
 
 
-def render_timeline(complete: pb.Complete) -> str:
+def render_timeline(completion: Completion) -> str:
     """Renders a row for each step, with its time, worker and blocks by tier; then a summary of the request.
 
     Gates that the request passed at once have no row.
     """
-    timeline = complete.timeline
+    timeline = completion.timeline
     steps = [span for span in timeline.spans if "." in span.name]
     rows = [
         (f"{span.start_ms:.1f}", f"{span.duration_ms:.1f}", span.worker, span.name.partition(".")[2], _describe(span))
@@ -23,17 +23,17 @@ def render_timeline(complete: pb.Complete) -> str:
     ]
     between_ms = timeline.total_ms - sum(span.duration_ms for span in steps)
     head = ("at ms", "took ms", "worker", "step", "")
-    return "\n".join([render(head, rows), "", _summary(complete, between_ms)])
+    return "\n".join([render(head, rows), "", _summary(completion, between_ms)])
 
 
-def _is_gate(span: pb.Span) -> bool:
+def _is_gate(span: Span) -> bool:
     return span.name.partition(".")[2].startswith("wait_")
 
 
-def _summary(complete: pb.Complete, between_ms: float) -> str:
-    usage, timeline = complete.usage, complete.timeline
-    num_cached = sum(one.tokens for one in usage.cached_tokens)
-    sources = ", ".join(f"{one.tokens} {one.tier}" for one in usage.cached_tokens) or "none"
+def _summary(completion: Completion, between_ms: float) -> str:
+    usage, timeline = completion.usage, completion.timeline
+    num_cached = sum(usage.cached_tokens.values())
+    sources = ", ".join(f"{tokens} {tier}" for tier, tokens in usage.cached_tokens.items()) or "none"
     return (
         f"{usage.prompt_tokens} prompt tokens ({num_cached} cached: {sources}), "
         f"{usage.completion_tokens} generated, {timeline.total_ms:.1f} ms "
@@ -41,8 +41,8 @@ def _summary(complete: pb.Complete, between_ms: float) -> str:
     )
 
 
-def _describe(span: pb.Span) -> str:
-    counts = dict(span.counts)
+def _describe(span: Span) -> str:
+    counts = span.counts
     blocks = [f"{_numbered(count, 'blocks')} from {tier}" for tier in Tier if (count := counts.get(f"blocks_{tier}"))]
     return ", ".join(blocks + _others(counts))
 

@@ -11,8 +11,9 @@ import grpc
 import pytest
 from grpc_status import rpc_status
 
+from baton.request import make_request
 from deploy.cli.__main__ import COMMANDS, main, make_parser
-from deploy.cli.generate import make_request
+from deploy.cli.generate import read_options, read_prompt
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.processes.process import ProcessRef
 from wire.convert import tiers_to_pb
@@ -86,7 +87,8 @@ def _write_state(address: str) -> None:
 
 
 def _request(*arguments: str) -> pb.GenerateRequest:
-    return make_request(make_parser().parse_args(["generate", *arguments]))
+    args = make_parser().parse_args(["generate", *arguments])
+    return make_request(read_prompt(args), read_options(args))
 
 
 def test_no_command_loads_torch_or_ray_to_begin_with() -> None:

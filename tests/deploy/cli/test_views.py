@@ -1,4 +1,5 @@
-from deploy.cli.generation import Generation
+from baton.results import Completion, Draft
+from deploy.cli.generate import to_object
 from deploy.cli.table import render
 from deploy.cli.timeline_view import render_timeline
 from wire.convert import tiers_to_pb
@@ -30,7 +31,7 @@ def test_a_timeline_shows_steps_and_sums_up_what_lies_between() -> None:
         usage=pb.Usage(prompt_tokens=55, completion_tokens=1, cached_tokens=tiers_to_pb({"device": 32, "redis": 16})),
         timeline=pb.Timeline(prefill_worker="prefill-1", spans=spans, total_ms=10),
     )
-    shown = [" ".join(line.split()) for line in render_timeline(complete).splitlines()]
+    shown = [" ".join(line.split()) for line in render_timeline(_completion(complete)).splitlines()]
     assert shown == [
         "at ms took ms worker step",
         "0.0 0.5 router check",
@@ -45,28 +46,29 @@ def _chunk(index: int, text: str, *token_ids: int) -> pb.GenerateResponse:
     return pb.GenerateResponse(request_id="r", chunk=pb.Chunk(index=index, text=text, token_ids=token_ids))
 
 
+def _completion(complete: pb.Complete, *chunks: pb.GenerateResponse) -> Completion:
+    draft = Draft()
+    for response in (*chunks, pb.GenerateResponse(request_id="r", complete=complete)):
+        draft.accept(response)
+    return draft.require_completion()
+
+
 def test_choices_are_gathered_apart_and_the_first_stands_at_the_top() -> None:
-    generation = Generation()
-    shown = [generation.accept(one) for one in (_chunk(1, "x", 9), _chunk(0, "a", 1, 2), _chunk(0, "b", 3))]
-    assert shown == ["", "a", "b"]
     length, stop = pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_STOP
     choices = [pb.Choice(index=0, finish_reason=length), pb.Choice(index=1, finish_reason=stop, stop_token_id=9)]
     complete = pb.Complete(choices=choices, timeline=pb.Timeline(decode_worker="decode-0"))
-    generation.accept(pb.GenerateResponse(request_id="r", complete=complete))
-    assert generation.complete == complete
-    answer = generation.to_object(complete)
-    assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("ab", [1, 2, 3], "length")
+    answer = to_object(_completion(complete, _chunk(1, "x", 9), _chunk(0, "a", 1, 2), _chunk(0, "b", 3)))
+    assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("ab", (1, 2, 3), "length")
     assert [one["text"] for one in answer["choices"]] == ["ab", "x"]
     assert [one["matched_stop"] for one in answer["choices"]] == [None, 9]
     assert answer["workers"] == {"prefill": None, "decode": "decode-0"}
 
 
 def test_logprobs_are_there_if_they_were_asked_for() -> None:
-    generation = Generation()
     top = [pb.TopLogprob(token_id=4, logprob=-0.5)]
     chunk = pb.Chunk(index=0, token_ids=[4], logprobs=[pb.TokenLogprobs(token_id=4, logprob=-0.5, top=top)])
-    generation.accept(pb.GenerateResponse(chunk=chunk))
-    answer = generation.to_object(pb.Complete(choices=[pb.Choice(index=0)]))
+    complete = pb.Complete(choices=[pb.Choice(index=0)])
+    answer = to_object(_completion(complete, pb.GenerateResponse(chunk=chunk)))
     assert answer["choices"][0]["logprobs"] == [
         {"token_id": 4, "logprob": -0.5, "top": [{"token_id": 4, "logprob": -0.5}]}
     ]
@@ -77,7 +79,7 @@ def test_a_gate_is_shown_if_it_took_time() -> None:
         pb.Span(name="router.wait_room", worker="router", start_ms=0, duration_ms=0.4),
         pb.Span(name="decode.wait_pages", worker="d", start_ms=0.4, duration_ms=6.0),
     ]
-    shown = render_timeline(pb.Complete(timeline=pb.Timeline(spans=spans, total_ms=6.4)))
+    shown = render_timeline(_completion(pb.Complete(timeline=pb.Timeline(spans=spans, total_ms=6.4))))
     assert "wait_room" not in shown
     assert "wait_pages" in shown
     assert "(0.0 ms of it between processes)" in shown
