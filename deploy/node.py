@@ -5,11 +5,11 @@ import json
 from dataclasses import dataclass
 
 from deploy.node_config import NodeConfig
-from kv_store.arena import Arena
-from kv_store.cold_writer import ColdWriter
-from kv_store.directory import Directory
-from kv_store.directory_server import DirectoryServer
-from kv_store.redis_tier import RedisTier
+from kv_store.node.arena import Arena
+from kv_store.node.cold_writer import ColdWriter
+from kv_store.node.directory import Directory
+from kv_store.node.directory_server import DirectoryServer
+from kv_store.tiers.redis_tier import RedisTier
 from wire.settings import from_json
 
 

@@ -10,7 +10,7 @@ from wire.settings import to_json
 class NodeConfig:
     """`directory_path`: the Unix socket on which the books are kept; without `redis_url` nothing is written there.
 
-    redis_timeout_s: as of `kv_store.redis_tier.RedisTier`.
+    redis_timeout_s: as of `kv_store.tiers.redis_tier.RedisTier`.
     """
 
     arena_path: str

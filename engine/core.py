@@ -8,11 +8,10 @@ WAITING -> FETCHING -> RUNNING -> ENDED
 from collections import Counter
 from collections.abc import Iterable
 
-from engine.batch import Model
-from engine.batcher import Batcher, Gate, Plan
 from engine.events import (
     Abandoned,
     Emitted,
+    EngineStats,
     Event,
     Failed,
     Fetched,
@@ -25,12 +24,13 @@ from engine.events import (
 )
 from engine.forward import Forward, Gain
 from engine.kv_cache import FetchedInto, KVCache
+from engine.model.batch import Model
 from engine.request import EngineRequest, HandOff
 from engine.roster import Roster
 from engine.runner import Chunk
 from engine.sampler import Drawn
+from engine.schedule.batcher import Batcher, Gate, Plan
 from engine.sequence import Sequence, State
-from engine.stats import EngineStats
 from engine.stop import end_of
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers

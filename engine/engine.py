@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from engine.batcher import Batcher
-from engine.continuous_batcher import ContinuousBatcher
+from engine.checkpoint.hub import find_folder
 from engine.core import EngineCore
-from engine.decoder import Decoder
 from engine.events import Emitted, Event, Failed, Finished
-from engine.hub import find_folder
+from engine.model.decoder import Decoder
 from engine.request import ChoiceSoFar, EngineRequest
+from engine.schedule.batcher import Batcher
+from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from text.incremental import IncrementalText, Piece

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from engine.batcher import Gate
+from engine.schedule.batcher import Gate
+from wire.block_counts import BlockCounts
 from wire.errors import BatonError
 from wire.ids import RequestId
 from wire.sampling import FinishReason, Logprobs
@@ -114,3 +115,16 @@ class Failed:
 
 
 Event = HeldUp | Scheduled | Fetched | Started | Emitted | Finished | HandedOff | Abandoned | Preempted | Failed
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts since the start, and pages and sequences as they are."""
+
+    blocks: BlockCounts
+    num_running: int
+    num_waiting: int
+    computed_prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    num_preemptions: int

@@ -5,8 +5,8 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from engine.batch import Batch, Model
 from engine.kv_cache import KVCache
+from engine.model.batch import Batch, Model
 from engine.runner import Chunk, Runner
 from engine.sampler import Draw, Drawn, sample
 from engine.sequence import Sequence

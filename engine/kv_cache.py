@@ -8,8 +8,8 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.batcher import Pages
 from engine.events import TierTokens
+from engine.schedule.batcher import Pages
 from engine.sequence import Sequence, State
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks

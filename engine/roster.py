@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from itertools import count
 
-from engine.batcher import Candidate
 from engine.request import EngineRequest
+from engine.schedule.batcher import Candidate
 from engine.sequence import Sequence, State
 from wire.ids import RequestId
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from engine.batch import Batch, Model
+from engine.model.batch import Batch, Model
 from engine.sequence import Sequence
 
 

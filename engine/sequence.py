@@ -2,8 +2,8 @@
 
 from enum import Enum
 
-from engine.batcher import Candidate, Gate
 from engine.request import ChoiceSoFar, EngineRequest
+from engine.schedule.batcher import Candidate, Gate
 from wire.ids import PageId
 from wire.keys import BlockName, KeyChain
 

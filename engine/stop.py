@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.batch import Model
+from engine.model.batch import Model
 from engine.sequence import Sequence
 from wire.sampling import FinishReason
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kv_store.cold_tier import ColdStatus
+from kv_store.tiers.cold_tier import ColdStatus
 from wire.directory import DirectoryStatus
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName

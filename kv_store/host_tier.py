@@ -5,8 +5,8 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from kv_store.arena import Arena
-from kv_store.directory_port import DirectoryPort
+from kv_store.node.arena import Arena
+from kv_store.node.directory_port import DirectoryPort
 from wire.directory import Block, Entry, Hold, Lease, Reservation
 from wire.errors import ConfigError, StoreError
 from wire.frame import checksum_of

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kv_store.arena import Arena
 from kv_store.block_store import FetchedBlocks, PublishedBlocks, StoreStatus
-from kv_store.cold_tier import ColdTier
 from kv_store.device_pool import DevicePool
-from kv_store.directory_port import DirectoryPort, EpochChanged
 from kv_store.host_tier import HostTier
+from kv_store.node.arena import Arena
+from kv_store.node.directory_port import DirectoryPort, EpochChanged
+from kv_store.tiers.cold_tier import ColdTier
 from wire.directory import Block, DirectoryStatus, Entry, Hold
 from wire.errors import StoreError
 from wire.frame import checksum_of

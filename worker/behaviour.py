@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.batcher import Batcher
+from engine.schedule.batcher import Batcher
 from wire.pools import Role
 from worker.lifecycle import NewLifecycle
 

@@ -4,9 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
-from engine.events import TierTokens
+from engine.events import EngineStats, TierTokens
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
-from engine.stats import EngineStats
 from kv_store.block_store import StoreStatus
 from wire.block_counts import BlockCounts
 from wire.convert import logprobs_to_pb, reason_to_pb, sampling_from_pb

@@ -1,7 +1,7 @@
 """How a request's prompt comes by its KV at this worker: the part of a life that both roles have."""
 
-from engine.batcher import Gate
 from engine.events import Event, Fetched, HeldUp, Preempted, Scheduled, Started, TierTokens
+from engine.schedule.batcher import Gate
 from worker.lifecycle import Withdrawn
 from worker.stopwatch import Phase, Stopwatch
 

@@ -1,9 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batcher import Candidate, Gate, Pages
-from engine.continuous_batcher import ContinuousBatcher
-from engine.fit import fit_running
+from engine.schedule.batcher import Candidate, Gate, Pages
+from engine.schedule.continuous_batcher import ContinuousBatcher
+from engine.schedule.fit import fit_running
 
 BLOCK = 16
 

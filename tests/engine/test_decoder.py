@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.decoder import Decoder
+from engine.model.decoder import Decoder
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, choose_prompt, make_checkpoint, shard
 from tests.paged_run import PagedRun, generate
 from wire.errors import ConfigError

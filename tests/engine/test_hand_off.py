@@ -1,10 +1,10 @@
 import pytest
 
-from engine.continuous_batcher import ContinuousBatcher
 from engine.core import EngineCore
 from engine.events import Abandoned, Emitted, Event, HandedOff
-from engine.hash_model import HashModel
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, HandOff
+from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Done, FetchDone, NoStore
 from tests.pair import ROOT, make_core

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.hub import find_folder
+from engine.checkpoint.hub import find_folder
 from wire.errors import ModelError
 
 
@@ -28,5 +28,5 @@ def test_hub_is_asked_for_nothing_but_configuration_weights_and_tokenizer(monkey
         assert not [pattern for pattern in allow_patterns if pattern.endswith((".py", ".bin", ".pt", "*"))]
         return f"/cache/{name}"
 
-    monkeypatch.setattr("engine.hub.snapshot_download", snapshot)
+    monkeypatch.setattr("engine.checkpoint.hub.snapshot_download", snapshot)
     assert find_folder("owner/model") == Path("/cache/owner/model")

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import ModelConfig
-from engine.rope_scaling import Unscaled
+from engine.checkpoint.config import ModelConfig
+from engine.checkpoint.rope import Unscaled
 from tests.checkpoints import ARCHITECTURES
 from wire.errors import ModelError
 

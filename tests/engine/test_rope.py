@@ -5,8 +5,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from engine.json_fields import JsonFields
-from engine.rope import Rope, RopeConfig
+from engine.checkpoint.json_fields import JsonFields
+from engine.checkpoint.rope import RopeConfig
+from engine.model.decoder import Rope
 from wire.errors import ModelError
 
 HEAD_DIM = 32

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from kv_store.directory_port import DirectoryPort
+from kv_store.node.directory_port import DirectoryPort
 from wire.errors import StoreError
 
 Hook = Callable[[str, tuple[Any, ...]], None]

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from engine.batch import Model
+from engine.model.batch import Model
 from kv_store.node_store import HOLD_TTL_S
 from router.local_worker_client import LocalWorkerClient
 from router.worker_client import WorkerClient

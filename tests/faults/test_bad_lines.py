@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_store.redis_tier import RedisTier
+from kv_store.tiers.redis_tier import RedisTier
 from router import grpc_worker_client
 from router.members import WorkerState
 from tests.faults.answer import Reader, ask

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kv_store.arena import Arena
-from kv_store.cold_writer import ColdWriter
-from kv_store.directory import Directory
-from kv_store.memory_tier import MemoryTier
+from kv_store.node.arena import Arena
+from kv_store.node.cold_writer import ColdWriter
+from kv_store.node.directory import Directory
+from kv_store.tiers.memory_tier import MemoryTier
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.keys import BlockName

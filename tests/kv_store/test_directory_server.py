@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from kv_store.arena import Arena
-from kv_store.directory import Directory
-from kv_store.directory_calls import CODEC
-from kv_store.directory_client import DirectoryClient
-from kv_store.directory_port import EpochChanged
-from kv_store.directory_server import DirectoryServer
+from kv_store.node.arena import Arena
+from kv_store.node.directory import Directory
+from kv_store.node.directory_calls import CODEC
+from kv_store.node.directory_client import DirectoryClient
+from kv_store.node.directory_port import EpochChanged
+from kv_store.node.directory_server import DirectoryServer
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.codec import LENGTH
 from wire.directory import Count, GetStatus, Hello, Refused, Reserve

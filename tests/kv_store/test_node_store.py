@@ -8,17 +8,17 @@ import pytest
 import redis
 import torch
 
-from kv_store.arena import Arena
-from kv_store.cold_tier import ColdTier
-from kv_store.cold_writer import ColdWriter
 from kv_store.device_pool import DevicePool
-from kv_store.directory import Directory
-from kv_store.directory_client import DirectoryClient
-from kv_store.directory_port import DirectoryPort
-from kv_store.directory_server import DirectoryServer
-from kv_store.memory_tier import MemoryTier
+from kv_store.node.arena import Arena
+from kv_store.node.cold_writer import ColdWriter
+from kv_store.node.directory import Directory
+from kv_store.node.directory_client import DirectoryClient
+from kv_store.node.directory_port import DirectoryPort
+from kv_store.node.directory_server import DirectoryServer
 from kv_store.node_store import HOLD_TTL_S, NodeStore
-from kv_store.redis_tier import RedisTier
+from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.memory_tier import MemoryTier
+from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from tests.kv_store.pools import filled_pool, page_of, pages_from

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from engine.batch import Model
-from kv_store.arena import Arena
-from kv_store.directory import Directory
-from kv_store.memory_tier import MemoryTier
+from engine.model.batch import Model
+from kv_store.node.arena import Arena
+from kv_store.node.directory import Directory
+from kv_store.tiers.memory_tier import MemoryTier
 from router.admission import Bounds
 from router.config import ClusterAccess, RouterConfig, ServedModel, StreamBounds
 from router.controller_port import LocalController

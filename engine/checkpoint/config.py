@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.json_fields import JsonFields
-from engine.rope import RopeConfig
+from engine.checkpoint.json_fields import JsonFields
+from engine.checkpoint.rope import RopeConfig
 from wire.errors import ModelError
 from wire.layout import KVLayout
 

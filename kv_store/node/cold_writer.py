@@ -3,9 +3,9 @@
 import logging
 import threading
 
-from kv_store.arena import Arena
-from kv_store.cold_tier import ColdTier
-from kv_store.directory import Directory
+from kv_store.node.arena import Arena
+from kv_store.node.directory import Directory
+from kv_store.tiers.cold_tier import ColdTier
 from wire.directory import Block
 from wire.ids import BlockKey
 from wire.layout import KVLayout

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.json_fields import parse_strict_object
+from engine.checkpoint.json_fields import parse_strict_object
 from wire.errors import ModelError
 from wire.model_file import open_regular
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from engine.checkpoint import Checkpoint
-from engine.config import ModelConfig
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -5,25 +5,97 @@ greedy tokens in float32 are the same.
 """
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
-from engine.attention import PagedAttention
-from engine.batch import Batch
-from engine.checkpoint import Checkpoint
-from engine.config import DTYPES, ModelConfig
-from engine.decoder_weights import DecoderWeights, LayerWeights, WeightLoader
-from engine.rope import Rope, Rotation
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.config import DTYPES, ModelConfig
+from engine.checkpoint.rope import RopeConfig
+from engine.model.batch import Batch
+from engine.model.weights import DecoderWeights, LayerWeights, WeightLoader
 from kernels.backend import KernelBackend, select_backend
 from wire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
+class Rope:
+    """Turns positions into rotations. Angles are float32 whatever the model's dtype."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        periods = config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        self._inverse_frequencies = config.scaling.inverse_frequencies(periods, config.theta).to(device)
+        self._attention_factor = config.scaling.attention_factor
+        self._dtype = dtype
+
+    def rotation(self, positions: torch.Tensor) -> "Rotation":
+        """For positions int64 [T]."""
+        angles = positions[:, None].float() * self._inverse_frequencies
+        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        return Rotation(cos.to(self._dtype), sin.to(self._dtype))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos, sin: [T, 1, head_dim], both halves of the head alike."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def apply(self, states: torch.Tensor) -> torch.Tensor:
+        """Queries or keys [T, heads, head_dim], element i of a head rotated with element i + head_dim / 2."""
+        first, second = states.chunk(2, dim=-1)
+        return states * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+
+
+class PagedAttention:
+    """The attention of one batch, layer after layer."""
+
+    def __init__(self, backend: KernelBackend, batch: Batch, scale: float) -> None:
+        self._backend = backend
+        self._batch = batch
+        self._scale = scale
+        self._prompt_starts = batch.cu_query_lens[batch.num_decodes :] - batch.num_decodes
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_layer: torch.Tensor,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Writes the batch's keys and values into a layer, then attends to what its sequences have there.
+
+        query: [T, num_heads, head_dim], as is what is returned; key and value: [T, num_kv_heads, head_dim]; kv_layer:
+        [num_pages, 2, num_kv_heads, block_size, head_dim]. window: tokens that a row sees, itself included.
+        """
+        self._backend.write_kv(key, value, kv_layer, self._batch.slot_mapping)
+        num_decodes, num_sequences = self._batch.num_decodes, len(self._batch.context_lens)
+        if num_decodes == num_sequences:
+            return self._decode(query, kv_layer, window)
+        prompts = self._prefill(query[num_decodes:], kv_layer, window)
+        if num_decodes == 0:
+            return prompts
+        return torch.cat((self._decode(query[:num_decodes], kv_layer, window), prompts))
+
+    def _decode(self, query: torch.Tensor, kv_layer: torch.Tensor, window: int | None) -> torch.Tensor:
+        tables, lens = self._batch.block_tables[: len(query)], self._batch.context_lens[: len(query)]
+        return self._backend.paged_decode_attention(query, kv_layer, tables, lens, self._scale, window)
+
+    def _prefill(self, query: torch.Tensor, kv_layer: torch.Tensor, window: int | None) -> torch.Tensor:
+        first = self._batch.num_decodes
+        tables, lens = self._batch.block_tables[first:], self._batch.context_lens[first:]
+        starts = self._prompt_starts
+        return self._backend.paged_prefill_attention(query, kv_layer, tables, lens, starts, self._scale, window)
+
+
 class Decoder:
-    """A `Model` that computes. Its twin is `engine.hash_model.HashModel`."""
+    """A `Model` that computes. Its twin is `engine.model.hash_model.HashModel`."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, block_size: int, backend: KernelBackend) -> None:
         """Runs where, and in the dtype in which, the weights are."""
@@ -71,7 +143,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        """See `engine.batch.Model`. Returns an inference tensor, not to be changed in place outside that mode."""
+        """See `engine.model.batch.Model`. Returns an inference tensor, not to be changed in place outside that mode."""
         attention = PagedAttention(self._backend, batch, self.config.attention.head_dim**-0.5)
         rotation = self._rope.rotation(batch.positions)
         states = F.embedding(batch.token_ids, self.weights.embedding)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.batch import Batch
+from engine.model.batch import Batch
 from wire.layout import KVLayout
 
 _MASK = (1 << 64) - 1
@@ -23,7 +23,7 @@ _NOISE = 4.0
 
 
 class HashModel:
-    """A `Model` that costs next to nothing, on a CPU. Its twin is `engine.decoder.Decoder`."""
+    """A `Model` that costs next to nothing, on a CPU. Its twin is `engine.model.decoder.Decoder`."""
 
     device = torch.device("cpu")
 
@@ -65,7 +65,7 @@ class HashModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        """See `engine.batch.Model`."""
+        """See `engine.model.batch.Model`."""
         words = kv.view(torch.int64)
         bounds, positions = batch.cu_query_lens.tolist(), batch.positions.tolist()
         states: list[int] = []

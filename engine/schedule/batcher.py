@@ -1,6 +1,6 @@
 """Who runs in the next step, and how much of it. Pure: values in, a plan out.
 
-The roles bring their own batchers, `ContinuousBatcher` is the plain one; what they share is in engine/fit.py.
+The roles bring their own batchers, `ContinuousBatcher` is the plain one; what they share is in engine/schedule/fit.py.
 """
 
 from collections.abc import Sequence

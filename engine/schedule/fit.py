@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.batcher import Candidate, Gate, Pages, Plan
+from engine.schedule.batcher import Candidate, Gate, Pages, Plan
 
 
 @dataclass(frozen=True)

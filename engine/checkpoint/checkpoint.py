@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from engine.config import ModelConfig, parse_eos
-from engine.json_fields import JsonFields, parse_object
-from engine.tensor_file import TensorFile
+from engine.checkpoint.config import ModelConfig, parse_eos
+from engine.checkpoint.json_fields import JsonFields, parse_object
+from engine.checkpoint.tensor_file import TensorFile
 from wire.errors import ModelError
 from wire.model_file import read_regular
 

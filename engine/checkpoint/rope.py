@@ -1,9 +1,8 @@
-"""How a model stretches its rotary angles beyond the length it was trained on.
+"""Rotary position embedding as config.json asks for it.
 
 A scaling turns the periods of the unscaled embedding, `theta ** (2i / head_dim)` for i in [0, head_dim / 2), into the
-inverse frequencies that positions are multiplied with. The order of operations is that of transformers, so that angles
-are equal bit by bit. Scalings that depend on how long a request is in the end are not here: with them a key is no
-function of the tokens before it.
+inverse frequencies of positions. The order of operations is that of transformers, so that angles are equal bit by bit.
+Scalings that depend on a request's final length are refused: with them a key is no function of the tokens before it.
 """
 
 import math
@@ -11,6 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from engine.checkpoint.json_fields import JsonFields
+from wire.errors import ModelError
+
+DEFAULT_THETA = 10_000.0
 
 
 class RopeScaling(Protocol):
@@ -113,3 +117,69 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
 
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """theta: the longest period, in units of 2 pi positions, as head_dim grows."""
+
+    theta: float
+    scaling: RopeScaling
+
+    @classmethod
+    def parse(cls, config: JsonFields, max_context_len: int) -> "RopeConfig":
+        """From a whole config.json: `rope_scaling` with `rope_theta` (transformers 4), or `rope_parameters` (5).
+
+        Raises ModelError for kinds that cannot be served.
+        """
+        fields = config.section("rope_scaling" if config.raw("rope_scaling") else "rope_parameters")
+        for name in ("full_attention", "sliding_attention"):
+            if name in fields:
+                raise ModelError("rotary embeddings that differ from layer to layer are not supported")
+        for source in (fields, config):
+            if source.positive("partial_rotary_factor", 1.0) != 1.0:
+                raise ModelError("rotary embedding of a part of the head (partial_rotary_factor) is not supported")
+        trained_len = config.count("original_max_position_embeddings", max_context_len)
+        if "original_max_position_embeddings" not in config:
+            trained_len = fields.count("original_max_position_embeddings", max_context_len)
+        theta = fields.positive("rope_theta", config.positive("rope_theta", DEFAULT_THETA))
+        return cls(theta, _parse_scaling(fields, max_context_len, trained_len))
+
+
+def _parse_scaling(fields: JsonFields, max_context_len: int, trained_len: int) -> RopeScaling:
+    kind = fields.text("rope_type", fields.text("type", "default"))
+    match kind:
+        case "default":
+            return Unscaled()
+        case "linear":
+            return LinearScaling(fields.positive("factor"))
+        case "llama3":
+            return _parse_llama3(fields, trained_len)
+        case "yarn":
+            return _parse_yarn(fields, max_context_len, trained_len)
+        case "dynamic" | "longrope" | "su":
+            raise ModelError(
+                f"rope type {kind} cannot be served: its angles depend on a request's total length, "
+                "so a token's KV is no function of the tokens before it"
+            )
+    raise ModelError(f"rope type {kind[:64]} is not supported; supported: default, linear, llama3, yarn")
+
+
+def _parse_llama3(fields: JsonFields, trained_len: int) -> Llama3Scaling:
+    low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
+    if low >= high:
+        raise fields.wrong("high_freq_factor", "more than low_freq_factor")
+    return Llama3Scaling(fields.positive("factor"), low, high, trained_len)
+
+
+def _parse_yarn(fields: JsonFields, max_context_len: int, trained_len: int) -> YarnScaling:
+    factor = fields.positive("factor", max_context_len / trained_len)
+    mscale, mscale_all_dim = (
+        fields.positive(name) if fields.raw(name) else None for name in ("mscale", "mscale_all_dim")
+    )
+    attention_factor = fields.positive("attention_factor", yarn_attention_factor(factor, mscale, mscale_all_dim))
+    beta_fast, beta_slow = (
+        fields.positive(name, default) if fields.raw(name) else default
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
+    return YarnScaling(factor, trained_len, attention_factor, beta_fast, beta_slow, fields.flag("truncate", True))

@@ -11,9 +11,9 @@ import socket
 import stat
 import threading
 
-from kv_store.directory import Directory
-from kv_store.directory_calls import CODEC, answer
-from kv_store.peer_processes import PeerProcess, PeerProcesses
+from kv_store.node.directory import Directory
+from kv_store.node.directory_calls import CODEC, answer
+from kv_store.node.peer_processes import PeerProcess, PeerProcesses
 from wire.codec import LENGTH, body_len
 from wire.directory import Hello, Refused
 from wire.errors import ConfigError, StoreError, WireError

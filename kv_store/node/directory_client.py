@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from kv_store.breaker import Breaker
-from kv_store.directory_connection import DirectoryConnection
-from kv_store.directory_port import EpochChanged
+from kv_store.node.directory_connection import DirectoryConnection
+from kv_store.node.directory_port import EpochChanged
 from wire.directory import (
     Abandon,
     Block,

@@ -6,7 +6,7 @@ import socket
 import time
 from typing import Any
 
-from kv_store.directory_calls import CODEC
+from kv_store.node.directory_calls import CODEC
 from wire.codec import LENGTH, body_len
 from wire.directory import DirectoryInfo, Hello, Refused
 from wire.errors import WireError

@@ -1,10 +1,11 @@
-"""SHA-256 of large files, computed once as long as a file's path, size and time stay the same."""
+"""The fingerprint of a model, as far as its KV goes, over digests of its files."""
 
 import hashlib
 import json
 import logging
 import os
 import tempfile
+from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 class DigestCache:
-    """Digests kept in a JSON file, which may be lost or damaged at any time: that costs reading the files again."""
+    """SHA-256 of large files, each computed once as long as its path, size and time stay the same.
+
+    Digests kept in a JSON file, which may be lost or damaged at any time: that costs reading the files again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,6 +58,19 @@ class DigestCache:
             os.replace(temporary, self.path)
         except OSError as error:
             logger.warning("digests of the weights cannot be kept: %s", error)
+
+
+def fingerprint(files: Iterable[Path], dtype: str, backend_version: str, cache: DigestCache) -> bytes:
+    """32 bytes: SHA-256 over the names and contents of a model's files, what it computes in, and with which kernels.
+
+    files: configuration (rope is in it), weights and tokenizer; their order does not matter. Blocks for as long as it
+    takes to read those that `cache` does not know. Raises ModelError for a file that cannot be read.
+    """
+    total = hashlib.sha256()
+    for file in sorted(files, key=lambda path: path.name):
+        total.update(f"{file.name}\0{cache.digest(file)}\0".encode())
+    total.update(f"{dtype}\0{backend_version}".encode())
+    return total.digest()
 
 
 def _stamp(file: FileIO) -> list[int]:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kv_store.holds import Holds
-from kv_store.leases import Leases
 from kv_store.ledger import Ledger, PageState, Worth
-from kv_store.reservations import Reservations
+from kv_store.node.holds import Holds
+from kv_store.node.leases import Leases
+from kv_store.node.reservations import Reservations
 from wire.directory import Block, DirectoryInfo, DirectoryStatus, Entry, Hold, Lease, Reservation
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName

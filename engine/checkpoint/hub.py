@@ -1,6 +1,6 @@
 """Where a model is: in a folder, or on the Hugging Face hub.
 
-Apart from engine/checkpoint.py, because workers get a folder and the hub's client takes long to import.
+Apart from engine/checkpoint/checkpoint.py, because workers get a folder and the hub's client takes long to import.
 """
 
 import os

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from kv_store.expiring import Expiring
 from kv_store.ledger import Ledger
+from kv_store.node.expiring import Expiring
 from wire.directory import Hold
 from wire.ids import PageId, RequestId
 

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kv_store.expiring import Expiring
 from kv_store.ledger import Ledger
+from kv_store.node.expiring import Expiring
 from wire.ids import PageId
 
 

@@ -4,7 +4,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from kv_store.cold_tier import ColdStatus
+from kv_store.tiers.cold_tier import ColdStatus
 from wire.errors import WireError
 from wire.frame import seal, unseal
 from wire.ids import BlockKey

@@ -15,7 +15,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError,
 from redis.retry import Retry
 
 from kv_store.breaker import Breaker
-from kv_store.cold_tier import ColdStatus
+from kv_store.tiers.cold_tier import ColdStatus
 from wire.errors import ConfigError, WireError
 from wire.frame import frame_len, seal, unseal
 from wire.ids import BlockKey

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from kv_store.directory import Directory
+from kv_store.node.directory import Directory
 from wire.codec import MessageCodec
 from wire.directory import (
     MESSAGES,
