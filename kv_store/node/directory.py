@@ -1,7 +1,7 @@
-"""The books of a node's arena: which slot holds which block, who reads, who writes, what is kept for whom.
+"""The books of a node's arena: slots and their blocks, and the claims of readers, writers and requests on them.
 
-writing   reserve -> commit    a slot that nobody finds and nobody else gets
-reading   lease -> release     a slot that is found, and that nobody gets until release or the lease's end
+writing   reserve -> commit    a slot that is not found and not given to another writer
+reading   lease -> release     a found slot that keeps its block until release or the lease's end
 keeping   hold -> release      a slot that is not evicted until release or the hold's end
 
 Two writers of one block get a slot each; the first commit is found, and the other's slot is free again.
@@ -17,9 +17,8 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kv_store.ledger import Ledger, PageState, Worth
-from kv_store.node.holds import Holds
-from kv_store.node.leases import Leases
-from kv_store.node.reservations import Reservations
+from kv_store.node.claims import Holds, Leases, Reservations
+from kv_store.node.directory_port import DirectoryPort
 from wire.directory import Block, DirectoryInfo, DirectoryStatus, Entry, Hold, Lease, Reservation
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
@@ -37,7 +36,7 @@ class ColdBatch:
 
 
 def _exclusive(method: Callable[Concatenate["Directory", P], T]) -> Callable[Concatenate["Directory", P], T]:
-    """One caller at a time, and nobody sees what has run out."""
+    """Lets one caller in at a time, after the claims that have run out are ended."""
 
     @wraps(method)
     def exclusive(self: "Directory", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -49,8 +48,8 @@ def _exclusive(method: Callable[Concatenate["Directory", P], T]) -> Callable[Con
     return exclusive
 
 
-class Directory:
-    """A DirectoryPort. Holds no bytes; thread-safe; `clock` is monotonic, in seconds.
+class Directory(DirectoryPort):
+    """Holds no bytes; thread-safe; `clock` is monotonic, in seconds.
 
     high_water: share of the slots that may hold a block's only copy before the cold tier is to be given some.
     """
@@ -115,7 +114,7 @@ class Directory:
 
     @_exclusive
     def writer_died(self, writer: str) -> None:
-        """To be called only once its process is gone: what it was writing and reading is given back."""
+        """Gives back the slots of a writer and reader. To be called only once its process is gone."""
         self._reservations.end_all_of(writer)
         self._leases.end_all_of(writer)
 
@@ -150,7 +149,7 @@ class Directory:
 
     @_exclusive
     def cold_candidates(self, max_blocks: int, ttl_s: float) -> ColdBatch:
-        """The least recently used blocks whose loss would cost, while fewer slots than wanted are without such."""
+        """Leases the least recently used blocks without a copy, as many as the arena lacks in slots of cheap loss."""
         num_cheap = self._ledger.num_cached(Worth.TAIL) + self._ledger.num_cached(Worth.COPIED)
         num_short = self._num_wanted_lossless - self._ledger.counts().free - num_cheap
         slots = self._ledger.oldest(Worth.ONLY_COPY, min(max_blocks, max(0, num_short)))
@@ -179,17 +178,12 @@ class Directory:
 
     @_exclusive
     def check(self) -> list[str]:
-        slots = [PageId(slot) for slot in range(self._info.num_slots)]
         writing, references = self._reservations.transfers, self._holds.references
         transfers = writing + self._leases.transfers
-        keys = {slot: self._ledger.index.key_of(slot) for slot in slots}
+        keys = {slot: self._ledger.index.key_of(slot) for slot in map(PageId, range(self._info.num_slots))}
         rules = {
-            "references differ from holds": all(
-                self._ledger.num_references(slot) == references[slot] for slot in slots
-            ),
-            "transfers differ from leases and writers": all(
-                self._ledger.num_transfers(slot) == transfers[slot] for slot in slots
-            ),
+            "references differ from holds": all(self._ledger.num_references(slot) == references[slot] for slot in keys),
+            "transfers differ from claims": all(self._ledger.num_transfers(slot) == transfers[slot] for slot in keys),
             "a slot has two writers": all(num == 1 for num in writing.values()),
             "a slot that is written to does not drain": all(
                 self._ledger.state(slot) is PageState.DRAINING for slot in writing
@@ -216,7 +210,7 @@ class Directory:
             self._blocks[block.slot] = block
 
     def _touch(self, names: Sequence[BlockName]) -> None:
-        """Counts as a use of these blocks and of all before them: a prefix's start is more recent than its end."""
+        """Counts a use of these blocks and of all before them: a prefix's start is more recent than its end."""
         for slot in reversed(self._find(name.key for name in names)):
             self._ledger.touch(slot)
         before = names[0] if names else None

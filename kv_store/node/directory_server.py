@@ -1,7 +1,7 @@
 """Serves a directory to the processes of its node, over a Unix socket that only this user may use.
 
-A message that is none ends its connection and nothing else. A process that has ended is forgotten, as a writer and as a
-reader; one that is silent, stopped or disconnected keeps its slots.
+Bytes that are no call end their connection and nothing else. The death of a process gives its slots and leases back;
+a silent, stopped or disconnected process keeps them.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ import stat
 import threading
 
 from kv_store.node.directory import Directory
-from kv_store.node.directory_calls import CODEC, answer
+from kv_store.node.directory_port import CALLS, GREETING
 from kv_store.node.peer_processes import PeerProcess, PeerProcesses
-from wire.codec import LENGTH, body_len
-from wire.directory import Hello, Refused
+from wire.codec import LENGTH, Call, Refused, body_len
+from wire.directory import ClientName
 from wire.errors import ConfigError, StoreError, WireError
 from wire.ids import PROTOCOL_VERSION
 
@@ -100,22 +100,25 @@ class DirectoryServer:
 
     async def _converse(self, peer: PeerProcess, connection: socket.socket) -> None:
         async with asyncio.timeout(_HELLO_TIMEOUT_S):
-            hello = await _receive(connection)
-        if not isinstance(hello, Hello) or hello.protocol_version != PROTOCOL_VERSION:
+            version, client_id, number = GREETING.decode_call(await _receive(connection)).arguments
+        if version != PROTOCOL_VERSION:
             await _send(connection, Refused(f"this directory speaks version {PROTOCOL_VERSION}"))
             return
-        client = (peer, hello.client_id)
-        self._newest[client] = max(hello.connection, self._newest.get(client, 0))
+        client = (peer, client_id)
+        self._newest[client] = max(number, self._newest.get(client, 0))
         await _send(connection, self._directory.info())
         while True:
-            request = await _receive(connection)
-            if not peer.is_alive or self._newest[client] != hello.connection:
-                return  # what was sent before a death or a reconnect must not be done after it
-            await _send(connection, self._answer(peer, request))
+            call = CALLS.decode_call(await _receive(connection))
+            if not peer.is_alive or self._newest[client] != number:
+                return  # a call from before a death or a reconnect must not be done after it
+            await _send(connection, self._answer(peer, call))
 
-    def _answer(self, peer: PeerProcess, request: object) -> object:
+    def _answer(self, peer: PeerProcess, call: Call) -> object:
+        """Carries out a call, with the names that the process gives its writers and readers made its own."""
+        given = zip(call.arguments, call.hints, strict=True)
+        arguments = [peer.own(value) if hint == ClientName else value for value, hint in given]
         try:
-            return answer(self._directory, request, peer.own)
+            return getattr(self._directory, call.method)(*arguments)
         except StoreError as error:
             return Refused(error.message)
 
@@ -126,7 +129,7 @@ class DirectoryServer:
 
 
 def _listen(path: str) -> socket.socket:
-    """A listening socket that is never open to others, in the place of one that nobody serves any more."""
+    """Makes a listening socket that is never open to other users, in the place of a dead one."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.setblocking(False)
     try:
@@ -151,9 +154,8 @@ def _remove_stale(path: str) -> None:
     os.unlink(path)
 
 
-async def _receive(connection: socket.socket) -> object:
-    length = await _receive_exactly(connection, LENGTH.size)
-    return CODEC.decode(await _receive_exactly(connection, body_len(length)))
+async def _receive(connection: socket.socket) -> bytes:
+    return await _receive_exactly(connection, body_len(await _receive_exactly(connection, LENGTH.size)))
 
 
 async def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
@@ -167,6 +169,6 @@ async def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     return bytes(data)
 
 
-async def _send(connection: socket.socket, message: object) -> None:
+async def _send(connection: socket.socket, answer: object) -> None:
     async with asyncio.timeout(_SEND_TIMEOUT_S):
-        await asyncio.get_running_loop().sock_sendall(connection, CODEC.encode(message))
+        await asyncio.get_running_loop().sock_sendall(connection, CALLS.encode_answer(answer))
