@@ -99,10 +99,10 @@ def _checked(body: bytes, read: _Reader) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if is_dataclass(value):
-        return [_plain(getattr(value, field.name)) for field in fields(value)]
+        return [_plain(getattr(value, name)) for name in value.__match_args__]  # a dataclass's fields, in order
     return value
 
 
