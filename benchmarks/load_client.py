@@ -61,7 +61,7 @@ class LoadClient:
             chunks=tuple(chunks),
             ended_s=time.perf_counter() - start,
             prompt_len=len(arrival.prompt),
-            cached_len=cached.device + cached.host + cached.redis,
+            cached_len=sum(one.tokens for one in cached),
             error=error,
         )
 

@@ -19,7 +19,7 @@ from grpc_status import rpc_status
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.paced_worker import PacedWorker, beats
-from router.admission import Bounds
+from router.config import AdmissionBounds
 from router.controller_port import LocalController
 from router.grpc_worker_client import GrpcWorkerClient
 from router.router import Router
@@ -31,7 +31,7 @@ from wire.errors import Overloaded
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from wire.pools import ListedWorker, PoolSizes, Role
+from wire.pools import PoolSizes, Role, Worker
 from wire.rpc import SERVER_OPTIONS
 from wire.rpc_status import to_status
 
@@ -84,14 +84,14 @@ async def _workers(interval_s: str) -> None:
         await _serve(*addresses)
 
 
-async def _router(prefill: str, decode: str, max_open: str = str(Bounds().max_open_requests)) -> None:
-    config = replace(_CONFIG, admission=Bounds(max_open_requests=int(max_open)))
+async def _router(prefill: str, decode: str, max_open: str = str(AdmissionBounds().max_open_requests)) -> None:
+    config = replace(_CONFIG, admission=AdmissionBounds(max_open_requests=int(max_open)))
     router = Router(config, ByteTokenizer(), partial(GrpcWorkerClient, token=_TOKEN), LocalController(PoolSizes(1, 1)))
     server = RouterServer(router)
     addresses = await server.start()
     listed = [
-        ListedWorker(WorkerId("prefill"), Role.PREFILL, prefill),
-        ListedWorker(WorkerId("decode"), Role.DECODE, decode),
+        Worker(WorkerId("prefill"), Role.PREFILL, prefill),
+        Worker(WorkerId("decode"), Role.DECODE, decode),
     ]
     refused = await router.membership.set(listed)
     assert not refused, refused

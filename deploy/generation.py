@@ -4,8 +4,9 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from wire.convert import reason_from_pb
+from wire.convert import reason_from_pb, tiers_from_pb
 from wire.pb import inference_pb2 as pb
+from wire.tier import Tier
 
 
 class Generation:
@@ -39,7 +40,7 @@ class Generation:
         choices = [self._choice(choice) for choice in complete.choices]
         first = choices[0]
         usage = complete.usage
-        cached = usage.cached_tokens
+        cached = tiers_from_pb(usage.cached_tokens)
         return {
             "request_id": self.request_id,
             "text": first["text"],
@@ -49,7 +50,7 @@ class Generation:
             "usage": {
                 "prompt_tokens": usage.prompt_tokens,
                 "completion_tokens": usage.completion_tokens,
-                "cached_tokens": {"device": cached.device, "host": cached.host, "redis": cached.redis},
+                "cached_tokens": {tier.value: cached.get(tier, 0) for tier in Tier},
             },
             "seed": complete.seed,
             "workers": {

@@ -8,8 +8,7 @@ from deploy.model import ModelFacts
 from deploy.names import CONTROLLER, namespace
 from deploy.node_config import NodeConfig
 from deploy.sizing import Sizes
-from router.admission import Bounds
-from router.config import ClusterAccess, Listeners, RouterConfig, ServedModel, StreamBounds
+from router.config import AdmissionBounds, ClusterAccess, Listeners, RouterConfig, ServedModel, StreamBounds
 from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
 from worker.engine_watch import MAX_SILENCE_S
 
@@ -60,8 +59,8 @@ def _router(config: ClusterConfig, model: ModelFacts, token: str, secret: bytes)
     )
 
 
-def _admission(settings: RouterSettings) -> Bounds:
-    return Bounds(
+def _admission(settings: RouterSettings) -> AdmissionBounds:
+    return AdmissionBounds(
         max_open_requests=settings.max_open_requests,
         max_queued_requests=settings.max_queued_requests,
         max_queued_bytes=settings.max_queued_bytes,

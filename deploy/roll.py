@@ -5,10 +5,10 @@ import logging
 from typing import Protocol
 
 from deploy.event_log import EventLog
-from deploy.pools import Pools, Stage
+from deploy.pools import Pools
 from wire.errors import BatonError
 from wire.ids import WorkerId
-from wire.pools import ListedWorker
+from wire.pools import Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 class RouterPort(Protocol):
     """The router, as far as it wants to know of workers."""
 
-    async def set_members(self, members: list[ListedWorker]) -> dict[WorkerId, str]:
+    async def set_members(self, members: list[Worker]) -> dict[WorkerId, str]:
         """These are the workers; those not taken in, with the reason. Raises BatonError if the router is away."""
         ...
 
@@ -52,9 +52,9 @@ class Roll:
                 self._events.note(f"the router does not take worker {worker_id}: {reason}")
             self._refused = refused
 
-    def _members(self) -> list[ListedWorker]:
+    def _members(self) -> list[Worker]:
         return [
-            ListedWorker(worker.worker_id, worker.role, worker.address, worker.stage is Stage.DRAINING)
+            Worker(worker.worker_id, worker.role, worker.address, WorkerState(worker.stage.value))
             for worker in self._pools
             if worker.address is not None
         ]

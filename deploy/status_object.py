@@ -3,8 +3,11 @@
 from typing import Any
 
 from wire.block_counts import BLOCK_STATES
+from wire.convert import tiers_from_pb
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import TIERS
+from wire.tier import Tier
+
+CONNECTION_COUNTS = ("hits", "misses", "errors", "corrupt", "written")
 
 
 def to_object(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
@@ -20,7 +23,7 @@ def to_object(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
             for role in ("prefill", "decode")
         },
         "prefix_cache": _prefix_cache(status.prefix_cache),
-        "tiers": {"host": _host(status.host), "redis": _redis(status.redis)},
+        "tiers": {tier.tier: _tier(tier) for tier in status.tiers},
         "events": [{"age_s": event.age_s, "text": event.text} for event in status.events],
         "problems": list(status.problems),
     }
@@ -42,23 +45,16 @@ def _worker(worker: worker_pb2.WorkerStatus) -> dict[str, Any]:
     }
 
 
-def _host(host: worker_pb2.HostTierStatus) -> dict[str, Any]:
-    return {
-        "blocks": _blocks(host.blocks),
-        "block_bytes": host.block_bytes,
-        "num_leases": host.num_leases,
-        "num_holds": host.num_holds,
-        "epoch": host.epoch,
-    }
-
-
-def _redis(redis: worker_pb2.RedisTierStatus) -> dict[str, Any]:
-    counts = {name: getattr(redis, name) for name in ("hits", "misses", "errors", "corrupt", "written")}
-    return {"state": redis.state, **counts}
+def _tier(tier: worker_pb2.TierStatus) -> dict[str, Any]:
+    """What the tier has: a state, or the pages of a node under an epoch; its counts under names of their own."""
+    if tier.tier != Tier.HOST:
+        return {"state": tier.state, **{name: tier.counts[name] for name in CONNECTION_COUNTS}}
+    pages = {"blocks": _blocks(tier.blocks), "block_bytes": tier.block_bytes, "epoch": tier.epoch}
+    return pages | {"num_leases": tier.counts["leases"], "num_holds": tier.counts["holds"]}
 
 
 def _prefix_cache(cache: cluster_pb2.PrefixCache) -> dict[str, int]:
-    return {name: getattr(cache, name) for name in ("queries", *TIERS)}
+    return {"queries": cache.queries, **tiers_from_pb(cache.hits)}
 
 
 def _blocks(blocks: worker_pb2.BlockCounts) -> dict[str, int]:

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from deploy.byte_size import format_bytes
 from deploy.table import NOT_KNOWN, render
 from wire.block_counts import BLOCK_STATES
+from wire.convert import status_of
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import TIERS
+from wire.tier import Tier
 
 NUM_EVENTS = 10
 WORKER_HEAD = ("worker", "pid", "state", "running", "waiting", "preempted", "computed", "cached", "hits", "generated")
@@ -35,8 +36,8 @@ def _summary(status: cluster_pb2.ClusterStatus) -> Iterator[str]:
     yield f"{status.model} at {status.address}"
     yield f"requests  {status.num_running} running, {status.num_queued} waiting for their first token"
     cache = status.prefix_cache
-    by_tier = ", ".join(f"{tier} {_share(getattr(cache, tier), cache.queries)}" for tier in TIERS)
-    found = _share(cache.device + cache.host + cache.redis, cache.queries)
+    by_tier = ", ".join(f"{hits.tier} {_share(hits.tokens, cache.queries)}" for hits in cache.hits)
+    found = _share(sum(hits.tokens for hits in cache.hits), cache.queries)
     yield f"hits      {f'{found} of {cache.queries} prompt tokens ({by_tier})' if cache.queries else 'no prompts yet'}"
     if status.metrics_address:
         yield f"metrics   http://{status.metrics_address}/metrics"
@@ -67,7 +68,8 @@ def _worker_row(worker: worker_pb2.WorkerStatus) -> tuple[str, ...]:
 
 def _render_blocks(status: cluster_pb2.ClusterStatus) -> str:
     workers = [(worker.worker_id, worker.blocks) for worker in _sorted(status.workers) if worker.HasField("blocks")]
-    arena = [("arena", status.host.blocks)] if status.host.blocks.total else []
+    host = status_of(Tier.HOST, status.tiers)
+    arena = [("arena", host.blocks)] if host.blocks.total else []
     rows = [_block_row(name, blocks) for name, blocks in [*workers, *arena]]
     return render(BLOCK_HEAD, rows) if rows else ""
 
@@ -78,16 +80,16 @@ def _block_row(name: str, blocks: worker_pb2.BlockCounts) -> tuple[str, ...]:
 
 
 def _render_tiers(status: cluster_pb2.ClusterStatus) -> str:
-    host, redis = status.host, status.redis
+    host, redis = status_of(Tier.HOST, status.tiers), status_of(Tier.REDIS, status.tiers)
+    counts = ", ".join(f"{redis.counts[name]} {name}" for name in ("hits", "misses", "errors", "corrupt", "written"))
     size = format_bytes(host.blocks.total * host.block_bytes)
-    arena = f"{size}, {host.num_leases} being read, {host.num_holds} prompts held for decode"
-    counts = f"{redis.hits} hits, {redis.misses} misses, {redis.errors} errors, {redis.corrupt} corrupt"
+    arena = f"{size}, {host.counts['leases']} being read, {host.counts['holds']} prompts held for decode"
     state = "does not answer, and is left alone" if redis.state == "broken" else redis.state
     has_redis = redis.state not in ("", "off")
     return "\n".join(
         [
             f"arena  {arena if host.blocks.total else NOT_KNOWN}",
-            f"redis  {f'{state}: {counts}, {redis.written} written (blocks)' if has_redis else state or NOT_KNOWN}",
+            f"redis  {f'{state}: {counts} (blocks)' if has_redis else state or NOT_KNOWN}",
         ]
     )
 

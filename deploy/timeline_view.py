@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from deploy.table import render
 from wire.pb import inference_pb2 as pb
-from wire.tier import TIERS
+from wire.tier import Tier
 
 MIN_WAIT_MS = 1.0
 
@@ -32,9 +32,8 @@ def _is_gate(span: pb.Span) -> bool:
 
 def _summary(complete: pb.Complete, between_ms: float) -> str:
     usage, timeline = complete.usage, complete.timeline
-    cached = usage.cached_tokens
-    num_cached = cached.device + cached.host + cached.redis
-    sources = ", ".join(f"{getattr(cached, tier)} {tier}" for tier in TIERS if getattr(cached, tier)) or "none"
+    num_cached = sum(one.tokens for one in usage.cached_tokens)
+    sources = ", ".join(f"{one.tokens} {one.tier}" for one in usage.cached_tokens) or "none"
     return (
         f"{usage.prompt_tokens} prompt tokens ({num_cached} cached: {sources}), "
         f"{usage.completion_tokens} generated, {timeline.total_ms:.1f} ms "
@@ -44,12 +43,12 @@ def _summary(complete: pb.Complete, between_ms: float) -> str:
 
 def _describe(span: pb.Span) -> str:
     counts = dict(span.counts)
-    blocks = [f"{_numbered(count, 'blocks')} from {tier}" for tier in TIERS if (count := counts.get(f"blocks_{tier}"))]
+    blocks = [f"{_numbered(count, 'blocks')} from {tier}" for tier in Tier if (count := counts.get(f"blocks_{tier}"))]
     return ", ".join(blocks + _others(counts))
 
 
 def _others(counts: Mapping[str, int]) -> list[str]:
-    known = {f"{unit}_{tier}" for unit in ("tokens", "blocks") for tier in TIERS}
+    known = {f"{unit}_{tier}" for unit in ("tokens", "blocks") for tier in Tier}
     return [_count(name, value) for name, value in sorted(counts.items()) if name not in known]
 
 

@@ -142,7 +142,7 @@ class EngineCore:
 
     def _report_fetch(self, done: FetchedInto) -> None:
         sequence, tokens = done.sequence, done.tokens
-        self._num["cached"] += tokens.device + tokens.host + tokens.redis
+        self._num["cached"] += tokens.num_found
         self._events.append(Fetched(sequence.request.request_id, sequence.choice, tokens))
 
     def _plan(self) -> Plan:

@@ -1,6 +1,7 @@
 """What an engine reports from a step. Every request ends with one Finished per choice, one HandedOff, or one Failed."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engine.schedule.batcher import Gate
 from wire.block_counts import BlockCounts
@@ -11,12 +12,14 @@ from wire.sampling import FinishReason, Logprobs
 
 @dataclass(frozen=True)
 class TierTokens:
-    """Prompt tokens by where their KV came from. `computed` is what was left to compute."""
+    """Prompt tokens by the tier that had their KV, without tiers that had none; `computed` counts those left over."""
 
-    device: int = 0
-    host: int = 0
-    redis: int = 0
+    found: Mapping[str, int] = field(default_factory=dict)
     computed: int = 0
+
+    @property
+    def num_found(self) -> int:
+        return sum(self.found.values())
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 The only place of the engine that touches the pool's ledger and the transfers. All of it runs on the engine's thread.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -167,10 +168,10 @@ class KVCache:
     def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> TierTokens:
         """Prompt tokens by the tier of their block; the covered length ends at num_computed or the prompt's end."""
         covered = min(sequence.num_computed, sequence.num_prompt)
-        by_tier = dict.fromkeys(Tier, 0)
-        for index, tier in enumerate(tiers):
-            by_tier[tier] += max(0, min(covered - index * self._block_size, self._block_size))
-        return TierTokens(by_tier[Tier.DEVICE], by_tier[Tier.HOST], by_tier[Tier.REDIS], sequence.num_prompt - covered)
+        found = Counter[str]()
+        for index, tier in enumerate(tiers[: -(-covered // self._block_size)]):
+            found[tier] += min(covered - index * self._block_size, self._block_size)
+        return TierTokens(found, sequence.num_prompt - covered)
 
     def _publish(self, names: list[BlockName], pages: list[PageId], hand_off: Sequence | None) -> None:
         hold = None if hand_off is None else hand_off.request.request_id

@@ -19,7 +19,7 @@ from router.server import RouterServer
 from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
-from wire.pools import ListedWorker, PoolSizes, Role
+from wire.pools import PoolSizes, Role, Worker, WorkerState
 
 TELL_TIMEOUT_S = 5.0
 SCALE_TIMEOUT_S = 600.0
@@ -59,12 +59,12 @@ class RouterActor:
         )
 
     async def set_members(self, members_json: str) -> str:
-        """The workers there are, `[{"worker_id", "role", "address", "draining"?}]`; all others are dropped.
+        """The workers there are, `[{"id", "role", "address", "state"}]`; all others are dropped.
 
         Returns `{worker_id: reason}` for those that were not taken in.
         """
         listed = [
-            ListedWorker(WorkerId(one["worker_id"]), Role(one["role"]), one["address"], one.get("draining", False))
+            Worker(WorkerId(one["id"]), Role(one["role"]), one["address"], WorkerState(one["state"]))
             for one in json.loads(members_json)
         ]
         return json.dumps(await self._started.membership.set(listed))

@@ -1,25 +1,14 @@
 """Which requests may come in: bounds on how many are open, and on how many wait for their first token. Pure."""
 
-from dataclasses import dataclass
-
+from router.config import AdmissionBounds
 from wire.errors import Overloaded, RequestExists
 from wire.ids import RequestId
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """A request is queued until its first token, and running from then on."""
-
-    max_open_requests: int = 2048
-    max_queued_requests: int = 512
-    max_queued_bytes: int = 64 << 20
-    retry_after_s: float = 1.0
 
 
 class Admission:
     """Open requests by id."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: AdmissionBounds) -> None:
         self._bounds = bounds
         self._queued_bytes: dict[RequestId, int] = {}
         self._num_queued_bytes = 0

@@ -1,15 +1,18 @@
 """The state of the whole cluster, put together from what its workers say."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from router.dispatch import Dispatcher
 from router.hold_keeper import HoldKeeper
-from router.members import Member, Members, WorkerState
+from router.members import Member, Members
 from wire.errors import BatonError
 from wire.pb import cluster_pb2, worker_pb2
+from wire.pools import WorkerState
+from wire.tier import Tier
 
 ASK_TIMEOUT_S = 5.0
+COUNTED_BY_WORKERS = ("hits", "misses", "errors", "corrupt")
 
 
 class StatusReader:
@@ -34,7 +37,7 @@ class StatusReader:
             num_queued=self._dispatcher.num_queued,
             problems=[*problems, *(self._violations() if request.check else [])],
         )
-        _add_tiers(status, workers)
+        status.tiers.extend(_summed(tier, workers) for tier in Tier if tier is not Tier.DEVICE)
         return status
 
     def _violations(self) -> list[str]:
@@ -62,13 +65,22 @@ async def _ask(member: Member, request: worker_pb2.GetWorkerStatusRequest) -> wo
     return status
 
 
-def _add_tiers(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.WorkerStatus]) -> None:
-    """The workers of a node share its arena, of which the first speaks for all; each has its own line to Redis."""
-    telling = [worker for worker in workers if worker.HasField("host")]
-    for worker in telling[:1]:
-        status.host.CopyFrom(worker.host)
-    states = {worker.redis.state for worker in telling}
-    status.redis.state = next((state for state in ("broken", "up", "off") if state in states), "")
-    for name in ("hits", "misses", "errors", "corrupt"):
-        setattr(status.redis, name, sum(getattr(worker.redis, name) for worker in telling))
-    status.redis.written = max((worker.redis.written for worker in telling), default=0)
+def _summed(tier: Tier, workers: Iterable[worker_pb2.WorkerStatus]) -> worker_pb2.TierStatus:
+    """A tier of the node as its workers tell of it.
+
+    The first speaks for what they share, pages and what is held; what each counts for itself is added up, but blocks
+    written, which are the node's. A tier that any worker finds broken is broken.
+    """
+    told = [status for worker in workers for status in worker.tiers if status.tier == tier]
+    if not told:
+        return worker_pb2.TierStatus(tier=tier)
+    summed = worker_pb2.TierStatus()
+    summed.CopyFrom(told[0])
+    states = {status.state for status in told}
+    summed.state = next((state for state in ("broken", "up", "off") if state in states), "")
+    for name in COUNTED_BY_WORKERS:
+        if name in summed.counts:
+            summed.counts[name] = sum(status.counts[name] for status in told)
+    if "written" in summed.counts:
+        summed.counts["written"] = max(status.counts["written"] for status in told)
+    return summed

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from router.admission import Bounds
 from wire.errors import ConfigError, WireError
 from wire.layout import KVLayout
 from wire.settings import from_json, to_json
@@ -60,6 +59,16 @@ class ClusterAccess:
 
 
 @dataclass(frozen=True)
+class AdmissionBounds:
+    """Bounds on open requests. A request is queued until its first token, and running from then on."""
+
+    max_open_requests: int = 2048
+    max_queued_requests: int = 512
+    max_queued_bytes: int = 64 << 20
+    retry_after_s: float = 1.0
+
+
+@dataclass(frozen=True)
 class StreamBounds:
     """Per request: its longest life, what a reader may leave waiting and for how long, the wait for a decode worker."""
 
@@ -76,7 +85,7 @@ class RouterConfig:
     model: ServedModel
     cluster: ClusterAccess
     listeners: Listeners = field(default_factory=Listeners)
-    admission: Bounds = field(default_factory=Bounds)
+    admission: AdmissionBounds = field(default_factory=AdmissionBounds)
     streams: StreamBounds = field(default_factory=StreamBounds)
     max_prefix_keys: int = 65536
 

@@ -5,10 +5,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from router.hold_budget import HoldBudget
-from router.members import Members, WorkerState
+from router.members import Members
 from router.worker_client import WorkerClient
 from wire.errors import BatonError
 from wire.ids import BlockKey, RequestId
+from wire.pools import WorkerState
 
 log = logging.getLogger(__name__)
 

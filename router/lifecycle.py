@@ -9,7 +9,7 @@ token is out, the next attempt goes straight to a decode worker: it fetches what
 What may be the last attempt waits for its trial first, where no other such request is tried with it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from router.attempts import MAX_ATTEMPTS, Attempts
 from router.choice_stream import ChoiceStream
@@ -43,6 +43,7 @@ from router.events import (
 )
 from router.record import RequestSummary
 from text.incremental import IncrementalText
+from wire.convert import tiers_from_pb, tiers_to_pb
 from wire.errors import AttemptsExhausted, BatonError, Cancelled, RequestExists, Unavailable, WireError
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
@@ -67,7 +68,7 @@ class RequestLifecycle:
         self._num_prompt_tokens = 0
         self._seed = 0
         self._choices: list[ChoiceStream] = []
-        self._cached: pb.TierCounts | None = None
+        self._cached: Mapping[str, int] | None = None
         self._prefill_worker: WorkerId | None = None
         self._decode_worker: WorkerId | None = None
         self._todo: list[Instruction] = []
@@ -129,7 +130,7 @@ class RequestLifecycle:
         self._todo.append(ChoosePrefill(self._attempts.number))
 
     def _prefilled(self, response: worker_pb2.PrefillResponse) -> None:
-        self._cached = response.cached_tokens
+        self._cached = tiers_from_pb(response.cached_tokens)
         if not self._accept(response.choices):
             self._attempt_over(WireError("a worker skipped tokens"))
         elif self._all_ended:
@@ -139,7 +140,7 @@ class RequestLifecycle:
 
     def _decoded(self, update: worker_pb2.DecodeUpdate) -> None:
         if update.HasField("fetched"):
-            self._cached = update.fetched.fetched_tokens if self._cached is None else self._cached
+            self._cached = tiers_from_pb(update.fetched.fetched_tokens) if self._cached is None else self._cached
             self._todo.append(DropHold())
         if not self._accept(update.choices):
             self._attempt_over(WireError("a worker skipped tokens"))
@@ -203,7 +204,7 @@ class RequestLifecycle:
         usage = pb.Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_tokens,
-            cached_tokens=self._cached,
+            cached_tokens=tiers_to_pb(self._cached or {}),
         )
         finishes = [choice.finish for choice in self._choices if choice.finish is not None]
         complete = pb.Complete(choices=finishes, usage=usage, seed=self._seed)

@@ -2,22 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 
 from router.placement import Load
 from router.worker_client import WorkerClient
 from wire.errors import PairRefused, WorkerNotFound
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import worker_pb2
-from wire.pools import Role
-
-
-class WorkerState(Enum):
-    """Only ready workers are chosen; draining ones finish what they have."""
-
-    READY = "ready"
-    DRAINING = "draining"
-    LOST = "lost"
+from wire.pools import Role, WorkerState
 
 
 @dataclass

@@ -5,12 +5,12 @@ import logging
 from collections.abc import Callable, Sequence
 
 from router.controller_port import ControllerPort
-from router.members import Member, Members, WorkerState
+from router.members import Member, Members
 from router.worker_client import WorkerClient
 from wire.errors import BatonError, PairRefused, Unavailable, WorkerLeaving
 from wire.ids import WorkerId
 from wire.pb import worker_pb2
-from wire.pools import ListedWorker
+from wire.pools import Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -39,20 +39,20 @@ class Membership:
         self._setting = asyncio.Lock()
         self._probes: dict[WorkerId, asyncio.Task[None]] = {}
 
-    async def set(self, listed: Sequence[ListedWorker]) -> dict[WorkerId, str]:
+    async def set(self, listed: Sequence[Worker]) -> dict[WorkerId, str]:
         """Makes these the members. Returns those that were not taken, with the reason; they may be listed again.
 
         Calls to workers that are no longer listed end, and their requests go on elsewhere.
         """
         async with self._setting:
             await self._drop_all_but(listed)
-            new = [one for one in listed if one.worker_id not in self._members]
+            new = [one for one in listed if one.id not in self._members]
             reasons = await asyncio.gather(*(self._join(one) for one in new))
             for one in listed:
-                if one.draining and one.worker_id in self._members:
-                    self._members[one.worker_id].state = WorkerState.DRAINING
+                if one.state is WorkerState.DRAINING and one.id in self._members:
+                    self._members[one.id].state = WorkerState.DRAINING
             self._on_change()
-        return {one.worker_id: reason for one, reason in zip(new, reasons, strict=True) if reason is not None}
+        return {one.id: reason for one, reason in zip(new, reasons, strict=True) if reason is not None}
 
     async def start_drain(self, worker_id: WorkerId) -> None:
         """No new work goes to this worker, and it takes none. Raises WorkerNotFound, or Unavailable if it is lost."""
@@ -79,8 +79,8 @@ class Membership:
         """Forgets all workers and ends all calls to them."""
         await self.set(())
 
-    async def _drop_all_but(self, listed: Sequence[ListedWorker]) -> None:
-        places = {(one.worker_id, one.address) for one in listed}
+    async def _drop_all_but(self, listed: Sequence[Worker]) -> None:
+        places = {(one.id, one.address) for one in listed}
         for member in self._members:
             if (member.worker_id, member.address) in places:
                 continue
@@ -90,14 +90,14 @@ class Membership:
                 probe.cancel()
             await member.client.close(_farewell(member))
 
-    async def _join(self, one: ListedWorker) -> str | None:
+    async def _join(self, one: Worker) -> str | None:
         client = self._connect(one.address)
         try:
             info = await client.get_info(JOIN_TIMEOUT_S)
             _require_same(one, info)
-            self._members.add(Member(one.worker_id, one.role, one.address, info, client))
+            self._members.add(Member(one.id, one.role, one.address, info, client))
         except BatonError as error:
-            log.warning("worker %s is not taken in: %s", one.worker_id, error.message)
+            log.warning("worker %s is not taken in: %s", one.id, error.message)
             await client.close(error)
             return error.message
         return None
@@ -137,6 +137,6 @@ def _farewell(member: Member) -> BatonError:
     return Unavailable("the worker is no longer there", worker_id=member.worker_id)
 
 
-def _require_same(listed: ListedWorker, info: worker_pb2.WorkerInfo) -> None:
-    if (info.worker_id, info.role) != (listed.worker_id, listed.role.value):
-        raise PairRefused("another worker answers at this address", worker_id=listed.worker_id)
+def _require_same(listed: Worker, info: worker_pb2.WorkerInfo) -> None:
+    if (info.worker_id, info.role) != (listed.id, listed.role.value):
+        raise PairRefused("another worker answers at this address", worker_id=listed.id)

@@ -1,11 +1,13 @@
 """Metrics of requests, as their clients see them. docs/operating.md says what each one means."""
 
+from collections.abc import Mapping
+
 import prometheus_client as prometheus
 
 from router.record import OK, RequestRecord, outcome_of
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
-from wire.tier import TIERS
+from wire.tier import Tier
 
 NAMESPACE = "baton"
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -18,7 +20,7 @@ class RequestMetrics:
 
     def __init__(self) -> None:
         self.registry = prometheus.CollectorRegistry()
-        self.prefix_cache = cluster_pb2.PrefixCache()
+        self.prefix_cache = cluster_pb2.PrefixCache(hits=[pb.TierTokens(tier=tier) for tier in Tier])
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token", FIRST_TOKEN_BUCKETS_S
         )
@@ -65,15 +67,15 @@ class RequestMetrics:
             self._prompt_tokens.inc(record.summary.num_prompt_tokens)
             self._count_prefix(record.summary.num_prompt_tokens, record.summary.cached)
 
-    def _count_prefix(self, num_prompt_tokens: int, cached: pb.TierCounts) -> None:
+    def _count_prefix(self, num_prompt_tokens: int, cached: Mapping[str, int]) -> None:
         """A tier is asked for what no nearer one had."""
         self.prefix_cache.queries += num_prompt_tokens
         num_sought = num_prompt_tokens
-        for tier in TIERS:
-            num_found = getattr(cached, tier)
-            self._queries.labels(tier).inc(num_sought)
-            self._hits.labels(tier).inc(num_found)
-            setattr(self.prefix_cache, tier, getattr(self.prefix_cache, tier) + num_found)
+        for hits in self.prefix_cache.hits:
+            num_found = cached.get(hits.tier, 0)
+            self._queries.labels(hits.tier).inc(num_sought)
+            self._hits.labels(hits.tier).inc(num_found)
+            hits.tokens += num_found
             num_sought -= num_found
 
     def _histogram(self, name: str, text: str, buckets_s: tuple[float, ...]) -> prometheus.Histogram:

@@ -10,7 +10,6 @@ from grpc_status import rpc_status
 from router.events import Stopped
 from router.session import Session
 from wire.errors import Overloaded
-from wire.logs import fields
 from wire.rpc_status import to_status
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class ReaderWatch:
     async def _watch(self) -> None:
         while (left_s := self._time_left_s()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left_s)
-        request = fields(request_id=self._session.request_id)
+        request = {"request_id": self._session.request_id}
         log.warning("a client has not read for %s s, and its stream is ended", self._max_stall_s, extra=request)
         error = Overloaded("the client has stopped reading")
         self._session.on(Stopped(error))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from wire.errors import BatonError
 from wire.ids import RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
-from wire.tier import TIERS
+from wire.tier import Tier
 
 OK = "OK"
 GATES = (
@@ -32,7 +32,7 @@ class RequestSummary:
 
     num_prompt_tokens: int
     num_output_tokens: int
-    cached: pb.TierCounts | None
+    cached: Mapping[str, int] | None
     prefill_worker: WorkerId | None
     decode_worker: WorkerId | None
     num_attempts: int
@@ -65,13 +65,13 @@ class RequestRecord:
     def values(self) -> Mapping[str, object]:
         """What the log says of it. Nothing of what the client sent or got."""
         summary, waits_s = self.summary, self.waits_s
-        cached = summary.cached or pb.TierCounts()
+        cached = summary.cached or {}
         return {
             "request_id": self.request_id,
             "outcome": self.outcome,
             "prompt_tokens": summary.num_prompt_tokens,
             "output_tokens": summary.num_output_tokens,
-            **{f"cached_{tier}": getattr(cached, tier) for tier in TIERS},
+            **{f"cached_{tier}": cached.get(tier, 0) for tier in Tier},
             "prefill_worker": summary.prefill_worker,
             "decode_worker": summary.decode_worker,
             "attempts": summary.num_attempts,

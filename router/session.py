@@ -27,7 +27,7 @@ from router.events import (
     Tokenize,
 )
 from router.lifecycle import RequestLifecycle
-from router.members import Member, WorkerState
+from router.members import Member
 from router.outbox import Outbox
 from router.pace import Pace
 from router.record import OK, RequestRecord, outcome_of
@@ -37,8 +37,8 @@ from text.incremental import IncrementalText
 from wire import incident
 from wire.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable, WorkerLeaving
 from wire.ids import RequestId
-from wire.logs import fields
 from wire.pb import inference_pb2 as pb
+from wire.pools import WorkerState
 from wire.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class Session:
         summary = self._lifecycle.summary
         record = RequestRecord(self.request_id, outcome, summary, self._pace.ttft_s, timeline)
         self._services.metrics.ended(record)
-        log.info("request ended", extra=fields(**record.values))
+        log.info("request ended", extra=record.values)
 
     def _new_text(self, sampling: SamplingParams) -> IncrementalText:
         return IncrementalText(self._services.codec, sampling.stop, sampling.min_tokens)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from router.cluster_status import StatusReader
 from router.controller_port import ClusterEvent
+from wire.convert import status_of
 from wire.pb import cluster_pb2
+from wire.tier import Tier
 
 READ_EVERY_S = 2.0
 MAX_EVENTS = 20
@@ -53,12 +55,13 @@ class StatusWatch:
 
 def changes(before: cluster_pb2.ClusterStatus, after: cluster_pb2.ClusterStatus) -> Iterator[str]:
     """What an operator wants to know of two statuses that follow one another."""
-    if before.redis.state == "up" and after.redis.state == "broken":
-        yield "Redis does not answer: workers go on without it"
-    if before.redis.state == "broken" and after.redis.state == "up":
-        yield "Redis answers again"
-    if before.host.epoch and after.host.epoch and before.host.epoch != after.host.epoch:
-        yield "the arena's directory is a new one: every block in the arena is a miss"
+    for old, new in ((status_of(tier, before.tiers), status_of(tier, after.tiers)) for tier in Tier):
+        if (old.state, new.state) == ("up", "broken"):
+            yield f"tier {old.tier} does not answer: workers go on without it"
+        if (old.state, new.state) == ("broken", "up"):
+            yield f"tier {old.tier} answers again"
+        if old.epoch and new.epoch and old.epoch != new.epoch:
+            yield f"the directory of tier {old.tier} is a new one: every block in it is a miss"
     yield from _changes_of_silence(_silences(before), _silences(after))
 
 

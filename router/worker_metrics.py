@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from router.metrics import NAMESPACE
 from wire.block_counts import BLOCK_STATES
 from wire.pb import cluster_pb2, worker_pb2
+from wire.tier import Tier
 
 WORKER = ("role", "worker")
 ROUTER = ("router", "router")
@@ -30,7 +31,7 @@ class WorkerCollector(Collector):
         answering = [worker for worker in status.workers if worker.HasField("blocks")]
         yield from _of_requests(status, answering)
         yield from _of_blocks(status, answering)
-        yield from _of_redis(status, answering)
+        yield from _of_tiers(status, answering)
         yield _gauge(
             "worker_up",
             "Whether a worker answered when it was last asked",
@@ -70,9 +71,8 @@ def _of_requests(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2
 
 
 def _of_blocks(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
-    pools = [((*_ids(worker), "device"), worker.blocks) for worker in workers]
-    if status.host.blocks.total:
-        pools.append(((*NODE, "host"), status.host.blocks))
+    pools = [((*_ids(worker), str(Tier.DEVICE)), worker.blocks) for worker in workers]
+    pools += [((*NODE, tier.tier), tier.blocks) for tier in status.tiers if tier.blocks.total]
     yield _gauge(
         "kv_cache_usage_perc",
         "Share of KV blocks that nobody else can have now: 1 is all. Cached blocks can be had",
@@ -86,29 +86,38 @@ def _of_blocks(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.W
         (((*ids, state), getattr(blocks, state)) for ids, blocks in pools for state in BLOCK_STATES),
     )
     yield _gauge(
-        "host_holds", "Prompts in the arena that decode has not fetched yet", (), [((), status.host.num_holds)]
+        "tier_holds",
+        "Prompts that a tier keeps until decode has fetched them",
+        ("tier",),
+        [((tier.tier,), tier.counts["holds"]) for tier in status.tiers if "holds" in tier.counts],
     )
 
 
-def _of_redis(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
-    if status.redis.state in ("", "off"):
+def _of_tiers(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
+    """Of tiers that workers reach over a connection; one that is switched off has no metrics."""
+    labels = (*WORKER, "tier")
+    told = [((*_ids(worker), tier.tier), tier) for worker in workers for tier in worker.tiers if _is_on(tier)]
+    if not told:
         return
     yield _gauge(
-        "redis_up",
-        "Whether a worker's Redis answers; 0: its breaker is open",
-        WORKER,
-        [(_ids(worker), float(worker.redis.state == "up")) for worker in workers],
+        "tier_up",
+        "Whether a worker's tier answers; 0: its breaker is open",
+        labels,
+        [(ids, float(tier.state == "up")) for ids, tier in told],
     )
-    yield _counter(
-        "redis_written", "Blocks that the node's service has written to Redis", [(NODE, status.redis.written)]
-    )
+    written = [((*NODE, tier.tier), tier.counts["written"]) for tier in status.tiers if _is_on(tier)]
+    yield _counter("tier_written", "Blocks that the node's service has written to a tier", written, labels)
     for name in ("hits", "misses", "errors", "corrupt"):
-        rows = [(_ids(worker), getattr(worker.redis, name)) for worker in workers]
-        yield _counter(f"redis_{name}", f"Blocks asked of Redis: {name}", rows)
+        rows = [(ids, tier.counts[name]) for ids, tier in told]
+        yield _counter(f"tier_{name}", f"Blocks asked of a tier: {name}", rows, labels)
 
 
-def _counter(name: str, text: str, rows: Iterable[Row]) -> Metric:
-    return _filled(CounterMetricFamily(f"{NAMESPACE}_{name}", text, labels=WORKER), rows)
+def _is_on(tier: worker_pb2.TierStatus) -> bool:
+    return tier.state not in ("", "off")
+
+
+def _counter(name: str, text: str, rows: Iterable[Row], labels: Sequence[str] = WORKER) -> Metric:
+    return _filled(CounterMetricFamily(f"{NAMESPACE}_{name}", text, labels=labels), rows)
 
 
 def _gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:

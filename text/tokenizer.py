@@ -6,9 +6,9 @@ from pathlib import Path
 import tokenizers
 
 from text.codec import TokenKind
+from text.model_file import read_text
 from text.tokenizer_config import TokenizerConfig
 from wire.errors import InvalidRequest, ModelError
-from wire.model_file import read_text
 
 MAX_TOKENIZER_BYTES = 64 << 20
 

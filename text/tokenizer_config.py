@@ -7,8 +7,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
+from text.model_file import read_text
 from wire.errors import ModelError
-from wire.model_file import read_text
 
 MAX_CONFIG_BYTES = 8 << 20
 

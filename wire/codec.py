@@ -99,11 +99,13 @@ def _checked(body: bytes, read: _Reader) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if is_dataclass(value):
-        return [_plain(getattr(value, name)) for name in value.__match_args__]  # a dataclass's fields, in order
-    return value
+    return _plain_fields(value) if is_dataclass(value) else value
+
+
+def _plain_fields(value: Any) -> list[Any]:
+    return [_plain(getattr(value, name)) for name in value.__match_args__]  # a dataclass's fields, in order
 
 
 def _reader_of(hint: Any) -> _Reader:

@@ -1,8 +1,9 @@
 """Between our dataclasses and protobuf messages. The one place that knows both."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from wire.pb import inference_pb2 as pb
+from wire.pb import worker_pb2
 from wire.sampling import FinishReason, Logprobs, SamplingParams
 
 _SCALARS = (
@@ -46,6 +47,19 @@ def reason_to_pb(reason: FinishReason | None) -> pb.FinishReason:
 
 def reason_from_pb(value: pb.FinishReason) -> FinishReason | None:
     return _REASON_FROM_PB.get(value)
+
+
+def tiers_to_pb(tokens: Mapping[str, int]) -> list[pb.TierTokens]:
+    return [pb.TierTokens(tier=tier, tokens=number) for tier, number in tokens.items()]
+
+
+def tiers_from_pb(tokens: Iterable[pb.TierTokens]) -> dict[str, int]:
+    return {one.tier: one.tokens for one in tokens}
+
+
+def status_of(tier: str, statuses: Iterable[worker_pb2.TierStatus]) -> worker_pb2.TierStatus:
+    """The status of a tier, empty where none is told."""
+    return next((status for status in statuses if status.tier == tier), worker_pb2.TierStatus(tier=tier))
 
 
 def logprobs_to_pb(tokens: Iterable[int], logprobs: Iterable[Logprobs]) -> list[pb.TokenLogprobs]:

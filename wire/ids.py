@@ -14,5 +14,5 @@ NamespaceRoot = NewType("NamespaceRoot", bytes)
 PageId = NewType("PageId", int)
 """Index of a page in a device pool, or of a slot in an arena."""
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Of everything workers, routers and directories say to one another."""

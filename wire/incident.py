@@ -4,7 +4,6 @@ import logging
 import secrets
 
 from wire.errors import BatonError
-from wire.logs import fields
 
 log = logging.getLogger(__name__)
 
@@ -12,5 +11,5 @@ log = logging.getLogger(__name__)
 def report(error: Exception, **values: object) -> BatonError:
     """Logs an error that nobody foresaw, with values that tell where; what may be said of it to a client."""
     number = secrets.token_hex(8)
-    log.error("incident", exc_info=error, extra=fields(incident=number, **values))
+    log.error("incident", exc_info=error, extra={"incident": number, **values})
     return BatonError(f"internal error, incident {number}", incident=number)

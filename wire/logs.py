@@ -3,7 +3,7 @@
     {"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "process": "router", "logger": "router.session",
      "message": "request ended", "request_id": "...", ...}
 
-Fields of an event's own come from `extra=fields(...)`. What is logged is never a client's input; that nothing in a line
+Fields of an event's own come from `extra={...}`. What is logged is never a client's input; that nothing in a line
 can look like another line is the encoding's doing.
 """
 
@@ -20,12 +20,7 @@ from typing import Any, TextIO
 
 MAX_WAITING = 10_000
 FLUSH_TIMEOUT_S = 1.0
-_FIELDS = "baton_fields"
-
-
-def fields(**values: object) -> dict[str, Mapping[str, object]]:
-    """What a line is to say besides its message: `log.info("request ended", extra=fields(request_id=...))`."""
-    return {_FIELDS: values}
+_OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def start_logging(process: str) -> None:
@@ -92,10 +87,15 @@ class LineHandler(logging.Handler):
 def render(record: logging.LogRecord, process: str) -> str:
     """A record as a line."""
     line = _stamp(record.created, record.levelname, process, record.name, record.getMessage())
-    line |= getattr(record, _FIELDS, {})
+    line |= {name: value for name, value in vars(record).items() if _is_extra(name)}
     if record.exc_info:
         line["exception"] = logging.Formatter().formatException(record.exc_info)
     return _encode(line)
+
+
+def _is_extra(name: str) -> bool:
+    """Whether a record has this of its caller; libraries add theirs, as Ray does, under names of their own."""
+    return name not in _OF_EVERY_RECORD and not name.startswith("_")
 
 
 def _render_misfit(record: logging.LogRecord, process: str, error: Exception) -> str:

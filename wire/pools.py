@@ -1,4 +1,4 @@
-"""The words that controller, router and workers share: roles, pool sizes, listed workers."""
+"""The nouns that controller, router and workers share: roles, pools, their workers and the states of these."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -24,11 +24,21 @@ class PoolSizes:
         return self.prefill if role is Role.PREFILL else self.decode
 
 
-@dataclass(frozen=True)
-class ListedWorker:
-    """A worker as the controller lists it for the router."""
+class WorkerState(Enum):
+    """The stages of a worker's life, and LOST where the router cannot reach it; a BROKEN one ends itself."""
 
-    worker_id: WorkerId
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    BROKEN = "broken"
+    LOST = "lost"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker of a pool. It has an address once it serves, until nothing is left to do there."""
+
+    id: WorkerId
     role: Role
-    address: str
-    draining: bool = False
+    address: str = ""
+    state: WorkerState = WorkerState.STARTING

@@ -1,15 +1,11 @@
-"""Where a block was found."""
+"""Where a block was found. A tier is a name wherever it is told of: messages, metrics, timelines, status."""
 
-from enum import Enum
+from enum import StrEnum
 
 
-class Tier(Enum):
+class Tier(StrEnum):
     """Nearest first."""
 
     DEVICE = "device"
     HOST = "host"
     REDIS = "redis"
-
-
-TIERS = tuple(tier.value for tier in Tier)
-"""What messages, metrics and timelines call them."""

@@ -8,7 +8,6 @@ from engine.core import EngineCore
 from engine.events import Abandoned, Emitted, Event, Failed
 from wire.errors import BatonError
 from wire.ids import RequestId
-from wire.logs import fields
 from worker.call import Call
 from worker.commands import Begin
 from worker.instructions import AbortInEngine, AddToEngine, Close, Instruction, ReleaseHold, Send
@@ -52,7 +51,7 @@ class Lives:
             try:
                 self.withdraw(life.call, error)
             except Exception:  # every caller has to be answered
-                log.exception("not taken out of the engine", extra=fields(request_id=life.call.request_id))
+                log.exception("not taken out of the engine", extra={"request_id": life.call.request_id})
             if life.call.request_id in self._lives:
                 problems.append("a request cannot be taken out of the engine")
                 self._do(life, Close(error))

@@ -8,11 +8,12 @@ from engine.events import EngineStats, TierTokens
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from kv_store.block_store import StoreStatus
 from wire.block_counts import BlockCounts
-from wire.convert import logprobs_to_pb, reason_to_pb, sampling_from_pb
+from wire.convert import logprobs_to_pb, reason_to_pb, sampling_from_pb, tiers_to_pb
 from wire.errors import InvalidRequest
 from wire.ids import NamespaceRoot, RequestId
 from wire.pb import inference_pb2, worker_pb2
 from wire.sampling import MAX_CHOICES
+from wire.tier import Tier
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, Update
 
@@ -43,7 +44,7 @@ def prefill_response_to_pb(attempt: int, update: Update, worker_id: str) -> work
     return worker_pb2.PrefillResponse(
         attempt=attempt,
         choices=[_choice_to_pb(choice) for choice in update.choices],
-        cached_tokens=_tiers_to_pb(prompt),
+        cached_tokens=tiers_to_pb(prompt.found),
         computed_tokens=prompt.computed,
         num_held_blocks=update.num_held,
         spans=_spans_to_pb(update.spans, worker_id),
@@ -53,7 +54,7 @@ def prefill_response_to_pb(attempt: int, update: Update, worker_id: str) -> work
 def decode_update_to_pb(attempt: int, update: Update, worker_id: str) -> worker_pb2.DecodeUpdate:
     message = worker_pb2.DecodeUpdate(attempt=attempt, choices=[_choice_to_pb(choice) for choice in update.choices])
     if update.prompt is not None:
-        message.fetched.fetched_tokens.CopyFrom(_tiers_to_pb(update.prompt))
+        message.fetched.fetched_tokens.extend(tiers_to_pb(update.prompt.found))
         message.fetched.computed_tokens = update.prompt.computed
     if update.spans:
         message.summary.spans.extend(_spans_to_pb(update.spans, worker_id))
@@ -80,8 +81,7 @@ def status_to_pb(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         num_preemptions=stats.num_preemptions,
-        host=_host_to_pb(store),
-        redis=_redis_to_pb(store),
+        tiers=[_host_to_pb(store), _redis_to_pb(store)],
         problems=problems,
         engine_silent_s=engine_silent_s,
     )
@@ -122,10 +122,6 @@ def _choice_to_pb(choice: ChoiceTokens) -> worker_pb2.ChoiceTokens:
     )
 
 
-def _tiers_to_pb(tokens: TierTokens) -> inference_pb2.TierCounts:
-    return inference_pb2.TierCounts(device=tokens.device, host=tokens.host, redis=tokens.redis)
-
-
 def _spans_to_pb(spans: Iterable[Span], worker_id: str) -> list[inference_pb2.Span]:
     return [
         inference_pb2.Span(
@@ -143,23 +139,20 @@ def _counts_to_pb(counts: BlockCounts) -> worker_pb2.BlockCounts:
     return worker_pb2.BlockCounts(**asdict(counts))
 
 
-def _host_to_pb(store: StoreStatus) -> worker_pb2.HostTierStatus:
+def _host_to_pb(store: StoreStatus) -> worker_pb2.TierStatus:
+    message = worker_pb2.TierStatus(tier=Tier.HOST, block_bytes=store.block_bytes)
     directory = store.directory
-    if directory is None:
-        return worker_pb2.HostTierStatus(block_bytes=store.block_bytes)
-    return worker_pb2.HostTierStatus(
-        blocks=_counts_to_pb(directory.counts),
-        block_bytes=store.block_bytes,
-        num_leases=directory.num_leases,
-        num_holds=directory.num_holds,
-        epoch=directory.epoch,
-    )
+    if directory is not None:
+        message.epoch = directory.epoch
+        message.blocks.CopyFrom(_counts_to_pb(directory.counts))
+        message.counts.update(leases=directory.num_leases, holds=directory.num_holds)
+    return message
 
 
-def _redis_to_pb(store: StoreStatus) -> worker_pb2.RedisTierStatus:
+def _redis_to_pb(store: StoreStatus) -> worker_pb2.TierStatus:
     """Blocks are read by the worker itself, and written by its node's service."""
     if store.cold is None:
-        return worker_pb2.RedisTierStatus(state="off")
-    message = worker_pb2.RedisTierStatus(**asdict(store.cold))
-    message.written += 0 if store.directory is None else store.directory.copied
-    return message
+        return worker_pb2.TierStatus(tier=Tier.REDIS, state="off")
+    counts = asdict(store.cold)
+    counts["written"] += 0 if store.directory is None else store.directory.copied
+    return worker_pb2.TierStatus(tier=Tier.REDIS, state=counts.pop("state"), counts=counts)

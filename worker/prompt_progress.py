@@ -40,7 +40,6 @@ class PromptProgress:
                 self._stopwatch.count(preemptions=1)
 
     def _count_tiers(self, tokens: TierTokens) -> None:
-        for tier in ("device", "host", "redis"):
-            num_tokens = getattr(tokens, tier)
+        for tier, num_tokens in tokens.found.items():
             num_blocks = -(-num_tokens // self._block_size)
             self._stopwatch.count(**{f"tokens_{tier}": num_tokens, f"blocks_{tier}": num_blocks})

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 
 from engine.core import EngineCore
 from engine.request import EngineRequest
@@ -13,7 +12,7 @@ from kv_store.block_store import BlockStore
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable, Unsupported, WorkerLeaving
 from wire.ids import RequestId
 from wire.pb import worker_pb2
-from wire.pools import Role
+from wire.pools import Role, WorkerState
 from worker.async_store import AsyncStore
 from worker.behaviour import Behaviour
 from worker.call import Call, Calls
@@ -36,14 +35,6 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_S = 600.0
 STOP_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 30.0
-
-
-class ServiceState(Enum):
-    """As in WorkerStatus."""
-
-    READY = "ready"
-    DRAINING = "draining"
-    BROKEN = "broken"
 
 
 class WorkerService:
@@ -79,10 +70,10 @@ class WorkerService:
         self._watching: asyncio.Task[None] | None = None
 
     @property
-    def state(self) -> ServiceState:
+    def state(self) -> WorkerState:
         if self._loop.state is not LoopState.RUNNING:
-            return ServiceState.BROKEN
-        return ServiceState.DRAINING if self._is_draining else ServiceState.READY
+            return WorkerState.BROKEN
+        return WorkerState.DRAINING if self._is_draining else WorkerState.READY
 
     async def start(self) -> None:
         """Starts the engine's thread. To be called once, before anything else."""
@@ -167,8 +158,8 @@ class WorkerService:
                 self._end(call, Cancelled("the caller has gone", request_id=request.request_id))
 
     def _open(self, request_id: RequestId, attempt: int) -> Call:
-        if self.state is not ServiceState.READY:
-            refusal = WorkerLeaving if self.state is ServiceState.DRAINING else Unavailable
+        if self.state is not WorkerState.READY:
+            refusal = WorkerLeaving if self.state is WorkerState.DRAINING else Unavailable
             raise refusal(f"the worker is {self.state.value}", request_id=request_id)
         call = Call(request_id, attempt)
         earlier = self._calls.open(call)

@@ -13,8 +13,8 @@ import torch
 from engine.checkpoint.config import ModelConfig, parse_eos
 from engine.checkpoint.json_fields import JsonFields, parse_object
 from engine.checkpoint.tensor_file import TensorFile
+from text.model_file import read_regular
 from wire.errors import ModelError
-from wire.model_file import read_regular
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from wire.model_file import open_regular
+from text.model_file import open_regular
 
 logger = logging.getLogger(__name__)
 

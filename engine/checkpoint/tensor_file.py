@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from engine.checkpoint.json_fields import parse_strict_object
+from text.model_file import open_regular
 from wire.errors import ModelError
-from wire.model_file import open_regular
 
 MAX_HEADER_BYTES = 25_000_000
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import grpc.aio
 import pytest
 
-from router.admission import Bounds
-from router.config import StreamBounds
+from router.config import AdmissionBounds, StreamBounds
 from tests.bad_input.ports import GOOD, MODEL, PROMPT, SIZES, GenerateCall, serving
 from tests.bad_input.refusal import Refusal, refusal_of, refused
 from tests.faults.answer import ask
@@ -21,7 +20,7 @@ TEN_YEARS_S = 315_360_000.0
 
 
 async def test_a_flood_over_one_connection_is_refused_beyond_the_queue() -> None:
-    bounds = Bounds(max_queued_requests=NUM_TAKEN, retry_after_s=2.0)
+    bounds = AdmissionBounds(max_queued_requests=NUM_TAKEN, retry_after_s=2.0)
     async with serving(replace(SIZES, admission=bounds)) as ports:
         model = ports.cluster.models["p0"]
         model.pause()

@@ -14,6 +14,7 @@ from benchmarks.load_client import LoadClient
 from benchmarks.machine import MachineState
 from benchmarks.schedule import Arrival
 from benchmarks.serve_report import ServeReport
+from wire.convert import tiers_to_pb
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
 
@@ -46,7 +47,7 @@ class Service(pb_grpc.InferenceServicer):
         yield pb.GenerateResponse(chunk=pb.Chunk(token_ids=[1]))
         yield pb.GenerateResponse(chunk=pb.Chunk(token_ids=[2, 3]))
         yield pb.GenerateResponse(chunk=pb.Chunk(text="held back"))
-        usage = pb.Usage(prompt_tokens=2, cached_tokens=pb.TierCounts(device=1, host=1))
+        usage = pb.Usage(prompt_tokens=2, cached_tokens=tiers_to_pb({"device": 1, "host": 1}))
         yield pb.GenerateResponse(complete=pb.Complete(usage=usage))
 
 

@@ -13,8 +13,8 @@ from worker.lifecycle import Withdrawn
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, Update
 
-FETCHED = TierTokens(host=40)
-LACKING = TierTokens(host=32, computed=8)
+FETCHED = TierTokens({"host": 40})
+LACKING = TierTokens({"host": 32}, computed=8)
 
 
 def request(num_choices: int = 1) -> EngineRequest:

@@ -15,6 +15,7 @@ from deploy.cli import COMMANDS, main, make_parser
 from deploy.cli_generate import make_request
 from deploy.processes import ProcessRef
 from deploy.state import ClusterPhase, ClusterState, StateFile
+from wire.convert import tiers_to_pb
 from wire.errors import InvalidRequest
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2
 from wire.pb import inference_pb2 as pb
@@ -24,7 +25,7 @@ from wire.rpc_status import to_status
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 COMPLETE = pb.Complete(
     choices=[pb.Choice(index=0, finish_reason=pb.FINISH_REASON_STOP, stop_string="end")],
-    usage=pb.Usage(prompt_tokens=20, completion_tokens=3, cached_tokens=pb.TierCounts(host=16)),
+    usage=pb.Usage(prompt_tokens=20, completion_tokens=3, cached_tokens=tiers_to_pb({"host": 16})),
     seed=7,
     timeline=pb.Timeline(
         prefill_worker="prefill-0",
@@ -249,7 +250,7 @@ def test_status_for_scripts(server: FakeServer, capsys: pytest.CaptureFixture[st
                 computed_prompt_tokens=9,
             )
         ],
-        redis=worker_pb2.RedisTierStatus(state="up", hits=2),
+        tiers=[worker_pb2.TierStatus(tier="redis", state="up", counts={"hits": 2})],
     )
     assert main(["status", "--json"]) == 0
     status = json.loads(capsys.readouterr().out)

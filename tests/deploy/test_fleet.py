@@ -14,7 +14,7 @@ from deploy.record import Record
 from deploy.worker_host import Life, LocalWorkerHost
 from wire.errors import DeadlineExceeded, InvalidRequest, ModelError, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
-from wire.pools import ListedWorker, PoolSizes
+from wire.pools import PoolSizes, Worker, WorkerState
 
 D0, D1, D2, P0, P1 = (WorkerId(name) for name in ("decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"))
 
@@ -23,11 +23,11 @@ class FakeRouter:
     """Remembers what it was told; `away` makes it deaf."""
 
     def __init__(self) -> None:
-        self.told: list[list[ListedWorker]] = []
+        self.told: list[list[Worker]] = []
         self.refused: dict[WorkerId, str] = {}
         self.away = False
 
-    async def set_members(self, members: list[ListedWorker]) -> dict[WorkerId, str]:
+    async def set_members(self, members: list[Worker]) -> dict[WorkerId, str]:
         if self.away:
             raise Unavailable("away")
         self.told.append(members)
@@ -35,7 +35,7 @@ class FakeRouter:
 
     @property
     def known(self) -> set[str]:
-        return {one.worker_id for one in self.told[-1]}
+        return {one.id for one in self.told[-1]}
 
 
 class SlowHost(LocalWorkerHost):
@@ -179,7 +179,10 @@ async def test_the_router_knows_of_a_drain_before_it_begins() -> None:
         world.fleet.resize(None, 1)
         with pytest.raises(DeadlineExceeded):
             await world.fleet.settle(0.05, 1)
-        assert [(one.worker_id, one.draining) for one in world.router.told[-1]] == [(D0, False), (D1, True)]
+        assert [(one.id, one.state) for one in world.router.told[-1]] == [
+            (D0, WorkerState.READY),
+            (D1, WorkerState.DRAINING),
+        ]
         world.host.finish(D1)
         await world.settled()
         assert world.router.known == {D0}
@@ -343,7 +346,7 @@ async def test_a_fleet_goes_on_with_the_workers_that_another_has_left() -> None:
         await world.fleet.take_over()
         async with world.running():
             await world.settled()
-            assert all({P0, D1} <= {one.worker_id for one in told} for told in world.router.told)
+            assert all({P0, D1} <= {one.id for one in told} for told in world.router.told)
             assert world.router.known == {P0, D1, D2}
             assert set(world.host.lives) == {P0, D1, D2}
             assert "worker decode-0 was lost" in world.events.encode()
@@ -360,7 +363,10 @@ async def test_a_drain_that_another_has_begun_is_brought_to_its_end() -> None:
         draining.cancel()
         await world.fleet.take_over()
         async with world.running():
-            assert {one.worker_id: one.draining for one in world.router.told[-1]} == {D0: True, D1: False}
+            assert {one.id: one.state for one in world.router.told[-1]} == {
+                D0: WorkerState.DRAINING,
+                D1: WorkerState.READY,
+            }
             world.host.finish(D0)
             await until(lambda: D0 not in world.pools)
             await world.settled()

@@ -7,8 +7,7 @@ from deploy.model import ModelFacts
 from deploy.node_config import NodeConfig
 from deploy.planning import make_plan
 from deploy.sizing import Sizes
-from router.admission import Bounds
-from router.config import StreamBounds
+from router.config import AdmissionBounds, StreamBounds
 from tests.kv_store.names import LAYOUT
 from worker.config import BatchSettings
 
@@ -30,7 +29,7 @@ LISTENERS = {"grpc_port": 19, "metrics_port": 20, "max_connections": 21, "reflec
 
 def test_what_is_not_set_is_as_each_part_has_it() -> None:
     plan = make_plan(ClusterConfig(), MODEL, SIZES, NODE, "token", b"secret")
-    assert plan.router.admission == Bounds()
+    assert plan.router.admission == AdmissionBounds()
     assert plan.router.streams == StreamBounds()
     assert plan.worker.batch == BatchSettings()
 

@@ -4,6 +4,7 @@ import pytest
 
 from deploy.status_object import to_object
 from deploy.status_view import render_status
+from wire.convert import tiers_to_pb
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb.worker_pb2 import BlockCounts
 
@@ -17,7 +18,9 @@ def busy() -> cluster_pb2.ClusterStatus:
     status = cluster_pb2.ClusterStatus(
         model="Qwen3-0.6B", address="127.0.0.1:50051", metrics_address="127.0.0.1:40211", num_running=31, num_queued=4
     )
-    status.prefix_cache.CopyFrom(cluster_pb2.PrefixCache(queries=1000, device=410, host=180, redis=20))
+    status.prefix_cache.CopyFrom(
+        cluster_pb2.PrefixCache(queries=1000, hits=tiers_to_pb({"device": 410, "host": 180, "redis": 20}))
+    )
     decode = BlockCounts(free=12, owned=310, published=500, cached=202, total=1024)
     prefill = BlockCounts(free=700, owned=20, published=10, cached=294, total=1024)
     status.workers.extend(
@@ -37,15 +40,14 @@ def busy() -> cluster_pb2.ClusterStatus:
             worker("prefill-0", "prefill", blocks=prefill, computed_prompt_tokens=390, cached_prompt_tokens=610),
         ]
     )
-    status.host.CopyFrom(
-        worker_pb2.HostTierStatus(
-            blocks=BlockCounts(free=100, owned=32, published=410, cached=1506, total=2048),
-            block_bytes=1 << 18,
-            num_leases=2,
-            num_holds=6,
-        )
+    status.tiers.add(
+        tier="host",
+        blocks=BlockCounts(free=100, owned=32, published=410, cached=1506, total=2048),
+        block_bytes=1 << 18,
+        counts={"leases": 2, "holds": 6},
     )
-    status.redis.CopyFrom(worker_pb2.RedisTierStatus(state="broken", hits=1504, misses=33, errors=5, written=4012))
+    counts = {"hits": 1504, "misses": 33, "errors": 5, "corrupt": 0, "written": 4012}
+    status.tiers.add(tier="redis", state="broken", counts=counts)
     for age_s, text in (
         (172_800, "the cluster serves"),
         (130, "worker decode-0 was lost"),
@@ -109,7 +111,7 @@ redis  -"""
 
 @pytest.mark.parametrize(("state", "shown"), [("off", "redis  off"), ("up", "redis  up: 0 hits")])
 def test_redis_as_it_is(state: str, shown: str) -> None:
-    status = cluster_pb2.ClusterStatus(redis=worker_pb2.RedisTierStatus(state=state))
+    status = cluster_pb2.ClusterStatus(tiers=[worker_pb2.TierStatus(tier="redis", state=state)])
     assert shown in render_status(status)
 
 

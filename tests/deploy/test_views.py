@@ -1,6 +1,7 @@
 from deploy.generation import Generation
 from deploy.table import render
 from deploy.timeline_view import render_timeline
+from wire.convert import tiers_to_pb
 from wire.pb import inference_pb2 as pb
 
 
@@ -26,7 +27,7 @@ def test_a_timeline_shows_steps_and_sums_up_what_lies_between() -> None:
         pb.Span(name="prefill.compute", worker="prefill-1", start_ms=5, duration_ms=4, counts={"tokens_computed": 7}),
     ]
     complete = pb.Complete(
-        usage=pb.Usage(prompt_tokens=55, completion_tokens=1, cached_tokens=pb.TierCounts(device=32, redis=16)),
+        usage=pb.Usage(prompt_tokens=55, completion_tokens=1, cached_tokens=tiers_to_pb({"device": 32, "redis": 16})),
         timeline=pb.Timeline(prefill_worker="prefill-1", spans=spans, total_ms=10),
     )
     shown = [" ".join(line.split()) for line in render_timeline(complete).splitlines()]

@@ -63,8 +63,8 @@ def test_a_second_turn_finds_the_first(model: HashModel) -> None:
     prompt = (*PROMPT, *first.outputs[0], 7, 8, 9)
     second = serve(core, prompt, greedy(10))
     assert second.outputs[0] == model.oracle(prompt, 10)
-    assert second.fetched[0].device == (len(PROMPT) + 29) // 16 * 16
-    assert second.fetched[0].device + second.fetched[0].computed == len(prompt)
+    assert second.fetched[0].found["device"] == (len(PROMPT) + 29) // 16 * 16
+    assert second.fetched[0].found["device"] + second.fetched[0].computed == len(prompt)
 
 
 def test_chunks_change_nothing(model: HashModel) -> None:

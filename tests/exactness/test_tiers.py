@@ -75,7 +75,7 @@ def hits(tier: str, run: Run) -> TierTokens:
     """All full blocks that end before the prompt's last token, from one tier, and the rest computed."""
     num_prompt = len(run.request.prompt_ids)
     num_cached = (num_prompt - 1) // 16 * 16
-    return TierTokens(**{tier: num_cached, "computed": num_prompt - num_cached})
+    return TierTokens({tier: num_cached} if num_cached else {}, num_prompt - num_cached)
 
 
 def test_preempted_again_and_again(model: Decoder, expected: list[Continuation]) -> None:

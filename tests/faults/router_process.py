@@ -21,7 +21,7 @@ from router.router import Router
 from router.server import RouterServer
 from text.byte_tokenizer import ByteTokenizer
 from wire.ids import WorkerId
-from wire.pools import ListedWorker, PoolSizes, Role
+from wire.pools import PoolSizes, Role, Worker
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ async def serve(order: Order) -> None:
     server = RouterServer(router)
     addresses = await server.start()
     listed = [
-        ListedWorker(WorkerId(name), Role.PREFILL if name.startswith("p") else Role.DECODE, address)
+        Worker(WorkerId(name), Role.PREFILL if name.startswith("p") else Role.DECODE, address)
         for name, address in order.addresses.items()
     ]
     assert await router.membership.set(listed) == {}

@@ -10,7 +10,6 @@ import pytest
 
 from kv_store.tiers.redis_tier import RedisTier
 from router import grpc_worker_client
-from router.members import WorkerState
 from tests.faults.answer import Reader, ask
 from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.remote_cluster import remote_cluster
@@ -22,6 +21,7 @@ from tests.redis_process import RedisProcess
 from tests.router.test_stopped_worker import HURRIED
 from wire.frame import checksum_of
 from wire.ids import WorkerId
+from wire.pools import WorkerState
 from wire.rpc import CHANNEL_OPTIONS
 
 NUM_REQUESTS = 6

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from router.members import WorkerState
 from router.placement import LONG_STEP_S
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
@@ -13,6 +12,7 @@ from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
 from wire.ids import WorkerId
+from wire.pools import WorkerState
 from worker.config import MIN_SILENCE_S
 from worker.engine_watch import LOOK_EVERY_S
 

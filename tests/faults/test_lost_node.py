@@ -7,6 +7,7 @@ from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.known_model import LAYOUT, MODEL, prompt_of
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
+from wire.convert import tiers_from_pb
 from wire.pools import Role
 
 SIZES = Sizes(num_blocks=64, num_slots=256)
@@ -50,5 +51,5 @@ async def test_what_was_in_redis_is_hit_afterwards() -> None:
         [choice] = await reader.read_all()
         assert choice.token_ids == MODEL.oracle(prompt_of(0), 40)
         assert reader.complete is not None
-        assert reader.complete.usage.cached_tokens.redis == NUM_FULL * LAYOUT.block_size
+        assert tiers_from_pb(reader.complete.usage.cached_tokens).get("redis", 0) == NUM_FULL * LAYOUT.block_size
         await at_rest(cluster)

@@ -12,6 +12,7 @@ from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.remote_cluster import RemoteCluster, remote_cluster
 from tests.faults.rest import at_rest
 from tests.faults.router_process import Order, RouterProcess, router_process
+from wire.convert import tiers_from_pb
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS
 
@@ -56,7 +57,7 @@ async def test_killed_it_leaves_nothing_at_the_workers_and_the_next_one_finds_th
         [choice] = await next_one.read_all()
         assert choice.token_ids == MODEL.oracle(prompt_of(0), 20)
         assert next_one.complete is not None
-        assert next_one.complete.usage.cached_tokens.device == 48
+        assert tiers_from_pb(next_one.complete.usage.cached_tokens)["device"] == 48
 
 
 async def test_killed_before_decode_has_fetched_it_leaves_holds_that_run_out() -> None:

@@ -9,8 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from router.admission import Bounds
-from router.config import StreamBounds
+from router.config import AdmissionBounds, StreamBounds
 from tests.faults.answer import Reader, ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.known_model import MODEL
@@ -31,7 +30,7 @@ async def expect(reader: Reader, number: int, num_tokens: int) -> None:
 
 async def test_beyond_its_bound_the_queue_refuses_at_once() -> None:
     """And those that were let in are served before their deadline."""
-    async with faulty_cluster(MODEL, 1, 1, Sizes(admission=Bounds(max_queued_requests=32))) as cluster:
+    async with faulty_cluster(MODEL, 1, 1, Sizes(admission=AdmissionBounds(max_queued_requests=32))) as cluster:
         cluster.models["p0"].pause()
         admitted: list[tuple[int, Reader]] = []
         delays_s: list[float] = []
@@ -54,7 +53,7 @@ async def test_beyond_its_bound_the_queue_refuses_at_once() -> None:
 
 
 async def test_queued_bytes_are_bounded_too() -> None:
-    async with faulty_cluster(MODEL, 1, 1, Sizes(admission=Bounds(max_queued_bytes=5000))) as cluster:
+    async with faulty_cluster(MODEL, 1, 1, Sizes(admission=AdmissionBounds(max_queued_bytes=5000))) as cluster:
         cluster.models["p0"].pause()
         request = ask((5,) * 400, 4)
         readers = [cluster.open(request) for _ in range(5000 // request.ByteSize())]

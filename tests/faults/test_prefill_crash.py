@@ -10,6 +10,7 @@ from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.known_model import MODEL
 from tests.faults.rest import at_rest
 from tests.local_cluster.cluster import Sizes
+from wire.convert import tiers_from_pb
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
 from worker.config import BatchSettings
@@ -56,7 +57,7 @@ async def test_another_goes_on_with_what_was_published(call: str) -> None:
             complete = await serve_one(cluster, number)
             assert len(cluster.dead) == number + 1
             assert complete.timeline.prefill_worker not in cluster.dead
-            assert complete.usage.cached_tokens.host == 16 * number
+            assert tiers_from_pb(complete.usage.cached_tokens).get("host", 0) == 16 * number
             await cluster.settle()
         await at_rest(cluster)
 
@@ -81,7 +82,7 @@ async def test_decode_prefills_while_no_prefill_worker_is_left() -> None:
         arm(cluster, "commit", 2)
         complete = await serve_one(cluster, 0)
         assert complete.timeline.prefill_worker == ""
-        assert complete.usage.cached_tokens.host == 16 * 2
+        assert tiers_from_pb(complete.usage.cached_tokens).get("host", 0) == 16 * 2
         assert (await serve_one(cluster, 1)).timeline.prefill_worker == ""
         replacement = await cluster.add(Role.PREFILL)
         assert (await serve_one(cluster, 2)).timeline.prefill_worker == replacement

@@ -15,6 +15,7 @@ from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.rest import at_rest
 from tests.local_cluster import cluster as local_cluster
 from tests.local_cluster.cluster import Sizes
+from wire.convert import tiers_from_pb
 from wire.layout import KVLayout
 
 pytestmark = pytest.mark.redis
@@ -43,7 +44,7 @@ class Release:
             await at_rest(cluster)
             cluster.move_to_cold()
             assert reader.complete is not None
-            return reader.complete.usage.cached_tokens.redis
+            return tiers_from_pb(reader.complete.usage.cached_tokens).get("redis", 0)
 
     @asynccontextmanager
     async def _running(self, model: HashModel, redis_url: str) -> AsyncIterator[FaultyCluster]:

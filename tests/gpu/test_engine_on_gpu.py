@@ -60,6 +60,6 @@ def test_hits_in_host_and_cold_tier_change_nothing(folder: Path) -> None:
     node.write_all_cold()
     restarted = Node(model, cold=cold)
     in_cold = prefill(make_core(model, restarted), prompts(folder), GREEDY)
-    assert [run.fetched[0].host for run in in_host] == [run.fetched[0].redis for run in in_cold]
+    assert [run.fetched[0].found["host"] for run in in_host] == [run.fetched[0].found["redis"] for run in in_cold]
     for where, runs in ((node, in_host), (restarted, in_cold)):
         assert [tuple(run.outputs[0]) for run in resume(make_core(model, where), runs)] == expected

@@ -9,8 +9,7 @@ from engine.model.batch import Model
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.tiers.memory_tier import MemoryTier
-from router.admission import Bounds
-from router.config import ClusterAccess, RouterConfig, ServedModel, StreamBounds
+from router.config import AdmissionBounds, ClusterAccess, RouterConfig, ServedModel, StreamBounds
 from router.controller_port import LocalController
 from router.local_worker_client import LocalWorkerClient
 from router.router import Router
@@ -22,7 +21,7 @@ from text.codec import TextCodec
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
-from wire.pools import ListedWorker, PoolSizes, Role
+from wire.pools import PoolSizes, Role, Worker
 from worker.assembly import Assembly, Tiers
 from worker.config import BatchSettings
 from worker.engine_watch import MAX_SILENCE_S
@@ -35,7 +34,7 @@ class Sizes:
     num_blocks: int = 256
     num_slots: int = 512
     batch: BatchSettings = field(default_factory=BatchSettings)
-    admission: Bounds = field(default_factory=Bounds)
+    admission: AdmissionBounds = field(default_factory=AdmissionBounds)
     streams: StreamBounds = field(default_factory=StreamBounds)
     max_silence_s: float = MAX_SILENCE_S
 
@@ -84,7 +83,7 @@ class LocalCluster:
         for name in names:
             if name not in self.workers:
                 self.workers[name] = await self._start_worker(name)
-        refused = await self.router.membership.set([ListedWorker(WorkerId(name), _role(name), name) for name in names])
+        refused = await self.router.membership.set([Worker(WorkerId(name), _role(name), name) for name in names])
         assert refused == {}
 
     async def generate(self, request: pb.GenerateRequest, time_left_s: float | None = 60.0) -> Output:

@@ -6,6 +6,7 @@ import pytest
 from engine.model.hash_model import HashModel
 from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster
 from tests.router.fake_cluster import Output
+from wire.convert import status_of, tiers_from_pb
 from wire.ids import PageId, RequestId
 from wire.layout import KVLayout
 from wire.pb import cluster_pb2, worker_pb2
@@ -25,7 +26,11 @@ async def at_rest(cluster: LocalCluster) -> cluster_pb2.ClusterStatus:
     """The status once nothing is under way: nothing held, nothing referenced, nothing wrong."""
     status = await cluster.status()
     async with asyncio.timeout(5):
-        while status.problems or status.host.num_holds or any(one.blocks.published for one in status.workers):
+        while (
+            status.problems
+            or status_of("host", status.tiers).counts["holds"]
+            or any(one.blocks.published for one in status.workers)
+        ):
             await asyncio.sleep(0.01)
             status = await cluster.status()
     assert not status.num_running
@@ -65,10 +70,10 @@ async def test_the_next_turn_is_a_hit_on_both_sides() -> None:
         first = await cluster.generate(ask())
         prompt = (*PROMPT, *first.token_ids[0], 5, 6)
         second = await cluster.generate(ask(prompt))
-    cached = second.complete.usage.cached_tokens
+    cached = tiers_from_pb(second.complete.usage.cached_tokens)
     assert second.token_ids[0] == MODEL.oracle(prompt, 40)
-    assert cached.device == len(PROMPT) // 16 * 16, "what prefill itself had computed"
-    assert cached.device + cached.host == (len(PROMPT) + 39) // 16 * 16, "what decode filled comes from the arena"
+    assert cached["device"] == len(PROMPT) // 16 * 16, "what prefill itself had computed"
+    assert cached["device"] + cached["host"] == (len(PROMPT) + 39) // 16 * 16, "what decode filled comes from the arena"
 
 
 async def test_many_at_once_with_little_memory() -> None:

@@ -162,7 +162,7 @@ async def test_each_request_leaves_one_line_without_a_word_of_its_client(caplog:
             await cluster.generate(too_long)
     lines = [record for record in caplog.records if record.getMessage() == "request ended"]
     (line,) = lines[:1]
-    told = vars(line)["baton_fields"]
+    told = vars(line)
     assert told["request_id"] == "r-1"
     assert (told["outcome"], told["prompt_tokens"], told["output_tokens"]) == ("OK", len("my secret"), 3)
     assert (told["prefill_worker"], told["decode_worker"], told["attempts"]) == ("p0", "d0", 1)

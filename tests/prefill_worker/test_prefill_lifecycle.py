@@ -25,7 +25,7 @@ from worker.lifecycle import Withdrawn
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, Update
 
-TIERS = TierTokens(device=16, host=20, computed=4)
+TIERS = TierTokens({"device": 16, "host": 20}, computed=4)
 
 
 def request(num_choices: int = 1) -> HandOff:
@@ -73,7 +73,7 @@ def test_answers_at_once_if_every_choice_ends_with_its_first_token() -> None:
     steps: list[list[Event]] = [
         [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0)],
         [Emitted(ID, 0, 0, 7, None), Finished(ID, 0, FinishReason.STOP, 7)],
-        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens(device=40)), Started(ID, 1)],
+        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), Started(ID, 1)],
         [Emitted(ID, 1, 0, 8, None), Finished(ID, 1, FinishReason.LENGTH)],
     ]
     todo = run(lifecycle(2), steps)
@@ -113,8 +113,8 @@ def test_names_the_gate_at_which_it_waited() -> None:
 def test_usage_is_what_the_leader_first_found() -> None:
     steps: list[list[Event]] = [
         [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0), Preempted(ID, 0)],
-        [Scheduled(ID, 0), Fetched(ID, 0, TierTokens(device=40)), Emitted(ID, 0, 0, 7, None)],
-        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens(device=40)), Emitted(ID, 1, 0, 8, None)],
+        [Scheduled(ID, 0), Fetched(ID, 0, TierTokens({"device": 40})), Emitted(ID, 0, 0, 7, None)],
+        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), Emitted(ID, 1, 0, 8, None)],
         [HandedOff(ID, 3)],
     ]
     (answer,) = updates(run(lifecycle(2), steps))

@@ -16,7 +16,7 @@ from text.byte_tokenizer import ByteTokenizer
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
-from wire.pools import ListedWorker, PoolSizes, Role
+from wire.pools import PoolSizes, Role, Worker
 
 VOCAB_SIZE = 300
 PROMPT = "hello, world"
@@ -62,9 +62,7 @@ class FakeCluster:
         return await self.enlist(*roles)
 
     async def enlist(self, *names: str) -> dict[WorkerId, str]:
-        return await self.router.membership.set(
-            [ListedWorker(WorkerId(one), self.workers[one].role, one) for one in names]
-        )
+        return await self.router.membership.set([Worker(WorkerId(one), self.workers[one].role, one) for one in names])
 
     def open(self, request: pb.GenerateRequest, time_left_s: float | None = 20.0) -> Session:
         return self.router.dispatcher.open(request, time_left_s)

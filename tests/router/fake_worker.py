@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from router.worker_client import DecodeUpdates
+from wire.convert import tiers_to_pb
 from wire.errors import BatonError
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.layout import KVLayout
@@ -50,7 +51,7 @@ class FakeWorker:
     epoch: str = ""
     engine_silent_s: float = 0.0
     status_refusal: BatonError | None = None
-    redis: worker_pb2.RedisTierStatus = field(default_factory=worker_pb2.RedisTierStatus)
+    redis: worker_pb2.TierStatus = field(default_factory=worker_pb2.TierStatus)
     may_go: asyncio.Event = field(default_factory=asyncio.Event)
     open_calls: int = 0
     prefills: list[worker_pb2.PrefillRequest] = field(default_factory=list)
@@ -79,9 +80,8 @@ class FakeWorker:
         status = worker_pb2.WorkerStatus(
             worker_id=self.worker_id, role=self.role.value, state=self.state, engine_silent_s=self.engine_silent_s
         )
-        status.host.num_holds = len(self.prefills)
-        status.host.epoch = self.epoch
-        status.redis.CopyFrom(self.redis)
+        status.tiers.add(tier="host", epoch=self.epoch, counts={"holds": len(self.prefills)})
+        status.tiers.add(tier="redis").MergeFrom(self.redis)
         status.problems.extend(["a page is lost"] if request.check and self.state == "broken" else [])
         return status
 
@@ -96,7 +96,7 @@ class FakeWorker:
         return worker_pb2.PrefillResponse(
             attempt=request.attempt,
             choices=[self._next(request, index, ()) for index in range(request.sampling_params.n)],
-            cached_tokens=pb.TierCounts(host=1),
+            cached_tokens=tiers_to_pb({"host": 1}),
             computed_tokens=num_prompt - 1,
             num_held_blocks=-(-num_prompt // LAYOUT.block_size),
             spans=[pb.Span(name="prefill.compute", worker=self.worker_id, start_ms=0.0, duration_ms=0.01)],
@@ -107,7 +107,7 @@ class FakeWorker:
         self.open_calls += 1
         try:
             so_far = {choice.index: list(choice.output.ids) for choice in request.choices}
-            fetched = worker_pb2.Fetched(fetched_tokens=pb.TierCounts(device=2))
+            fetched = worker_pb2.Fetched(fetched_tokens=tiers_to_pb({"device": 2}))
             yield worker_pb2.DecodeUpdate(attempt=request.attempt, fetched=fetched)
             while so_far:
                 await self._consent()

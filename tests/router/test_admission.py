@@ -1,6 +1,7 @@
 import pytest
 
-from router.admission import Admission, Bounds
+from router.admission import Admission
+from router.config import AdmissionBounds
 from wire.errors import Overloaded, RequestExists
 from wire.ids import RequestId
 
@@ -8,7 +9,7 @@ A, B, C, D = (RequestId(name) for name in "abcd")
 
 
 def test_requests_are_queued_until_their_first_token() -> None:
-    admission = Admission(Bounds())
+    admission = Admission(AdmissionBounds())
     admission.admit(A, 10)
     admission.admit(B, 10)
     admission.started(A)
@@ -22,12 +23,12 @@ def test_requests_are_queued_until_their_first_token() -> None:
 @pytest.mark.parametrize(
     ("bounds", "reason"),
     [
-        (Bounds(max_open_requests=3), "open"),
-        (Bounds(max_queued_requests=2), "requests are queued"),
-        (Bounds(max_queued_bytes=25), "bytes"),
+        (AdmissionBounds(max_open_requests=3), "open"),
+        (AdmissionBounds(max_queued_requests=2), "requests are queued"),
+        (AdmissionBounds(max_queued_bytes=25), "bytes"),
     ],
 )
-def test_each_bound_refuses_with_a_time_to_retry(bounds: Bounds, reason: str) -> None:
+def test_each_bound_refuses_with_a_time_to_retry(bounds: AdmissionBounds, reason: str) -> None:
     admission = Admission(bounds)
     for request_id in (A, B, C):
         admission.admit(request_id, 10)
@@ -41,7 +42,7 @@ def test_each_bound_refuses_with_a_time_to_retry(bounds: Bounds, reason: str) ->
 
 
 def test_room_is_wanting_where_no_request_may_come_in() -> None:
-    admission = Admission(Bounds(max_open_requests=3, max_queued_requests=2, max_queued_bytes=10))
+    admission = Admission(AdmissionBounds(max_open_requests=3, max_queued_requests=2, max_queued_bytes=10))
     admission.admit(A, 10)
     admission.require_room()
     admission.admit(B, 0)
@@ -56,7 +57,7 @@ def test_room_is_wanting_where_no_request_may_come_in() -> None:
 
 
 def test_a_refused_request_takes_no_room() -> None:
-    admission = Admission(Bounds(max_queued_bytes=10))
+    admission = Admission(AdmissionBounds(max_queued_bytes=10))
     with pytest.raises(Overloaded):
         admission.admit(A, 11)
     admission.admit(A, 10)
@@ -64,7 +65,7 @@ def test_a_refused_request_takes_no_room() -> None:
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_an_id_is_taken_once(is_running: bool) -> None:
-    admission = Admission(Bounds())
+    admission = Admission(AdmissionBounds())
     admission.admit(A, 1)
     if is_running:
         admission.started(A)

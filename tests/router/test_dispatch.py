@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from router.admission import Bounds
-from router.config import RouterConfig
+from router.config import AdmissionBounds, RouterConfig
 from router.events import Stopped
 from tests.router.fake_cluster import CONFIG, PROMPT, Output, collect, expected, request, running, until
 from tests.router.fake_worker import FakeWorker
+from wire.convert import tiers_to_pb
 from wire.errors import (
     AttemptsExhausted,
     BatonError,
@@ -46,7 +46,7 @@ async def test_a_request_goes_through_both_pools() -> None:
         assert_is_whole(output, 9)
         assert (output.complete.timeline.prefill_worker, output.complete.timeline.decode_worker) == ("p0", "d0")
         assert output.complete.usage.prompt_tokens == len(PROMPT)
-        assert output.complete.usage.cached_tokens == pb.TierCounts(host=1)
+        assert output.complete.usage.cached_tokens == tiers_to_pb({"host": 1})
         handed_over = cluster.workers["d0"].decodes[0]
         assert list(handed_over.choices[0].output.ids) == expected(9)[:1]
         assert handed_over.namespace_root == cluster.workers["p0"].prefills[0].namespace_root
@@ -64,7 +64,7 @@ async def test_without_prefill_workers_decode_does_it_all() -> None:
     async with running(0, 1) as cluster:
         output = await cluster.generate(request(max_tokens=9))
         assert_is_whole(output, 9)
-        assert output.complete.usage.cached_tokens == pb.TierCounts(device=2)
+        assert output.complete.usage.cached_tokens == tiers_to_pb({"device": 2})
         assert output.complete.timeline.prefill_worker == ""
 
 
@@ -336,7 +336,7 @@ async def test_holds_are_released_once_decode_has_fetched() -> None:
 
 
 async def test_the_queue_is_bounded() -> None:
-    config = replace(CONFIG, admission=Bounds(max_queued_requests=3))
+    config = replace(CONFIG, admission=AdmissionBounds(max_queued_requests=3))
     async with running(1, 1, config) as cluster:
         cluster.workers["p0"].may_go.clear()
         sessions = [cluster.open(request()) for _ in range(3)]

@@ -5,13 +5,13 @@ import pytest
 
 from router.hold_keeper import HoldKeeper
 from router.local_worker_client import LocalWorkerClient
-from router.members import Member, Members, WorkerState
+from router.members import Member, Members
 from tests.router.fake_cluster import until
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from wire.errors import Unavailable
 from wire.ids import BlockKey, RequestId, WorkerId
 from wire.pb import worker_pb2
-from wire.pools import Role
+from wire.pools import Role, WorkerState
 
 A, B = RequestId("a"), RequestId("b")
 FIVE = [BlockKey(bytes([number]) * 32) for number in range(5)]

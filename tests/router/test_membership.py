@@ -6,14 +6,14 @@ import pytest
 
 from router.controller_port import LocalController
 from router.local_worker_client import LocalWorkerClient
-from router.members import Member, Members, WorkerState
+from router.members import Member, Members
 from router.membership import Membership
 from tests.router.fake_cluster import until
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from wire.errors import PairRefused, Unavailable, WorkerLeaving, WorkerNotFound
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import worker_pb2
-from wire.pools import ListedWorker, PoolSizes, Role
+from wire.pools import PoolSizes, Role, Worker, WorkerState
 
 D0, D1 = WorkerId("d0"), WorkerId("d1")
 
@@ -30,7 +30,12 @@ class Club:
         self.membership = Membership(self.members, self._connect, self.port, self._changed)
 
     async def list(self, *addresses: str, draining: bool = False) -> dict[WorkerId, str]:
-        listed = [ListedWorker(self.workers[one].worker_id, Role.DECODE, one, draining) for one in addresses]
+        listed = [
+            Worker(
+                self.workers[one].worker_id, Role.DECODE, one, WorkerState.DRAINING if draining else WorkerState.READY
+            )
+            for one in addresses
+        ]
         return await self.membership.set(listed)
 
     @property
@@ -113,7 +118,7 @@ async def test_a_refused_worker_is_told_of_and_may_be_listed_again(club: Club) -
 
 async def test_another_worker_at_the_address_is_refused(club: Club) -> None:
     club.workers["here"].worker_id = D1
-    refused = await club.membership.set([ListedWorker(D0, Role.DECODE, "here")])
+    refused = await club.membership.set([Worker(D0, Role.DECODE, "here")])
     assert "another worker" in refused[D0]
 
 

@@ -6,6 +6,7 @@ import pytest
 from router.metrics import RequestMetrics
 from router.pace import Pace
 from router.record import GATES, RequestRecord, RequestSummary, outcome_of
+from wire.convert import tiers_from_pb
 from wire.errors import InvalidRequest, Overloaded
 from wire.ids import RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
@@ -16,7 +17,7 @@ def value(metrics: RequestMetrics, name: str, **labels: str) -> float | None:
 
 
 def record(
-    outcome: str = "OK", cached: pb.TierCounts | None = None, num_attempts: int = 1, spans: Mapping[str, float] = {}
+    outcome: str = "OK", cached: Mapping[str, int] | None = None, num_attempts: int = 1, spans: Mapping[str, float] = {}
 ) -> RequestRecord:
     """A request with a prompt of 100 tokens that took two seconds; `spans` by name, in ms."""
     summary = RequestSummary(100, 7, cached, WorkerId("p0"), WorkerId("d0"), num_attempts)
@@ -56,7 +57,7 @@ def test_requests_are_counted_by_what_they_came_to() -> None:
 
 def test_a_tier_is_asked_for_what_no_nearer_one_had() -> None:
     metrics = RequestMetrics()
-    metrics.ended(record(cached=pb.TierCounts(device=50, host=30, redis=5)))
+    metrics.ended(record(cached={"device": 50, "host": 30, "redis": 5}))
     metrics.ended(record("CANCELLED"))
     asked = [value(metrics, "prefix_cache_queries_total", tier=tier) for tier in ("device", "host", "redis")]
     found = [value(metrics, "prefix_cache_hits_total", tier=tier) for tier in ("device", "host", "redis")]
@@ -64,7 +65,7 @@ def test_a_tier_is_asked_for_what_no_nearer_one_had() -> None:
     assert found == [50, 30, 5]
     assert value(metrics, "prompt_tokens_total") == 100, "the other one was never looked up"
     use = metrics.prefix_cache
-    assert (use.queries, use.device, use.host, use.redis) == (100, 50, 30, 5)
+    assert (use.queries, tiers_from_pb(use.hits)) == (100, {"device": 50, "host": 30, "redis": 5})
 
 
 def test_waiting_is_told_by_gate() -> None:
@@ -87,7 +88,7 @@ def test_two_routers_in_a_process_have_nothing_in_common() -> None:
 
 def test_what_the_log_says_of_a_request() -> None:
     spans = {"prefill.queue": 5.0, "decode.wait_pages": 20.04}
-    assert record(cached=pb.TierCounts(host=32), num_attempts=2, spans=spans).values == {
+    assert record(cached={"host": 32}, num_attempts=2, spans=spans).values == {
         "request_id": "r-1",
         "outcome": "OK",
         "prompt_tokens": 100,

@@ -36,8 +36,8 @@ async def test_from_start_to_stop(tmp_path: Path) -> None:
     assert set(started) == {"address", "operator_address", "metrics_address"}
     async with served(FakeWorker(WorkerId("d0"), Role.DECODE), CONFIG.cluster.token) as (_, address):
         members = [
-            {"worker_id": "d0", "role": "decode", "address": address},
-            {"worker_id": "p0", "role": "prefill", "address": "127.0.0.1:1"},
+            {"id": "d0", "role": "decode", "address": address, "state": "ready"},
+            {"id": "p0", "role": "prefill", "address": "127.0.0.1:1", "state": "ready"},
         ]
         assert list(json.loads(await actor.set_members(json.dumps(members)))) == ["p0"]
         async with grpc.aio.insecure_channel(started["address"]) as channel:

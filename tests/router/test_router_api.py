@@ -16,11 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.addresses import Addresses
-from router.admission import Bounds
-from router.config import Listeners, RouterConfig
+from router.config import AdmissionBounds, Listeners, RouterConfig
 from router.door import MAX_ARRIVING
 from router.server import RouterServer
 from tests.router.fake_cluster import CONFIG, FakeCluster, expected, request, until
+from wire.convert import status_of, tiers_from_pb
 from wire.errors import ConfigError
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2, worker_pb2
@@ -210,7 +210,7 @@ async def test_our_own_deadline_is_told_as_such() -> None:
 
 
 async def test_a_full_queue_refuses_quickly() -> None:
-    async with serving(replace(CONFIG, admission=Bounds(max_queued_requests=4))) as service:
+    async with serving(replace(CONFIG, admission=AdmissionBounds(max_queued_requests=4))) as service:
         service.cluster.workers["p0"].may_go.clear()
         calls = [service.inference.Generate(request()) for _ in range(4)]
         readings = [asyncio.create_task(read(call)) for call in calls]
@@ -227,7 +227,7 @@ async def test_a_full_queue_refuses_quickly() -> None:
 
 
 async def test_a_full_router_refuses_before_the_message_is_there() -> None:
-    async with serving(replace(CONFIG, admission=Bounds(max_open_requests=1))) as service:
+    async with serving(replace(CONFIG, admission=AdmissionBounds(max_open_requests=1))) as service:
         service.cluster.workers["p0"].may_go.clear()
         reading = asyncio.create_task(read(service.inference.Generate(request())))
         await until(lambda: service.cluster.router.dispatcher.num_queued == 1)
@@ -242,7 +242,7 @@ async def test_a_full_router_refuses_before_the_message_is_there() -> None:
 
 
 async def test_a_request_whose_room_went_while_it_was_on_its_way_is_refused_once() -> None:
-    async with serving(replace(CONFIG, admission=Bounds(max_open_requests=1))) as service:
+    async with serving(replace(CONFIG, admission=AdmissionBounds(max_open_requests=1))) as service:
         service.cluster.workers["p0"].may_go.clear()
         late = service.without_message(GENERATE)
         await until(lambda: service.server.num_arriving == 1)
@@ -291,8 +291,8 @@ async def test_a_bug_tells_nothing_of_itself_but_where_the_log_has_it(
     assert failure.code() == Code.INTERNAL
     assert "secret" not in (failure.details() or "")
     (logged,) = (vars(record) for record in caplog.records if record.levelname == "ERROR")
-    assert logged["baton_fields"]["incident"] == info_of(failure).metadata["incident"]
-    assert logged["baton_fields"]["request_id"]
+    assert logged["incident"] == info_of(failure).metadata["incident"]
+    assert logged["request_id"]
     assert "a secret" in str(logged["exc_info"][1])
     assert len(await read(service.inference.Generate(request(max_tokens=2)))) == 3
 
@@ -373,7 +373,7 @@ async def test_status_is_gathered_from_the_workers(service: Service) -> None:
         ("p0", "prefill", "ready"),
         ("d0", "decode", "ready"),
     ]
-    assert status.host.num_holds == 1
+    assert status_of("host", status.tiers).counts["holds"] == 1
     assert list(status.problems) == []
 
 
@@ -385,7 +385,10 @@ async def test_metrics_have_a_port_of_their_own_which_the_status_tells() -> None
         text = await asyncio.to_thread(scrape, status.metrics_address)
         assert 'baton_requests_total{outcome="OK"} 1.0' in text
         assert 'baton_requests_total{outcome="INVALID_ARGUMENT"} 1.0' in text
-        assert (status.prefix_cache.queries, status.prefix_cache.host) == (len("hello, world"), 1)
+        assert (status.prefix_cache.queries, tiers_from_pb(status.prefix_cache.hits)["host"]) == (
+            len("hello, world"),
+            1,
+        )
         port = int(status.metrics_address.rpartition(":")[2])
         other = FakeCluster(replace(CONFIG, listeners=Listeners(metrics_port=port)))
         with pytest.raises(ConfigError, match=str(port)):
@@ -401,7 +404,7 @@ def scrape(address: str) -> str:
 
 async def test_events_of_router_and_controller_stand_in_their_order(service: Service) -> None:
     watch, port = service.cluster.router.watch, service.cluster.port
-    watch.last = cluster_pb2.ClusterStatus(host=worker_pb2.HostTierStatus(epoch="e1"))
+    watch.last = cluster_pb2.ClusterStatus(tiers=[worker_pb2.TierStatus(tier="host", epoch="e1")])
     service.cluster.workers["p0"].epoch = "e2"
     await port.worker_lost(WorkerId("d9"))
     await watch.read()
@@ -412,11 +415,12 @@ async def test_events_of_router_and_controller_stand_in_their_order(service: Ser
 
 async def test_each_worker_speaks_to_redis_for_itself(service: Service) -> None:
     for name, state, num_hits in (("p0", "up", 3), ("d0", "broken", 4)):
-        redis = worker_pb2.RedisTierStatus(state=state, hits=num_hits, errors=num_hits, written=10)
+        redis = worker_pb2.TierStatus(state=state, counts={"hits": num_hits, "errors": num_hits, "written": 10})
         service.cluster.workers[name].redis = redis
     status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
-    assert (status.redis.state, status.redis.hits, status.redis.errors) == ("broken", 7, 7)
-    assert status.redis.written == 10, "by the node's service, of which both know"
+    redis = status_of("redis", status.tiers)
+    assert (redis.state, redis.counts["hits"], redis.counts["errors"]) == ("broken", 7, 7)
+    assert redis.counts["written"] == 10, "by the node's service, of which both know"
 
 
 async def test_status_counts_requests_and_tells_of_problems(service: Service) -> None:

@@ -3,8 +3,7 @@ from typing import Any
 
 import pytest
 
-from router.admission import Bounds
-from router.config import Listeners, RouterConfig
+from router.config import AdmissionBounds, Listeners, RouterConfig
 from tests.router.fake_cluster import CONFIG
 from wire.errors import ConfigError
 
@@ -30,7 +29,7 @@ def test_there_and_back() -> None:
 def test_what_is_not_given_has_its_default() -> None:
     config = RouterConfig.from_json(changed("listeners", None))
     assert config.listeners == Listeners(host="127.0.0.1", grpc_port=0, operator_port=0)
-    assert RouterConfig.from_json(changed("admission", {"max_queued_requests": 7})).admission == Bounds(
+    assert RouterConfig.from_json(changed("admission", {"max_queued_requests": 7})).admission == AdmissionBounds(
         max_queued_requests=7
     )
 

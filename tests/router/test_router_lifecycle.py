@@ -37,6 +37,7 @@ from router.events import (
 from router.lifecycle import RequestLifecycle
 from text.byte_tokenizer import ByteTokenizer
 from text.incremental import IncrementalText
+from wire.convert import tiers_to_pb
 from wire.errors import (
     AttemptsExhausted,
     BatonError,
@@ -63,14 +64,14 @@ def tokens(text: str, position: int, index: int = 0, **ending: Any) -> worker_pb
 
 
 def prefilled(*choices: worker_pb2.ChoiceTokens, attempt: int = 1) -> PrefillAnswered:
-    counts = pb.TierCounts(device=4, redis=2)
+    counts = tiers_to_pb({"device": 4, "redis": 2})
     return PrefillAnswered(attempt, worker_pb2.PrefillResponse(choices=choices, cached_tokens=counts))
 
 
 def decoded(*choices: worker_pb2.ChoiceTokens, attempt: int = 1, has_fetched: int | None = None) -> DecodeUpdated:
     update = worker_pb2.DecodeUpdate(choices=choices)
     if has_fetched is not None:
-        update.fetched.fetched_tokens.host = has_fetched
+        update.fetched.fetched_tokens.add(tier="host", tokens=has_fetched)
     return DecodeUpdated(attempt, update)
 
 
@@ -127,7 +128,9 @@ def test_a_request_from_beginning_to_end() -> None:
         SendComplete(
             pb.Complete(
                 choices=[pb.Choice(index=0, finish_reason=LENGTH)],
-                usage=pb.Usage(prompt_tokens=6, completion_tokens=4, cached_tokens=pb.TierCounts(device=4, redis=2)),
+                usage=pb.Usage(
+                    prompt_tokens=6, completion_tokens=4, cached_tokens=tiers_to_pb({"device": 4, "redis": 2})
+                ),
                 seed=5,
             ),
             P0,
@@ -149,7 +152,7 @@ def test_without_prefill_workers() -> None:
     assert play(life, NoPrefillWorker(1)) == [ChooseDecode(1)]
     assert play(life, DecodeChosen(1, D0)) == [StartDecode(1, D0, (so_far(""),))]
     instructions = play(life, decoded(tokens("ab", 0, finish_reason=LENGTH), has_fetched=3), DecodeEnded(1))
-    assert complete_of(instructions).usage.cached_tokens == pb.TierCounts(host=3)
+    assert complete_of(instructions).usage.cached_tokens == tiers_to_pb({"host": 3})
     assert isinstance(instructions[-1], SendComplete)
     assert instructions[-1].prefill_worker is None
 
@@ -157,7 +160,7 @@ def test_without_prefill_workers() -> None:
 def test_usage_is_what_prefill_saw_whatever_decode_fetches() -> None:
     life = lifecycle(*DECODING, decoded(has_fetched=6))
     instructions = play(life, decoded(tokens("b", 1, finish_reason=LENGTH)), DecodeEnded(1))
-    assert complete_of(instructions).usage.cached_tokens == pb.TierCounts(device=4, redis=2)
+    assert complete_of(instructions).usage.cached_tokens == tiers_to_pb({"device": 4, "redis": 2})
 
 
 @pytest.mark.parametrize(

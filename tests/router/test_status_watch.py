@@ -12,8 +12,8 @@ def status(redis: str = "up", epoch: str = "e1", silent_s: float = 0.0) -> clust
     made = cluster_pb2.ClusterStatus()
     made.workers.add(worker_id="decode-0", blocks=blocks, engine_silent_s=silent_s)
     made.workers.add(worker_id="decode-1", blocks=blocks, engine_silent_s=0.5)
-    made.redis.state = redis
-    made.host.epoch = epoch
+    made.tiers.add(tier="host", epoch=epoch)
+    made.tiers.add(tier="redis", state=redis)
     return made
 
 
@@ -26,10 +26,10 @@ NOTHING = cluster_pb2.ClusterStatus()
         (NOTHING, status(), []),
         (status(), status(), []),
         (status(), NOTHING, []),
-        (status(), status(redis="broken"), ["Redis does not answer"]),
+        (status(), status(redis="broken"), ["tier redis does not answer"]),
         (status(redis="broken"), status(redis="broken"), []),
-        (status(redis="broken"), status(), ["Redis answers again"]),
-        (status(epoch="e1"), status(epoch="e2"), ["the arena's directory is a new one"]),
+        (status(redis="broken"), status(), ["tier redis answers again"]),
+        (status(epoch="e1"), status(epoch="e2"), ["the directory of tier host is a new one"]),
         (status(), status(silent_s=9.0), []),
         (status(silent_s=9.0), status(silent_s=11.0), ["decode-0 is silent for 11 s"]),
         (NOTHING, status(silent_s=23.0), ["decode-0 is silent for 23 s"]),
@@ -64,5 +64,5 @@ async def test_changes_are_remembered_with_their_age() -> None:
         async with asyncio.timeout(WAIT_S):
             await watch.read()
         (event,) = watch.events
-        assert event.text.startswith("the arena's directory")
+        assert event.text.startswith("the directory of tier host")
         assert 0 <= event.age_s < WAIT_S

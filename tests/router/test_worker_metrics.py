@@ -20,7 +20,7 @@ def worker(name: str, role: str = "decode", redis: str = "up") -> worker_pb2.Wor
         cached_prompt_tokens=12,
         generated_tokens=13,
         engine_silent_s=0.5,
-        redis=worker_pb2.RedisTierStatus(state=redis, hits=4, misses=5, errors=6),
+        tiers=[worker_pb2.TierStatus(tier="redis", state=redis, counts={"hits": 4, "misses": 5, "errors": 6})],
     )
 
 
@@ -29,10 +29,9 @@ class Cluster:
 
     def __init__(self, *workers: worker_pb2.WorkerStatus) -> None:
         self.status = cluster_pb2.ClusterStatus(num_running=8, num_queued=9, workers=workers)
-        self.status.host.blocks.CopyFrom(worker_pb2.BlockCounts(free=60, published=20, cached=20, total=100))
-        self.status.host.num_holds = 6
-        self.status.redis.state = "up"
-        self.status.redis.written = 10
+        blocks = worker_pb2.BlockCounts(free=60, published=20, cached=20, total=100)
+        self.status.tiers.add(tier="host", blocks=blocks, counts={"holds": 6})
+        self.redis = self.status.tiers.add(tier="redis", state="up", counts={"written": 10})
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(WorkerCollector(lambda: self.status))
 
@@ -60,7 +59,7 @@ def test_cached_blocks_can_be_had_and_do_not_count_as_used() -> None:
     assert cluster.value("kv_cache_usage_perc", role="decode", worker="d0", tier="device") == 0.25
     assert cluster.value("kv_cache_usage_perc", role="node", worker="node", tier="host") == 0.2
     assert cluster.value("kv_blocks", role="decode", worker="d0", tier="device", state="draining") == 5
-    assert cluster.value("host_holds") == 6
+    assert cluster.value("tier_holds", tier="host") == 6
 
 
 def test_a_worker_that_does_not_answer_is_down_and_tells_nothing_else() -> None:
@@ -82,15 +81,15 @@ def test_a_worker_that_is_gone_is_gone_from_here() -> None:
 @pytest.mark.parametrize(("state", "up"), [("up", 1.0), ("broken", 0.0)])
 def test_each_worker_has_its_own_line_to_redis(state: str, up: float) -> None:
     cluster = Cluster(worker("d0", redis=state))
-    assert cluster.value("redis_up", role="decode", worker="d0") == up
-    assert cluster.value("redis_hits_total", role="decode", worker="d0") == 4
-    assert cluster.value("redis_errors_total", role="decode", worker="d0") == 6
-    assert cluster.value("redis_written_total", role="node", worker="node") == 10
+    assert cluster.value("tier_up", role="decode", worker="d0", tier="redis") == up
+    assert cluster.value("tier_hits_total", role="decode", worker="d0", tier="redis") == 4
+    assert cluster.value("tier_errors_total", role="decode", worker="d0", tier="redis") == 6
+    assert cluster.value("tier_written_total", role="node", worker="node", tier="redis") == 10
 
 
 def test_without_redis_nothing_is_said_of_it() -> None:
     cluster = Cluster(worker("d0", redis="off"))
-    cluster.status.redis.state = "off"
+    cluster.redis.state = "off"
     assert "redis" not in cluster.text()
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.logs import LineHandler, fields, render, start_logging
+from wire.logs import LineHandler, render, start_logging
 
 WAIT_S = 10.0
 LOG_A_LOT = """
@@ -59,7 +59,7 @@ def test_an_event_is_one_line_with_its_fields(log: logging.Logger) -> None:
     stream = io.StringIO()
     handler = LineHandler("decode-1", stream)
     log.addHandler(handler)
-    log.info("worker %s is %s", "d1", "lost", extra=fields(request_id="r-1", ttft_ms=1.5, outcome=None))
+    log.info("worker %s is %s", "d1", "lost", extra={"request_id": "r-1", "ttft_ms": 1.5, "outcome": None})
     log.debug("not this one")
     handler.flush()
     (line,) = lines_of(stream)
@@ -102,7 +102,7 @@ def test_a_line_that_cannot_be_written_is_told_of() -> None:
 @given(st.text(), st.text())
 def test_nothing_that_is_logged_can_look_like_another_line(message: str, value: str) -> None:
     record = logging.LogRecord("some", logging.INFO, "", 0, message, (), None)
-    record.__dict__.update(fields(request_id=value))
+    record.__dict__.update(request_id=value)
     line = render(record, "router")
     assert line.endswith("\n")
     assert len(line.splitlines()) == 1

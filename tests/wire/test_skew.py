@@ -1,15 +1,16 @@
-"""Router and worker of two releases: bytes that version 1 wrote keep their meaning, and what is new is passed over."""
+"""Router and worker of two releases: bytes that version 2 wrote keep their meaning, and what is new is passed over."""
 
 import pytest
 from google.protobuf.message import Message
 
+from wire.convert import tiers_to_pb
 from wire.ids import PROTOCOL_VERSION
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 
 SAMPLING = pb.SamplingParams(temperature=0.0, max_tokens=40, min_tokens=3, seed=7, n=2, stop=["a c"])
 PROMPT = pb.TokenIds(ids=[1, 2, 300])
-FETCHED = worker_pb2.Fetched(fetched_tokens=pb.TierCounts(device=16, host=32), computed_tokens=3)
+FETCHED = worker_pb2.Fetched(fetched_tokens=tiers_to_pb({"device": 16, "host": 32}), computed_tokens=3)
 WRITTEN: list[tuple[str, Message]] = [
     (
         "0a03722d3110021a04726f6f7422060a040102ac022a120d0000000028283003380768027203612063",
@@ -38,7 +39,7 @@ WRITTEN: list[tuple[str, Message]] = [
         ),
     ),
     (
-        "0802120c080110011a020a0b2802300b1a080a04081010201003",
+        "0802120c080110011a020a0b2802300b1a1810031a0a0a0664657669636510101a080a04686f73741020",
         worker_pb2.DecodeUpdate(
             attempt=2,
             choices=[
@@ -77,9 +78,9 @@ BY_TYPE = [pytest.param(bytes.fromhex(text), message, id=type(message).__name__)
 
 
 @pytest.mark.parametrize(("written", "message"), BY_TYPE)
-def test_version_1_reads_as_it_was_meant(written: bytes, message: Message) -> None:
+def test_version_2_reads_as_it_was_meant(written: bytes, message: Message) -> None:
     """Whoever changes this speaks another language: then wire.ids.PROTOCOL_VERSION grows, and these bytes with it."""
-    assert PROTOCOL_VERSION == 1
+    assert PROTOCOL_VERSION == 2
     assert type(message).FromString(written) == message
     assert message.SerializeToString(deterministic=True) == written
 

@@ -27,7 +27,7 @@ from worker.lifecycle import Lifecycle, Withdrawn
 from worker.update import Update
 
 ID = RequestId("request")
-TIERS = TierTokens(device=16, host=20, redis=0, computed=4)
+TIERS = TierTokens({"device": 16, "host": 20}, computed=4)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def assert_spans_tile(update: Update, end_s: float) -> None:
 
 
 def _scheduled(draw: st.DrawFn, choice: int) -> list[Event]:
-    tiers = draw(st.sampled_from([TIERS, TierTokens(host=40)]))
+    tiers = draw(st.sampled_from([TIERS, TierTokens({"host": 40})]))
     gates = draw(st.lists(st.sampled_from(Gate), max_size=2))
     held_up = [HeldUp(ID, choice, gate) for gate in gates]
     return [*held_up, Scheduled(ID, choice), Fetched(ID, choice, tiers), Started(ID, choice)]

@@ -21,6 +21,7 @@ from tests.worker.workers import (
     serving,
     tokens_of,
 )
+from wire.convert import status_of
 from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable, Unsupported
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerStub
@@ -77,7 +78,7 @@ async def test_tells_who_it_is_and_how_it_is(stub: WorkerStub) -> None:
     request = worker_pb2.GetWorkerStatusRequest(check=True)
     status = await stub.GetStatus(request, metadata=TOKEN, timeout=TIMEOUT_S)
     assert (status.state, status.blocks.free, list(status.problems)) == ("ready", 256, [])
-    assert status.host.blocks.total == 512
+    assert status_of("host", status.tiers).blocks.total == 512
 
 
 @pytest.mark.parametrize("metadata", [(), ((TOKEN_METADATA, "another's"),)], ids=["no token", "wrong token"])

@@ -5,6 +5,7 @@ from kv_store.block_store import StoreStatus
 from kv_store.tiers.cold_tier import ColdStatus
 from tests.worker.workers import PROMPT, VOCAB_SIZE, decode_request
 from wire.block_counts import BlockCounts
+from wire.convert import tiers_to_pb
 from wire.directory import DirectoryStatus
 from wire.errors import InvalidRequest
 from wire.pb import inference_pb2, worker_pb2
@@ -68,11 +69,11 @@ def test_what_is_not_new_is_not_set() -> None:
 
 def test_an_answer_tells_where_the_prompt_came_from() -> None:
     spans = (Span("prefill.queue", 0.0, 1.5, {"preemptions": 1}),)
-    update = Update((), TierTokens(device=16, host=32, redis=48, computed=4), num_held=7, spans=spans)
+    update = Update((), TierTokens({"device": 16, "host": 32, "redis": 48}, computed=4), num_held=7, spans=spans)
     message = prefill_response_to_pb(2, update, "prefill-0")
     assert message == worker_pb2.PrefillResponse(
         attempt=2,
-        cached_tokens=inference_pb2.TierCounts(device=16, host=32, redis=48),
+        cached_tokens=tiers_to_pb({"device": 16, "host": 32, "redis": 48}),
         computed_tokens=4,
         num_held_blocks=7,
         spans=[
@@ -86,12 +87,14 @@ def test_status_shows_every_tier() -> None:
     store = StoreStatus(directory, ColdStatus("up", hits=4), block_bytes=4096)
     status = status_to_pb(worker_pb2.WorkerInfo(worker_id="w"), "ready", 1.5, STATS, store, ["a"])
     assert (status.blocks.cached, status.blocks.total, status.num_running) == (4, 15, 6)
-    assert (status.host.blocks.published, status.host.num_holds, status.host.block_bytes) == (3, 3, 4096)
-    assert (status.redis.state, status.redis.hits, status.redis.written) == ("up", 4, 5)
+    host, redis = status.tiers
+    assert (host.blocks.published, host.counts["holds"], host.block_bytes) == (3, 3, 4096)
+    assert (redis.state, redis.counts["hits"], redis.counts["written"]) == ("up", 4, 5)
     assert list(status.problems) == ["a"]
 
 
 def test_status_of_a_worker_without_a_store_in_reach() -> None:
     status = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, StoreStatus(None, None, 4096), [])
-    assert status.redis.state == "off"
-    assert status.host.epoch == ""
+    host, redis = status.tiers
+    assert redis.state == "off"
+    assert host.epoch == ""

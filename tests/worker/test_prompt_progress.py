@@ -8,8 +8,8 @@ from worker.prompt_progress import PromptProgress
 from worker.stopwatch import Phase, Stopwatch
 
 ID = RequestId("request")
-FOUND = TierTokens(device=16, host=20)
-LACKING = TierTokens(device=16, computed=24)
+FOUND = TierTokens({"device": 16, "host": 20})
+LACKING = TierTokens({"device": 16}, computed=24)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from tests.worker.workers import (
     serving,
     tokens_of,
 )
+from wire.convert import status_of, tiers_from_pb, tiers_to_pb
 from wire.errors import (
     BatonError,
     Cancelled,
@@ -71,12 +72,12 @@ async def test_hands_a_request_over_and_decode_computes_nothing_of_the_prompt(pr
     answer = await prefill.service.prefill(prefill_request())
     assert answer.computed_tokens == len(PROMPT)
     assert answer.num_held_blocks == 7
-    assert (await prefill.status()).host.num_holds == 1
+    assert status_of("host", (await prefill.status()).tiers).counts["holds"] == 1
     first = list(answer.choices[0].token_ids)
     updates = await collect(decode, decode_request(outputs=[first]))
     assert first + tokens_of(updates) == ORACLE.oracle(PROMPT, 40)
     (fetched,) = [update.fetched for update in updates if update.HasField("fetched")]
-    assert fetched == worker_pb2.Fetched(fetched_tokens=inference_pb2.TierCounts(host=len(PROMPT)), computed_tokens=0)
+    assert fetched == worker_pb2.Fetched(fetched_tokens=tiers_to_pb({"host": len(PROMPT)}), computed_tokens=0)
     status = await decode.at_rest()
     assert status.computed_prompt_tokens == 0
     assert status.generated_tokens == 39
@@ -86,7 +87,7 @@ async def test_hands_a_request_over_and_decode_computes_nothing_of_the_prompt(pr
 async def test_a_second_prompt_finds_the_first_on_the_device(prefill: Worker) -> None:
     await prefill.service.prefill(prefill_request())
     answer = await prefill.service.prefill(prefill_request((*PROMPT, 7, 8), request_id="second"))
-    assert answer.cached_tokens.device == 96
+    assert tiers_from_pb(answer.cached_tokens) == {"device": 96}
     assert answer.computed_tokens == len(PROMPT) + 2 - 96
 
 
@@ -288,9 +289,9 @@ async def test_refuses_what_would_upset_the_engine(
 async def test_renewed_holds_are_kept_and_released_ones_are_not(prefill: Worker) -> None:
     await prefill.service.prefill(prefill_request())
     await prefill.service.renew(worker_pb2.RenewRequest(request_ids=["r"]))
-    assert (await prefill.status()).host.num_holds == 1
+    assert status_of("host", (await prefill.status()).tiers).counts["holds"] == 1
     await prefill.service.release(worker_pb2.ReleaseRequest(request_ids=["r"]))
-    assert (await prefill.status()).host.num_holds == 0
+    assert status_of("host", (await prefill.status()).tiers).counts["holds"] == 0
 
 
 async def test_closing_ends_open_calls(node: Node) -> None:

@@ -18,7 +18,7 @@ def test_tokens_of_a_choice_join() -> None:
 
 
 def test_updates_join_choice_by_choice() -> None:
-    tiers = TierTokens(host=32)
+    tiers = TierTokens({"host": 32})
     first = Update((ChoiceTokens(0, 3, (1, 2)), ChoiceTokens(1, 4, (5,))), prompt=tiers)
     second = Update((ChoiceTokens(1, 5, (6,)), ChoiceTokens(2, 1, (9,))), num_held=4, spans=(Span("end", 1, 2),))
     assert first.followed_by(second) == Update(

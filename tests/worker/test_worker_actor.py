@@ -25,6 +25,7 @@ from prefill_worker.actor import PrefillActor
 from router.grpc_worker_client import GrpcWorkerClient
 from tests.checkpoints import choose_prompt, make_checkpoint
 from tests.worker.workers import decode_request, greedy, prefill_request, tokens_of
+from wire.convert import tiers_from_pb
 from wire.errors import ConfigError, ModelError, Unavailable
 from wire.pb.worker_pb2_grpc import WorkerStub
 from wire.rpc import TOKEN_METADATA
@@ -128,7 +129,7 @@ async def test_processes_serve_a_request_between_them_and_end_well_when_told(
         updates += [update async for update in stream]
     assert first + tokens_of(updates) == list(oracle.token_ids)
     (fetched,) = [update.fetched for update in updates if update.HasField("fetched")]
-    assert (fetched.fetched_tokens.host, fetched.computed_tokens) == (60, 0)
+    assert (tiers_from_pb(fetched.fetched_tokens), fetched.computed_tokens) == ({"host": 60}, 0)
     codes = [await asyncio.to_thread(worker.process.wait, TIMEOUT_S) for worker in workers.values()]
     assert codes == [0, 0]
 

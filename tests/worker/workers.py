@@ -13,7 +13,7 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node_store import HOLD_TTL_S
 from tests.local_worker import local_worker
-from wire.convert import sampling_to_pb
+from wire.convert import sampling_to_pb, status_of
 from wire.layout import KVLayout
 from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
@@ -88,7 +88,7 @@ class Worker:
                 status = await self.status()
                 blocks = status.blocks
                 in_use = blocks.owned + blocks.published + blocks.draining + status.num_running + status.num_waiting
-                if not in_use and not status.host.num_holds:
+                if not in_use and not status_of("host", status.tiers).counts["holds"]:
                     return status
 
 

@@ -1,3 +1,4 @@
+from wire.pb import inference_pb2 as _inference_pb2
 from wire.pb import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -14,42 +15,36 @@ class GetStatusRequest(_message.Message):
     def __init__(self, check: _Optional[bool] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("model", "address", "workers", "num_running", "num_queued", "host", "redis", "events", "problems", "metrics_address", "prefix_cache")
+    __slots__ = ("model", "address", "workers", "num_running", "num_queued", "events", "problems", "metrics_address", "prefix_cache", "tiers")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    REDIS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     model: str
     address: str
     workers: _containers.RepeatedCompositeFieldContainer[_worker_pb2.WorkerStatus]
     num_running: int
     num_queued: int
-    host: _worker_pb2.HostTierStatus
-    redis: _worker_pb2.RedisTierStatus
     events: _containers.RepeatedCompositeFieldContainer[ClusterEvent]
     problems: _containers.RepeatedScalarFieldContainer[str]
     metrics_address: str
     prefix_cache: PrefixCache
-    def __init__(self, model: _Optional[str] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[_worker_pb2.WorkerStatus, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_queued: _Optional[int] = ..., host: _Optional[_Union[_worker_pb2.HostTierStatus, _Mapping]] = ..., redis: _Optional[_Union[_worker_pb2.RedisTierStatus, _Mapping]] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., prefix_cache: _Optional[_Union[PrefixCache, _Mapping]] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[_worker_pb2.TierStatus]
+    def __init__(self, model: _Optional[str] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[_worker_pb2.WorkerStatus, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_queued: _Optional[int] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ..., prefix_cache: _Optional[_Union[PrefixCache, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[_worker_pb2.TierStatus, _Mapping]]] = ...) -> None: ...
 
 class PrefixCache(_message.Message):
-    __slots__ = ("queries", "device", "host", "redis")
+    __slots__ = ("queries", "hits")
     QUERIES_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    REDIS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
     queries: int
-    device: int
-    host: int
-    redis: int
-    def __init__(self, queries: _Optional[int] = ..., device: _Optional[int] = ..., host: _Optional[int] = ..., redis: _Optional[int] = ...) -> None: ...
+    hits: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TierTokens]
+    def __init__(self, queries: _Optional[int] = ..., hits: _Optional[_Iterable[_Union[_inference_pb2.TierTokens, _Mapping]]] = ...) -> None: ...
 
 class ClusterEvent(_message.Message):
     __slots__ = ("age_s", "text")

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from wire.pb import cluster_pb2 as wire_dot_pb_dot_cluster__pb2
+from wire.pb import cluster_pb2 as cluster__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in wire/pb/cluster_pb2_grpc.py depends on'
+        + ' but the generated code in cluster_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,23 +36,23 @@ class ClusterStub:
         """
         self.GetStatus = channel.unary_unary(
                 '/baton.v1.Cluster/GetStatus',
-                request_serializer=wire_dot_pb_dot_cluster__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_cluster__pb2.ClusterStatus.FromString,
+                request_serializer=cluster__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=cluster__pb2.ClusterStatus.FromString,
                 _registered_method=True)
         self.Scale = channel.unary_unary(
                 '/baton.v1.Cluster/Scale',
-                request_serializer=wire_dot_pb_dot_cluster__pb2.ScaleRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_cluster__pb2.ScaleResponse.FromString,
+                request_serializer=cluster__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=cluster__pb2.ScaleResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/baton.v1.Cluster/Drain',
-                request_serializer=wire_dot_pb_dot_cluster__pb2.DrainRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_cluster__pb2.DrainResponse.FromString,
+                request_serializer=cluster__pb2.DrainRequest.SerializeToString,
+                response_deserializer=cluster__pb2.DrainResponse.FromString,
                 _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/baton.v1.Cluster/Shutdown',
-                request_serializer=wire_dot_pb_dot_cluster__pb2.ShutdownRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_cluster__pb2.ShutdownResponse.FromString,
+                request_serializer=cluster__pb2.ShutdownRequest.SerializeToString,
+                response_deserializer=cluster__pb2.ShutdownResponse.FromString,
                 _registered_method=True)
 
 
@@ -91,23 +91,23 @@ def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
-                    request_deserializer=wire_dot_pb_dot_cluster__pb2.GetStatusRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_cluster__pb2.ClusterStatus.SerializeToString,
+                    request_deserializer=cluster__pb2.GetStatusRequest.FromString,
+                    response_serializer=cluster__pb2.ClusterStatus.SerializeToString,
             ),
             'Scale': grpc.unary_unary_rpc_method_handler(
                     servicer.Scale,
-                    request_deserializer=wire_dot_pb_dot_cluster__pb2.ScaleRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_cluster__pb2.ScaleResponse.SerializeToString,
+                    request_deserializer=cluster__pb2.ScaleRequest.FromString,
+                    response_serializer=cluster__pb2.ScaleResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=wire_dot_pb_dot_cluster__pb2.DrainRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_cluster__pb2.DrainResponse.SerializeToString,
+                    request_deserializer=cluster__pb2.DrainRequest.FromString,
+                    response_serializer=cluster__pb2.DrainResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
-                    request_deserializer=wire_dot_pb_dot_cluster__pb2.ShutdownRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_cluster__pb2.ShutdownResponse.SerializeToString,
+                    request_deserializer=cluster__pb2.ShutdownRequest.FromString,
+                    response_serializer=cluster__pb2.ShutdownResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,8 +135,8 @@ class Cluster:
             request,
             target,
             '/baton.v1.Cluster/GetStatus',
-            wire_dot_pb_dot_cluster__pb2.GetStatusRequest.SerializeToString,
-            wire_dot_pb_dot_cluster__pb2.ClusterStatus.FromString,
+            cluster__pb2.GetStatusRequest.SerializeToString,
+            cluster__pb2.ClusterStatus.FromString,
             options,
             channel_credentials,
             insecure,
@@ -162,8 +162,8 @@ class Cluster:
             request,
             target,
             '/baton.v1.Cluster/Scale',
-            wire_dot_pb_dot_cluster__pb2.ScaleRequest.SerializeToString,
-            wire_dot_pb_dot_cluster__pb2.ScaleResponse.FromString,
+            cluster__pb2.ScaleRequest.SerializeToString,
+            cluster__pb2.ScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -189,8 +189,8 @@ class Cluster:
             request,
             target,
             '/baton.v1.Cluster/Drain',
-            wire_dot_pb_dot_cluster__pb2.DrainRequest.SerializeToString,
-            wire_dot_pb_dot_cluster__pb2.DrainResponse.FromString,
+            cluster__pb2.DrainRequest.SerializeToString,
+            cluster__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -216,8 +216,8 @@ class Cluster:
             request,
             target,
             '/baton.v1.Cluster/Shutdown',
-            wire_dot_pb_dot_cluster__pb2.ShutdownRequest.SerializeToString,
-            wire_dot_pb_dot_cluster__pb2.ShutdownResponse.FromString,
+            cluster__pb2.ShutdownRequest.SerializeToString,
+            cluster__pb2.ShutdownResponse.FromString,
             options,
             channel_credentials,
             insecure,

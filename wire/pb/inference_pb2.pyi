@@ -141,18 +141,16 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: TierCounts
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Union[TierCounts, _Mapping]] = ...) -> None: ...
+    cached_tokens: _containers.RepeatedCompositeFieldContainer[TierTokens]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ...) -> None: ...
 
-class TierCounts(_message.Message):
-    __slots__ = ("device", "host", "redis")
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    REDIS_FIELD_NUMBER: _ClassVar[int]
-    device: int
-    host: int
-    redis: int
-    def __init__(self, device: _Optional[int] = ..., host: _Optional[int] = ..., redis: _Optional[int] = ...) -> None: ...
+class TierTokens(_message.Message):
+    __slots__ = ("tier", "tokens")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    tokens: int
+    def __init__(self, tier: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "spans", "total_ms")

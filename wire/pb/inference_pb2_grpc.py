@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from wire.pb import inference_pb2 as wire_dot_pb_dot_inference__pb2
+from wire.pb import inference_pb2 as inference__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in wire/pb/inference_pb2_grpc.py depends on'
+        + ' but the generated code in inference_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,18 +36,18 @@ class InferenceStub:
         """
         self.Generate = channel.unary_stream(
                 '/baton.v1.Inference/Generate',
-                request_serializer=wire_dot_pb_dot_inference__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_inference__pb2.GenerateResponse.FromString,
+                request_serializer=inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/baton.v1.Inference/Abort',
-                request_serializer=wire_dot_pb_dot_inference__pb2.AbortRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_inference__pb2.AbortResponse.FromString,
+                request_serializer=inference__pb2.AbortRequest.SerializeToString,
+                response_deserializer=inference__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/baton.v1.Inference/ListModels',
-                request_serializer=wire_dot_pb_dot_inference__pb2.ListModelsRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_inference__pb2.ListModelsResponse.FromString,
+                request_serializer=inference__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
 
 
@@ -79,18 +79,18 @@ def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=wire_dot_pb_dot_inference__pb2.GenerateRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_inference__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=inference__pb2.GenerateRequest.FromString,
+                    response_serializer=inference__pb2.GenerateResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=wire_dot_pb_dot_inference__pb2.AbortRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_inference__pb2.AbortResponse.SerializeToString,
+                    request_deserializer=inference__pb2.AbortRequest.FromString,
+                    response_serializer=inference__pb2.AbortResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
-                    request_deserializer=wire_dot_pb_dot_inference__pb2.ListModelsRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_inference__pb2.ListModelsResponse.SerializeToString,
+                    request_deserializer=inference__pb2.ListModelsRequest.FromString,
+                    response_serializer=inference__pb2.ListModelsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -118,8 +118,8 @@ class Inference:
             request,
             target,
             '/baton.v1.Inference/Generate',
-            wire_dot_pb_dot_inference__pb2.GenerateRequest.SerializeToString,
-            wire_dot_pb_dot_inference__pb2.GenerateResponse.FromString,
+            inference__pb2.GenerateRequest.SerializeToString,
+            inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -145,8 +145,8 @@ class Inference:
             request,
             target,
             '/baton.v1.Inference/Abort',
-            wire_dot_pb_dot_inference__pb2.AbortRequest.SerializeToString,
-            wire_dot_pb_dot_inference__pb2.AbortResponse.FromString,
+            inference__pb2.AbortRequest.SerializeToString,
+            inference__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -172,8 +172,8 @@ class Inference:
             request,
             target,
             '/baton.v1.Inference/ListModels',
-            wire_dot_pb_dot_inference__pb2.ListModelsRequest.SerializeToString,
-            wire_dot_pb_dot_inference__pb2.ListModelsResponse.FromString,
+            inference__pb2.ListModelsRequest.SerializeToString,
+            inference__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

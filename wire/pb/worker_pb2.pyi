@@ -62,7 +62,7 @@ class BlockCounts(_message.Message):
     def __init__(self, free: _Optional[int] = ..., owned: _Optional[int] = ..., published: _Optional[int] = ..., cached: _Optional[int] = ..., draining: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "host", "redis", "problems", "engine_silent_s")
+    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "tiers", "problems", "engine_silent_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -74,8 +74,7 @@ class WorkerStatus(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    REDIS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_SILENT_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
@@ -89,41 +88,33 @@ class WorkerStatus(_message.Message):
     num_running: int
     num_waiting: int
     num_preemptions: int
-    host: HostTierStatus
-    redis: RedisTierStatus
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
     problems: _containers.RepeatedScalarFieldContainer[str]
     engine_silent_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., host: _Optional[_Union[HostTierStatus, _Mapping]] = ..., redis: _Optional[_Union[RedisTierStatus, _Mapping]] = ..., problems: _Optional[_Iterable[str]] = ..., engine_silent_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., engine_silent_s: _Optional[float] = ...) -> None: ...
 
-class HostTierStatus(_message.Message):
-    __slots__ = ("blocks", "block_bytes", "num_leases", "num_holds", "epoch")
+class TierStatus(_message.Message):
+    __slots__ = ("tier", "state", "epoch", "blocks", "block_bytes", "counts")
+    class CountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
-    NUM_HOLDS_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    state: str
+    epoch: str
     blocks: BlockCounts
     block_bytes: int
-    num_leases: int
-    num_holds: int
-    epoch: str
-    def __init__(self, blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., block_bytes: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_holds: _Optional[int] = ..., epoch: _Optional[str] = ...) -> None: ...
-
-class RedisTierStatus(_message.Message):
-    __slots__ = ("state", "hits", "misses", "errors", "corrupt", "written")
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    HITS_FIELD_NUMBER: _ClassVar[int]
-    MISSES_FIELD_NUMBER: _ClassVar[int]
-    ERRORS_FIELD_NUMBER: _ClassVar[int]
-    CORRUPT_FIELD_NUMBER: _ClassVar[int]
-    WRITTEN_FIELD_NUMBER: _ClassVar[int]
-    state: str
-    hits: int
-    misses: int
-    errors: int
-    corrupt: int
-    written: int
-    def __init__(self, state: _Optional[str] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., errors: _Optional[int] = ..., corrupt: _Optional[int] = ..., written: _Optional[int] = ...) -> None: ...
+    counts: _containers.ScalarMap[str, int]
+    def __init__(self, tier: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., block_bytes: _Optional[int] = ..., counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("request_id", "attempt", "namespace_root", "prompt", "sampling_params")
@@ -149,11 +140,11 @@ class PrefillResponse(_message.Message):
     SPANS_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     choices: _containers.RepeatedCompositeFieldContainer[ChoiceTokens]
-    cached_tokens: _inference_pb2.TierCounts
+    cached_tokens: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TierTokens]
     computed_tokens: int
     num_held_blocks: int
     spans: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Span]
-    def __init__(self, attempt: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., cached_tokens: _Optional[_Union[_inference_pb2.TierCounts, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_inference_pb2.Span, _Mapping]]] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., cached_tokens: _Optional[_Iterable[_Union[_inference_pb2.TierTokens, _Mapping]]] = ..., computed_tokens: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_inference_pb2.Span, _Mapping]]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
     __slots__ = ("request_id", "attempt", "namespace_root", "prompt", "sampling_params", "choices")
@@ -211,9 +202,9 @@ class Fetched(_message.Message):
     __slots__ = ("fetched_tokens", "computed_tokens")
     FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    fetched_tokens: _inference_pb2.TierCounts
+    fetched_tokens: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TierTokens]
     computed_tokens: int
-    def __init__(self, fetched_tokens: _Optional[_Union[_inference_pb2.TierCounts, _Mapping]] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, fetched_tokens: _Optional[_Iterable[_Union[_inference_pb2.TierTokens, _Mapping]]] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeSummary(_message.Message):
     __slots__ = ("spans",)

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from wire.pb import worker_pb2 as wire_dot_pb_dot_worker__pb2
+from wire.pb import worker_pb2 as worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in wire/pb/worker_pb2_grpc.py depends on'
+        + ' but the generated code in worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,38 +36,38 @@ class WorkerStub:
         """
         self.GetInfo = channel.unary_unary(
                 '/baton.v1.Worker/GetInfo',
-                request_serializer=wire_dot_pb_dot_worker__pb2.GetInfoRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_worker__pb2.WorkerInfo.FromString,
+                request_serializer=worker__pb2.GetInfoRequest.SerializeToString,
+                response_deserializer=worker__pb2.WorkerInfo.FromString,
                 _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/baton.v1.Worker/GetStatus',
-                request_serializer=wire_dot_pb_dot_worker__pb2.GetWorkerStatusRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_worker__pb2.WorkerStatus.FromString,
+                request_serializer=worker__pb2.GetWorkerStatusRequest.SerializeToString,
+                response_deserializer=worker__pb2.WorkerStatus.FromString,
                 _registered_method=True)
         self.Prefill = channel.unary_unary(
                 '/baton.v1.Worker/Prefill',
-                request_serializer=wire_dot_pb_dot_worker__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_worker__pb2.PrefillResponse.FromString,
+                request_serializer=worker__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=worker__pb2.PrefillResponse.FromString,
                 _registered_method=True)
         self.Decode = channel.unary_stream(
                 '/baton.v1.Worker/Decode',
-                request_serializer=wire_dot_pb_dot_worker__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_worker__pb2.DecodeUpdate.FromString,
+                request_serializer=worker__pb2.DecodeRequest.SerializeToString,
+                response_deserializer=worker__pb2.DecodeUpdate.FromString,
                 _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/baton.v1.Worker/Renew',
-                request_serializer=wire_dot_pb_dot_worker__pb2.RenewRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_worker__pb2.RenewResponse.FromString,
+                request_serializer=worker__pb2.RenewRequest.SerializeToString,
+                response_deserializer=worker__pb2.RenewResponse.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
                 '/baton.v1.Worker/Release',
-                request_serializer=wire_dot_pb_dot_worker__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_worker__pb2.ReleaseResponse.FromString,
+                request_serializer=worker__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=worker__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
         self.StartDrain = channel.unary_unary(
                 '/baton.v1.Worker/StartDrain',
-                request_serializer=wire_dot_pb_dot_worker__pb2.StartDrainRequest.SerializeToString,
-                response_deserializer=wire_dot_pb_dot_worker__pb2.StartDrainResponse.FromString,
+                request_serializer=worker__pb2.StartDrainRequest.SerializeToString,
+                response_deserializer=worker__pb2.StartDrainResponse.FromString,
                 _registered_method=True)
 
 
@@ -125,38 +125,38 @@ def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
-                    request_deserializer=wire_dot_pb_dot_worker__pb2.GetInfoRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_worker__pb2.WorkerInfo.SerializeToString,
+                    request_deserializer=worker__pb2.GetInfoRequest.FromString,
+                    response_serializer=worker__pb2.WorkerInfo.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
-                    request_deserializer=wire_dot_pb_dot_worker__pb2.GetWorkerStatusRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_worker__pb2.WorkerStatus.SerializeToString,
+                    request_deserializer=worker__pb2.GetWorkerStatusRequest.FromString,
+                    response_serializer=worker__pb2.WorkerStatus.SerializeToString,
             ),
             'Prefill': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefill,
-                    request_deserializer=wire_dot_pb_dot_worker__pb2.PrefillRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_worker__pb2.PrefillResponse.SerializeToString,
+                    request_deserializer=worker__pb2.PrefillRequest.FromString,
+                    response_serializer=worker__pb2.PrefillResponse.SerializeToString,
             ),
             'Decode': grpc.unary_stream_rpc_method_handler(
                     servicer.Decode,
-                    request_deserializer=wire_dot_pb_dot_worker__pb2.DecodeRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_worker__pb2.DecodeUpdate.SerializeToString,
+                    request_deserializer=worker__pb2.DecodeRequest.FromString,
+                    response_serializer=worker__pb2.DecodeUpdate.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
-                    request_deserializer=wire_dot_pb_dot_worker__pb2.RenewRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_worker__pb2.RenewResponse.SerializeToString,
+                    request_deserializer=worker__pb2.RenewRequest.FromString,
+                    response_serializer=worker__pb2.RenewResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
-                    request_deserializer=wire_dot_pb_dot_worker__pb2.ReleaseRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_worker__pb2.ReleaseResponse.SerializeToString,
+                    request_deserializer=worker__pb2.ReleaseRequest.FromString,
+                    response_serializer=worker__pb2.ReleaseResponse.SerializeToString,
             ),
             'StartDrain': grpc.unary_unary_rpc_method_handler(
                     servicer.StartDrain,
-                    request_deserializer=wire_dot_pb_dot_worker__pb2.StartDrainRequest.FromString,
-                    response_serializer=wire_dot_pb_dot_worker__pb2.StartDrainResponse.SerializeToString,
+                    request_deserializer=worker__pb2.StartDrainRequest.FromString,
+                    response_serializer=worker__pb2.StartDrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -184,8 +184,8 @@ class Worker:
             request,
             target,
             '/baton.v1.Worker/GetInfo',
-            wire_dot_pb_dot_worker__pb2.GetInfoRequest.SerializeToString,
-            wire_dot_pb_dot_worker__pb2.WorkerInfo.FromString,
+            worker__pb2.GetInfoRequest.SerializeToString,
+            worker__pb2.WorkerInfo.FromString,
             options,
             channel_credentials,
             insecure,
@@ -211,8 +211,8 @@ class Worker:
             request,
             target,
             '/baton.v1.Worker/GetStatus',
-            wire_dot_pb_dot_worker__pb2.GetWorkerStatusRequest.SerializeToString,
-            wire_dot_pb_dot_worker__pb2.WorkerStatus.FromString,
+            worker__pb2.GetWorkerStatusRequest.SerializeToString,
+            worker__pb2.WorkerStatus.FromString,
             options,
             channel_credentials,
             insecure,
@@ -238,8 +238,8 @@ class Worker:
             request,
             target,
             '/baton.v1.Worker/Prefill',
-            wire_dot_pb_dot_worker__pb2.PrefillRequest.SerializeToString,
-            wire_dot_pb_dot_worker__pb2.PrefillResponse.FromString,
+            worker__pb2.PrefillRequest.SerializeToString,
+            worker__pb2.PrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -265,8 +265,8 @@ class Worker:
             request,
             target,
             '/baton.v1.Worker/Decode',
-            wire_dot_pb_dot_worker__pb2.DecodeRequest.SerializeToString,
-            wire_dot_pb_dot_worker__pb2.DecodeUpdate.FromString,
+            worker__pb2.DecodeRequest.SerializeToString,
+            worker__pb2.DecodeUpdate.FromString,
             options,
             channel_credentials,
             insecure,
@@ -292,8 +292,8 @@ class Worker:
             request,
             target,
             '/baton.v1.Worker/Renew',
-            wire_dot_pb_dot_worker__pb2.RenewRequest.SerializeToString,
-            wire_dot_pb_dot_worker__pb2.RenewResponse.FromString,
+            worker__pb2.RenewRequest.SerializeToString,
+            worker__pb2.RenewResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -319,8 +319,8 @@ class Worker:
             request,
             target,
             '/baton.v1.Worker/Release',
-            wire_dot_pb_dot_worker__pb2.ReleaseRequest.SerializeToString,
-            wire_dot_pb_dot_worker__pb2.ReleaseResponse.FromString,
+            worker__pb2.ReleaseRequest.SerializeToString,
+            worker__pb2.ReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -346,8 +346,8 @@ class Worker:
             request,
             target,
             '/baton.v1.Worker/StartDrain',
-            wire_dot_pb_dot_worker__pb2.StartDrainRequest.SerializeToString,
-            wire_dot_pb_dot_worker__pb2.StartDrainResponse.FromString,
+            worker__pb2.StartDrainRequest.SerializeToString,
+            worker__pb2.StartDrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
