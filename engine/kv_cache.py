@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 
 from engine.events import TierTokens
 from engine.schedule.batcher import Pages
 from engine.sequence import Sequence, State
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
-from kv_store.transfers import FetchDone, PublishDone, Transfers
+from kv_store.transfers import Done, Fetch, FetchDone, Publish, PublishDone, Transfer, Transfers, Withdraw
 from wire.ids import PageId
 from wire.keys import BlockName
 from wire.tier import Tier
@@ -37,17 +38,11 @@ class PublishedFor:
 
 
 @dataclass(frozen=True)
-class _Fetch:
-    sequence: Sequence
-    names: list[BlockName]
-    pages: list[PageId]
-    num_device: int
+class _Job:
+    """A transfer under way, and the sequence that waits for its end, if one does."""
 
-
-@dataclass(frozen=True)
-class _Publish:
-    pages: list[PageId]
-    hand_off: Sequence | None
+    transfer: Transfer
+    sequence: Sequence | None = None
 
 
 class KVCache:
@@ -58,8 +53,8 @@ class KVCache:
         self._ledger = pool.ledger
         self._transfers = transfers
         self._block_size = pool.layout.block_size
-        self._in_flight: dict[int, _Fetch | _Publish] = {}
-        self._next_ticket = 0
+        self._in_flight: dict[int, _Job] = {}
+        self._tickets = count()
 
     @property
     def pages(self) -> Pages:
@@ -85,8 +80,7 @@ class KVCache:
             return False
         sequence.pages = [*hits, *to_fill]
         sequence.state = State.FETCHING
-        fetch = _Fetch(sequence, names[len(hits) :], to_fill, len(hits))
-        self._transfers.start_fetch(self._begin(fetch), fetch.names, fetch.pages)
+        self._begin(_Job(Fetch(next(self._tickets), names[len(hits) :], to_fill), sequence))
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -125,7 +119,7 @@ class KVCache:
         for page in sequence.pages:
             self._ledger.withdraw(page)
         if names:
-            self._transfers.start_withdraw(self._begin(_Publish([], None)), names)
+            self._begin(_Job(Withdraw(next(self._tickets), names)))
 
     @contextmanager
     def borrowed_page(self) -> Iterator[PageId | None]:
@@ -145,25 +139,28 @@ class KVCache:
         done: list[FetchedInto | PublishedFor] = []
         for result in self._transfers.poll():
             job = self._in_flight.pop(result.ticket)
-            for page in job.pages:
+            for page in job.transfer.pages:
                 self._ledger.end_transfer(page)
-            if isinstance(job, _Fetch) and isinstance(result, FetchDone):
-                if job.sequence.state is State.FETCHING:
-                    done.append(self._fetched(job, result.tiers))
-            elif isinstance(job, _Publish) and isinstance(result, PublishDone) and job.hand_off is not None:
-                done.append(PublishedFor(job.hand_off, result.num_resident))
+            if job.sequence is not None:
+                done += self._ended(job.sequence, job.transfer.names, result)
         return done
 
-    def _fetched(self, job: _Fetch, tiers: Seq[Tier]) -> FetchedInto:
-        sequence, num_hits = job.sequence, job.num_device + len(tiers)
+    def _ended(self, sequence: Sequence, names: Seq[BlockName], done: Done) -> list[FetchedInto | PublishedFor]:
+        if isinstance(done, FetchDone) and sequence.state is State.FETCHING:
+            return [self._fetched(sequence, names, done.tiers)]
+        return [PublishedFor(sequence, done.num_resident)] if isinstance(done, PublishDone) else []
+
+    def _fetched(self, sequence: Sequence, names: Seq[BlockName], tiers: Seq[Tier]) -> FetchedInto:
+        num_device = len(sequence.pages) - len(names)
+        num_hits = num_device + len(tiers)
         self._free(sequence.pages[num_hits:])
         sequence.pages = sequence.pages[:num_hits]
         sequence.num_computed = min(num_hits * self._block_size, sequence.num_known - 1)
         sequence.state = State.RUNNING
-        for name, page in zip(job.names, sequence.pages[job.num_device :], strict=False):
+        for name, page in zip(names, sequence.pages[num_device:], strict=False):
             if not name.is_tail:
                 self._ledger.publish(page, name.key)
-        return FetchedInto(sequence, self._prompt_tokens(sequence, [Tier.DEVICE] * job.num_device + list(tiers)))
+        return FetchedInto(sequence, self._prompt_tokens(sequence, [Tier.DEVICE] * num_device + list(tiers)))
 
     def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> TierTokens:
         """Prompt tokens by the tier of their block; the covered length ends at num_computed or the prompt's end."""
@@ -176,14 +173,13 @@ class KVCache:
     def _publish(self, names: list[BlockName], pages: list[PageId], hand_off: Sequence | None) -> None:
         hold = None if hand_off is None else hand_off.request.request_id
         if names:
-            self._transfers.start_publish(self._begin(_Publish(pages, hand_off)), names, pages, hold)
+            self._begin(_Job(Publish(next(self._tickets), names, pages, hold), hand_off))
 
-    def _begin(self, job: _Fetch | _Publish) -> int:
-        for page in job.pages:
+    def _begin(self, job: _Job) -> None:
+        for page in job.transfer.pages:
             self._ledger.begin_transfer(page)
-        self._next_ticket += 1
-        self._in_flight[self._next_ticket] = job
-        return self._next_ticket
+        self._in_flight[job.transfer.ticket] = job
+        self._transfers.begin(job.transfer)
 
     def _free(self, pages: Seq[PageId]) -> None:
         """Last page first, so that a prefix's end is evicted before its start."""

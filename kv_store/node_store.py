@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kv_store.block_store import FetchedBlocks, PublishedBlocks, StoreStatus
+from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
 from kv_store.host_tier import HostTier
 from kv_store.node.arena import Arena
@@ -41,12 +41,19 @@ class NodeStore:
     """
 
     def __init__(
-        self, layout: KVLayout, arena: Arena, directory: DirectoryPort, cold: ColdTier | None, pool: DevicePool
+        self,
+        layout: KVLayout,
+        arena: Arena,
+        directory: DirectoryPort,
+        cold: ColdTier | None,
+        pool: DevicePool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = HostTier(layout, arena, directory)
         self._directory = directory
         self._cold = cold
         self._pool = pool
+        self._clock = clock
         self._block_bytes = layout.block_bytes
         self._scratch = memoryview(bytearray(layout.payload_bytes))
         self._num_failed = 0
@@ -55,11 +62,11 @@ class NodeStore:
     def fence(self) -> None:
         self._pool.fence()
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
-        return self._or_else(FetchedBlocks(), lambda: self._fetch(names, pages))
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
+        return self._or_else([], lambda: self._fetch(names, pages))
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> PublishedBlocks:
-        return self._or_else(PublishedBlocks(), lambda: self._publish(names, pages, hold))
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
+        return self._or_else(0, lambda: self._publish(names, pages, hold))
 
     def withdraw(self, names: Sequence[BlockName]) -> None:
         self._or_else(None, lambda: self._host.withdraw(names))
@@ -85,7 +92,7 @@ class NodeStore:
     def check(self) -> list[str]:
         return self._or_else(["the directory is out of reach"], self._directory.check)
 
-    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
+    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
         self._host.attach()
         lease = self._host.lease(names)
         try:
@@ -93,11 +100,9 @@ class NodeStore:
                 tiers = self._copy_in(names, lease.entries, pages)
         finally:
             held = self._host.release(lease)
-        return FetchedBlocks(tiers if held else [])
+        return tiers if held else []
 
-    def _publish(
-        self, names: Sequence[BlockName], pages: Sequence[PageId], request_id: RequestId | None
-    ) -> PublishedBlocks:
+    def _publish(self, names: Sequence[BlockName], pages: Sequence[PageId], request_id: RequestId | None) -> int:
         self._host.attach()
         hold = None if request_id is None else Hold(request_id, HOLD_TTL_S)
         with self._host.writing():
@@ -107,7 +112,7 @@ class NodeStore:
                 for name, page, slot in zip(names, pages, reservation.slots, strict=True)
                 if slot is not None
             ]
-            return PublishedBlocks(reservation.num_resident + self._host.commit(blocks, hold))
+            return reservation.num_resident + self._host.commit(blocks, hold)
 
     def _prefix_len(self, names: Sequence[BlockName], in_arena: Sequence[bool]) -> int:
         """How many of `names` are there without a hole, over both tiers."""
@@ -133,7 +138,7 @@ class NodeStore:
         cold_names = [name for name, entry in zip(names[:num_blocks], entries, strict=False) if entry is None]
         slots = iter(self._host.reserve(cold_names, None).slots if cold_names else [])
         copied: list[_Source] = []
-        deadline = time.monotonic() + _COLD_BUDGET_S + _COLD_BUDGET_PER_BLOCK_S * len(cold_names)
+        deadline = self._clock() + _COLD_BUDGET_S + _COLD_BUDGET_PER_BLOCK_S * len(cold_names)
         for name, entry, page in zip(names[:num_blocks], entries, pages, strict=False):
             source = self._from_cold(name, next(slots), deadline) if entry is None else self._from_arena(name, entry)
             if source is None:
@@ -150,7 +155,7 @@ class NodeStore:
 
     def _from_cold(self, name: BlockName, slot: PageId | None, deadline: float) -> "_Source | None":
         """None too once the tier has been slow for so long that computing is quicker, and others wait behind this."""
-        if time.monotonic() > deadline:
+        if self._clock() > deadline:
             return None
         into = self._scratch if slot is None else self._host.payload(slot)
         checksum = None if self._cold is None else self._cold.get(name, into)

@@ -80,6 +80,7 @@ def assemble_on(
     store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool)
     inbox: Inbox[Command] = Inbox()
     transfers = ThreadTransfers(store, inbox.ring)
+    transfers.start()
     engine = EngineCore(model, pool, behaviour.batcher, transfers)
     info = _describe(config, model, tiers.arena.num_slots)
     service = WorkerService(info, behaviour, engine, inbox, store, on_broken, config.max_silence_s)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class ColdWriter:
-    """A thread between `start` and `stop`. The directory is asked for some blocks at a time, and never waits for it."""
+    """A thread between `start` and `stop`. It asks the directory for some blocks at a time, and never holds it up."""
 
     def __init__(
         self,
@@ -37,22 +37,26 @@ class ColdWriter:
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cold-writer", daemon=True)
 
+    @property
+    def is_stopping(self) -> bool:
+        return self._is_stopping.is_set()
+
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when the block under way is written or has failed."""
+        """Stops the thread after the block under way is written or has failed."""
         self._is_stopping.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def write_some(self) -> int:
-        """Writes what the directory offers, up to the first failure; how many blocks that were."""
+        """Writes blocks that the directory offers, up to the first failure, and counts them."""
         batch = self._directory.cold_candidates(self._max_blocks, _LEASE_TTL_S)
         written: list[BlockKey] = []
         try:
             for block in batch.blocks:
-                if self._is_stopping.is_set() or not self._write(block):
+                if self.is_stopping or not self._write(block):
                     break
                 written.append(block.name.key)
         finally:
@@ -64,7 +68,7 @@ class ColdWriter:
         return self._cold.put(block.name, payload, block.checksum)
 
     def _run(self) -> None:
-        while not self._is_stopping.is_set():
+        while not self.is_stopping:
             try:
                 num_written = self.write_some()
             except Exception:
