@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.paced_worker import PacedWorker, beats
 from router.config import AdmissionBounds
-from router.controller_port import LocalController
-from router.grpc_worker_client import GrpcWorkerClient
+from router.ports.server import RouterServer
 from router.router import Router
-from router.server import RouterServer
+from router.workers.controller_port import LocalController
+from router.workers.grpc_worker_client import GrpcWorkerClient
 from tests.router.fake_cluster import CONFIG
 from tests.router.worker_server import served
 from text.byte_tokenizer import ByteTokenizer

@@ -96,7 +96,7 @@ class RedisSettings:
 class RouterSettings:
     """Where clients and Prometheus connect, on 127.0.0.1: port 0 is any free one, `off` serves no metrics.
 
-    The rest: see `router.config.Listeners`, `router.config.StreamBounds` and `router.admission.Bounds`.
+    The rest: see `router.config.Listeners`, `router.config.StreamBounds` and `router.requests.admission.Bounds`.
     """
 
     grpc_port: int = 50051

@@ -12,10 +12,10 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from router.config import RouterConfig
-from router.controller_port import ClusterEvent
-from router.grpc_worker_client import GrpcWorkerClient
+from router.ports.server import RouterServer
 from router.router import Router
-from router.server import RouterServer
+from router.workers.controller_port import ClusterEvent
+from router.workers.grpc_worker_client import GrpcWorkerClient
 from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId

@@ -1,6 +1,6 @@
 """How every process of a cluster logs: one JSON object a line on stderr, written by a thread that nobody waits for.
 
-    {"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "process": "router", "logger": "router.session",
+    {"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "process": "router", "logger": "router.requests.session",
      "message": "request ended", "request_id": "...", ...}
 
 Fields of an event's own come from `extra={...}`. What is logged is never a client's input; that nothing in a line

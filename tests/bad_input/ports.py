@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from engine.model.hash_model import HashModel
-from router.server import RouterServer
+from router.ports.server import RouterServer
 from tests.bad_input.refusal import Refusal, refused
 from tests.faults.answer import ChoiceAnswer, Reader, ask
 from tests.faults.faulty_cluster import FaultyCluster

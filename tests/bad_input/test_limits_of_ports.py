@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from router.server import RouterServer
+from router.ports.server import RouterServer
 from tests.bad_input.raw_http2 import END_STREAM, PREFACE, RawHttp2, raw_http2
 from tests.bad_input.refusal import refused
 from tests.router.fake_cluster import CONFIG, FakeCluster, expected, request
@@ -50,7 +50,7 @@ def often_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shorten(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
     shorter = dict.fromkeys(options, OUR_WAIT_MS)
-    monkeypatch.setattr("router.server.SERVER_OPTIONS", tuple((dict(SERVER_OPTIONS) | shorter).items()))
+    monkeypatch.setattr("router.ports.server.SERVER_OPTIONS", tuple((dict(SERVER_OPTIONS) | shorter).items()))
 
 
 async def require_good(address: str) -> None:

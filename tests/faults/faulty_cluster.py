@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager, suppress
 
 from engine.model.batch import Model
 from kv_store.node_store import HOLD_TTL_S
-from router.local_worker_client import LocalWorkerClient
-from router.worker_client import WorkerClient
+from router.workers.local_worker_client import LocalWorkerClient
+from router.workers.worker_client import WorkerClient
 from tests.faults.answer import ChoiceAnswer, Reader
 from tests.faults.cold_gate import ColdGate
 from tests.faults.directory_gate import DirectoryGate

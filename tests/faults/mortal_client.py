@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 
-from router.local_worker_client import LocalWorkerClient
-from router.worker_client import DecodeUpdates
+from router.workers.local_worker_client import LocalWorkerClient
+from router.workers.worker_client import DecodeUpdates
 from wire.errors import Unavailable
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from engine.model.batch import Model
-from router.grpc_worker_client import GrpcWorkerClient
+from router.workers.grpc_worker_client import GrpcWorkerClient
 from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.toxic_proxy import Line, toxic_proxy
 from tests.local_cluster.cluster import Sizes

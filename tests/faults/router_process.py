@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 import psutil
 
 from router.config import RouterConfig
-from router.controller_port import LocalController
-from router.grpc_worker_client import GrpcWorkerClient
+from router.ports.server import RouterServer
 from router.router import Router
-from router.server import RouterServer
+from router.workers.controller_port import LocalController
+from router.workers.grpc_worker_client import GrpcWorkerClient
 from text.byte_tokenizer import ByteTokenizer
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker

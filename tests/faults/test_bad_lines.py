@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kv_store.tiers.redis_tier import RedisTier
-from router import grpc_worker_client
+from router.workers import grpc_worker_client
 from tests.faults.answer import Reader, ask
 from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.remote_cluster import remote_cluster

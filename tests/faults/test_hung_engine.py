@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from router.placement import LONG_STEP_S
+from router.placement.policies import LONG_STEP_S
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.known_model import MODEL, prompt_of

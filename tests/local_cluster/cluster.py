@@ -10,10 +10,10 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.tiers.memory_tier import MemoryTier
 from router.config import AdmissionBounds, ClusterAccess, RouterConfig, ServedModel, StreamBounds
-from router.controller_port import LocalController
-from router.local_worker_client import LocalWorkerClient
 from router.router import Router
-from router.worker_client import WorkerClient
+from router.workers.controller_port import LocalController
+from router.workers.local_worker_client import LocalWorkerClient
+from router.workers.worker_client import WorkerClient
 from tests.local_worker import FINGERPRINT, TOKEN, local_worker
 from tests.router.fake_cluster import Output, collect
 from text.byte_tokenizer import ByteTokenizer

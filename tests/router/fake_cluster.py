@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.config import ClusterAccess, RouterConfig, ServedModel
-from router.controller_port import LocalController
-from router.local_worker_client import LocalWorkerClient
+from router.requests.session import Session
 from router.router import Router
-from router.session import Session
+from router.workers.controller_port import LocalController
+from router.workers.local_worker_client import LocalWorkerClient
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker, oracle
 from text.byte_tokenizer import ByteTokenizer
 from wire.ids import WorkerId

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from router.worker_client import DecodeUpdates
+from router.workers.worker_client import DecodeUpdates
 from wire.convert import tiers_to_pb
 from wire.errors import BatonError
 from wire.ids import PROTOCOL_VERSION, WorkerId

@@ -1,7 +1,7 @@
 import pytest
 
-from router.admission import Admission
 from router.config import AdmissionBounds
+from router.requests.admission import Admission
 from wire.errors import Overloaded, RequestExists
 from wire.ids import RequestId
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.placement import LONG_STEP_S
+from router.placement.policies import LONG_STEP_S
 from tests.router.fake_cluster import FakeCluster, running
 from wire.errors import DeadlineExceeded
 from wire.pb import inference_pb2 as pb

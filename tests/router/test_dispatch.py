@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.config import AdmissionBounds, RouterConfig
-from router.events import Stopped
+from router.requests.events import Stopped
 from tests.router.fake_cluster import CONFIG, PROMPT, Output, collect, expected, request, running, until
 from tests.router.fake_worker import FakeWorker
 from wire.convert import tiers_to_pb
@@ -304,7 +304,7 @@ async def test_an_error_of_the_request_itself_is_not_tried_elsewhere(where: str)
 async def test_a_bug_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(1, 1) as cluster:
         with monkeypatch.context() as broken:
-            broken.setattr("router.steps.prepare", lambda *_: 1 / 0)
+            broken.setattr("router.requests.steps.prepare", lambda *_: 1 / 0)
             with pytest.raises(BatonError, match="internal error, incident"):
                 await cluster.generate(request())
         assert_is_whole(await cluster.generate(request(max_tokens=3)), 3)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.hold_budget import HoldBudget
+from router.workers.hold_budget import HoldBudget
 from wire.ids import BlockKey, RequestId
 
 

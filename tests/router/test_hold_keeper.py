@@ -3,9 +3,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.hold_keeper import HoldKeeper
-from router.local_worker_client import LocalWorkerClient
-from router.members import Member, Members
+from router.workers.hold_keeper import HoldKeeper
+from router.workers.local_worker_client import LocalWorkerClient
+from router.workers.members import Member, Members
 from tests.router.fake_cluster import until
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from wire.errors import Unavailable

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.controller_port import LocalController
-from router.local_worker_client import LocalWorkerClient
-from router.members import Member, Members
-from router.membership import Membership
+from router.workers.controller_port import LocalController
+from router.workers.local_worker_client import LocalWorkerClient
+from router.workers.members import Member, Members
+from router.workers.membership import Membership
 from tests.router.fake_cluster import until
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from wire.errors import PairRefused, Unavailable, WorkerLeaving, WorkerNotFound

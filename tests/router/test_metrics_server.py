@@ -6,8 +6,8 @@ from contextlib import closing, contextmanager
 import prometheus_client as prometheus
 import pytest
 
-from router import metrics_server
-from router.metrics_server import MetricsServer
+from router.observe import metrics_server
+from router.observe.metrics_server import MetricsServer
 from wire.errors import ConfigError
 
 TIMEOUT_S = 10.0

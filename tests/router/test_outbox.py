@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from router.outbox import Outbox
+from router.requests.outbox import Outbox
 from wire.errors import DeadlineExceeded
 from wire.pb import inference_pb2 as pb
 

@@ -1,6 +1,6 @@
 import pytest
 
-from router.placement import LONG_STEP_S, DecodePlacement, Load, PrefillPlacement
+from router.placement.policies import LONG_STEP_S, DecodePlacement, Load, PrefillPlacement
 from wire.ids import WorkerId
 
 P0, P1 = WorkerId("p0"), WorkerId("p1")

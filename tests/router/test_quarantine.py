@@ -1,4 +1,4 @@
-from router.quarantine import Quarantine
+from router.requests.quarantine import Quarantine
 from wire.ids import BlockKey
 
 

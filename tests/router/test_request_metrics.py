@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from router.metrics import RequestMetrics
-from router.pace import Pace
-from router.record import GATES, RequestRecord, RequestSummary, outcome_of
+from router.observe.metrics import RequestMetrics
+from router.observe.pace import Pace
+from router.observe.record import GATES, RequestRecord, RequestSummary, outcome_of
 from wire.convert import tiers_from_pb
 from wire.errors import InvalidRequest, Overloaded
 from wire.ids import RequestId, WorkerId

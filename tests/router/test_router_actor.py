@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from router.actor import RayController, RouterActor
-from router.controller_port import ClusterEvent
+from router.workers.controller_port import ClusterEvent
 from tests.router.fake_cluster import CONFIG
 from tests.router.fake_worker import FakeWorker
 from tests.router.worker_server import served

@@ -15,10 +15,10 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from router.addresses import Addresses
 from router.config import AdmissionBounds, Listeners, RouterConfig
-from router.door import MAX_ARRIVING
-from router.server import RouterServer
+from router.ports.addresses import Addresses
+from router.ports.door import MAX_ARRIVING
+from router.ports.server import RouterServer
 from tests.router.fake_cluster import CONFIG, FakeCluster, expected, request, until
 from wire.convert import status_of, tiers_from_pb
 from wire.errors import ConfigError
@@ -286,7 +286,7 @@ async def test_a_bug_tells_nothing_of_itself_but_where_the_log_has_it(
         raise KeyError("a secret")
 
     with monkeypatch.context() as broken:
-        broken.setattr("router.steps.prepare", prepare)
+        broken.setattr("router.requests.steps.prepare", prepare)
         failure = await failure_of(service.inference.Generate(request()))
     assert failure.code() == Code.INTERNAL
     assert "secret" not in (failure.details() or "")

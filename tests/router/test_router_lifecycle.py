@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from router.attempts import MAX_ATTEMPTS, MIN_PROGRESS
-from router.events import (
+from router.requests.attempts import MAX_ATTEMPTS, MIN_PROGRESS
+from router.requests.events import (
     AttemptFailed,
     BeginTrial,
     CancelCall,
@@ -34,7 +34,7 @@ from router.events import (
     Tokenized,
     TrialBegun,
 )
-from router.lifecycle import RequestLifecycle
+from router.requests.lifecycle import RequestLifecycle
 from text.byte_tokenizer import ByteTokenizer
 from text.incremental import IncrementalText
 from wire.convert import tiers_to_pb

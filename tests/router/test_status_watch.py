@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from router.status_watch import changes
+from router.observe.status_watch import changes
 from tests.router.fake_cluster import WAIT_S, request, running, until
 from wire.pb import cluster_pb2, worker_pb2
 

@@ -9,8 +9,8 @@ from contextlib import aclosing
 
 import pytest
 
-from router import grpc_worker_client
-from router.grpc_worker_client import GrpcWorkerClient
+from router.workers import grpc_worker_client
+from router.workers.grpc_worker_client import GrpcWorkerClient
 from tests.router.test_worker_clients import DECODE, TOKEN
 from wire.errors import BatonError, Unavailable, WorkerLeaving
 from wire.pb import worker_pb2

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.timeline import Timeline
+from router.observe.timeline import Timeline
 from wire.ids import WorkerId
 from wire.pb import inference_pb2 as pb
 

@@ -1,6 +1,6 @@
 import asyncio
 
-from router.trials import Trials
+from router.requests.trials import Trials
 from wire.ids import RequestId
 
 A, B, C = (RequestId(name) for name in "abc")

@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.validator import Limits, ValidRequest, resolve, validate
+from router.requests.validator import Limits, ValidRequest, resolve, validate
 from wire.errors import BatonError, InvalidRequest, ModelNotFound
 from wire.interceptors import ErrorInterceptor
 from wire.pb import inference_pb2 as pb

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from router.grpc_worker_client import GrpcWorkerClient
-from router.local_worker_client import Faults, LocalWorkerClient
-from router.worker_client import WorkerClient
+from router.workers.grpc_worker_client import GrpcWorkerClient
+from router.workers.local_worker_client import Faults, LocalWorkerClient
+from router.workers.worker_client import WorkerClient
 from tests.router.fake_cluster import expected, until
 from tests.router.fake_worker import FakeWorker
 from tests.router.worker_server import served

@@ -1,7 +1,7 @@
 import prometheus_client as prometheus
 import pytest
 
-from router.worker_metrics import WorkerCollector
+from router.observe.worker_metrics import WorkerCollector
 from wire.pb import cluster_pb2, worker_pb2
 
 BLOCKS = worker_pb2.BlockCounts(free=50, owned=10, published=10, cached=25, draining=5, total=100)

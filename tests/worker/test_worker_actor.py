@@ -22,7 +22,7 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node.directory_server import DirectoryServer
 from prefill_worker.actor import PrefillActor
-from router.grpc_worker_client import GrpcWorkerClient
+from router.workers.grpc_worker_client import GrpcWorkerClient
 from tests.checkpoints import choose_prompt, make_checkpoint
 from tests.worker.workers import decode_request, greedy, prefill_request, tokens_of
 from wire.convert import tiers_from_pb

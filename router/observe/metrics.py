@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import prometheus_client as prometheus
 
-from router.record import OK, RequestRecord, outcome_of
+from router.observe.record import OK, RequestRecord, outcome_of
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.tier import Tier

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from router.metrics import NAMESPACE
+from router.observe.metrics import NAMESPACE
 from wire.block_counts import BLOCK_STATES
 from wire.pb import cluster_pb2, worker_pb2
 from wire.tier import Tier

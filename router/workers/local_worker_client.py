@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from router.worker_client import DecodeUpdates
+from router.workers.worker_client import DecodeUpdates
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import RequestId
 from wire.pb import worker_pb2

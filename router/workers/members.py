@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from router.placement import Load
-from router.worker_client import WorkerClient
+from router.placement.policies import Load
+from router.workers.worker_client import WorkerClient
 from wire.errors import PairRefused, WorkerNotFound
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import worker_pb2

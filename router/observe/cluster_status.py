@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Iterable
 
-from router.dispatch import Dispatcher
-from router.hold_keeper import HoldKeeper
-from router.members import Member, Members
+from router.requests.dispatch import Dispatcher
+from router.workers.hold_keeper import HoldKeeper
+from router.workers.members import Member, Members
 from wire.errors import BatonError
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pools import WorkerState

@@ -7,11 +7,11 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from router.addresses import Addresses
-from router.api import InferenceApi
-from router.door import Door
-from router.metrics_server import MetricsServer
-from router.operator import ClusterApi
+from router.observe.metrics_server import MetricsServer
+from router.ports.addresses import Addresses
+from router.ports.door import Door
+from router.ports.inference import InferenceApi
+from router.ports.operator import ClusterApi
 from router.router import Router
 from wire.errors import ConfigError
 from wire.interceptors import ErrorInterceptor, TokenInterceptor

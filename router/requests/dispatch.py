@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from router.admission import Admission
 from router.config import StreamBounds
-from router.events import Stopped
-from router.outbox import Outbox
-from router.session import Session
-from router.steps import Order, Services
-from router.validator import Limits, validate
+from router.requests.admission import Admission
+from router.requests.events import Stopped
+from router.requests.outbox import Outbox
+from router.requests.session import Session
+from router.requests.steps import Order, Services
+from router.requests.validator import Limits, validate
 from wire.errors import Cancelled, RequestNotFound, Unavailable
 from wire.ids import RequestId
 from wire.pb import inference_pb2 as pb

@@ -4,9 +4,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from router.hold_budget import HoldBudget
-from router.members import Members
-from router.worker_client import WorkerClient
+from router.workers.hold_budget import HoldBudget
+from router.workers.members import Members
+from router.workers.worker_client import WorkerClient
 from wire.errors import BatonError
 from wire.ids import BlockKey, RequestId
 from wire.pools import WorkerState

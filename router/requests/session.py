@@ -6,7 +6,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from router.events import (
+from router.observe.pace import Pace
+from router.observe.record import OK, RequestRecord, outcome_of
+from router.observe.timeline import Timeline
+from router.requests.events import (
     AttemptFailed,
     BeginTrial,
     CancelCall,
@@ -26,13 +29,10 @@ from router.events import (
     Stopped,
     Tokenize,
 )
-from router.lifecycle import RequestLifecycle
-from router.members import Member
-from router.outbox import Outbox
-from router.pace import Pace
-from router.record import OK, RequestRecord, outcome_of
-from router.steps import Order, Services, Steps
-from router.timeline import Timeline
+from router.requests.lifecycle import RequestLifecycle
+from router.requests.outbox import Outbox
+from router.requests.steps import Order, Services, Steps
+from router.workers.members import Member
 from text.incremental import IncrementalText
 from wire import incident
 from wire.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable, WorkerLeaving

@@ -6,9 +6,9 @@ from typing import Any
 import grpc.aio
 
 from router.config import ServedModel, StreamBounds
-from router.dispatch import Dispatcher
-from router.events import Stopped
-from router.reader_watch import ReaderWatch
+from router.ports.reader_watch import ReaderWatch
+from router.requests.dispatch import Dispatcher
+from router.requests.events import Stopped
 from wire.errors import Cancelled
 from wire.ids import RequestId
 from wire.pb import inference_pb2 as pb

@@ -7,8 +7,8 @@ from typing import Any
 import grpc.aio
 from grpc_status import rpc_status
 
-from router.events import Stopped
-from router.session import Session
+from router.requests.events import Stopped
+from router.requests.session import Session
 from wire.errors import Overloaded
 from wire.rpc_status import to_status
 

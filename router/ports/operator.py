@@ -4,7 +4,7 @@ from typing import Any
 
 import grpc.aio
 
-from router.addresses import Addresses
+from router.ports.addresses import Addresses
 from router.router import Router
 from wire.errors import BatonError
 from wire.ids import WorkerId

@@ -4,9 +4,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from router.controller_port import ControllerPort
-from router.members import Member, Members
-from router.worker_client import WorkerClient
+from router.workers.controller_port import ControllerPort
+from router.workers.members import Member, Members
+from router.workers.worker_client import WorkerClient
 from wire.errors import BatonError, PairRefused, Unavailable, WorkerLeaving
 from wire.ids import WorkerId
 from wire.pb import worker_pb2

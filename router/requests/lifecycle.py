@@ -11,9 +11,10 @@ What may be the last attempt waits for its trial first, where no other such requ
 
 from collections.abc import Callable, Iterable, Mapping
 
-from router.attempts import MAX_ATTEMPTS, Attempts
-from router.choice_stream import ChoiceStream
-from router.events import (
+from router.observe.record import RequestSummary
+from router.requests.attempts import MAX_ATTEMPTS, Attempts
+from router.requests.choice_stream import ChoiceStream
+from router.requests.events import (
     AttemptFailed,
     BeginTrial,
     CancelCall,
@@ -41,7 +42,6 @@ from router.events import (
     Tokenized,
     TrialBegun,
 )
-from router.record import RequestSummary
 from text.incremental import IncrementalText
 from wire.convert import tiers_from_pb, tiers_to_pb
 from wire.errors import AttemptsExhausted, BatonError, Cancelled, RequestExists, Unavailable, WireError

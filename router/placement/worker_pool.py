@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.members import Member, Members
-from router.placement import DecodePlacement, PrefillPlacement
-from router.prefix_map import PrefixMap
+from router.placement.policies import DecodePlacement, PrefillPlacement
+from router.placement.prefix_map import PrefixMap
+from router.workers.members import Member, Members
 from wire.errors import Unavailable
 from wire.ids import BlockKey, WorkerId
 from wire.pools import Role

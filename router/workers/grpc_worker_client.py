@@ -8,7 +8,7 @@ from copy import copy
 import grpc
 import grpc.aio
 
-from router.worker_client import DecodeUpdates
+from router.workers.worker_client import DecodeUpdates
 from wire.errors import BatonError
 from wire.ids import RequestId
 from wire.pb import worker_pb2

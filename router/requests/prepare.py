@@ -3,7 +3,7 @@
 import secrets
 from dataclasses import dataclass
 
-from router.validator import Limits, ValidRequest, resolve
+from router.requests.validator import Limits, ValidRequest, resolve
 from text.codec import TextCodec
 from wire.ids import BlockKey, NamespaceRoot
 from wire.keys import cover

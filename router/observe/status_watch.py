@@ -4,8 +4,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
-from router.cluster_status import StatusReader
-from router.controller_port import ClusterEvent
+from router.observe.cluster_status import StatusReader
+from router.workers.controller_port import ClusterEvent
 from wire.convert import status_of
 from wire.pb import cluster_pb2
 from wire.tier import Tier

@@ -8,7 +8,10 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from router.events import (
+from router.observe.metrics import RequestMetrics
+from router.observe.timeline import Timeline
+from router.placement.worker_pool import Assignment, WorkerPool
+from router.requests.events import (
     BeginTrial,
     ChooseDecode,
     ChoosePrefill,
@@ -23,15 +26,12 @@ from router.events import (
     Tokenized,
     TrialBegun,
 )
-from router.hold_keeper import HoldKeeper
-from router.metrics import RequestMetrics
-from router.prepare import Prepared, prepare
-from router.quarantine import Quarantine
-from router.timeline import Timeline
-from router.trials import Trials
-from router.validator import Limits, ValidRequest
-from router.worker_client import WorkerClient
-from router.worker_pool import Assignment, WorkerPool
+from router.requests.prepare import Prepared, prepare
+from router.requests.quarantine import Quarantine
+from router.requests.trials import Trials
+from router.requests.validator import Limits, ValidRequest
+from router.workers.hold_keeper import HoldKeeper
+from router.workers.worker_client import WorkerClient
 from text.codec import TextCodec
 from wire.convert import sampling_to_pb
 from wire.errors import AttemptsExhausted, Cancelled, Unavailable

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from router.dispatch import Dispatcher
+from router.requests.dispatch import Dispatcher
 from wire.errors import Overloaded
 
 MAX_ARRIVING = 64

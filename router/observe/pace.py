@@ -1,6 +1,6 @@
 """When the tokens of one request come."""
 
-from router.metrics import RequestMetrics
+from router.observe.metrics import RequestMetrics
 
 
 class Pace:

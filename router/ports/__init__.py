@@ -1,0 +1,1 @@
+"""The gRPC ports of a router: clients, the operator, and bounds on what arrives."""
