@@ -22,16 +22,14 @@ from engine.events import (
     Scheduled,
     Started,
 )
-from engine.forward import Forward, Gain
 from engine.kv_cache import FetchedInto, KVCache
 from engine.model.batch import Model
 from engine.request import EngineRequest, HandOff
 from engine.roster import Roster
-from engine.runner import Chunk
+from engine.runner import Chunk, Gain, Runner
 from engine.sampler import Drawn
 from engine.schedule.batcher import Batcher, Gate, Plan
 from engine.sequence import Sequence, State
-from engine.stop import end_of
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
 from wire.errors import BatonError, InvalidRequest, RequestExists
@@ -49,7 +47,7 @@ class EngineCore:
         self.pool = pool
         self._cache = KVCache(pool, transfers)
         self._batcher = batcher
-        self._forward = Forward(model, pool.kv, self._cache)
+        self._runner = Runner(model, pool.kv, self._cache)
         self._roster = Roster()
         self._num_held: dict[RequestId, int] = {}
         self._events: list[Event] = []
@@ -91,7 +89,7 @@ class EngineCore:
         plan = self._plan()
         chunks = self._make_room(plan)
         if chunks:
-            self._collect(chunks, self._forward.run(chunks))
+            self._collect(chunks, self._runner.run(chunks))
         self._is_stalled = not (num_finished or chunks or self._events)
         return self._events
 
@@ -205,7 +203,7 @@ class EngineCore:
     def _emit(self, sequence: Sequence, token_id: int, drawn: Drawn) -> None:
         request_id, position = sequence.request.request_id, len(sequence.output_ids)
         sequence.append(token_id)
-        end = end_of(sequence, self.model)
+        end = sequence.end(self.model)
         self._num["generated"] += 1
         self._events.append(Emitted(request_id, sequence.choice, position, token_id, drawn.logprobs))
         if end is not None:

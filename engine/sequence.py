@@ -1,11 +1,14 @@
 """One choice of a request while an engine has it: its tokens, its pages, how far its KV is computed."""
 
+from dataclasses import dataclass
 from enum import Enum
 
+from engine.model.batch import Model
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.batcher import Candidate, Gate
 from wire.ids import PageId
 from wire.keys import BlockName, KeyChain
+from wire.sampling import FinishReason
 
 
 class State(Enum):
@@ -16,6 +19,14 @@ class State(Enum):
     RUNNING = "running"
     HANDING_OFF = "handing_off"
     ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class End:
+    """The reason of a choice's end, and the token that ended it, if one did."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
 
 
 class Sequence:
@@ -59,6 +70,22 @@ class Sequence:
     def append(self, token_id: int) -> None:
         self.output_ids.append(token_id)
         self._keys.extend((token_id,))
+
+    def end(self, model: Model) -> End | None:
+        """Tells the end that the last token makes: an end or stop token, max_tokens, or a full context."""
+        sampling, last = self.request.sampling, self.output_ids[-1]
+        if last in sampling.stop_token_ids or (last in model.eos_token_ids and not sampling.ignore_eos):
+            return End(FinishReason.STOP, last)
+        if len(self.output_ids) >= sampling.max_tokens or self.num_known >= model.max_context_len:
+            return End(FinishReason.LENGTH)
+        return None
+
+    def banned_ids(self, model: Model) -> tuple[int, ...]:
+        """Lists the tokens that would end the choice before min_tokens."""
+        sampling = self.request.sampling
+        if len(self.output_ids) >= sampling.min_tokens:
+            return ()
+        return (*sampling.stop_token_ids, *model.eos_token_ids)
 
     def tokens(self, start: int, num_tokens: int) -> list[int]:
         """`num_tokens` known tokens from position `start` on."""
