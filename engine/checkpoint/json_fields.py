@@ -59,38 +59,37 @@ class JsonFields:
         return ModelError(f"{self._source}: {name} {found}, expected {expected}")
 
     def count(self, name: str, default: int | None = None, most: int = MAX_COUNT) -> int:
-        """An integer from 1 to `most`; required where there is no default."""
-        value = self._values.get(name)
-        value = default if value is None else value
+        """Reads an integer from 1 to `most`; required where there is no default."""
+        value = self._or(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise self.wrong(name, f"an integer from 1 to {most}")
         return value
 
     def positive(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0, as the int or float that it is; required where there is no default."""
-        value = self._values.get(name)
-        value = default if value is None else value
+        """Reads a finite number above 0, as the int or float that it is; required where there is no default."""
+        value = self._or(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
             raise self.wrong(name, "a number above 0")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._values.get(name)
-        value = default if value is None else value
+        value = self._or(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, "true or false")
         return value
 
     def text(self, name: str, default: str) -> str:
-        value = self._values.get(name)
-        value = default if value is None else value
+        value = self._or(name, default)
         if not isinstance(value, str):
             raise self.wrong(name, "a string")
         return value
 
     def section(self, name: str) -> "JsonFields":
-        """The object of that name, empty where absent."""
-        value = self._values.get(name)
-        if not isinstance(value, dict | None):
+        """Reads the object of that name, empty where absent."""
+        value = self._or(name, {})
+        if not isinstance(value, dict):
             raise self.wrong(name, "an object")
-        return JsonFields(value or {}, f"{self._source}: {name}")
+        return JsonFields(value, f"{self._source}: {name}")
+
+    def _or(self, name: str, default: Any) -> Any:
+        return self._values[name] if name in self else default
