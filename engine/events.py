@@ -15,7 +15,7 @@ from wire.sampling import FinishReason, Logprobs
 
 @dataclass(frozen=True)
 class TierTokens:
-    """Prompt tokens by the tier that had their KV, without tiers that had none; `computed` counts those left over."""
+    """Prompt tokens by the tier that had their KV, without empty tiers; `computed` counts the rest."""
 
     found: Mapping[str, int] = field(default_factory=dict)
     computed: int = 0
@@ -48,14 +48,14 @@ class Scheduled(ChoiceEvent):
 class Fetched(ChoiceEvent):
     """A choice's fetch has ended, and it joins the running batch; `tokens` covers prompt tokens only.
 
-    Reported again, with what was found then, each time the choice comes back from preemption.
+    Reported again, with the tokens found then, each time the choice comes back from preemption.
     """
 
     tokens: TierTokens
 
 
 class Started(ChoiceEvent):
-    """A choice takes the first turn of its life; until then others of the running batch came before it."""
+    """A choice takes the first turn of its life; until then other sequences of the running batch came first."""
 
 
 @dataclass(frozen=True)

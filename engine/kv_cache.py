@@ -1,6 +1,6 @@
-"""The pages of an engine's sequences: who gets them, what is found in the store, what is published there.
+"""The pages of an engine's sequences: their allocation, the fetch of known blocks, the publishing of new ones.
 
-The only place of the engine that touches the pool's ledger and the transfers. All of it runs on the engine's thread.
+No other module of the engine touches the pool's ledger and the transfers. All of it runs on the engine's thread.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from wire.tier import Tier
 
 @dataclass(frozen=True)
 class FetchedInto:
-    """A sequence got from pool and store what there was, and can run."""
+    """A sequence has the blocks that pool and store had for it, and can run."""
 
     sequence: Sequence
     tokens: TierTokens
@@ -31,7 +31,7 @@ class FetchedInto:
 
 @dataclass(frozen=True)
 class PublishedFor:
-    """The blocks of a sequence to hand off are in the store: so many of them."""
+    """The store holds `num_held` blocks of a sequence to hand off."""
 
     sequence: Sequence
     num_held: int
@@ -65,9 +65,9 @@ class KVCache:
         return len(self._in_flight)
 
     def admit(self, sequence: Sequence) -> bool:
-        """Gives a waiting sequence the pages of its known prefix and starts the fetch of those it must fill.
+        """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
 
-        False, and nothing changed, if there are not enough. At most known - 1 tokens are covered: one is always run.
+        False, and nothing changed, if too few pages are free. Covers at most known - 1 tokens: the last is always run.
         """
         names = sequence.cover(sequence.num_known - 1)
         hits = self._ledger.index.longest([name.key for name in names if not name.is_tail])
@@ -107,14 +107,14 @@ class KVCache:
         self._publish(names, sequence.pages[: len(names)], sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
-        """Takes a sequence's pages away; what it has computed can be found again, its tail in the store."""
+        """Takes a sequence's pages away; its computed blocks can be found again, its tail in the store."""
         tail = sequence.tail(sequence.num_computed)
         if tail is not None and sequence.num_computed == sequence.num_known - 1:
             self._publish([tail], [sequence.pages[sequence.num_computed // self._block_size]], None)
         self.free(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """What a sequence has computed or found so far is not to be found again, here or in the store."""
+        """Makes the blocks of a sequence unfindable, here and in the store."""
         names = sequence.cover(sequence.num_computed)
         for page in sequence.pages:
             self._ledger.withdraw(page)
@@ -123,19 +123,19 @@ class KVCache:
 
     @contextmanager
     def borrowed_page(self) -> Iterator[PageId | None]:
-        """A page that is nobody's meanwhile; None if there is none."""
+        """Lends a page without an owner; None if none is free."""
         pages = self._ledger.allocate(min(1, self._ledger.num_allocatable))
         yield pages[0] if pages else None
         self._free(pages)
 
     def free(self, sequence: Sequence) -> None:
-        """Gives a sequence's pages back; those with a transfer under way drain first."""
+        """Gives a sequence's pages back; pages with a transfer under way drain first."""
         self._free(sequence.pages)
         sequence.pages = []
         sequence.num_computed = 0
 
     def poll(self) -> list[FetchedInto | PublishedFor]:
-        """What transfers have finished since the last time."""
+        """Collects the transfers that have ended since the last call."""
         done: list[FetchedInto | PublishedFor] = []
         for result in self._transfers.poll():
             job = self._in_flight.pop(result.ticket)
@@ -163,7 +163,7 @@ class KVCache:
         return FetchedInto(sequence, self._prompt_tokens(sequence, [Tier.DEVICE] * num_device + list(tiers)))
 
     def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> TierTokens:
-        """Prompt tokens by the tier of their block; the covered length ends at num_computed or the prompt's end."""
+        """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end."""
         covered = min(sequence.num_computed, sequence.num_prompt)
         found = Counter[str]()
         for index, tier in enumerate(tiers[: -(-covered // self._block_size)]):
@@ -182,6 +182,6 @@ class KVCache:
         self._transfers.begin(job.transfer)
 
     def _free(self, pages: Seq[PageId]) -> None:
-        """Last page first, so that a prefix's end is evicted before its start."""
+        """Frees the last page first, so that a prefix's end is evicted before its start."""
         for page in reversed(pages):
             self._ledger.free(page)

@@ -1,7 +1,7 @@
-"""The store as one process sees it: arena and cold tier under one lookup, around the process's device pages.
+"""The store as a process sees it: arena and cold tier under one lookup, around the process's device pages.
 
-A block is copied to a device only from bytes whose checksum is right, and what was read from the arena counts only if
-its lease held to the end.
+A block is copied to a device only from bytes with the right checksum, and a read from the arena counts only if its
+lease held to the end.
 """
 
 import logging
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeStore:
-    """A BlockStore. `fetch`, `publish` and `withdraw` are for one thread, all else for any.
+    """A BlockStore. `fetch`, `publish` and `withdraw` are for one thread, the rest for any.
 
     directory: the arena's. While it is out of reach everything is a miss; after its restart the new arena is mapped.
     cold: None for no cold tier.
@@ -115,7 +115,7 @@ class NodeStore:
             return reservation.num_resident + self._host.commit(blocks, hold)
 
     def _prefix_len(self, names: Sequence[BlockName], in_arena: Sequence[bool]) -> int:
-        """How many of `names` are there without a hole, over both tiers."""
+        """Measures the longest prefix of `names` without a hole, over both tiers."""
         holes = [index for index, there in enumerate(in_arena) if not there]
         for start in range(0, len(holes), _COLD_LOOKUPS_AT_ONCE):
             asked = holes[start : start + _COLD_LOOKUPS_AT_ONCE]
@@ -133,7 +133,7 @@ class NodeStore:
     def _copy_in(
         self, names: Sequence[BlockName], entries: Sequence[Entry | None], pages: Sequence[PageId]
     ) -> list[Tier]:
-        """Copies the longest prefix that proves good; what comes from the cold tier goes into the arena on the way."""
+        """Copies the longest prefix that proves good; blocks from the cold tier go into the arena on the way."""
         num_blocks = self._prefix_len(names, [entry is not None for entry in entries])
         cold_names = [name for name, entry in zip(names[:num_blocks], entries, strict=False) if entry is None]
         slots = iter(self._host.reserve(cold_names, None).slots if cold_names else [])
@@ -154,7 +154,7 @@ class NodeStore:
         return None if payload is None else _Source(Tier.HOST, payload, None)
 
     def _from_cold(self, name: BlockName, slot: PageId | None, deadline: float) -> "_Source | None":
-        """None too once the tier has been slow for so long that computing is quicker, and others wait behind this."""
+        """Reads a block from the cold tier; None also after the deadline, when computing is quicker."""
         if self._clock() > deadline:
             return None
         into = self._scratch if slot is None else self._host.payload(slot)
@@ -169,7 +169,7 @@ class NodeStore:
         return Block(slot, name, checksum_of(payload))
 
     def _or_else(self, otherwise: T, action: Callable[[], T]) -> T:
-        """What the action gives, or `otherwise` and a counted failure if the directory cannot be asked."""
+        """Runs an action; returns `otherwise` and counts a failure if the directory is out of reach."""
         try:
             answer = action()
         except EpochChanged:
@@ -188,7 +188,7 @@ class NodeStore:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a block's verified payload lies for now, and what is to be committed if it stays there."""
+    """The verified payload of a block, its tier, and the block to commit if the payload stays in the arena."""
 
     tier: Tier
     payload: memoryview

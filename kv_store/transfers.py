@@ -108,7 +108,7 @@ class Transfers(Protocol):
         """Transfers begun and not yet handed over."""
 
     def begin(self, transfer: Transfer) -> None:
-        """Takes an order. To be called by the thread that computes: what it has queued so far comes first."""
+        """Takes an order. For the thread that computes: the work that it has queued so far comes first."""
 
     def poll(self) -> list[Done]: ...
 

@@ -19,16 +19,16 @@ MAX_CONFIG_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """What transformers 5 takes from the file where there is a tokenizer.json; `add_bos_token` and the like are not."""
+    """The tokens that tokenizer_config.json adds to tokenizer.json, as transformers 5 takes them."""
 
     declared_tokens: tuple[AddedToken, ...] = ()
     """In order of their ids."""
     special_tokens: tuple[AddedToken, ...] = ()
-    """Those with a role (`eos_token`, ...), and extra ones."""
+    """Tokens with a role (`eos_token`, ...), and extra ones."""
 
     @classmethod
     def load(cls, folder: Path) -> "TokenizerConfig":
-        """Empty where there is no such file. Raises ModelError if it is malformed."""
+        """Reads the file; empty where there is none. Raises ModelError if it is malformed."""
         content = read_text(folder / "tokenizer_config.json", MAX_CONFIG_BYTES)
         if content is None:
             return cls()

@@ -51,20 +51,20 @@ class ServiceCodec:
         self._arguments = {name: _fields_reader(list(hints.values())) for name, hints in self._hints.items()}
 
     def encode_call(self, method: str, arguments: Sequence[Any]) -> bytes:
-        """A call behind its length. WireError if it is longer than MAX_MESSAGE_BYTES."""
+        """Encodes a call behind its length. WireError if it is longer than MAX_MESSAGE_BYTES."""
         return _framed([method, *arguments])
 
     def decode_call(self, body: bytes) -> Call:
-        """A call without its length. WireError for bytes that are no call of this service."""
+        """Decodes a call without its length. WireError for bytes that are no call of this service."""
         call: Call = _checked(body, self._read_call)
         return call
 
     def encode_answer(self, answer: object) -> bytes:
-        """An answer, or a `Refused`, behind its length. WireError if it is longer than MAX_MESSAGE_BYTES."""
+        """Encodes an answer, or a `Refused`, behind its length. WireError if it is longer than MAX_MESSAGE_BYTES."""
         return _framed([False, answer.message] if isinstance(answer, Refused) else [True, answer])
 
     def decode_answer(self, method: str, body: bytes) -> Any:
-        """The answer to a method, or a `Refused`. WireError for bytes that are neither."""
+        """Decodes the answer to a method, or a `Refused`. WireError for bytes that are neither."""
         return _checked(body, lambda plain: self._read_answer(method, plain))
 
     def _read_call(self, plain: Any) -> Call:
@@ -77,7 +77,7 @@ class ServiceCodec:
 
 
 def body_len(length: bytes) -> int:
-    """Bytes that follow a message's length. WireError if no message is as long."""
+    """Counts the bytes that follow a message's length. WireError if no message is as long."""
     (num_bytes,) = LENGTH.unpack(length)
     if num_bytes > MAX_MESSAGE_BYTES:
         raise WireError(f"a message of {num_bytes} bytes")

@@ -25,7 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """A folder whose configuration and weight headers are checked. Weights are read one tensor at a time."""
+    """A folder with checked configuration and weight headers. Weights are read one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ModelError for a folder that cannot be served, saying why."""
@@ -41,18 +41,18 @@ class Checkpoint:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """What makes this model another than others: configuration, weights and, where there is one, tokenizer.json."""
+        """The files that distinguish this model: configuration, weights and, if there is one, tokenizer.json."""
         tokenizer = self.folder / "tokenizer.json"
         weights = sorted({file.path for file in self._tensor_to_file.values()})
         return (self.folder / "config.json", *weights, *([tokenizer] if os.path.lexists(tokenizer) else []))
 
     @property
     def unread(self) -> frozenset[str]:
-        """Names of the tensors that nobody has asked for yet."""
+        """Names of the tensors not read yet."""
         return frozenset(self._unread)
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor of that shape, converted. Raises ModelError if it is missing, shaped otherwise or not of floats."""
+        """Reads and converts a tensor. Raises ModelError if it is missing, of another shape or not of floats."""
         if name not in self:
             raise ModelError(f"the weights lack the tensor {name}", folder=str(self.folder))
         file = self._tensor_to_file[name]
@@ -83,7 +83,7 @@ def _read_generation_eos(folder: Path) -> tuple[int, ...]:
 
 
 def _open_weights(folder: Path) -> dict[str, TensorFile]:
-    """Tensor name to the file that holds it."""
+    """Maps each tensor to its file."""
     if os.path.lexists(folder / SINGLE_FILE):
         file = TensorFile(folder / SINGLE_FILE)
         return dict.fromkeys(file.entries, file)

@@ -1,4 +1,4 @@
-"""What a model is, from its config.json.
+"""A model's configuration, from its config.json.
 
 One decoder serves four architectures, which differ in data only:
 
@@ -92,7 +92,7 @@ class ModelConfig:
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "ModelConfig":
-        """From the object in config.json. Raises ModelError, naming the key, for what is wrong or not supported."""
+        """Parses the object in config.json. Raises ModelError, naming the key, for a wrong or unsupported value."""
         architecture = _parse_architecture(JsonFields(config, "config.json"))
         fields = JsonFields({**_DEFAULTS[architecture], **config}, "config.json")
         _refuse_unsupported(fields)
@@ -116,12 +116,12 @@ class ModelConfig:
         )
 
     def kv_layout(self, dtype: str, block_size: int) -> KVLayout:
-        """How this model's KV lies in blocks, for what it computes in."""
+        """Describes a block of this model's KV in a compute dtype."""
         return KVLayout(self.num_layers, self.attention.num_kv_heads, self.attention.head_dim, block_size, dtype)
 
 
 def parse_eos(fields: JsonFields) -> tuple[int, ...]:
-    """The ids that `eos_token_id` names: none, one or a list."""
+    """Reads the ids of `eos_token_id`: none, one or a list."""
     value = fields.raw("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0 for token_id in ids):

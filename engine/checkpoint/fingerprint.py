@@ -25,12 +25,12 @@ class DigestCache:
 
     @classmethod
     def of_user(cls) -> "DigestCache":
-        """The one in $XDG_CACHE_HOME/baton, by default ~/.cache/baton."""
+        """Opens the cache in $XDG_CACHE_HOME/baton, by default ~/.cache/baton."""
         root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         return cls(Path(root).expanduser() / "baton" / "digests.json")
 
     def digest(self, file: Path) -> str:
-        """Hex SHA-256 of a file's content. Raises ModelError if it cannot be read."""
+        """Computes or recalls the hex SHA-256 of a file's content. Raises ModelError if it cannot be read."""
         with open_regular(file) as content:
             name, stamp = str(file.resolve()), _stamp(content)
             match self._load().get(name):
@@ -49,7 +49,7 @@ class DigestCache:
         return known if isinstance(known, dict) else {}
 
     def _store(self, name: str, entry: list[int | str]) -> None:
-        """Replaces the file in one step: a reader sees the old one or the new one, whoever else writes."""
+        """Replaces the file in one step: a reader sees the old file or the new one."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=self.path.parent)
@@ -61,10 +61,10 @@ class DigestCache:
 
 
 def fingerprint(files: Iterable[Path], dtype: str, backend_version: str, cache: DigestCache) -> bytes:
-    """32 bytes: SHA-256 over the names and contents of a model's files, what it computes in, and with which kernels.
+    """Digests a model's files, compute dtype and kernel version into 32 bytes (SHA-256).
 
-    files: configuration (rope is in it), weights and tokenizer; their order does not matter. Blocks for as long as it
-    takes to read those that `cache` does not know. Raises ModelError for a file that cannot be read.
+    files: configuration (rope is in it), weights and tokenizer; their order does not matter. Blocks while it reads the
+    files that `cache` does not know. Raises ModelError for a file that cannot be read.
     """
     total = hashlib.sha256()
     for file in sorted(files, key=lambda path: path.name):
@@ -74,6 +74,6 @@ def fingerprint(files: Iterable[Path], dtype: str, backend_version: str, cache: 
 
 
 def _stamp(file: FileIO) -> list[int]:
-    """Size and time of the last change."""
+    """Tells size and time of the last change."""
     found = os.fstat(file.fileno())
     return [found.st_size, found.st_mtime_ns]

@@ -1,4 +1,4 @@
-"""Where a model is: in a folder, or on the Hugging Face hub.
+"""The place of a model: a folder, or the Hugging Face hub.
 
 Apart from engine/checkpoint/checkpoint.py, because workers get a folder and the hub's client takes long to import.
 """
@@ -25,15 +25,15 @@ _FILES = [
 
 
 def find_folder(model: str) -> Path:
-    """The folder that `model` names: a path, else a name on the hub. Raises ModelError if it is neither."""
+    """Finds the folder of a model by its path, else by its name on the hub. Raises ModelError if it is neither."""
     folder = Path(model).expanduser()
     return folder if os.path.lexists(folder) else _download(model)
 
 
 def _download(name: str) -> Path:
-    """The folder of `owner/model` in the hub's cache, fetched if it is not there: configuration, weights, tokenizer.
+    """Finds `owner/model` in the hub's cache, or fetches configuration, weights and tokenizer into it.
 
-    Blocks for as long as that takes. Raises ModelError where there is no such model, or no way to it.
+    Blocks meanwhile. Raises ModelError where there is no such model, or no way to it.
     """
     if not _NAME.fullmatch(name):
         raise ModelError(f"{name[:64]} is neither a folder nor a name on the hub (owner/model)")

@@ -9,16 +9,16 @@ from wire.errors import ModelError
 
 MAX_COUNT = 1 << 31
 MAX_NUMBER = math.ldexp(1.0, 100)
-"""Keeps what is derived from a number finite in float32."""
+"""Keeps values derived from a number finite in float32."""
 
 
 def parse_object(data: bytes, source: str) -> dict[str, Any]:
-    """The object that `data` holds; `source` names it in errors. Raises ModelError for anything else."""
+    """Parses an object; `source` names it in errors. Raises ModelError for anything else."""
     return _parse(data, source, dict)
 
 
 def parse_strict_object(data: bytes, source: str) -> dict[str, Any]:
-    """As `parse_object`, and refuses an object, nested ones included, that names a key twice."""
+    """Does as `parse_object`, and refuses an object, nested ones included, that names a key twice."""
     return _parse(data, source, _distinct)
 
 
@@ -50,11 +50,11 @@ class JsonFields:
         return self._values.get(name) is not None
 
     def raw(self, name: str) -> Any:
-        """The field as JSON gave it, None where absent."""
+        """Reads a field as JSON gave it, None where absent."""
         return self._values.get(name)
 
     def wrong(self, name: str, expected: str) -> ModelError:
-        """The error for a field that is not what it must be."""
+        """Makes the error for a wrong field."""
         found = "is missing" if name not in self else f"is {str(self._values[name])[:64]}"
         return ModelError(f"{self._source}: {name} {found}, expected {expected}")
 

@@ -22,11 +22,11 @@ class RopeScaling(Protocol):
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied with."""
+        """Factor of cosines and sines."""
         ...
 
     def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
-        """float32 [head_dim / 2] to the same shape."""
+        """Maps float32 [head_dim / 2] to the same shape."""
         ...
 
 
@@ -93,7 +93,7 @@ class YarnScaling:
         return 1.0 / (self.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
     def _ramp(self, num_frequencies: int, theta: float) -> torch.Tensor:
-        """0 where a frequency is kept, 1 where it is interpolated."""
+        """Weighs each frequency: 0 keeps it, 1 interpolates it."""
         head_dim = 2 * num_frequencies
         first = self._dimension(self.beta_fast, head_dim, theta)
         last = self._dimension(self.beta_slow, head_dim, theta)
@@ -104,12 +104,12 @@ class YarnScaling:
         return ((torch.arange(num_frequencies, dtype=torch.float32) - first) / width).clamp(0, 1)
 
     def _dimension(self, rotations: float, head_dim: int, theta: float) -> float:
-        """The dimension that makes so many rotations over the trained length."""
+        """Finds the dimension that makes so many rotations over the trained length."""
         return head_dim * math.log(self.trained_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """The attention factor of a yarn configuration that names none."""
+    """Computes the attention factor of a yarn configuration that names none."""
     if mscale and mscale_all_dim:
         return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
     return _mscale(factor, 1.0)
@@ -128,7 +128,7 @@ class RopeConfig:
 
     @classmethod
     def parse(cls, config: JsonFields, max_context_len: int) -> "RopeConfig":
-        """From a whole config.json: `rope_scaling` with `rope_theta` (transformers 4), or `rope_parameters` (5).
+        """Parses `rope_scaling` and `rope_theta` (transformers 4) or `rope_parameters` (5) of a whole config.json.
 
         Raises ModelError for kinds that cannot be served.
         """

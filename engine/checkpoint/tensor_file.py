@@ -42,7 +42,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor stands. `begin` and `end` are bytes from the start of the data."""
+    """The place of a tensor. `begin` and `end` are bytes from the start of the data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class TensorFile:
             raise ModelError(f"{path.name}: the tensors do not fill the file without gap or overlap")
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor in the CPU's memory, in the file's dtype. Raises ModelError if the file has been cut meanwhile."""
+        """Reads a tensor into the CPU's memory, in the file's dtype. ModelError if the file has been cut meanwhile."""
         entry = self.entries[name]
         raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
         with open_regular(self.path) as file:
@@ -75,7 +75,7 @@ class TensorFile:
 
 
 def _read_header(file: FileIO, source: str) -> tuple[dict[str, Any], int]:
-    """The header, and the offset at which the data begins."""
+    """Reads the header; returns it with the offset at which the data begins."""
     size = os.fstat(file.fileno()).st_size
     header_bytes = int.from_bytes(file.read(8), "little")
     if not 0 < header_bytes <= min(MAX_HEADER_BYTES, size - 8):
@@ -102,7 +102,7 @@ def _parse_entry(source: str, name: str, entry: Any) -> TensorEntry:
 
 
 def _tiles(entries: Iterable[TensorEntry], data_bytes: int) -> bool:
-    """Whether the entries cover [0, data_bytes) without gap or overlap."""
+    """Tells whether the entries cover [0, data_bytes) without gap or overlap."""
     position = 0
     for begin, end in sorted((entry.begin, entry.end) for entry in entries):
         if begin != position:

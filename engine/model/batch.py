@@ -10,7 +10,7 @@ from wire.layout import KVLayout
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens of several sequences, one after another, those that decode (one token each) first.
+    """Tokens of several sequences, one after another; decoding sequences, of one token each, come first.
 
     T tokens, S sequences, N the most blocks of any of them; all on the model's device.
     """
@@ -26,7 +26,7 @@ class Batch:
 
 
 class Model(Protocol):
-    """What an engine runs. Twins: `Decoder` and `HashModel`."""
+    """A model as an engine runs it. Twins: `Decoder` and `HashModel`."""
 
     @property
     def layout(self) -> KVLayout: ...

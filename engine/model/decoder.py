@@ -1,4 +1,4 @@
-"""The native decoder: Llama, Mistral, Qwen2, Qwen3 and what differs from them in data only.
+"""The native decoder: Llama, Mistral, Qwen2, Qwen3 and models that differ from them in data only.
 
 Numerics follow transformers step by step (norms, angles and softmax in float32, the rest in the model's dtype), so that
 greedy tokens in float32 are the same.
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rope:
-    """Turns positions into rotations. Angles are float32 whatever the model's dtype."""
+    """The rotary embedding of a model. Angles are float32 in every dtype of the model."""
 
     def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         periods = config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -32,7 +32,7 @@ class Rope:
         self._dtype = dtype
 
     def rotation(self, positions: torch.Tensor) -> "Rotation":
-        """For positions int64 [T]."""
+        """Rotates positions int64 [T]."""
         angles = positions[:, None].float() * self._inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None, :]
         cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
@@ -47,7 +47,7 @@ class Rotation:
     sin: torch.Tensor
 
     def apply(self, states: torch.Tensor) -> torch.Tensor:
-        """Queries or keys [T, heads, head_dim], element i of a head rotated with element i + head_dim / 2."""
+        """Rotates queries or keys [T, heads, head_dim], element i of a head with element i + head_dim / 2."""
         first, second = states.chunk(2, dim=-1)
         return states * self.cos + torch.cat((-second, first), dim=-1) * self.sin
 
@@ -69,9 +69,9 @@ class PagedAttention:
         kv_layer: torch.Tensor,
         window: int | None,
     ) -> torch.Tensor:
-        """Writes the batch's keys and values into a layer, then attends to what its sequences have there.
+        """Writes the batch's keys and values into a layer, then attends to all of its sequences' tokens there.
 
-        query: [T, num_heads, head_dim], as is what is returned; key and value: [T, num_kv_heads, head_dim]; kv_layer:
+        query and the result: [T, num_heads, head_dim]; key and value: [T, num_kv_heads, head_dim]; kv_layer:
         [num_pages, 2, num_kv_heads, block_size, head_dim]. window: tokens that a row sees, itself included.
         """
         self._backend.write_kv(key, value, kv_layer, self._batch.slot_mapping)
@@ -95,10 +95,10 @@ class PagedAttention:
 
 
 class Decoder:
-    """A `Model` that computes. Its twin is `engine.model.hash_model.HashModel`."""
+    """A `Model` with weights. Its twin is `engine.model.hash_model.HashModel`."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, block_size: int, backend: KernelBackend) -> None:
-        """Runs where, and in the dtype in which, the weights are."""
+        """Takes device and dtype from the weights."""
         dtype = weights.embedding.dtype
         self.config = config
         self.layout = config.kv_layout(str(dtype).removeprefix("torch."), block_size)
@@ -115,7 +115,7 @@ class Decoder:
         block_size: int,
         backend: KernelBackend | None = None,
     ) -> "Decoder":
-        """From a checkpoint folder. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere.
+        """Loads a checkpoint folder. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere.
 
         Raises ModelError for a folder that cannot be served, ConfigError for an unknown dtype.
         """
@@ -143,7 +143,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        """See `engine.model.batch.Model`. Returns an inference tensor, not to be changed in place outside that mode."""
+        """Does as `Model.forward`. Returns an inference tensor, not to be changed in place outside that mode."""
         attention = PagedAttention(self._backend, batch, self.config.attention.head_dim**-0.5)
         rotation = self._rope.rotation(batch.positions)
         states = F.embedding(batch.token_ids, self.weights.embedding)
@@ -179,7 +179,7 @@ def _feed_forward(layer: LayerWeights, states: torch.Tensor) -> torch.Tensor:
 
 
 def compute_dtype(dtype: str | None, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """What a model computes in: as asked, else float32 on a CPU and the checkpoint's own dtype elsewhere."""
+    """Resolves a compute dtype: as asked, else float32 on a CPU and the checkpoint's own dtype elsewhere."""
     name = dtype or ("float32" if device.type == "cpu" else config.dtype)
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name[:64]}; known: {', '.join(DTYPES)}")

@@ -1,13 +1,13 @@
-"""A model of hashes, whose next token tells whether every block of its KV is the right one.
+"""A model of hashes; its next token tells whether every block of its KV is the right one.
 
     state[p]  = mix(sum[p-1], token[p])                            sum[-1] = mix(seed)
     stored    = state[p] * FACTOR[w]                               in every 64-bit word w of position p, in all layers
     sum[p]    = sum[p-1] + PLACE[p] * (WEIGHT . stored at p)
     next      = mix(sum[p]) % vocab_size                           the likeliest token; the other logits are noise
 
-All modulo 2**64. No sum is remembered from step to step: what is stored at all earlier positions is read back through
-the block tables. So KV is a pure function of the prefix (and of layout and seed), and a block that is wrong, stale or
-out of place changes all that follows.
+All modulo 2**64. No sum outlives its step: all earlier positions are read back through the block tables.
+So KV is a pure function of the prefix (and of layout and seed), and a block that is wrong, stale or out of place changes
+all later tokens.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class HashModel:
         self._gain = sum(factor * weight for factor, weight in zip(factors, weights, strict=True)) & _MASK
 
     def oracle(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The greedy continuation of a prompt, computed without any KV."""
+        """Computes the greedy continuation of a prompt without any KV."""
         known, total = list(prompt_ids), self._empty
         for position in range(len(known) + num_tokens):
             if position >= len(prompt_ids):
@@ -65,7 +65,7 @@ class HashModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        """See `engine.model.batch.Model`."""
+        """Does as `engine.model.batch.Model`."""
         words = kv.view(torch.int64)
         bounds, positions = batch.cu_query_lens.tolist(), batch.positions.tolist()
         states: list[int] = []
@@ -90,7 +90,7 @@ class HashModel:
         return _mix(total) % self.vocab_size
 
     def _read(self, words: torch.Tensor, block_table: torch.Tensor, length: int) -> int:
-        """The sum over the first `length` positions, from what their pages hold."""
+        """Sums up the first `length` positions, from the bytes of their pages."""
         pages = block_table[: -(-length // self.layout.block_size)]
         stored = (words[pages] * self._weights.unsqueeze(3)).sum((1, 2, 3, 5)).flatten()[:length]
         return (self._empty + int((stored * self._place_words[:length]).sum())) & _MASK
@@ -107,7 +107,7 @@ class HashModel:
 
 
 def _mix(value: int) -> int:
-    """64 bits in, 64 well-mixed bits out. Source: the finalizer of SplitMix64."""
+    """Mixes 64 bits well. Source: the finalizer of SplitMix64."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
@@ -115,10 +115,10 @@ def _mix(value: int) -> int:
 
 
 def _odd(table: int, index: int) -> int:
-    """The constants of one table."""
+    """Draws a constant of a table."""
     return _mix(table << 32 | index) | 1
 
 
 def _words(values: Sequence[int]) -> torch.Tensor:
-    """Unsigned 64-bit numbers as int64 [len(values)] of the same bits."""
+    """Packs unsigned 64-bit numbers into int64 [len(values)] of the same bits."""
     return torch.tensor([value - ((value >> 63) << 64) for value in values], dtype=torch.int64)

@@ -58,7 +58,7 @@ class DecoderWeights:
 
 
 class WeightLoader:
-    """Reads the weights of a checkpoint's model into one dtype on one device."""
+    """A reader of a checkpoint's weights into one dtype on one device."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint = checkpoint
@@ -97,7 +97,7 @@ class WeightLoader:
         )
 
     def _linear(self, name_to_size: dict[str, int], in_size: int, has_bias: bool) -> Linear:
-        """Named matrices of so many rows, stacked; read one after another into the place where they stay."""
+        """Stacks named matrices of so many rows."""
         weight = self._stacked({f"{name}.weight": (size, in_size) for name, size in name_to_size.items()})
         bias = self._stacked({f"{name}.bias": (size,) for name, size in name_to_size.items()}) if has_bias else None
         return Linear(weight, bias)

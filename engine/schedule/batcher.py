@@ -1,6 +1,6 @@
-"""Who runs in the next step, and how much of it. Pure: values in, a plan out.
+"""The seam of batchers: which sequences run in the next step, and how many tokens of each. Values in, a plan out.
 
-The roles bring their own batchers, `ContinuousBatcher` is the plain one; what they share is in engine/schedule/fit.py.
+The roles bring their own batchers, `ContinuousBatcher` is the plain one; their common part is engine/schedule/fit.py.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a batcher knows of a sequence. `num_known` counts prompt and output tokens, `num_computed` those with KV."""
+    """A sequence as batchers see it. `num_known` counts prompt and output tokens, `num_computed` tokens with KV."""
 
     handle: int
     num_known: int
@@ -26,7 +26,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Pages:
-    """What a pool has: pages that can be allocated now, pages that soon can, and the size of one in tokens."""
+    """Pages of a pool: allocatable now, draining and so allocatable soon, and the size of a page in tokens."""
 
     num_allocatable: int
     num_draining: int
@@ -42,7 +42,7 @@ class Pages:
 
 
 class Gate(Enum):
-    """What the queue waits for: fewer sequences to have pages, or more pages to be free."""
+    """The reason of a wait in the queue: too many sequences with pages, or too few free pages."""
 
     SLOT = "slot"
     PAGES = "pages"
@@ -50,9 +50,9 @@ class Gate(Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """What the engine does next: first preempt, then admit (in order), then run so many tokens of each handle.
+    """The next step of an engine: first preempt, then admit (in order), then run so many tokens of each handle.
 
-    gate: what those wait for who are not admitted, if there are any.
+    gate: the reason why the rest of the queue waits.
     """
 
     preempt: tuple[int, ...] = ()
@@ -62,9 +62,9 @@ class Plan:
 
 
 class Batcher(Protocol):
-    """Decides a step. `waiting` and `running` are in order of arrival; those that fetch are running and lack nothing.
+    """A policy. `waiting` and `running` are in order of arrival; a fetching sequence is running and lacks no tokens.
 
-    A plan is an intention: pages that are shared or drain may make it fall short, and the engine then runs what fits.
+    A plan is an intention: shared or draining pages may make it fall short, and the engine then runs as much as fits.
     """
 
     def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan: ...

@@ -1,4 +1,4 @@
-"""What all batchers do alike: fit the running into a step, and admit from the queue where there is room. Pure."""
+"""The common part of all batchers: fit running sequences into a step, and admit from the queue. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from engine.schedule.batcher import Candidate, Gate, Pages, Plan
 
 @dataclass(frozen=True)
 class StepFit:
-    """What of the running can run, who must yield for it, and how many pages are then left."""
+    """Tokens to run by handle, sequences to preempt for them, and the pages left."""
 
     run: dict[int, int]
     preempt: tuple[int, ...]
     num_allocatable: int
 
     def plan_admitting(self, waiting: Sequence[Candidate], pages: Pages, *, num_slots: int, num_spare: int) -> Plan:
-        """A plan that also admits from the head of the queue, unless someone must yield.
+        """Makes a plan that also admits from the head of the queue, unless a sequence must yield.
 
-        num_slots: how many may be admitted. num_spare: pages that they may claim, for known tokens and the next one.
+        num_slots: sequences to admit at most. num_spare: pages for their known tokens and the next one.
         """
         if self.preempt:
             return Plan(self.preempt, (), self.run)
@@ -27,9 +27,9 @@ class StepFit:
 
 
 def fit_running(running: Sequence[Candidate], pages: Pages, max_step_tokens: int) -> StepFit:
-    """Gives tokens to those that decode first and pages to the older first; a chunk shrinks before anyone is preempted.
+    """Gives tokens to decoding sequences first and pages to older ones first; a chunk shrinks before a preemption.
 
-    While pages drain nobody is preempted: what is coming free may do.
+    While pages drain no sequence is preempted: the pages that come free may do.
     """
     for_chunks = max(0, max_step_tokens - sum(candidate.num_missing == 1 for candidate in running))
     sharing = _Sharing(pages)
@@ -47,7 +47,7 @@ def fit_running(running: Sequence[Candidate], pages: Pages, max_step_tokens: int
 
 
 class _Sharing:
-    """A pool's pages while those of a step are given out, and who yields theirs."""
+    """The pages of a pool while a step gives them out, and the sequences that yield theirs."""
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
@@ -55,7 +55,7 @@ class _Sharing:
         self.yielding: list[Candidate] = []
 
     def grant(self, candidate: Candidate, num_tokens: int, younger: Sequence[Candidate]) -> int:
-        """For how many of these tokens there are pages. For the first of them, younger ones yield."""
+        """Grants as many of these tokens as there are pages; for the first of them, younger sequences yield."""
         if num_tokens and self._pages.affordable(candidate, self.num_left) < 1 and not self._pages.num_draining:
             self._preempt(younger, self._pages.needed(candidate, 1) - self.num_left)
         granted = max(0, min(num_tokens, self._pages.affordable(candidate, self.num_left)))
@@ -70,7 +70,7 @@ class _Sharing:
 
 
 def _youngest(younger: Sequence[Candidate], yielding: Sequence[Candidate], num_pages: int) -> list[Candidate]:
-    """The youngest that together hold `num_pages`, or all there are."""
+    """Picks the youngest sequences that together hold `num_pages`, or all."""
     victims: list[Candidate] = []
     for candidate in reversed(younger):
         if sum(victim.num_blocks for victim in victims) >= num_pages:
@@ -81,7 +81,7 @@ def _youngest(younger: Sequence[Candidate], yielding: Sequence[Candidate], num_p
 
 
 def _admissible(waiting: Sequence[Candidate], pages: Pages, num_spare: int) -> tuple[int, ...]:
-    """Those from the head of the queue whose known tokens, and the next one, find pages."""
+    """Picks sequences from the head of the queue while their known tokens, and the next one, find pages."""
     admitted = []
     for candidate in waiting:
         num_spare -= pages.needed(candidate, candidate.num_missing + 1)

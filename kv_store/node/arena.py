@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Arena:
-    """Slots by number. `path` is None for one that only this process knows."""
+    """Slots by number. `path` is None for an anonymous arena."""
 
     def __init__(self, memory: mmap.mmap, block_bytes: int, num_slots: int, path: Path | None) -> None:
         self.block_bytes = block_bytes
@@ -80,10 +80,10 @@ class Arena:
 
     @staticmethod
     def discard(path: str) -> None:
-        """Removes the file of an arena whose owner is dead, and gives its memory back, though others still map it.
+        """Removes the file of an arena with a dead owner and frees its memory, though other processes still map it.
 
-        They read zeros from now on, and what they write is lost: no slot of theirs is one of a later arena. Does
-        nothing if there is no file. Memory that is pinned for a GPU stays until they close it.
+        They read zeros from now on, and their writes are lost: none reaches a later arena. Does nothing if there is no
+        file. Memory that is pinned for a GPU stays until they close it.
         """
         try:
             with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
@@ -96,11 +96,11 @@ class Arena:
 
     @classmethod
     def anonymous(cls, block_bytes: int, num_slots: int) -> "Arena":
-        """An arena without a file."""
+        """Makes an arena without a file."""
         return cls(mmap.mmap(-1, _size(block_bytes, num_slots)), block_bytes, num_slots, None)
 
     def slot(self, page: PageId) -> memoryview:
-        """The `block_bytes` bytes of a slot. Not to be used after `close`."""
+        """Views the `block_bytes` bytes of a slot. Not to be used after `close`."""
         if not 0 <= page < self.num_slots:
             raise StoreError(f"slot {page} of an arena of {self.num_slots}")
         return self._view[page * self.block_bytes : (page + 1) * self.block_bytes]
@@ -117,7 +117,7 @@ class Arena:
             log.debug("a slot of arena %s is still in use", self.path)
 
     def unlink(self) -> None:
-        """Removes the file; who has it mapped keeps the memory. Does nothing if it is gone."""
+        """Removes the file, if it is there; processes that map it keep the memory."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
@@ -127,7 +127,7 @@ def _size(block_bytes: int, num_slots: int) -> int:
 
 
 def _geometry(memory: mmap.mmap) -> tuple[int, int] | None:
-    """Block size and number of slots as the file's last page tells them; None if the file is not an arena."""
+    """Reads block size and number of slots from the file's last page; None if the file is not an arena."""
     if len(memory) < PAGE_ALIGNMENT:
         return None
     magic, block_bytes, num_slots = _TRAILER.unpack_from(memory, len(memory) - PAGE_ALIGNMENT)
@@ -155,7 +155,7 @@ def _allocate(descriptor: int, size: int, on_progress: Callable[[int, int], None
 
 
 def _pin(memory: mmap.mmap, size: int) -> int | None:
-    """Address of the memory if a GPU can copy from and to it directly; what cannot be pinned is slower, not wrong."""
+    """Pins the memory for direct copies of a GPU, and returns its address; None where copies must be slower."""
     if not GPU_CONTROL.exists():
         return None
     import torch  # here, since the node's service needs it for nothing else, and starts a second sooner without

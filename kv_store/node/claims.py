@@ -20,7 +20,7 @@ V = TypeVar("V")
 
 
 class Expiring(Generic[K, V]):
-    """Values by key, each until its end by `clock`; only `expire` takes out those past their end."""
+    """Values by key, each until its end by `clock`; only `expire` takes out values past their end."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

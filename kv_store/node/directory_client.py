@@ -101,7 +101,7 @@ class _Connection:
         return self._info
 
     def exchange(self, codec: ServiceCodec, method: str, arguments: tuple[Any, ...], deadline: float) -> Any:
-        """Asks, and returns the answer or a `Refused`. OSError or WireError if there was none before the deadline."""
+        """Sends a call; returns its answer or a `Refused`. OSError or WireError if none comes before the deadline."""
         if self._socket is None:
             raise ConnectionError("not connected")
         try:

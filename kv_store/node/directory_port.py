@@ -1,6 +1,6 @@
 """The seam between a process that maps the arena and the books over its slots.
 
-A method declared here is the call itself: its name and its types are what crosses the socket.
+A method declared here is the call itself: its name and its arguments, of the declared types, cross the socket.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -46,10 +46,10 @@ def _about_keys(method: _Method[P, T]) -> _Method[P, T]:
 
 
 class DirectoryPort:
-    """Every call raises StoreError if it cannot be carried out, and is bounded in time.
+    """The calls of a directory. Each raises StoreError if it cannot be carried out, and is bounded in time.
 
     Calls about slots go to one epoch, that of the first contact or of the last `attach`. A client carries each call to
-    a directory; a directory overrides each with what it does.
+    a directory; a directory overrides each with its work.
     """
 
     def _ask_same_epoch(self, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -99,7 +99,7 @@ class DirectoryPort:
 
     @_about_slots
     def withdraw(self, blocks: Sequence[Block], /) -> int:
-        """Makes corrupt blocks unfindable where they still are those blocks, and counts them."""
+        """Makes corrupt blocks unfindable if slot and checksum are still theirs, and counts them."""
 
     @_about_keys
     def renew(self, request_ids: Sequence[RequestId], ttl_s: TtlS, /) -> int:
@@ -111,7 +111,7 @@ class DirectoryPort:
 
     @_about_keys
     def mark_cold(self, keys: Sequence[BlockKey], /) -> int:
-        """Notes that the cold tier has these blocks too, so that their loss here costs less; counts those found."""
+        """Notes copies of blocks in the cold tier, so that their loss here costs less; counts the blocks found."""
 
     @_about_keys
     def status(self) -> DirectoryStatus: ...

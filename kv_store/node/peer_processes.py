@@ -1,4 +1,4 @@
-"""The processes at the other ends of a Unix socket, each watched until it is really gone."""
+"""The processes at the other ends of a Unix socket, each watched until its death."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class PeerProcess:
-    """One process, whatever connections it has. Names that it gives itself are made its own by `own`."""
+    """A process with all its connections. `own` makes a name of its writers and readers unique to it."""
 
     def __init__(self, pid: int, nth: int, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -29,7 +29,7 @@ class PeerProcess:
 
 
 class PeerProcesses:
-    """Tells `on_death`, on the loop, of each process that has ended: it can write to no memory any more."""
+    """A watch over processes; calls `on_death`, on the loop, for each that has ended and so writes to no memory any more."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[PeerProcess], None]) -> None:
         self._loop = loop
@@ -38,13 +38,13 @@ class PeerProcesses:
         self._num_met = 0
 
     def of(self, connection: socket.socket) -> PeerProcess:
-        """Who is connected. ProcessLookupError if it has ended already."""
+        """Finds the process at the other end. ProcessLookupError if it has ended already."""
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, _, _ = _CREDENTIALS.unpack(credentials)
         return self._by_pid.get(pid) or self._meet(pid)
 
     def close(self) -> None:
-        """Watches nobody any more."""
+        """Ends all watches."""
         for peer in self._by_pid.values():
             self._forget(peer)
         self._by_pid.clear()

@@ -24,12 +24,12 @@ class ColdTier(Protocol):
     """Every fault is a counted miss; no call raises for one, and each is bounded in time."""
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether a value is stored under each key. Says nothing about its worth."""
+        """Tells for each key whether a value is stored; the value may be corrupt."""
 
     def get(self, name: BlockName, into: memoryview) -> bytes | None:
         """Fills `into`, a block's payload, and returns its checksum once both are verified to be that block's.
 
-        None if it is not there; what cannot be that block is deleted and counted as corrupt. `into` is then undefined.
+        None if it is missing; a value that cannot be that block is deleted and counted as corrupt. `into` is then undefined.
         """
 
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:

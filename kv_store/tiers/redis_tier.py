@@ -38,12 +38,11 @@ log = logging.getLogger(__name__)
 class RedisTier:
     """A ColdTier over `redis://`, `rediss://` or `unix://` URLs. A connection on which a command failed is closed.
 
-    Once the server is silent, or has failed three times in a row, nothing is asked until a probe has succeeded. Probes
-    are made beside the callers, who must not wait for a server that does not answer: at once until the third failure,
-    then every two seconds.
+    Once the server is silent, or has failed three times in a row, no command is sent until a probe has succeeded. A
+    thread of its own probes, so that callers do not wait: at once until the third failure, then every two seconds.
 
-    timeout_s: for a connection to be made, and for each reply to begin and go on. So long may one caller have to wait
-    for nothing, once; what a block is worth that takes longer is little.
+    timeout_s: for a connection to be made, and for each reply to begin and go on. One caller may wait that long in vain,
+    once; a block that takes longer is cheaper to compute.
     Raises ConfigError if the URL is none or the server refuses these credentials; one that is away is no error.
     """
 
@@ -108,7 +107,7 @@ class RedisTier:
         return [bool(found) for found in pipeline.execute()]
 
     def _read(self, key: BlockKey, num_bytes: int) -> bytes:
-        """Up to one byte more than the value may have, so that an over-long one shows and is never read whole."""
+        """Reads up to one byte more than the value may have, so that an over-long one shows and is never read whole."""
         try:
             return bytes(self._redis.getrange(_PREFIX + key, 0, num_bytes))
         except ResponseError as error:
@@ -117,7 +116,7 @@ class RedisTier:
             return b"a value of another type"
 
     def _ask(self, command: Callable[[], T], otherwise: T) -> T:
-        """The command's answer, or `otherwise`."""
+        """Sends a command, unless in doubt; returns its answer, or `otherwise`."""
         answer = otherwise if self._is_in_doubt else self._try(command, otherwise)
         if self._is_in_doubt and self._breaker.allows():
             self._start_probe()
@@ -133,13 +132,13 @@ class RedisTier:
             self._probe.start()
 
     def _ask_until_settled(self) -> None:
-        """Until the server speaks, or the breaker is open."""
+        """Probes until the server speaks, or the breaker is open."""
         self._try(partial(self._redis.exists, _PROBE), 0)
         while self._is_silent and not self._breaker.is_open:
             self._try(partial(self._redis.exists, _PROBE), 0)
 
     def _try(self, command: Callable[[], T], otherwise: T) -> T:
-        """The command's answer, or `otherwise` and a counted error."""
+        """Sends a command; returns its answer, or `otherwise` and counts an error."""
         try:
             answer = command()
         except RedisError as error:
@@ -166,7 +165,7 @@ class RedisTier:
             log.warning("the cold tier answers again")
 
     def _greet(self, url: str, timeout_s: float) -> None:
-        """Tries what will be asked of the server, while a wrong password can still be told to someone."""
+        """Tries the commands of later on the server, while a wrong password can still fail the start."""
         try:
             with _connect(url, timeout_s) as patient:
                 patient.set(_PROBE, b"", px=_PROBE_TTL_MS)
