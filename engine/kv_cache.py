@@ -15,7 +15,7 @@ from engine.schedule.batcher import Pages
 from engine.sequence import Sequence, State
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
-from kv_store.transfers import Done, Fetch, FetchDone, Publish, PublishDone, Transfer, Transfers, Withdraw
+from kv_store.transfers import Done, Fetch, Publish, Transfer, Transfers, Withdraw
 from wire.ids import PageId
 from wire.keys import BlockName
 from wire.tier import Tier
@@ -142,13 +142,13 @@ class KVCache:
             for page in job.transfer.pages:
                 self._ledger.end_transfer(page)
             if job.sequence is not None:
-                done += self._ended(job.sequence, job.transfer.names, result)
+                done += self._ended(job.sequence, job.transfer, result)
         return done
 
-    def _ended(self, sequence: Sequence, names: Seq[BlockName], done: Done) -> list[FetchedInto | PublishedFor]:
-        if isinstance(done, FetchDone) and sequence.state is State.FETCHING:
-            return [self._fetched(sequence, names, done.tiers)]
-        return [PublishedFor(sequence, done.num_resident)] if isinstance(done, PublishDone) else []
+    def _ended(self, sequence: Sequence, transfer: Transfer, done: Done) -> list[FetchedInto | PublishedFor]:
+        if isinstance(transfer, Publish):
+            return [PublishedFor(sequence, done.num_resident)]
+        return [self._fetched(sequence, transfer.names, done.tiers)] if sequence.state is State.FETCHING else []
 
     def _fetched(self, sequence: Sequence, names: Seq[BlockName], tiers: Seq[Tier]) -> FetchedInto:
         num_device = len(sequence.pages) - len(names)

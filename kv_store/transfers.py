@@ -5,6 +5,7 @@ An engine brackets each in `begin_transfer` and `end_transfer` of its own ledger
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,82 +23,58 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class FetchDone:
-    """The end of a fetch: the first `len(tiers)` blocks are in their pages. With an `error`, none are."""
+class Done:
+    """The end of a transfer. With an `error`, a fetch filled no page, and the rest may have done nothing.
+
+    tiers: of a fetch; the first `len(tiers)` blocks are in their pages. num_resident: blocks of a publish in the host
+    tier.
+    """
 
     ticket: int
     tiers: list[Tier] = field(default_factory=list)
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class PublishDone:
-    """The end of a publish: `num_resident` of the blocks are in the host tier. With an `error`, none may be."""
-
-    ticket: int
     num_resident: int = 0
     error: str | None = None
 
 
 @dataclass(frozen=True)
-class WithdrawDone:
-    """The end of a withdrawal: the store finds the blocks no more. With an `error`, it may find some."""
-
-    ticket: int
-    error: str | None = None
-
-
-Done = FetchDone | PublishDone | WithdrawDone
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """An order to fill pages with blocks of the store."""
-
-    ticket: int
-    names: Sequence[BlockName]
-    pages: Sequence[PageId]
-
-    def run(self, store: BlockStore) -> FetchDone:
-        return FetchDone(self.ticket, store.fetch(self.names, self.pages))
-
-    def unmet(self, error: str | None = None) -> FetchDone:
-        return FetchDone(self.ticket, error=error)
-
-
-@dataclass(frozen=True)
-class Publish:
-    """An order to copy pages into the store, under a hold if a request is named."""
-
-    ticket: int
-    names: Sequence[BlockName]
-    pages: Sequence[PageId]
-    hold: RequestId | None
-
-    def run(self, store: BlockStore) -> PublishDone:
-        return PublishDone(self.ticket, store.publish(self.names, self.pages, self.hold))
-
-    def unmet(self, error: str | None = None) -> PublishDone:
-        return PublishDone(self.ticket, error=error)
-
-
-@dataclass(frozen=True)
-class Withdraw:
-    """An order that the store find blocks no more."""
+class Transfer(ABC):
+    """An order about blocks and pages of their names; its ticket is that of its end."""
 
     ticket: int
     names: Sequence[BlockName]
     pages: Sequence[PageId] = ()
 
-    def run(self, store: BlockStore) -> WithdrawDone:
+    @abstractmethod
+    def run(self, store: BlockStore) -> Done:
+        """Carries out the order. Blocks; raises the errors of the store."""
+
+    def unmet(self, error: str | None = None) -> Done:
+        return Done(self.ticket, error=error)
+
+
+class Fetch(Transfer):
+    """An order to fill pages with blocks of the store."""
+
+    def run(self, store: BlockStore) -> Done:
+        return Done(self.ticket, tiers=store.fetch(self.names, self.pages))
+
+
+@dataclass(frozen=True)
+class Publish(Transfer):
+    """An order to copy pages into the store, under a hold if a request is named."""
+
+    hold: RequestId | None = None
+
+    def run(self, store: BlockStore) -> Done:
+        return Done(self.ticket, num_resident=store.publish(self.names, self.pages, self.hold))
+
+
+class Withdraw(Transfer):
+    """An order to make blocks unfindable in the store."""
+
+    def run(self, store: BlockStore) -> Done:
         store.withdraw(self.names)
-        return WithdrawDone(self.ticket)
-
-    def unmet(self, error: str | None = None) -> WithdrawDone:
-        return WithdrawDone(self.ticket, error)
-
-
-Transfer = Fetch | Publish | Withdraw
+        return Done(self.ticket)
 
 
 class Transfers(Protocol):

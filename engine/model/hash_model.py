@@ -5,9 +5,9 @@
     sum[p]    = sum[p-1] + PLACE[p] * (WEIGHT . stored at p)
     next      = mix(sum[p]) % vocab_size                           the likeliest token; the other logits are noise
 
-All modulo 2**64. No sum outlives its step: all earlier positions are read back through the block tables.
-So KV is a pure function of the prefix (and of layout and seed), and a block that is wrong, stale or out of place changes
-all later tokens.
+All modulo 2**64. No sum outlives its step: all earlier positions are read back through the block tables. So KV is a
+pure function of the prefix (and of layout and seed), and a block that is wrong, stale or out of place changes all that
+follows.
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ class PeerProcess:
 
 
 class PeerProcesses:
-    """A watch over processes; calls `on_death`, on the loop, for each that has ended and so writes to no memory any more."""
+    """A watch over processes; calls `on_death`, on the loop, for each that has ended and so writes no more."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[PeerProcess], None]) -> None:
         self._loop = loop

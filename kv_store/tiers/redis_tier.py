@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
@@ -15,18 +14,15 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError,
 from redis.retry import Retry
 
 from kv_store.breaker import Breaker
-from kv_store.tiers.cold_tier import ColdStatus
-from wire.errors import ConfigError, WireError
-from wire.frame import frame_len, seal, unseal
+from kv_store.tiers.cold_tier import FramedTier
+from wire.errors import ConfigError
 from wire.ids import BlockKey
-from wire.keys import BlockName
 from wire.layout import KVLayout
 
 _PREFIX = b"baton:kv:"
 _PROBE = b"baton:probe"
 _PROBE_TTL_MS = 1000
 _KEYS_PER_ROUND = 1024
-_COUNTS = ("hits", "misses", "errors", "corrupt", "written")
 _READ_BYTES = 256 << 10
 _GREETING_TIMEOUT_S = 2.0
 _CLOSE_TIMEOUT_S = 2.0
@@ -35,26 +31,24 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class RedisTier:
+class RedisTier(FramedTier):
     """A ColdTier over `redis://`, `rediss://` or `unix://` URLs. A connection on which a command failed is closed.
 
     Once the server is silent, or has failed three times in a row, no command is sent until a probe has succeeded. A
     thread of its own probes, so that callers do not wait: at once until the third failure, then every two seconds.
 
-    timeout_s: for a connection to be made, and for each reply to begin and go on. One caller may wait that long in vain,
-    once; a block that takes longer is cheaper to compute.
+    timeout_s: for a connection to be made, and for each reply to begin and go on. One caller may wait that long in
+    vain, once; a block that takes longer is cheaper to compute.
     Raises ConfigError if the URL is none or the server refuses these credentials; one that is away is no error.
     """
 
     def __init__(
         self, url: str, layout: KVLayout, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._layout = layout
+        super().__init__(layout)
         self._redis = _connect(url, timeout_s)
         self._breaker = Breaker(clock)
-        self._counted = Counter(dict.fromkeys(_COUNTS, 0))
         self._is_silent = False
-        self._lock = threading.Lock()
         self._probe: threading.Thread | None = None
         self._greet(url, max(timeout_s, _GREETING_TIMEOUT_S))
 
@@ -65,40 +59,19 @@ class RedisTier:
             found += self._ask(partial(self._exist, batch), [False] * len(batch))
         return found
 
-    def get(self, name: BlockName, into: memoryview) -> bytes | None:
-        num_bytes = frame_len(name, self._layout)
-        frame = self._ask(lambda: self._read(name.key, num_bytes), b"")
-        if not frame:
-            self._counted["misses"] += 1
-            return None
-        try:
-            checksum = unseal(frame, name, self._layout, into)
-        except WireError as error:
-            log.warning("the cold tier had %s: deleted", error)
-            self._counted["corrupt"] += 1
-            self._ask(lambda: self._redis.unlink(_PREFIX + name.key), 0)
-            return None
-        self._counted["hits"] += 1
-        return checksum
-
-    def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
-        frame = seal(name, self._layout, payload, checksum)
-        is_stored = bool(self._ask(lambda: self._redis.set(_PREFIX + name.key, frame), None))
-        self._counted["written"] += is_stored
-        return is_stored
-
     def delete(self, keys: Sequence[BlockKey]) -> None:
         rest = iter(keys)
         while batch := list(islice(rest, _KEYS_PER_ROUND)):
             self._ask(partial(self._redis.unlink, *(_PREFIX + key for key in batch)), 0)
 
-    def status(self) -> ColdStatus:
-        return ColdStatus("broken" if self._breaker.is_open else "up", **self._counted)
-
     def close(self) -> None:
         if self._probe is not None:
             self._probe.join(_CLOSE_TIMEOUT_S)
         self._redis.close()
+
+    @property
+    def _state(self) -> str:
+        return "broken" if self._breaker.is_open else "up"
 
     def _exist(self, keys: list[BlockKey]) -> list[bool]:
         pipeline = self._redis.pipeline(transaction=False)
@@ -106,10 +79,15 @@ class RedisTier:
             pipeline.exists(_PREFIX + key)
         return [bool(found) for found in pipeline.execute()]
 
-    def _read(self, key: BlockKey, num_bytes: int) -> bytes:
-        """Reads up to one byte more than the value may have, so that an over-long one shows and is never read whole."""
+    def _read(self, key: BlockKey, max_bytes: int) -> bytes:
+        return self._ask(lambda: self._get_range(key, max_bytes), b"")
+
+    def _write(self, key: BlockKey, frame: bytes) -> bool:
+        return bool(self._ask(lambda: self._redis.set(_PREFIX + key, frame), None))
+
+    def _get_range(self, key: BlockKey, max_bytes: int) -> bytes:
         try:
-            return bytes(self._redis.getrange(_PREFIX + key, 0, num_bytes))
+            return bytes(self._redis.getrange(_PREFIX + key, 0, max_bytes - 1))
         except ResponseError as error:
             if "WRONGTYPE" not in str(error):
                 raise

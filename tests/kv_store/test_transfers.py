@@ -8,15 +8,12 @@ from kv_store.block_store import StoreStatus
 from kv_store.transfers import (
     Done,
     Fetch,
-    FetchDone,
     InlineTransfers,
     NoStore,
     Publish,
-    PublishDone,
     ThreadTransfers,
     Transfers,
     Withdraw,
-    WithdrawDone,
 )
 from tests.kv_store.names import names_of
 from tests.kv_store.pools import pages_from
@@ -120,7 +117,7 @@ def test_inline_is_done_when_started(store: FakeStore) -> None:
     transfers.begin(Withdraw(3, NAMES))
     assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST), ("withdraw", NAMES)]
     assert (len(store.fenced_by), transfers.pending) == (3, 3)
-    assert transfers.poll() == [FetchDone(1, [Tier.HOST] * 2), PublishDone(2, 2), WithdrawDone(3)]
+    assert transfers.poll() == [Done(1, [Tier.HOST] * 2), Done(2, num_resident=2), Done(3)]
     assert (transfers.poll(), transfers.pending) == ([], 0)
 
 
@@ -130,7 +127,7 @@ def test_without_a_store_nothing_is_found_or_published() -> None:
     transfers.begin(Publish(2, NAMES, PAGES, None))
     transfers.begin(Withdraw(3, NAMES))
     assert transfers.pending == 3
-    assert transfers.poll() == [FetchDone(1), PublishDone(2), WithdrawDone(3)]
+    assert transfers.poll() == [Done(1), Done(2), Done(3)]
     assert (transfers.poll(), transfers.pending) == ([], 0)
 
 
@@ -138,7 +135,7 @@ def test_a_thread_does_it_in_order_and_wakes(store: FakeStore, waker: Waker, thr
     threaded.begin(Fetch(1, NAMES, PAGES))
     threaded.begin(Publish(2, NAMES, PAGES, REQUEST))
     threaded.begin(Withdraw(3, NAMES))
-    assert waker.poll(threaded, 3) == [FetchDone(1, [Tier.HOST] * 2), PublishDone(2, 2), WithdrawDone(3)]
+    assert waker.poll(threaded, 3) == [Done(1, [Tier.HOST] * 2), Done(2, num_resident=2), Done(3)]
     assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST), ("withdraw", NAMES)]
     assert threaded.pending == 0
 
@@ -160,10 +157,10 @@ def test_an_error_is_an_answer_and_not_the_end(store: FakeStore, threaded: Threa
     for done in waker.poll(threaded, 3):
         assert done.error is not None
         assert "the device is lost" in done.error
-        assert done in [kind(done.ticket, error=done.error) for kind in (FetchDone, PublishDone, WithdrawDone)]
+        assert done == Done(done.ticket, error=done.error)
     store.error = None
     threaded.begin(Fetch(3, NAMES, PAGES))
-    assert waker.poll(threaded, 1) == [FetchDone(3, [Tier.HOST] * 2)]
+    assert waker.poll(threaded, 1) == [Done(3, [Tier.HOST] * 2)]
 
 
 def test_too_many_are_refused_and_answered(store: FakeStore, threaded: ThreadTransfers, waker: Waker) -> None:
@@ -172,7 +169,7 @@ def test_too_many_are_refused_and_answered(store: FakeStore, threaded: ThreadTra
         threaded.begin(Fetch(ticket, NAMES, PAGES))
     threaded.begin(Fetch(3, NAMES, PAGES))
     threaded.begin(Publish(4, NAMES, PAGES, None))
-    assert threaded.poll() == [FetchDone(3, error="too many transfers"), PublishDone(4, error="too many transfers")]
+    assert threaded.poll() == [Done(3, error="too many transfers"), Done(4, error="too many transfers")]
     assert threaded.pending == 3
     store.gate.set()
     assert [done.ticket for done in waker.poll(threaded, 3)] == [0, 1, 2]
@@ -198,7 +195,7 @@ def test_a_transfer_is_a_plain_call_of_any_thread(store: FakeStore, waker: Waker
     transfers.begin(Fetch(1, NAMES, PAGES))
     transfers.begin(Withdraw(2, NAMES))
     assert transfers.run_one()
-    assert (transfers.poll(), transfers.pending) == ([FetchDone(1, [Tier.HOST] * 2)], 1)
+    assert (transfers.poll(), transfers.pending) == ([Done(1, [Tier.HOST] * 2)], 1)
     transfers.close()
     assert not transfers.run_one()
     assert (transfers.poll(), store.asked) == ([], [("fetch", NAMES, PAGES)])
