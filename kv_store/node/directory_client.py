@@ -88,7 +88,7 @@ class _Connection:
 
     def connect(self, deadline: float) -> DirectoryInfo:
         """Connects if need be. The server hears only the newest of one client's connections."""
-        if self._process != os.getpid():  # a fork must not speak on its parent's line
+        if self._process != os.getpid():  # a fork must not use its parent's connection
             self._start_anew()
         if self._socket is None:
             self._socket = self._dial(deadline)

@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Callable, Set
+from collections.abc import Callable
 
 _CREDENTIALS = struct.Struct("iII")
 
@@ -16,15 +16,11 @@ class PeerProcess:
         self.descriptor = descriptor
         self.is_alive = True
         self._id = f"{pid}.{nth}"
-        self._names: set[str] = set()
-
-    @property
-    def names(self) -> Set[str]:
-        return self._names
+        self.names: set[str] = set()
 
     def own(self, name: str) -> str:
         owned = f"{self._id}/{name}"
-        self._names.add(owned)
+        self.names.add(owned)
         return owned
 
 
