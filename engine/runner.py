@@ -47,7 +47,7 @@ class Runner:
         self._cache = cache
 
     def run(self, chunks: Seq[Chunk]) -> list[Gain]:
-        """Runs the chunks, those of one token first, and returns the gain of each.
+        """Runs the chunks, ordered with one-token chunks first, and returns the gain of each.
 
         A run that fails is repeated chunk by chunk, so that it fails for the faulty ones only: to compute KV once more
         does no harm. Raises if all of them fail, and a probe of one token too: then the fault is the model's.

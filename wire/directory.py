@@ -1,4 +1,4 @@
-"""Types in the calls to an arena's directory; the calls are those of `kv_store.node.directory_port`.
+"""Types in the calls to an arena's directory; `kv_store.node.directory_port` declares the calls.
 
 Times are durations in seconds, counted by the directory's monotonic clock from arrival.
 """

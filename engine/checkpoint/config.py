@@ -9,7 +9,7 @@ One decoder serves four architectures, which differ in data only:
 | Qwen2ForCausalLM   | q, k, v                                    | no       | by `layer_types` or `max_window_layers` |
 | Qwen3ForCausalLM   | `attention_bias`: q, k, v, o               | yes      | by `layer_types` or `max_window_layers` |
 
-Keys are read as transformers 4 and 5 spell them; what is absent has the default of transformers' configuration class.
+Keys are read as transformers 4 and 5 spell them; an absent key has the default of transformers' configuration class.
 """
 
 from collections.abc import Mapping

@@ -72,7 +72,7 @@ class DirectoryPort:
 
     @_about_slots
     def reserve(self, writer: ClientName, names: Sequence[BlockName], hold: Hold | None, /) -> Reservation:
-        """Reserves slots for the blocks that are missing; with `hold`, holds those that are there.
+        """Reserves slots for the blocks that are missing; with `hold`, holds the present ones.
 
         A slot is the writer's until its commit or abandon, or the death of its process: it never runs out. A writer
         works on one batch at a time: a new reservation gives back the uncommitted rest of the one before.
