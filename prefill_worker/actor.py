@@ -1,9 +1,20 @@
 """A prefill worker as a Ray actor."""
 
-from prefill_worker.behaviour import prefill_behaviour
+from functools import partial
+
+from engine.request import HandOff
+from prefill_worker.batcher import PrefillBatcher
+from prefill_worker.job import PrefillJob
+from wire.pools import Role
 from worker.actor import WorkerActor
-from worker.behaviour import Behaviour
-from worker.config import WorkerConfig
+from worker.config import BatchSettings, WorkerConfig
+from worker.job import Behaviour
+
+
+def prefill_behaviour(batch: BatchSettings, block_size: int) -> Behaviour:
+    """What makes a worker a prefill worker. `block_size`: tokens of a block, as the worker's timeline counts them."""
+    batcher = PrefillBatcher(batch.max_step_tokens, batch.max_running, batch.patience_tokens)
+    return Behaviour(Role.PREFILL, batcher, HandOff, partial(PrefillJob, block_size=block_size))
 
 
 class PrefillActor(WorkerActor):

@@ -15,7 +15,7 @@ from router.config import RouterConfig
 from router.ports.server import RouterServer
 from router.router import Router
 from router.workers.controller_port import ClusterEvent
-from router.workers.grpc_worker_client import GrpcWorkerClient
+from router.workers.grpc_transport import GrpcTransport
 from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
@@ -42,7 +42,7 @@ class RouterActor:
         """
         config = self._config
         codec = await asyncio.to_thread(Tokenizer.load, Path(config.model.folder))
-        connect = partial(GrpcWorkerClient, token=config.cluster.token)
+        connect = partial(GrpcTransport, token=config.cluster.token)
         port = RayController(config.cluster.controller, config.cluster.ray_namespace)
         self._router = Router(config, codec, connect, port)
         self._server = RouterServer(self._router)

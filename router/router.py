@@ -1,27 +1,24 @@
-"""A router without its servers: the parts that serve requests, put together."""
+"""A router without its ports: the parts that serve requests, put together."""
 
-import time
-from collections.abc import Callable
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from router.config import RouterConfig
-from router.observe.cluster_status import StatusReader
 from router.observe.metrics import RequestMetrics
-from router.observe.status_watch import StatusWatch
+from router.observe.status import StatusReader, StatusWatch
 from router.observe.worker_metrics import WorkerCollector
+from router.placement.placement import Placement
 from router.placement.prefix_map import PrefixMap
-from router.placement.worker_pool import WorkerPool
 from router.requests.admission import Admission
 from router.requests.dispatch import Dispatcher
-from router.requests.quarantine import Quarantine
-from router.requests.steps import Services
-from router.requests.trials import Trials
+from router.requests.flow import Services
+from router.requests.replay import Quarantine, Suspects
 from router.requests.validator import Limits
 from router.workers.controller_port import ControllerPort
-from router.workers.hold_keeper import HoldKeeper
+from router.workers.holds import Holds
+from router.workers.line import Connect
 from router.workers.members import Members
 from router.workers.membership import Membership
-from router.workers.worker_client import WorkerClient
 from text.codec import TextCodec
 from wire.keys import namespace_root
 
@@ -33,61 +30,64 @@ NUM_TOKENIZER_THREADS = 2
 class Router:
     """Between `start` and `stop`, `dispatcher` takes requests and `membership` workers. Made within an event loop.
 
-    `connect` makes a client for a worker's address.
+    connect: opens a connection to a worker's address.
     """
 
-    def __init__(
-        self, config: RouterConfig, codec: TextCodec, connect: Callable[[str], WorkerClient], port: ControllerPort
-    ) -> None:
+    def __init__(self, config: RouterConfig, codec: TextCodec, connect: Connect, port: ControllerPort) -> None:
         model, layout = config.model, config.model.layout
         self.config = config
         self.port = port
         self.metrics = RequestMetrics()
-        self._members = Members(model.fingerprint, layout.encode())
-        self._block_size = layout.block_size
-        self._holds = HoldKeeper(self._members)
-        self._pool = WorkerPool(
-            self._members, PrefixMap(config.max_prefix_keys), layout.block_size, config.streams.max_worker_wait_s
+        self.members = Members(model.fingerprint, layout.encode())
+        self.holds = Holds(self.members)
+        self._placement = Placement(
+            self.members, PrefixMap(config.max_prefix_keys), layout.block_size, config.streams.max_worker_wait_s
         )
         self._threads = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
-        self.membership = Membership(self._members, connect, port, self._members_changed)
-        root = namespace_root(config.cluster.secret, TENANT, model.fingerprint, layout.encode(), NO_ADAPTER)
+        self.membership = Membership(self.members, connect, port, self._members_changed)
         services = Services(
-            root,
             codec,
             self._threads,
-            self._pool,
-            self._holds,
-            Trials(),
+            self._placement,
+            self.holds,
+            Suspects(),
             Quarantine(),
             self.membership.suspect,
             self.metrics,
         )
-        self.dispatcher = Dispatcher(services, Admission(config.admission), config.streams, self._limits)
-        self.statuses = StatusReader(self._members, self.dispatcher, self._holds)
-        self.watch = StatusWatch(self.statuses, time.monotonic)
+        root = namespace_root(config.cluster.secret, TENANT, model.fingerprint, layout.encode(), NO_ADAPTER)
+        self.dispatcher = Dispatcher(services, root, Admission(config.admission), config.streams, self._limits)
+        self.statuses = StatusReader(self.members, self.dispatcher, self.check)
+        self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
         self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))
 
     def start(self) -> None:
-        self._holds.start()
+        self.holds.start()
         self.watch.start()
 
     async def stop(self) -> None:
         """Ends what is under way; clients of open requests are told that the service is unavailable."""
         self.dispatcher.stop()
         await self.watch.stop()
-        await self._holds.stop()
+        await self.holds.stop()
         await self.membership.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def check(self) -> list[str]:
+        """Violated invariants of the router's books; most are known only while no request is open."""
+        problems = [*self.dispatcher.check(), *self.membership.check()]
+        if not self.dispatcher.num_running + self.dispatcher.num_queued:
+            problems += [*self.holds.check(), *self.members.check()]
+        return [f"router: {problem}" for problem in problems]
+
     def _members_changed(self) -> None:
-        self._holds.resize()
-        self._pool.wake()
+        self.holds.resize()
+        self._placement.wake()
 
     def _limits(self) -> Limits:
         """What fits now: without workers, whatever the model can take."""
-        model = self.config.model
-        num_blocks = self._members.num_pool_blocks
+        model, block_size = self.config.model, self.config.model.layout.block_size
+        num_blocks = self.members.num_pool_blocks
         if num_blocks is None:
-            num_blocks = -(-model.max_context_len // self._block_size)
-        return Limits(model.name, model.vocab_size, model.max_context_len, num_blocks, self._block_size)
+            num_blocks = -(-model.max_context_len // block_size)
+        return Limits(model.name, model.vocab_size, model.max_context_len, num_blocks, block_size)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
+from wire.errors import BatonError, rebuild
+from wire.ids import AttemptId, RequestId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import FinishReason, Logprobs, SamplingParams
@@ -55,6 +57,22 @@ def tiers_to_pb(tokens: Mapping[str, int]) -> list[pb.TierTokens]:
 
 def tiers_from_pb(tokens: Iterable[pb.TierTokens]) -> dict[str, int]:
     return {one.tier: one.tokens for one in tokens}
+
+
+def attempt_to_pb(attempt: AttemptId) -> worker_pb2.AttemptId:
+    return worker_pb2.AttemptId(request_id=attempt.request_id, attempt=attempt.number)
+
+
+def attempt_of(message: worker_pb2.AttemptId) -> AttemptId:
+    return AttemptId(RequestId(message.request_id), message.attempt)
+
+
+def error_to_pb(error: BatonError) -> worker_pb2.Error:
+    return worker_pb2.Error(reason=error.reason, message=error.message, ids=error.ids)
+
+
+def error_from_pb(message: worker_pb2.Error) -> BatonError:
+    return rebuild(message.reason, message.message, dict(message.ids))
 
 
 def status_of(tier: str, statuses: Iterable[worker_pb2.TierStatus]) -> worker_pb2.TierStatus:

@@ -166,3 +166,20 @@ class ConfigError(BatonError):
 
 class ModelError(ConfigError):
     """A model folder that cannot be served, and why."""
+
+
+_BY_REASON = {
+    cls.__new__(cls).reason: cls
+    for cls in tuple(globals().values())
+    if isinstance(cls, type) and issubclass(cls, BatonError)
+}
+
+
+def rebuild(reason: str, message: str, ids: dict[str, str]) -> BatonError:
+    """Makes an error of what another process said of it. A reason that is not known here makes a BatonError."""
+    cls = _BY_REASON.get(reason, BatonError)
+    error = cls.__new__(cls, message)
+    BatonError.__init__(error, message, **ids)
+    if isinstance(error, Overloaded):
+        error.retry_after_s = None
+    return error

@@ -1,9 +1,22 @@
 """Identifiers. Distinct types, so that one is not passed for another."""
 
-from typing import NewType
+from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
+
+
+class AttemptId(NamedTuple):
+    """One try at a request, numbered from 1. Workers, engines and holds know each attempt by its own name."""
+
+    request_id: RequestId
+    number: int
+
+    @property
+    def name(self) -> RequestId:
+        """The id under which an engine and the store know the attempt; no client's id has a slash."""
+        return RequestId(f"{self.request_id}/{self.number}")
+
 
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes: the chained hash of all tokens up to and including a block, under a namespace root."""

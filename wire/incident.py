@@ -8,7 +8,7 @@ from wire.errors import BatonError
 log = logging.getLogger(__name__)
 
 
-def report(error: Exception, **values: object) -> BatonError:
+def report(error: BaseException, **values: object) -> BatonError:
     """Logs an error that nobody foresaw, with values that tell where; what may be said of it to a client."""
     number = secrets.token_hex(8)
     log.error("incident", exc_info=error, extra={"incident": number, **values})

@@ -1,7 +1,20 @@
-"""What every gRPC server and channel of ours is opened with, and the name of the cluster's token."""
+"""What every gRPC server and channel of ours is opened with, and how calls prove that they come from the cluster."""
+
+import hmac
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_status import rpc_status
+
+from wire.errors import ConfigError, Unauthenticated
+from wire.rpc_status import to_status
 
 TOKEN_METADATA = "baton-cluster-token"
 MAX_MESSAGE_BYTES = 4 << 20
+MAX_LINE_MESSAGE_BYTES = 64 << 20
+"""Between a router and a worker: the tokens of many requests that a stopped router has not read."""
+LINE_WINDOW_BYTES = 64 << 10
 MAX_METADATA_BYTES = 16 << 10
 KEEPALIVE_EVERY_MS = 10_000
 MAX_PING_MS = 5_000
@@ -20,6 +33,15 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
+LINE_OPTIONS = (
+    *CHANNEL_OPTIONS[2:],
+    ("grpc.max_receive_message_length", MAX_LINE_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_LINE_MESSAGE_BYTES),
+    # So little is on its way that a short order overtakes a long one on a slow network, too.
+    ("grpc.http2.lookahead_bytes", LINE_WINDOW_BYTES),
+    ("grpc.http2.bdp_probe", 0),
+)
+"""Of the line between a router and a worker: of the channel, and after SERVER_OPTIONS of the server."""
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
@@ -30,3 +52,35 @@ SERVER_OPTIONS = (
     ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
     ("grpc.so_reuseport", 0),
 )
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls that do not carry the cluster's token; health checks need none."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        if handler_call_details.method.startswith("/grpc.health.v1."):
+            return await continuation(handler_call_details)
+        given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_METADATA, "")
+        if hmac.compare_digest(str(given).encode(), self._token):
+            return await continuation(handler_call_details)
+        return grpc.stream_unary_rpc_method_handler(_refuse)
+
+
+async def _refuse(_messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    error = Unauthenticated("the cluster's token is missing or wrong")
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+
+
+def listen(server: grpc.aio.Server, host: str, port: int) -> str:
+    """Has a server listen, on a free port for 0. Returns the address; raises ConfigError if the port is taken."""
+    try:
+        return f"{host}:{server.add_insecure_port(f'{host}:{port}')}"
+    except RuntimeError as error:
+        raise port_taken(host, port) from error
+
+
+def port_taken(host: str, port: int) -> ConfigError:
+    return ConfigError(f"port {port} of {host} cannot be had; is it in use?")

@@ -17,11 +17,6 @@ from wire import errors
 from wire.errors import BatonError
 
 DOMAIN = "baton"
-_ERROR_CLASSES = {
-    cls.__new__(cls).reason: cls
-    for cls in vars(errors).values()
-    if isinstance(cls, type) and issubclass(cls, BatonError)
-}
 
 
 def to_status(error: BatonError) -> status_pb2.Status:
@@ -44,8 +39,9 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> BatonError:
     """The error a server of ours raised, or the nearest one for a failure of the call itself."""
     for detail in details_of(failure):
         info = error_details_pb2.ErrorInfo()
-        if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.reason in _ERROR_CLASSES:
-            return _rebuild(_ERROR_CLASSES[info.reason], failure.details() or "", dict(info.metadata))
+        if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
+            ids = {name: value for name, value in info.metadata.items() if name != "retryable"}
+            return errors.rebuild(info.reason, failure.details() or "", ids)
     return _from_code(failure.code(), failure.details() or "")
 
 
@@ -53,15 +49,6 @@ def details_of(failure: grpc.aio.AioRpcError) -> Sequence[any_pb2.Any]:
     """What a server of ours said beside code and message: ErrorInfo, maybe RetryInfo. None if gRPC itself failed."""
     status = rpc_status.from_call(_SyncCall(failure))
     return () if status is None else tuple(status.details)
-
-
-def _rebuild(cls: type[BatonError], message: str, ids: dict[str, str]) -> BatonError:
-    ids.pop("retryable", None)
-    error = cls.__new__(cls)
-    BatonError.__init__(error, message, **ids)
-    if isinstance(error, errors.Overloaded):
-        error.retry_after_s = None
-    return error
 
 
 def _from_code(code: grpc.StatusCode, details: str) -> BatonError:

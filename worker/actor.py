@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from wire.errors import ConfigError, Unavailable
 from worker.assembly import Assembly, assemble
-from worker.behaviour import Behaviour
 from worker.config import WorkerConfig
-from worker.grpc_skin import WorkerServer
+from worker.job import Behaviour
+from worker.server import WorkerServer
 from worker.termination import leave_sigterm_to_the_main_thread, on_sigterm
 
 log = logging.getLogger(__name__)

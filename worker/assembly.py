@@ -25,10 +25,9 @@ from kv_store.transfers import ThreadTransfers, Transfers
 from wire.errors import ModelError
 from wire.ids import PROTOCOL_VERSION
 from wire.pb import worker_pb2
-from worker.behaviour import Behaviour
-from worker.commands import Command
 from worker.config import WorkerConfig
 from worker.inbox import Inbox
+from worker.job import Behaviour
 from worker.service import WorkerService
 
 
@@ -78,7 +77,7 @@ def assemble_on(
     """Puts an engine over a model and a store, and a service over that. `on_broken` is WorkerService's."""
     pool = DevicePool(model.layout, config.pool.num_blocks, model.device)
     store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool)
-    inbox: Inbox[Command] = Inbox()
+    inbox = Inbox()
     transfers = ThreadTransfers(store, inbox.ring)
     transfers.start()
     engine = EngineCore(model, pool, behaviour.batcher, transfers)

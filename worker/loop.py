@@ -1,4 +1,4 @@
-"""The thread that owns the engine: take commands, step, tell the requests, deliver."""
+"""The thread that owns the engine: take commands, step, hand the engine's events to jobs, deliver their updates."""
 
 import logging
 import os
@@ -6,35 +6,33 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from enum import Enum
+from dataclasses import dataclass, field
 
 from engine.core import EngineCore
-from engine.events import Emitted
+from engine.events import Abandoned, Emitted, Event, Failed
 from wire.errors import BatonError, Unavailable
-from worker.call import Call
-from worker.commands import Ask, Begin, Command, Withdraw
-from worker.inbox import Inbox
-from worker.instructions import Close
-from worker.lifecycle import Lifecycle
-from worker.lives import Deliveries, Lives
+from wire.ids import RequestId
+from worker.inbox import Ask, Begin, Call, Command, Inbox, Withdraw
+from worker.job import Job
+from worker.update import NOTHING_NEW, End, Update
 
 log = logging.getLogger(__name__)
 
 ENGINE_NICENESS = 10
-"""Where cores are few, those who only pass tokens on come before those who compute them."""
+"""Where cores are few, threads that only pass tokens on come before those that compute them."""
 MAX_IDLE_S = 1.0
 MAX_FAILED_STEPS = 4
 """Steps that fail, with no token in between, until the engine is given up: then it is not the requests."""
 
 
-class LoopState(Enum):
-    """BROKEN: the engine's books are wrong, or it fails again and again; this process is of no use any more."""
+@dataclass
+class Deliveries:
+    """What a turn has brought for others than the engine: an update for each call, and holds that are over."""
 
-    RUNNING = "running"
-    BROKEN = "broken"
-    STOPPED = "stopped"
+    updates: dict[Call, Update] = field(default_factory=dict)
+    released: list[RequestId] = field(default_factory=list)
 
 
 class WorkerLoop:
@@ -43,20 +41,22 @@ class WorkerLoop:
     A request that the engine fails ends alone. A step that fails ends all requests with Unavailable, so that they are
     tried elsewhere, and the loop goes on if the engine's books are in order.
 
-    deliver: takes what is wanted of others than the engine; called on the engine's thread, must not block.
-    on_broken: called on the engine's thread, after the last delivery, if the state became BROKEN.
+    deliver: takes what a turn has brought; called on the engine's thread, must not block.
+    on_broken: called on the engine's thread, after the last delivery, if the loop broke.
+    is_broken: the engine's books are wrong, or it fails again and again; this process is of no use any more.
     num_turns: finished so far. There is one at least every MAX_IDLE_S, unless a step takes longer or hangs.
     """
 
     def __init__(
         self,
         engine: EngineCore,
-        inbox: Inbox[Command],
+        inbox: Inbox,
         deliver: Callable[[Deliveries], None],
         on_broken: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.state = LoopState.RUNNING
+        self.is_running = True
+        self.is_broken = False
         self.stats = engine.stats()
         self.num_turns = 0
         self._engine = engine
@@ -64,35 +64,40 @@ class WorkerLoop:
         self._deliver = deliver
         self._on_broken = on_broken
         self._clock = clock
-        self._lives = Lives(engine, clock)
+        self._begun: dict[RequestId, Begin] = {}
         self._commands: deque[Command] = deque()
+        self._deliveries = Deliveries()
         self._has_more_to_do = False
         self._num_failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def num_begun(self) -> int:
+        """Attempts that have not ended."""
+        return len(self._begun)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
         """Ends all requests and the thread; False if a step took longer than that."""
-        if self.state is LoopState.RUNNING:
-            self.state = LoopState.STOPPED
+        self.is_running = False
         self._inbox.ring()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Makes the loop BROKEN, though its thread may hang: it takes nothing more, and winds up should it go on."""
-        self.state = LoopState.BROKEN
+        """Gives the loop up, though its thread may hang: it takes nothing more, and winds up should it go on."""
+        self._break()
         self._inbox.close()
 
-    def begin(self, call: Call, lifecycle: Lifecycle) -> None:
-        """Starts a request's life. Unavailable if the loop has ended."""
-        if not self._inbox.put(Begin(call, lifecycle)):
+    def begin(self, call: Call, job: Job) -> None:
+        """Starts an attempt. Unavailable if the loop has ended."""
+        if not self._inbox.put(Begin(call, job)):
             raise Unavailable("the worker has stopped")
 
     def withdraw(self, call: Call, error: BatonError) -> None:
-        """Ends a request before the next step. Does nothing if it has ended."""
+        """Ends an attempt before the next step. Does nothing if it has ended."""
         self._inbox.put(Withdraw(call, error))
 
     def ask(self, question: Callable[[EngineCore], list[str]]) -> Future[list[str]]:
@@ -102,54 +107,104 @@ class WorkerLoop:
             raise Unavailable("the worker has stopped")
         return answer
 
-    def _run(self) -> None:
-        os.nice(ENGINE_NICENESS)  # of this thread and of those it starts
-        try:
-            while self.state is LoopState.RUNNING:
-                self._commands += self._inbox.take(0.0 if self._has_more_to_do else MAX_IDLE_S)
-                self._turn()
-                self.stats = self._engine.stats()
-                self._deliver(self._lives.take_deliveries())
-                self.num_turns += 1
-        except Exception:  # a bug of ours outside of a step: nobody may go on waiting for this thread
-            log.critical("the engine's thread has failed", exc_info=True)
-            self.state = LoopState.BROKEN
-        self._wind_up()
-        if self.state is LoopState.BROKEN:
-            self._on_broken()
-
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Obeys commands, steps the engine once, and delivers what came of both. Waits where there is nothing to do."""
+        self._commands += self._inbox.take(0.0 if self._has_more_to_do else MAX_IDLE_S)
         try:
             while self._commands:
                 self._obey(self._commands.popleft())
             began_s = self._clock()
             events = self._engine.step()
-            self._lives.tell(events, began_s)
+            self._pass_on(events, began_s)
             self._has_more_to_do = bool(events) or self._engine.can_step
-            if any(isinstance(event, Emitted) for event in events):
-                self._num_failed_steps = 0
         except Exception as error:  # of whatever the model's step may raise; the thread has to outlive it
             self._recover(error)
+        self.stats = self._engine.stats()
+        self._hand_over()
+        self.num_turns += 1
+
+    def _run(self) -> None:
+        os.nice(ENGINE_NICENESS)  # of this thread and of those it starts
+        try:
+            while self.is_running:
+                self.turn()
+        except Exception:  # a bug of ours outside of a step: nobody may go on waiting for this thread
+            log.critical("the engine's thread has failed", exc_info=True)
+            self._break()
+        self._wind_up()
+        if self.is_broken:
+            self._on_broken()
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Begin():
-                self._lives.begin(command)
+            case Begin(call, job):
+                self._begun[call.name] = command
+                try:
+                    self._engine.add(job.request)
+                except BatonError as error:
+                    self._note(command, job.take(Failed(call.name, error), self._clock()))
             case Withdraw(call, error):
-                self._lives.withdraw(call, error)
+                begun = self._begun.get(call.name)
+                if begun is not None and begun.call is call:
+                    self._engine.abort(call.name)
+                    self._note(begun, begun.job.withdraw(error))
             case Ask():
                 command.put_to(self._engine)
+
+    def _pass_on(self, events: Sequence[Event], began_s: float) -> None:
+        """Hands the events of one step to the jobs they belong to.
+
+        What was decided before the model ran, up to the first token, happened when the step began, the rest just now.
+        """
+        now_s = began_s
+        for event in events:
+            if isinstance(event, Emitted) and now_s == began_s:
+                now_s = self._clock()
+                self._num_failed_steps = 0
+            begun = self._begun.get(event.request_id)
+            if begun is not None:
+                self._note(begun, begun.job.take(event, now_s))
+            elif isinstance(event, Abandoned):
+                self._deliveries.released.append(event.request_id)
+
+    def _note(self, begun: Begin, update: Update) -> None:
+        """Keeps an update for delivery, together with what is there for its call."""
+        if update is NOTHING_NEW:
+            return
+        call, updates = begun.call, self._deliveries.updates
+        updates[call] = updates[call].followed_by(update) if call in updates else update
+        if update.releases_hold:
+            self._deliveries.released.append(call.name)
+        if update.end is not None:
+            del self._begun[call.name]
+
+    def _hand_over(self) -> None:
+        deliveries, self._deliveries = self._deliveries, Deliveries()
+        if deliveries.updates or deliveries.released:
+            self._deliver(deliveries)
 
     def _recover(self, failure: Exception) -> None:
         incident = secrets.token_hex(8)
         log.error("incident %s: a step failed", incident, exc_info=failure)
         self._num_failed_steps += 1
         self._has_more_to_do = bool(self._commands)
-        problems = self._lives.withdraw_all(Unavailable(f"a step of the worker failed, incident {incident}"))
+        problems = self._withdraw_all(Unavailable(f"a step of the worker failed, incident {incident}"))
         problems += self._check()
         if problems or self._num_failed_steps == MAX_FAILED_STEPS:
             log.critical("incident %s: the engine is given up: %s", incident, "; ".join(problems) or "it fails on")
-            self.state = LoopState.BROKEN
+            self._break()
+
+    def _withdraw_all(self, error: BatonError) -> list[str]:
+        """Ends every attempt, whatever state the engine is in; returns what went wrong with it."""
+        problems = []
+        for begun in list(self._begun.values()):
+            try:
+                self._engine.abort(begun.call.name)
+            except Exception:  # every caller has to be answered
+                log.exception("not taken out of the engine", extra={"request_id": begun.call.name})
+                problems.append("a request cannot be taken out of the engine")
+            self._note(begun, begun.job.withdraw(error))
+        return problems
 
     def _check(self) -> list[str]:
         try:
@@ -157,16 +212,19 @@ class WorkerLoop:
         except Exception as error:  # books that cannot be read are wrong
             return [f"the engine's check fails: {type(error).__name__}"]
 
+    def _break(self) -> None:
+        self.is_broken = True
+        self.is_running = False
+
     def _wind_up(self) -> None:
-        """Lets nobody in any more, and nobody wait."""
+        """Lets nothing in any more, and lets nothing wait."""
         stopped = Unavailable("the worker has stopped")
         self._inbox.close()
         self._commands += self._inbox.take(0.0)
-        self._lives.withdraw_all(stopped)
-        deliveries = self._lives.take_deliveries()
+        self._withdraw_all(stopped)
         for command in self._commands:
             if isinstance(command, Begin):
-                deliveries.replies.append((command.call, Close(stopped)))
+                self._deliveries.updates[command.call] = Update(end=End(stopped))
             elif isinstance(command, Ask):
                 command.refuse(stopped)
-        self._deliver(deliveries)
+        self._hand_over()

@@ -1,16 +1,23 @@
-"""Between a worker's own values and the messages of its service."""
+"""Between a worker's own values and the messages of its line."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TypeVar
 
-from engine.events import EngineStats, TierTokens
-from engine.request import ChoiceSoFar, EngineRequest, HandOff
+from engine.events import EngineStats
+from engine.request import ChoiceSoFar, EngineRequest
 from kv_store.block_store import StoreStatus
 from wire.block_counts import BlockCounts
-from wire.convert import logprobs_to_pb, reason_to_pb, sampling_from_pb, tiers_to_pb
+from wire.convert import (
+    attempt_of,
+    attempt_to_pb,
+    error_to_pb,
+    logprobs_to_pb,
+    reason_to_pb,
+    sampling_from_pb,
+    tiers_to_pb,
+)
 from wire.errors import InvalidRequest
-from wire.ids import NamespaceRoot, RequestId
+from wire.ids import AttemptId, NamespaceRoot
 from wire.pb import inference_pb2, worker_pb2
 from wire.sampling import MAX_CHOICES
 from wire.tier import Tier
@@ -18,46 +25,43 @@ from worker.stopwatch import Span
 from worker.update import ChoiceTokens, Update
 
 ROOT_BYTES = 32
-R = TypeVar("R", bound=EngineRequest)
 
 
-def hand_off_from_pb(message: worker_pb2.PrefillRequest, vocab_size: int) -> HandOff:
-    """Raises InvalidRequest for what would upset the engine: an empty prompt, tokens that the model does not have."""
-    sampling = sampling_from_pb(message.sampling_params)
-    if not 1 <= sampling.n <= MAX_CHOICES:
-        raise InvalidRequest("n", f"must be from 1 to {MAX_CHOICES}")
-    choices = tuple(ChoiceSoFar(index) for index in range(sampling.n))
-    request = HandOff(_request_id(message), _root(message), tuple(message.prompt.ids), sampling, choices)
-    return _checked(request, vocab_size)
+def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_size: int) -> EngineRequest:
+    """The request that the engine gets, under the attempt's own name.
 
-
-def decode_request_from_pb(message: worker_pb2.DecodeRequest, vocab_size: int) -> EngineRequest:
-    """Raises InvalidRequest as above, and if the choices are none, too many or the same."""
-    sampling = sampling_from_pb(message.sampling_params)
+    Raises InvalidRequest for what would upset the engine: an empty prompt, tokens that the model does not have, choices
+    that are none, too many or the same.
+    """
+    if not message.id.request_id:
+        raise InvalidRequest("request_id", "missing")
+    if len(message.namespace_root) != ROOT_BYTES:
+        raise InvalidRequest("namespace_root", f"must be {ROOT_BYTES} bytes")
     choices = tuple(ChoiceSoFar(choice.index, tuple(choice.output.ids)) for choice in message.choices)
-    request = EngineRequest(_request_id(message), _root(message), tuple(message.prompt.ids), sampling, choices)
-    return _checked(request, vocab_size)
-
-
-def prefill_response_to_pb(attempt: int, update: Update, worker_id: str) -> worker_pb2.PrefillResponse:
-    prompt = update.prompt or TierTokens()
-    return worker_pb2.PrefillResponse(
-        attempt=attempt,
-        choices=[_choice_to_pb(choice) for choice in update.choices],
-        cached_tokens=tiers_to_pb(prompt.found),
-        computed_tokens=prompt.computed,
-        num_held_blocks=update.num_held,
-        spans=_spans_to_pb(update.spans, worker_id),
+    request = cls(
+        attempt_of(message.id).name,
+        NamespaceRoot(message.namespace_root),
+        tuple(message.prompt.ids),
+        sampling_from_pb(message.sampling_params),
+        choices,
     )
+    _require_sane(request, vocab_size)
+    return request
 
 
-def decode_update_to_pb(attempt: int, update: Update, worker_id: str) -> worker_pb2.DecodeUpdate:
-    message = worker_pb2.DecodeUpdate(attempt=attempt, choices=[_choice_to_pb(choice) for choice in update.choices])
+def update_to_pb(attempt: AttemptId, update: Update, worker_id: str) -> worker_pb2.Update:
+    message = worker_pb2.Update(
+        id=attempt_to_pb(attempt),
+        choices=[_choice_to_pb(choice) for choice in update.choices],
+        num_held_blocks=update.num_held,
+    )
     if update.prompt is not None:
-        message.fetched.fetched_tokens.extend(tiers_to_pb(update.prompt.found))
-        message.fetched.computed_tokens = update.prompt.computed
-    if update.spans:
-        message.summary.spans.extend(_spans_to_pb(update.spans, worker_id))
+        message.prompt.cached_tokens.extend(tiers_to_pb(update.prompt.found))
+        message.prompt.computed_tokens = update.prompt.computed
+    if update.end is not None:
+        message.end.spans.extend(_spans_to_pb(update.end.spans, worker_id))
+        if update.end.error is not None:
+            message.end.error.CopyFrom(error_to_pb(update.end.error))
     return message
 
 
@@ -87,28 +91,15 @@ def status_to_pb(
     )
 
 
-def _request_id(message: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) -> RequestId:
-    if not message.request_id:
-        raise InvalidRequest("request_id", "missing")
-    return RequestId(message.request_id)
-
-
-def _root(message: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) -> NamespaceRoot:
-    if len(message.namespace_root) != ROOT_BYTES:
-        raise InvalidRequest("namespace_root", f"must be {ROOT_BYTES} bytes")
-    return NamespaceRoot(message.namespace_root)
-
-
-def _checked(request: R, vocab_size: int) -> R:
+def _require_sane(request: EngineRequest, vocab_size: int) -> None:
     indices = {choice.index for choice in request.choices}
-    if not indices or len(indices) < len(request.choices) or len(indices) > MAX_CHOICES:
+    if not indices or len(indices) < len(request.choices) or max(indices) >= MAX_CHOICES:
         raise InvalidRequest("choices", f"must be from 1 to {MAX_CHOICES}, each with an index of its own")
     if not request.prompt_ids:
         raise InvalidRequest("prompt", "has no tokens")
     tokens = [request.prompt_ids, *(choice.output_ids for choice in request.choices)]
     if max(max(ids, default=0) for ids in tokens) >= vocab_size:
         raise InvalidRequest("prompt", "has a token that is not in the model's vocabulary")
-    return request
 
 
 def _choice_to_pb(choice: ChoiceTokens) -> worker_pb2.ChoiceTokens:

@@ -1,34 +1,25 @@
-"""A worker as the router knows it: the calls of baton.v1.Worker, without gRPC."""
+"""A worker as its routers know it: attempts begun on lines, holds, questions; without gRPC."""
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 
 from engine.core import EngineCore
-from engine.request import EngineRequest
 from kv_store.block_store import BlockStore
-from wire.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable, Unsupported, WorkerLeaving
-from wire.ids import RequestId
+from wire.convert import error_to_pb
+from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, Unavailable, WorkerLeaving
+from wire.ids import AttemptId, RequestId
 from wire.pb import worker_pb2
-from wire.pools import Role, WorkerState
-from worker.async_store import AsyncStore
-from worker.behaviour import Behaviour
-from worker.call import Call, Calls
-from worker.commands import Command
+from wire.pools import WorkerState
 from worker.engine_watch import EngineWatch
-from worker.inbox import Inbox
-from worker.instructions import Close, Send
-from worker.lives import Deliveries
-from worker.loop import LoopState, WorkerLoop
-from worker.messages import (
-    decode_request_from_pb,
-    decode_update_to_pb,
-    hand_off_from_pb,
-    prefill_response_to_pb,
-    status_to_pb,
-)
+from worker.inbox import Call, Inbox
+from worker.job import Behaviour
+from worker.line import RouterLine
+from worker.loop import Deliveries, WorkerLoop
+from worker.messages import request_from_pb, status_to_pb
+from worker.store import AsyncStore
+from worker.update import End, Update
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +29,9 @@ CHECK_TIMEOUT_S = 30.0
 
 
 class WorkerService:
-    """Serves the call of its role, and what every worker answers. Belongs to the event loop on which it is started.
+    """Serves routers that `connect`. Belongs to the event loop on which it is started.
 
-    Cancelling the task that awaits `prefill`, or closing the iterator of `decode`, takes the request out of the engine
-    before its next step, and so does the end of `timeout_s`. All methods raise BatonErrors only.
+    An abort takes the request out of the engine before its next step, and so does the end of its time or of its line.
     """
 
     def __init__(
@@ -49,29 +39,34 @@ class WorkerService:
         info: worker_pb2.WorkerInfo,
         behaviour: Behaviour,
         engine: EngineCore,
-        inbox: Inbox[Command],
+        inbox: Inbox,
         store: BlockStore,
         on_broken: Callable[[], None],
         max_silence_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """max_silence_s: the engine is given up if its thread has not finished a turn for so long.
 
         on_broken: called on any thread when the worker is of no use any more; again if a thread that hung goes on.
         """
-        self._info = info
+        self.info = info
         self._behaviour = behaviour
         self._store = AsyncStore(store)
-        self._calls = Calls()
+        self._lines: set[RouterLine] = set()
+        self._calls: dict[RequestId, tuple[Call, asyncio.TimerHandle]] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._is_draining = False
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._on_broken = on_broken
-        self._loop = WorkerLoop(engine, inbox, self._deliver, on_broken)
+        self._clock = clock
+        self._loop = WorkerLoop(engine, inbox, self._deliver, on_broken, clock)
         self._watch = EngineWatch(lambda: self._loop.num_turns, max_silence_s)
-        self._watching: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def state(self) -> WorkerState:
-        if self._loop.state is not LoopState.RUNNING:
+        if not self._loop.is_running:
             return WorkerState.BROKEN
         return WorkerState.DRAINING if self._is_draining else WorkerState.READY
 
@@ -79,108 +74,143 @@ class WorkerService:
         """Starts the engine's thread. To be called once, before anything else."""
         self._event_loop = asyncio.get_running_loop()
         self._loop.start()
-        self._watching = asyncio.create_task(self._watch_engine())
+        self._begin_task(self._watch_engine())
 
     async def close(self) -> None:
-        """Ends all calls with Unavailable, and the engine's thread."""
-        if self._watching is not None:
-            self._watching.cancel()
+        """Ends all attempts with Unavailable, the engine's thread, and then the lines."""
+        for task in self._tasks:
+            task.cancel()
         if not await asyncio.to_thread(self._loop.stop, STOP_TIMEOUT_S):
             log.error("the engine's thread is still in a step after %s s", STOP_TIMEOUT_S)
         await self._store.close()
+        for line in self._lines:
+            line.finish()
 
-    async def get_info(self, request: worker_pb2.GetInfoRequest) -> worker_pb2.WorkerInfo:
-        return self._info
+    def connect(self) -> RouterLine:
+        """The end of a new line to a router."""
+        line = RouterLine(self, self.info.worker_id)
+        self._lines.add(line)
+        return line
 
-    async def get_status(self, request: worker_pb2.GetWorkerStatusRequest) -> worker_pb2.WorkerStatus:
-        problems = [*await self._check_engine(), *await self._store.check()] if request.check else []
-        store = await self._store.status()
-        return status_to_pb(self._info, self.state.value, self._watch.silent_s, self._loop.stats, store, problems)
+    def begin(self, call: Call, begin: worker_pb2.Begin) -> None:
+        """Starts an attempt; an earlier one at the same request, or one begun on another line, gives way to it.
 
-    async def prefill(
-        self, request: worker_pb2.PrefillRequest, timeout_s: float = MAX_REQUEST_S
-    ) -> worker_pb2.PrefillResponse:
-        self._require_role(Role.PREFILL)
-        with self._serve(hand_off_from_pb(request, self._info.vocab_size), request.attempt, timeout_s) as call:
-            answer = await call.take()
-        assert answer is not None, "a prefill that ends well has sent its answer"
-        return prefill_response_to_pb(request.attempt, answer, self._info.worker_id)
+        Raises RequestExists, InvalidRequest, or Unavailable where the worker takes nothing new.
+        """
+        request = request_from_pb(begin, self._behaviour.request_class, self.info.vocab_size)
+        if self.state is not WorkerState.READY:
+            refusal = WorkerLeaving if self.state is WorkerState.DRAINING else Unavailable
+            raise refusal(f"the worker is {self.state.value}", request_id=call.id.request_id)
+        self._oust(call)
+        out_of_time = DeadlineExceeded("the request's deadline has passed", request_id=call.id.request_id)
+        life_s = min(max(begin.time_left_s, 0.0), MAX_REQUEST_S)
+        timer = asyncio.get_running_loop().call_later(life_s, self._end, call, out_of_time)
+        self._calls[call.id.request_id] = call, timer
+        self._is_idle.clear()
+        try:
+            self._loop.begin(call, self._behaviour.new_job(request, self._clock()))
+        except BatonError:
+            self._forget(call)
+            raise
 
-    async def decode(
-        self, request: worker_pb2.DecodeRequest, timeout_s: float = MAX_REQUEST_S
-    ) -> AsyncGenerator[worker_pb2.DecodeUpdate, None]:
-        self._require_role(Role.DECODE)
-        with self._serve(decode_request_from_pb(request, self._info.vocab_size), request.attempt, timeout_s) as call:
-            while (update := await call.take()) is not None:
-                yield decode_update_to_pb(request.attempt, update, self._info.worker_id)
+    def abort(self, line: RouterLine, attempt: AttemptId) -> None:
+        """Ends an attempt that was begun on this line. Does nothing if there is none."""
+        call = self._call_of(attempt.request_id)
+        if call is not None and call.id == attempt and call.line is line:
+            self._end(call, Cancelled("the router has aborted it", request_id=attempt.request_id))
 
-    async def renew(self, request: worker_pb2.RenewRequest) -> worker_pb2.RenewResponse:
-        await self._store.renew([RequestId(one) for one in request.request_ids])
-        return worker_pb2.RenewResponse()
+    def renew(self, attempts: list[AttemptId]) -> None:
+        """Lets the holds of these attempts live on."""
+        self._store.renew_soon([attempt.name for attempt in attempts])
 
-    async def release(self, request: worker_pb2.ReleaseRequest) -> worker_pb2.ReleaseResponse:
-        await self._store.release([RequestId(one) for one in request.request_ids])
-        return worker_pb2.ReleaseResponse()
+    def release(self, attempts: list[AttemptId]) -> None:
+        """Ends the holds of these attempts."""
+        self._store.release_soon([attempt.name for attempt in attempts])
 
-    async def start_drain(self, request: worker_pb2.StartDrainRequest) -> worker_pb2.StartDrainResponse:
-        self._is_draining = True
-        return worker_pb2.StartDrainResponse()
+    def answer(self, line: RouterLine, ask: worker_pb2.Ask) -> None:
+        """Answers a question on the line, when the answer is known."""
+        self._begin_task(self._answer(line, ask))
+
+    def line_ended(self, line: RouterLine) -> None:
+        """Ends what was begun on this line. Holds stay until they run out."""
+        self._lines.discard(line)
+        for call, _ in tuple(self._calls.values()):
+            if call.line is line:
+                self._end(call, Cancelled("the line to the router has ended", request_id=call.id.request_id))
 
     async def drain(self, grace_s: float) -> int:
-        """Takes no new calls, waits for the open ones, and ends those with WorkerLeaving that outlast the grace.
+        """Takes nothing new, waits for what is under way, and ends with WorkerLeaving what outlasts the grace.
 
-        Returns how many these were; the router goes on with them elsewhere.
+        Returns how many attempts these were; the router goes on with them elsewhere.
         """
         self._is_draining = True
         try:
             async with asyncio.timeout(grace_s):
-                await self._calls.wait_until_none()
+                await self._is_idle.wait()
         except TimeoutError:
             log.warning("%d requests outlast the grace of %s s", len(self._calls), grace_s)
-        left = list(self._calls)
+        left = [call for call, _ in self._calls.values()]
         for call in left:
             self._end(call, WorkerLeaving("the worker is going away"))
         return len(left)
 
-    @contextmanager
-    def _serve(self, request: EngineRequest, attempt: int, timeout_s: float) -> Iterator[Call]:
-        """A call that lives until its request has ended or the caller leaves the block, at most `timeout_s`."""
-        call = self._open(request.request_id, attempt)
-        out_of_time = DeadlineExceeded("the request's deadline has passed", request_id=request.request_id)
-        timer = asyncio.get_running_loop().call_later(min(timeout_s, MAX_REQUEST_S), self._end, call, out_of_time)
-        try:
-            self._loop.begin(call, self._behaviour.new_lifecycle(request, time.monotonic()))
-            yield call
-        finally:
-            timer.cancel()
-            self._calls.remove(call)
-            if not call.closed:
-                self._end(call, Cancelled("the caller has gone", request_id=request.request_id))
+    async def status(self, check: bool = False) -> worker_pb2.WorkerStatus:
+        """How the worker is. Raises StoreError where its store does not answer."""
+        problems = [*await self._check_engine(), *await self._store.check()] if check else []
+        store = await self._store.status()
+        return status_to_pb(self.info, self.state.value, self._watch.silent_s, self._loop.stats, store, problems)
 
-    def _open(self, request_id: RequestId, attempt: int) -> Call:
-        if self.state is not WorkerState.READY:
-            refusal = WorkerLeaving if self.state is WorkerState.DRAINING else Unavailable
-            raise refusal(f"the worker is {self.state.value}", request_id=request_id)
-        call = Call(request_id, attempt)
-        earlier = self._calls.open(call)
-        if earlier is not None:
-            self._end(earlier, Cancelled("a later attempt took its place", request_id=request_id))
+    def check(self) -> list[str]:
+        """What is under way; nothing, once all attempts have ended."""
+        counts = {"calls": len(self._calls), "attempts at the engine": self._loop.num_begun}
+        return [f"{what}: {count}" for what, count in counts.items() if count]
+
+    def _oust(self, call: Call) -> None:
+        earlier = self._call_of(call.id.request_id)
+        if earlier is None:
+            return
+        request_id = call.id.request_id
+        if earlier.line is call.line and earlier.id.number >= call.id.number:
+            raise RequestExists("this attempt at the request, or a later one, is running", request_id=request_id)
+        self._end(earlier, Cancelled("another attempt took its place", request_id=request_id))
+
+    def _call_of(self, request_id: RequestId) -> Call | None:
+        call, _ = self._calls.get(request_id, (None, None))
         return call
 
     def _end(self, call: Call, error: BatonError) -> None:
-        call.close(error)
+        self._forget(call)
+        call.line.send(call.id, Update(end=End(error)))
         self._loop.withdraw(call, error)
 
-    def _require_role(self, role: Role) -> None:
-        if self._behaviour.role is not role:
-            raise Unsupported(f"a {self._behaviour.role.value} worker does not serve {role.value} calls")
+    def _forget(self, call: Call) -> None:
+        _, timer = self._calls.pop(call.id.request_id)
+        timer.cancel()
+        if not self._calls:
+            self._is_idle.set()
+
+    def _begin_task(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, line: RouterLine, ask: worker_pb2.Ask) -> None:
+        answer = worker_pb2.Answer(number=ask.number)
+        try:
+            if ask.HasField("info"):
+                answer.info.CopyFrom(self.info)
+            else:
+                answer.status.CopyFrom(await self.status(ask.status.check))
+        except BatonError as error:
+            answer.error.CopyFrom(error_to_pb(error))
+        line.send_answer(answer)
 
     async def _watch_engine(self) -> None:
         await self._watch.wait_for_silence()
         log.critical("the engine's thread has not finished a step for %s s: it is given up", self._watch.silent_s)
         self._loop.abandon()
-        for call in self._calls:
-            call.close(Unavailable("the worker's engine hangs", request_id=call.request_id))
+        for call, _ in tuple(self._calls.values()):
+            self._end(call, Unavailable("the worker's engine hangs", request_id=call.id.request_id))
         self._on_broken()
 
     async def _check_engine(self) -> list[str]:
@@ -194,15 +224,14 @@ class WorkerService:
 
     def _deliver(self, deliveries: Deliveries) -> None:
         """Runs on the engine's thread: one wake-up of the event loop for all that a step has brought."""
-        if deliveries != Deliveries() and self._event_loop is not None and not self._event_loop.is_closed():
+        if self._event_loop is not None and not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(self._apply, deliveries)
 
     def _apply(self, deliveries: Deliveries) -> None:
-        for call, reply in deliveries.replies:
-            match reply:
-                case Send(update):
-                    call.send(update)
-                case Close(error):
-                    call.close(error)
+        for call, update in deliveries.updates.items():
+            if self._call_of(call.id.request_id) is call:
+                if update.end is not None:
+                    self._forget(call)
+                call.line.send(call.id, update)
         if deliveries.released:
             self._store.release_soon(deliveries.released)

@@ -1,8 +1,9 @@
-"""What a worker has to tell the caller of a request."""
+"""What a worker has to tell the router of an attempt at a request."""
 
 from dataclasses import dataclass
 
 from engine.events import Emitted, Finished, TierTokens
+from wire.errors import BatonError
 from wire.sampling import FinishReason, Logprobs
 from worker.stopwatch import Span
 
@@ -43,17 +44,26 @@ class ChoiceTokens:
 
 
 @dataclass(frozen=True)
+class End:
+    """The end of an attempt here: with an error, or because all choices have ended or were handed over."""
+
+    error: BatonError | None = None
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
 class Update:
-    """What is new about a request.
+    """What is new about an attempt.
 
     prompt: where the prompt's KV came from, told once. num_held: blocks of the prompt that the store keeps for the
-    request. spans: told once, at the end.
+    attempt. releases_hold: the store need not keep them any longer. end: in the last update.
     """
 
     choices: tuple[ChoiceTokens, ...] = ()
     prompt: TierTokens | None = None
     num_held: int = 0
-    spans: tuple[Span, ...] = ()
+    releases_hold: bool = False
+    end: End | None = None
 
     def followed_by(self, later: "Update") -> "Update":
         """Both as one."""
@@ -65,7 +75,8 @@ class Update:
             tuple(choices.values()),
             self.prompt or later.prompt,
             self.num_held + later.num_held,
-            self.spans + later.spans,
+            self.releases_hold or later.releases_hold,
+            later.end,
         )
 
 

@@ -1,24 +1,29 @@
 """The public service `Inference`."""
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
+from grpc_status import rpc_status
 
 from router.config import ServedModel, StreamBounds
-from router.ports.reader_watch import ReaderWatch
-from router.requests.dispatch import Dispatcher
-from router.requests.events import Stopped
-from wire.errors import Cancelled
+from router.requests.dispatch import Dispatcher, OpenRequest
+from wire.errors import Cancelled, Overloaded
 from wire.ids import RequestId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer
+from wire.rpc_status import to_status
+
+log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_ABORT_TIMEOUT_S = 5.0
 
 
 class InferenceApi(InferenceServicer):
-    """What it raises becomes a status in the server's interceptor."""
+    """Serves clients. The server's interceptor makes statuses of what it raises."""
 
     def __init__(self, model: ServedModel, dispatcher: Dispatcher, bounds: StreamBounds) -> None:
         self._model = model
@@ -26,20 +31,20 @@ class InferenceApi(InferenceServicer):
         self._max_stall_s = bounds.max_stall_s
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
-        session = self._dispatcher.open(request, context.time_remaining())
-        watch = ReaderWatch(session, context, self._max_stall_s)
+        opened = self._dispatcher.open(request, context.time_remaining())
+        watch = asyncio.create_task(_watch_reader(opened, context, self._max_stall_s, asyncio.current_task()))
 
         def over(_: object) -> None:
             """However the call ended; generators that are dropped half-way are no place to clean up."""
-            watch.close()
-            session.on(Stopped(Cancelled("the client went away")))
+            watch.cancel()
+            opened.stop(Cancelled("the client went away"))
 
         context.add_done_callback(over)  # type: ignore[arg-type]
-        async for response in session.outbox:
+        async for response in opened.outbox:
             yield response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
-        self._dispatcher.abort(RequestId(request.request_id))
+        await self._dispatcher.abort(RequestId(request.request_id))
         return pb.AbortResponse()
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: N802
@@ -50,3 +55,30 @@ class InferenceApi(InferenceServicer):
             fingerprint=self._model.fingerprint_hex,
         )
         return pb.ListModelsResponse(models=[model])
+
+
+async def _watch_reader(
+    request: OpenRequest, context: Context, max_stall_s: float, writer: asyncio.Task[Any] | None
+) -> None:
+    """Ends a stream whose `writer` has been stuck in one write for `max_stall_s`.
+
+    gRPC takes some megabytes before it makes a writer wait, so what a stream may hold in memory is that and the outbox.
+    """
+    clock = asyncio.get_running_loop().time
+    while True:
+        taken_at = request.outbox.taken_at
+        left_s = max_stall_s if taken_at is None else taken_at + max_stall_s - clock()
+        if left_s <= 0:
+            break
+        await asyncio.sleep(left_s)
+    values = {"request_id": request.request_id}
+    log.warning("a client has not read for %s s, and its stream is ended", max_stall_s, extra=values)
+    error = Overloaded("the client has stopped reading")
+    request.stop(error)
+    try:
+        # The status waits behind the unread messages; the writer, stuck in the midst of one, must not.
+        async with asyncio.timeout(_ABORT_TIMEOUT_S):
+            await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    except (TimeoutError, grpc.aio.AbortError, grpc.aio.UsageError):
+        if writer is not None:
+            writer.cancel()

@@ -1,15 +1,25 @@
 """The service `Cluster`, which the command line speaks to."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
-from router.ports.addresses import Addresses
 from router.router import Router
 from wire.errors import BatonError
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
 from wire.pb.cluster_pb2_grpc import ClusterServicer
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where a router answers: clients, the command line, and Prometheus, which may have no address: ""."""
+
+    public: str
+    operator: str
+    metrics: str = ""
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -2,25 +2,27 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, start_http_server
 
-from router.observe.metrics_server import MetricsServer
-from router.ports.addresses import Addresses
-from router.ports.door import Door
+from router.ports.arrivals import ArrivalLimit
 from router.ports.inference import InferenceApi
-from router.ports.operator import ClusterApi
+from router.ports.interceptors import ErrorInterceptor
+from router.ports.operator import Addresses, ClusterApi
 from router.router import Router
 from wire.errors import ConfigError
-from wire.interceptors import ErrorInterceptor, TokenInterceptor
 from wire.pb import cluster_pb2, inference_pb2
 from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
 from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
-from wire.rpc import SERVER_OPTIONS
+from wire.rpc import SERVER_OPTIONS, TokenInterceptor, listen, port_taken
 
 STOP_GRACE_S = 1.0
+SCRAPER_TIMEOUT_S = 5.0
+"""How long a scraper may say nothing."""
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _GENERATE = f"/{_INFERENCE}/Generate"
 _CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
@@ -33,15 +35,15 @@ class RouterServer:
         self._router = router
         self._health = health.aio.HealthServicer()
         token = TokenInterceptor(router.config.cluster.token)
-        self._door = Door(router.dispatcher, _GENERATE)
-        self._public = self._server(_INFERENCE, [ErrorInterceptor(self._door.arriving)])
+        self._arrivals = ArrivalLimit(router.dispatcher, _GENERATE)
+        self._public = self._server(_INFERENCE, [ErrorInterceptor(self._arrivals.arriving)])
         self._operator = self._server(_CLUSTER, [token, ErrorInterceptor()])
         self._metrics: MetricsServer | None = None
 
     @property
     def num_arriving(self) -> int:
         """Messages that are on their way to the public port."""
-        return self._door.num_arriving
+        return self._arrivals.num_arriving
 
     async def start(self) -> Addresses:
         """Raises ConfigError if a port is in use; nothing is left running then."""
@@ -56,8 +58,6 @@ class RouterServer:
         add_InferenceServicer_to_server(inference, self._public)
         add_ClusterServicer_to_server(cluster, self._operator)
         router.start()
-        if self._metrics is not None:
-            self._metrics.start()
         await self._public.start()
         await self._operator.start()
         for service in (_INFERENCE, _CLUSTER):
@@ -78,8 +78,8 @@ class RouterServer:
         if listeners.metrics_port is not None:
             self._metrics = MetricsServer(self._router.metrics.registry, listeners.host, listeners.metrics_port)
         return Addresses(
-            _listen(self._public, listeners.host, listeners.grpc_port),
-            _listen(self._operator, listeners.host, listeners.operator_port),
+            listen(self._public, listeners.host, listeners.grpc_port),
+            listen(self._operator, listeners.host, listeners.operator_port),
             self._metrics.address if self._metrics is not None else "",
         )
 
@@ -93,9 +93,21 @@ class RouterServer:
         return server
 
 
-def _listen(server: grpc.aio.Server, host: str, port: int) -> str:
-    try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise ConfigError(f"port {port} of {host} cannot be had; is it in use?") from error
-    return f"{host}:{bound}"
+class MetricsServer:
+    """Prometheus' own HTTP server over a registry, from its making to `stop`, on threads of its own."""
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        """Port 0 takes a free one. Raises ConfigError if the port is taken."""
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise port_taken(host, port) from error
+        handler: Any = self._server.RequestHandlerClass
+        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": SCRAPER_TIMEOUT_S})
+        self.address = f"{host}:{self._server.server_port}"
+
+    def stop(self) -> None:
+        """Closes the port. Blocks for a moment."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

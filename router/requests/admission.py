@@ -48,6 +48,13 @@ class Admission:
         self._num_queued_bytes -= self._queued_bytes.pop(request_id, 0)
         self._running.discard(request_id)
 
+    def check(self) -> list[str]:
+        """Violated invariants: the bytes that are queued are those of the requests that are."""
+        num_bytes = sum(self._queued_bytes.values())
+        if num_bytes == self._num_queued_bytes:
+            return []
+        return [f"{self._num_queued_bytes} bytes are counted as queued, {num_bytes} are"]
+
     def _require(self, below: bool, what: str) -> None:
         if not below:
             raise Overloaded(f"as many {what} as may be", self._bounds.retry_after_s)

@@ -1,34 +1,108 @@
-"""Lets requests in, and knows those that are under way."""
+"""Lets requests in, knows those that are under way, and writes down the end of each."""
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from router.config import StreamBounds
+from router.observe.record import OK, RequestRecord, outcome_of
 from router.requests.admission import Admission
-from router.requests.events import Stopped
+from router.requests.flow import Flow, Order, Services
 from router.requests.outbox import Outbox
-from router.requests.session import Session
-from router.requests.steps import Order, Services
 from router.requests.validator import Limits, validate
-from wire.errors import Cancelled, RequestNotFound, Unavailable
-from wire.ids import RequestId
+from wire import incident
+from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, Unavailable
+from wire.ids import NamespaceRoot, RequestId
 from wire.pb import inference_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+class OpenRequest:
+    """A request under way: a task that serves it, and one last message or error in its outbox when the task is done.
+
+    The first reason to stop it is kept here, since a cancellation may lose one on its way; all that the end of a
+    request entails hangs on the task's end, since a task that is cancelled before its first step never runs.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        services: Services,
+        outbox: Outbox,
+        on_first_token: Callable[[RequestId], None],
+        on_end: Callable[[RequestId], None],
+    ) -> None:
+        """on_first_token, on_end: called with the request's id, the latter once."""
+        self.outbox = outbox
+        self.request_id = order.request_id
+        self._metrics = services.metrics
+        self._on_end = on_end
+        self._reason: BatonError | None = None
+        self._loop = asyncio.get_running_loop()
+        self._flow = Flow(order, services, outbox, lambda: on_first_token(order.request_id), self.stop)
+        self._task = asyncio.create_task(self._flow.serve())
+        self._task.add_done_callback(self._ended)
+        out_of_time = DeadlineExceeded("the request's deadline has passed")
+        self._deadline = self._loop.call_at(order.deadline_s, self.stop, out_of_time)
+
+    def stop(self, reason: BatonError) -> None:
+        """Ends the request with this error, unless it has an end already."""
+        if self._reason is None and not self._task.done():
+            self._reason = reason
+            self._task.cancel()
+
+    async def ended(self) -> None:
+        """Returns when the request is over, which is soon after `stop`: nothing is waited for on its way out."""
+        await asyncio.wait([self._task])
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._deadline.cancel()
+        self._on_end(self.request_id)
+        error = self._error_of(task)
+        timeline = self._flow.timeline.finish(self._loop.time())
+        if error is None:
+            complete = self._flow.complete
+            complete.timeline.CopyFrom(timeline)
+            complete.timeline.prefill_worker = self._flow.summary.prefill_worker or ""
+            complete.timeline.decode_worker = self._flow.summary.decode_worker or ""
+            self.outbox.complete(pb.GenerateResponse(request_id=self.request_id, complete=complete))
+        else:
+            self.outbox.fail(error)
+        outcome = OK if error is None else outcome_of(error)
+        record = RequestRecord(self.request_id, outcome, self._flow.summary, self._flow.timing.ttft_s, timeline)
+        self._metrics.ended(record)
+        log.info("request ended", extra=record.values)
+
+    def _error_of(self, task: asyncio.Task[None]) -> BatonError | None:
+        """What the request ended with; None if it is whole. Anything that is no BatonError is a bug of ours."""
+        if task.cancelled():
+            return self._reason or Cancelled("the router is stopping")
+        error = task.exception()
+        if error is None or isinstance(error, BatonError):
+            return error
+        return incident.report(error, request_id=self.request_id)
 
 
 class Dispatcher:
-    """`limits` tells what fits into the cluster as it is now."""
+    """`limits` tells what fits into the cluster as it is now; `root` is the namespace root of all that it serves."""
 
     def __init__(
-        self, services: Services, admission: Admission, bounds: StreamBounds, limits: Callable[[], Limits]
+        self,
+        services: Services,
+        root: NamespaceRoot,
+        admission: Admission,
+        bounds: StreamBounds,
+        limits: Callable[[], Limits],
     ) -> None:
+        self.root = root
         self._services = services
         self._admission = admission
         self._bounds = bounds
         self._limits = limits
-        self._sessions: dict[RequestId, Session] = {}
+        self._open: dict[RequestId, OpenRequest] = {}
 
     @property
     def num_queued(self) -> int:
@@ -45,12 +119,32 @@ class Dispatcher:
             self._admission.require_room()
             yield
 
-    def open(self, request: pb.GenerateRequest, time_left_s: float | None) -> Session:
+    def open(self, request: pb.GenerateRequest, time_left_s: float | None) -> OpenRequest:
         """Starts a request, or raises at once what is wrong with it, or Overloaded. None: it has no deadline."""
         with self._refusals_counted():
-            return self._open(request, time_left_s)
+            return self._begin(request, time_left_s)
 
-    def _open(self, request: pb.GenerateRequest, time_left_s: float | None) -> Session:
+    async def abort(self, request_id: RequestId) -> None:
+        """Ends a request with Cancelled; returns when its id is free again. Raises RequestNotFound."""
+        request = self._open.get(request_id)
+        if request is None:
+            raise RequestNotFound("no request of that id is running")
+        request.stop(Cancelled("the request was aborted", request_id=request_id))
+        await request.ended()
+
+    def stop(self) -> None:
+        """Ends all requests with Unavailable."""
+        for request in tuple(self._open.values()):
+            request.stop(Unavailable("the router is stopping"))
+
+    def check(self) -> list[str]:
+        """Violated invariants: requests that are open and not admitted, or the other way round."""
+        problems = self._admission.check()
+        if len(self._open) != self.num_queued + self.num_running:
+            problems.append(f"{len(self._open)} requests are open, {self.num_queued + self.num_running} admitted")
+        return problems
+
+    def _begin(self, request: pb.GenerateRequest, time_left_s: float | None) -> OpenRequest:
         now_s = asyncio.get_running_loop().time()
         limits = self._limits()
         valid = validate(request, limits)
@@ -58,28 +152,15 @@ class Dispatcher:
         self._admission.admit(request_id, request.ByteSize())
         max_s = self._bounds.max_deadline_s
         life_s = max_s if time_left_s is None else min(time_left_s, max_s)
-        session = Session(
-            Order(request_id, valid, limits, now_s, now_s + life_s),
-            self._services,
-            Outbox(self._bounds.max_buffered_events),
-            on_first_token=partial(self._admission.started, request_id),
-            on_end=partial(self._leave, request_id),
-        )
-        self._sessions[request_id] = session
-        session.start()
-        return session
+        order = Order(request_id, valid, limits, self.root, now_s, now_s + life_s)
+        outbox = Outbox(self._bounds.max_buffered_events)
+        opened = OpenRequest(order, self._services, outbox, self._admission.started, self._leave)
+        self._open[request_id] = opened
+        return opened
 
-    def abort(self, request_id: RequestId) -> None:
-        """Ends a request with Cancelled. Raises RequestNotFound."""
-        session = self._sessions.get(request_id)
-        if session is None:
-            raise RequestNotFound("no request of that id is running")
-        session.on(Stopped(Cancelled("the request was aborted", request_id=request_id)))
-
-    def stop(self) -> None:
-        """Ends all requests with Unavailable."""
-        for session in tuple(self._sessions.values()):
-            session.on(Stopped(Unavailable("the router is stopping")))
+    def _leave(self, request_id: RequestId) -> None:
+        self._admission.leave(request_id)
+        del self._open[request_id]
 
     @contextmanager
     def _refusals_counted(self) -> Iterator[None]:
@@ -88,7 +169,3 @@ class Dispatcher:
         except Exception as error:
             self._services.metrics.refused(error)
             raise
-
-    def _leave(self, request_id: RequestId) -> None:
-        self._admission.leave(request_id)
-        del self._sessions[request_id]

@@ -1,12 +1,15 @@
-"""The one place where a client's request is checked. What passes is within every documented range."""
+"""The one place where a client's request is checked, and made ready for workers. What passes is within every range."""
 
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from text.codec import TextCodec
 from wire.convert import sampling_from_pb
 from wire.errors import InvalidRequest, ModelNotFound
-from wire.ids import RequestId
+from wire.ids import BlockKey, NamespaceRoot, RequestId
+from wire.keys import cover
 from wire.pb import inference_pb2 as pb
 from wire.sampling import MAX_CHOICES, SamplingParams
 
@@ -15,6 +18,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 16
 MAX_REPETITION_PENALTY = 10.0
+SEED_BITS = 63
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -45,6 +49,15 @@ class ValidRequest:
     seed_given: bool
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A request ready for workers. `keys` name all blocks of the prompt, a partly filled last one included."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    keys: tuple[BlockKey, ...]
+
+
 def validate(message: pb.GenerateRequest, limits: Limits) -> ValidRequest:
     """Everything that can be said before tokenizing. Raises InvalidRequest or ModelNotFound."""
     _require_model(message, limits)
@@ -56,6 +69,17 @@ def validate(message: pb.GenerateRequest, limits: Limits) -> ValidRequest:
         max_tokens_given=given.HasField("max_tokens"),
         seed_given=given.HasField("seed"),
     )
+
+
+def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: NamespaceRoot) -> Prepared:
+    """Tokenizes, draws a seed if none was given, names the blocks. Raises InvalidRequest if it does not fit.
+
+    May be called on any thread; takes as long as the text is.
+    """
+    prompt_ids = tuple(codec.encode(valid.prompt)) if isinstance(valid.prompt, str) else valid.prompt
+    sampling = resolve(valid, prompt_ids, limits, secrets.randbits(SEED_BITS))
+    keys = tuple(name.key for name in cover(root, prompt_ids, limits.block_size))
+    return Prepared(prompt_ids, sampling, keys)
 
 
 def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: Limits, seed: int) -> SamplingParams:

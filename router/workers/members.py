@@ -1,36 +1,56 @@
-"""The workers that the router knows: who they are, what they have been given, and whether more may be. Pure."""
+"""The workers that the router knows: what each is, what it has been given, and whether more may be. Pure."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from router.placement.policies import Load
-from router.workers.worker_client import WorkerClient
+from router.workers.line import Line
 from wire.errors import PairRefused, WorkerNotFound
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import worker_pb2
-from wire.pools import Role, WorkerState
+from wire.pools import Role, Worker, WorkerState
+
+LONG_STEP_S = 5.0
+"""An engine that takes longer may hang, or compute a long prompt on a CPU: it is chosen last, and that is all."""
 
 
 @dataclass
 class Member:
-    """One worker. `num_choices` and `num_tokens` are what was sent there and is not over.
+    """A worker of the pools. `num_choices` and `num_tokens` count assigned work that is not over.
 
     engine_silent_s: how long ago its engine last finished a step, as of its last status; more if that did not come.
     """
 
-    worker_id: WorkerId
-    role: Role
-    address: str
+    worker: Worker
     info: worker_pb2.WorkerInfo
-    client: WorkerClient
+    line: Line
     state: WorkerState = WorkerState.READY
     num_choices: int = 0
     num_tokens: int = 0
     engine_silent_s: float = 0.0
 
     @property
-    def load(self) -> Load:
-        return Load(self.worker_id, self.num_choices, self.num_tokens, self.engine_silent_s)
+    def id(self) -> WorkerId:
+        return self.worker.id
+
+    @property
+    def role(self) -> Role:
+        return self.worker.role
+
+    @property
+    def is_silent(self) -> bool:
+        return self.engine_silent_s >= LONG_STEP_S
+
+    @contextmanager
+    def assigned(self, num_choices: int, num_tokens: int) -> Iterator[None]:
+        """Counts work as this worker's while the context lasts."""
+        self.num_choices += num_choices
+        self.num_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self.num_choices -= num_choices
+            self.num_tokens -= num_tokens
 
 
 class Members:
@@ -56,10 +76,12 @@ class Members:
     def add(self, member: Member) -> None:
         """Raises PairRefused if the worker would not fit together with the others."""
         info = member.info
+        if (info.worker_id, info.role) != (member.id, member.role.value):
+            raise PairRefused("another worker answers at this address", worker_id=member.id)
         self._require_equal(member, "protocol version", info.protocol_version == PROTOCOL_VERSION)
         self._require_equal(member, "model fingerprint", info.fingerprint == self._fingerprint)
         self._require_equal(member, "KV layout", info.layout == self._layout)
-        self._members[member.worker_id] = member
+        self._members[member.id] = member
 
     def remove(self, worker_id: WorkerId) -> Member:
         """Raises WorkerNotFound."""
@@ -68,18 +90,23 @@ class Members:
         return member
 
     def ready(self, role: Role) -> list[Member]:
-        return [one for one in self if one.role is role and one.state is WorkerState.READY]
+        return [member for member in self if member.role is role and member.state is WorkerState.READY]
 
     @property
     def num_pool_blocks(self) -> int | None:
         """Blocks of the smallest pool that a request may meet; None without workers."""
-        return min((one.info.num_blocks for one in self), default=None)
+        return min((member.info.num_blocks for member in self), default=None)
 
     @property
     def num_arena_blocks(self) -> int:
         """Blocks of the node's arena, as its workers say."""
-        return max((one.info.num_arena_blocks for one in self), default=0)
+        return max((member.info.num_arena_blocks for member in self), default=0)
+
+    def check(self) -> list[str]:
+        """Work assigned; none, while no request is open."""
+        busy = [member.id for member in self if member.num_choices or member.num_tokens]
+        return [f"worker {worker} has work of no request" for worker in busy]
 
     def _require_equal(self, member: Member, what: str, equal: bool) -> None:
         if not equal:
-            raise PairRefused(f"worker has another {what} than the router", worker_id=member.worker_id)
+            raise PairRefused(f"worker has another {what} than the router", worker_id=member.id)

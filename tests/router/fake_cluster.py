@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.config import ClusterAccess, RouterConfig, ServedModel
-from router.requests.session import Session
+from router.requests.dispatch import OpenRequest
 from router.router import Router
 from router.workers.controller_port import LocalController
-from router.workers.local_worker_client import LocalWorkerClient
+from router.workers.local_transport import Faults, LocalTransport
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker, oracle
 from text.byte_tokenizer import ByteTokenizer
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
-from wire.pools import PoolSizes, Role, Worker
+from wire.pools import PoolSizes, Role, Worker, WorkerState
 
 VOCAB_SIZE = 300
 PROMPT = "hello, world"
@@ -51,7 +51,8 @@ class FakeCluster:
     def __init__(self, config: RouterConfig) -> None:
         self.port = LocalController(PoolSizes(0, 0))
         self.workers: dict[str, FakeWorker] = {}
-        self.clients: dict[str, LocalWorkerClient] = {}
+        self.transports: dict[str, LocalTransport] = {}
+        self.faults: dict[str, Faults] = {}
         self.router = Router(config, ByteTokenizer(), self._connect, self.port)
 
     async def resize(self, num_prefill: int, num_decode: int) -> dict[WorkerId, str]:
@@ -61,10 +62,13 @@ class FakeCluster:
             self.workers.setdefault(name, FakeWorker(WorkerId(name), role))
         return await self.enlist(*roles)
 
-    async def enlist(self, *names: str) -> dict[WorkerId, str]:
-        return await self.router.membership.set([Worker(WorkerId(one), self.workers[one].role, one) for one in names])
+    async def enlist(self, *names: str, draining: str = "") -> dict[WorkerId, str]:
+        states = {draining: WorkerState.DRAINING}
+        return await self.router.membership.set(
+            [Worker(WorkerId(one), self.workers[one].role, one, states.get(one, WorkerState.READY)) for one in names]
+        )
 
-    def open(self, request: pb.GenerateRequest, time_left_s: float | None = 20.0) -> Session:
+    def open(self, request: pb.GenerateRequest, time_left_s: float | None = 20.0) -> OpenRequest:
         return self.router.dispatcher.open(request, time_left_s)
 
     async def generate(self, request: pb.GenerateRequest) -> Output:
@@ -85,9 +89,9 @@ class FakeCluster:
             while await self.problems():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
-    def _connect(self, address: str) -> LocalWorkerClient:
-        self.clients[address] = LocalWorkerClient(self.workers[address])
-        return self.clients[address]
+    def _connect(self, address: str) -> LocalTransport:
+        self.transports[address] = LocalTransport(self.workers[address], self.faults.setdefault(address, Faults()))
+        return self.transports[address]
 
 
 @asynccontextmanager
@@ -120,12 +124,12 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def collect(session: Session) -> Output:
+async def collect(request: OpenRequest) -> Output:
     """Reads a stream to its end. Raises what it ends with."""
     token_ids: dict[int, list[int]] = {}
     text: dict[int, str] = {}
     complete: pb.Complete | None = None
-    async for response in session.outbox:
+    async for response in request.outbox:
         assert complete is None, "something came after the last message"
         if response.WhichOneof("event") == "complete":
             complete = response.complete

@@ -2,14 +2,13 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from router.workers.worker_client import DecodeUpdates
-from wire.convert import tiers_to_pb
-from wire.errors import BatonError
-from wire.ids import PROTOCOL_VERSION, WorkerId
+from wire.convert import attempt_of, error_to_pb, tiers_to_pb
+from wire.errors import BatonError, DeadlineExceeded
+from wire.ids import PROTOCOL_VERSION, AttemptId, WorkerId
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
@@ -34,7 +33,7 @@ def _oracle(prompt: tuple[int, ...], choice: int, seed: int, length: int) -> byt
 
 @dataclass
 class FakeWorker:
-    """Serves what `WorkerService` serves. `open_calls` and lists tell tests what it was asked.
+    """Serves lines as `WorkerService` does. `open_calls` and lists tell tests what it was asked.
 
     Before it answers a prefill and before each token it waits for `may_go`, and raises `refusal` if there is one;
     asked for its status, `status_refusal`.
@@ -54,15 +53,18 @@ class FakeWorker:
     redis: worker_pb2.TierStatus = field(default_factory=worker_pb2.TierStatus)
     may_go: asyncio.Event = field(default_factory=asyncio.Event)
     open_calls: int = 0
-    prefills: list[worker_pb2.PrefillRequest] = field(default_factory=list)
-    decodes: list[worker_pb2.DecodeRequest] = field(default_factory=list)
+    prefills: list[worker_pb2.Begin] = field(default_factory=list)
+    decodes: list[worker_pb2.Begin] = field(default_factory=list)
     renewed: list[list[str]] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.may_go.set()
 
-    async def get_info(self, request: worker_pb2.GetInfoRequest) -> worker_pb2.WorkerInfo:
+    def connect(self) -> "FakeLine":
+        return FakeLine(self)
+
+    async def info(self) -> worker_pb2.WorkerInfo:
         return worker_pb2.WorkerInfo(
             worker_id=self.worker_id,
             role=self.role.value,
@@ -74,7 +76,7 @@ class FakeWorker:
             pid=1,
         )
 
-    async def get_status(self, request: worker_pb2.GetWorkerStatusRequest) -> worker_pb2.WorkerStatus:
+    async def status(self, check: bool) -> worker_pb2.WorkerStatus:
         if self.status_refusal is not None:
             raise self.status_refusal
         status = worker_pb2.WorkerStatus(
@@ -82,69 +84,50 @@ class FakeWorker:
         )
         status.tiers.add(tier="host", epoch=self.epoch, counts={"holds": len(self.prefills)})
         status.tiers.add(tier="redis").MergeFrom(self.redis)
-        status.problems.extend(["a page is lost"] if request.check and self.state == "broken" else [])
+        status.problems.extend(["a page is lost"] if check and self.state == "broken" else [])
         return status
 
-    async def prefill(self, request: worker_pb2.PrefillRequest) -> worker_pb2.PrefillResponse:
-        self.prefills.append(request)
-        self.open_calls += 1
-        try:
-            await self._consent()
-        finally:
-            self.open_calls -= 1
-        num_prompt = len(request.prompt.ids)
-        return worker_pb2.PrefillResponse(
-            attempt=request.attempt,
-            choices=[self._next(request, index, ()) for index in range(request.sampling_params.n)],
-            cached_tokens=tiers_to_pb({"host": 1}),
-            computed_tokens=num_prompt - 1,
+    def serve(self, begin: worker_pb2.Begin) -> AsyncIterator[worker_pb2.Update]:
+        """The updates of an attempt, without their address."""
+        return self.prefill(begin) if self.role is Role.PREFILL else self.decode(begin)
+
+    async def prefill(self, begin: worker_pb2.Begin) -> AsyncIterator[worker_pb2.Update]:
+        self.prefills.append(begin)
+        await self._consent()
+        num_prompt = len(begin.prompt.ids)
+        yield worker_pb2.Update(
+            choices=[self._next(begin, index, ()) for index in range(begin.sampling_params.n)],
+            prompt=worker_pb2.PromptSource(cached_tokens=tiers_to_pb({"host": 1}), computed_tokens=num_prompt - 1),
             num_held_blocks=-(-num_prompt // LAYOUT.block_size),
-            spans=[pb.Span(name="prefill.compute", worker=self.worker_id, start_ms=0.0, duration_ms=0.01)],
+            end=self._end("prefill.compute"),
         )
 
-    async def decode(self, request: worker_pb2.DecodeRequest) -> DecodeUpdates:
-        self.decodes.append(request)
-        self.open_calls += 1
-        try:
-            so_far = {choice.index: list(choice.output.ids) for choice in request.choices}
-            fetched = worker_pb2.Fetched(fetched_tokens=tiers_to_pb({"device": 2}))
-            yield worker_pb2.DecodeUpdate(attempt=request.attempt, fetched=fetched)
-            while so_far:
-                await self._consent()
-                gained = [self._next(request, index, output) for index, output in so_far.items()]
-                yield worker_pb2.DecodeUpdate(attempt=request.attempt, choices=gained)
-                for tokens in gained:
-                    so_far[tokens.index].extend(tokens.token_ids)
-                    if tokens.finish_reason:
-                        del so_far[tokens.index]
-                await asyncio.sleep(0)
-            spans = [pb.Span(name="decode.run", worker=self.worker_id, start_ms=0.0, duration_ms=0.01)]
-            yield worker_pb2.DecodeUpdate(attempt=request.attempt, summary=worker_pb2.DecodeSummary(spans=spans))
-        finally:
-            self.open_calls -= 1
+    async def decode(self, begin: worker_pb2.Begin) -> AsyncIterator[worker_pb2.Update]:
+        self.decodes.append(begin)
+        so_far = {choice.index: list(choice.output.ids) for choice in begin.choices}
+        yield worker_pb2.Update(prompt=worker_pb2.PromptSource(cached_tokens=tiers_to_pb({"device": 2})))
+        while so_far:
+            await self._consent()
+            gained = [self._next(begin, index, output) for index, output in so_far.items()]
+            yield worker_pb2.Update(choices=gained)
+            for tokens in gained:
+                so_far[tokens.index].extend(tokens.token_ids)
+                if tokens.finish_reason:
+                    del so_far[tokens.index]
+            await asyncio.sleep(0)
+        yield worker_pb2.Update(end=self._end("decode.run"))
 
-    async def renew(self, request: worker_pb2.RenewRequest) -> worker_pb2.RenewResponse:
-        self.renewed.append(list(request.request_ids))
-        return worker_pb2.RenewResponse()
-
-    async def release(self, request: worker_pb2.ReleaseRequest) -> worker_pb2.ReleaseResponse:
-        self.released.extend(request.request_ids)
-        return worker_pb2.ReleaseResponse()
-
-    async def start_drain(self, request: worker_pb2.StartDrainRequest) -> worker_pb2.StartDrainResponse:
-        self.state = "draining"
-        return worker_pb2.StartDrainResponse()
+    def _end(self, name: str) -> worker_pb2.End:
+        return worker_pb2.End(spans=[pb.Span(name=name, worker=self.worker_id, start_ms=0.0, duration_ms=0.01)])
 
     async def _consent(self) -> None:
         await self.may_go.wait()
         if self.refusal is not None:
             raise self.refusal
 
-    def _next(
-        self, request: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest, index: int, output: Sequence[int]
-    ) -> worker_pb2.ChoiceTokens:
-        sampling = request.sampling_params
-        token = oracle(request.prompt.ids, index, sampling.seed, sampling.max_tokens)[len(output)]
+    def _next(self, begin: worker_pb2.Begin, index: int, output: Sequence[int]) -> worker_pb2.ChoiceTokens:
+        sampling = begin.sampling_params
+        token = oracle(begin.prompt.ids, index, sampling.seed, sampling.max_tokens)[len(output)]
         gained = worker_pb2.ChoiceTokens(index=index, first_position=len(output), token_ids=[token])
         if self.num_logprobs:
             gained.logprobs.add(token_id=token).top.extend([pb.TopLogprob(token_id=token)] * self.num_logprobs)
@@ -154,3 +137,78 @@ class FakeWorker:
         elif len(output) + 1 == sampling.max_tokens:
             gained.finish_reason = pb.FINISH_REASON_LENGTH
         return gained
+
+
+class FakeLine:
+    """A WorkerEnd: one task for each attempt, and one for each question."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+        self._tasks: dict[AttemptId, asyncio.Task[None]] = {}
+        self._asked: set[asyncio.Task[None]] = set()
+        self._news = worker_pb2.ConnectResponse()
+        self._is_closed = False
+        self._changed = asyncio.Event()
+
+    def take(self, request: worker_pb2.ConnectRequest) -> None:
+        for attempt in map(attempt_of, request.aborts):
+            if attempt in self._tasks:
+                self._tasks[attempt].cancel()
+        if request.renewals:
+            self._worker.renewed.append([one.request_id for one in request.renewals])
+        self._worker.released.extend(one.request_id for one in request.releases)
+        for ask in request.asks:
+            task = asyncio.create_task(self._answer(ask))
+            self._asked.add(task)
+            task.add_done_callback(self._asked.discard)
+        if request.HasField("begin"):
+            self._tasks[attempt_of(request.begin.id)] = asyncio.create_task(self._serve(request.begin))
+
+    async def next(self) -> worker_pb2.ConnectResponse | None:
+        while not (self._news.ByteSize() or self._is_closed):
+            self._changed.clear()
+            await self._changed.wait()
+        if self._is_closed:
+            return None
+        news, self._news = self._news, worker_pb2.ConnectResponse()
+        return news
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._changed.set()
+        for task in (*self._tasks.values(), *self._asked):
+            task.cancel()
+
+    async def _serve(self, begin: worker_pb2.Begin) -> None:
+        self._worker.open_calls += 1
+        try:
+            async with asyncio.timeout(begin.time_left_s or None):
+                async for update in self._worker.serve(begin):
+                    self._send(begin, update)
+        except TimeoutError:
+            self._send(begin, _failed(DeadlineExceeded("the request's deadline has passed")))
+        except BatonError as error:
+            self._send(begin, _failed(error))
+        finally:
+            self._worker.open_calls -= 1
+            del self._tasks[attempt_of(begin.id)]
+
+    def _send(self, begin: worker_pb2.Begin, update: worker_pb2.Update) -> None:
+        self._news.updates.add(id=begin.id).MergeFrom(update)
+        self._changed.set()
+
+    async def _answer(self, ask: worker_pb2.Ask) -> None:
+        answer = worker_pb2.Answer(number=ask.number)
+        try:
+            if ask.HasField("info"):
+                answer.info.CopyFrom(await self._worker.info())
+            else:
+                answer.status.CopyFrom(await self._worker.status(ask.status.check))
+        except BatonError as error:
+            answer.error.CopyFrom(error_to_pb(error))
+        self._news.answers.append(answer)
+        self._changed.set()
+
+
+def _failed(error: BatonError) -> worker_pb2.Update:
+    return worker_pb2.Update(end=worker_pb2.End(error=error_to_pb(error)))

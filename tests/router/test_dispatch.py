@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from router.config import AdmissionBounds, RouterConfig
-from router.requests.events import Stopped
 from tests.router.fake_cluster import CONFIG, PROMPT, Output, collect, expected, request, running, until
 from tests.router.fake_worker import FakeWorker
 from wire.convert import tiers_to_pb
@@ -88,17 +87,17 @@ async def test_a_seed_is_drawn_and_told() -> None:
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_a_decode_worker_dies_after_any_token(num_prefill: int, num_tokens_out: int) -> None:
     async with running(num_prefill, 2) as cluster:
-        cluster.clients["d0"].faults.fail_after = num_tokens_out
+        cluster.faults["d0"].fail_after = num_tokens_out
         output = await cluster.generate(request(max_tokens=16, n=2))
         assert_is_whole(output, 16, num_choices=2)
-        assert cluster.port.lost == ["d0"]
+        await until(lambda: cluster.port.lost == ["d0"])
 
 
 async def test_only_unfinished_choices_are_replayed() -> None:
     only_in_first = next(token for token in expected(16) if token not in expected(16, choice=1))
     length = expected(16).index(only_in_first) + 1
     async with running(1, 2) as cluster:
-        cluster.clients["d0"].faults.fail_after = length + 2
+        cluster.faults["d0"].fail_after = length + 2
         output = await cluster.generate(request(max_tokens=16, n=2, stop_token_ids=[only_in_first]))
         assert output.token_ids == {0: expected(16)[:length], 1: expected(16, choice=1)}
         assert output.complete.choices[0].stop_token_id == only_in_first
@@ -110,7 +109,7 @@ async def test_stop_strings_hold_across_the_seam(fail_after: int) -> None:
     stop = bytes(expected(40)).decode(errors="ignore")[6:9]
     async with running(1, 2) as cluster:
         whole = await cluster.generate(request(max_tokens=40, stop=[stop]))
-        cluster.clients["d0"].faults.fail_after = fail_after
+        cluster.faults["d0"].fail_after = fail_after
         again = await cluster.generate(request(max_tokens=40, stop=[stop]))
         assert whole.complete.choices[0].stop_string == stop
         assert stop not in whole.text[0]
@@ -129,13 +128,13 @@ async def test_a_stop_string_ends_the_call_on_the_worker() -> None:
 @pytest.mark.parametrize("drop", [{0}, {1}, {3}, {1, 2, 3}])
 async def test_updates_that_do_not_arrive_are_asked_for_again(drop: set[int]) -> None:
     async with running(1, 2) as cluster:
-        cluster.clients["d0"].faults.drop = frozenset(drop)
+        cluster.faults["d0"].drop = frozenset(drop)
         assert_is_whole(await cluster.generate(request(max_tokens=12)), 12)
 
 
 async def test_a_prefill_worker_dies_and_another_takes_over() -> None:
     async with running(2, 1) as cluster:
-        cluster.clients["p0"].faults.fail_after = 0
+        cluster.faults["p0"].fail_after = 0
         output = await cluster.generate(request(max_tokens=5))
         assert_is_whole(output, 5)
         assert output.complete.timeline.prefill_worker == "p1"
@@ -143,7 +142,7 @@ async def test_a_prefill_worker_dies_and_another_takes_over() -> None:
 
 async def test_the_last_prefill_worker_dies_and_decode_prefills() -> None:
     async with running(1, 1) as cluster:
-        cluster.clients["p0"].faults.fail_after = 0
+        cluster.faults["p0"].fail_after = 0
         output = await cluster.generate(request(max_tokens=5))
         assert_is_whole(output, 5)
         assert output.complete.timeline.prefill_worker == ""
@@ -152,7 +151,7 @@ async def test_the_last_prefill_worker_dies_and_decode_prefills() -> None:
 async def test_after_three_attempts_the_request_is_given_up() -> None:
     async with running(1, 4) as cluster:
         for index in range(4):
-            cluster.clients[f"d{index}"].faults.fail_after = 2
+            cluster.faults[f"d{index}"].fail_after = 2
         with pytest.raises(AttemptsExhausted):
             await cluster.generate(request(max_tokens=30))
         assert [len(cluster.workers[f"d{index}"].decodes) for index in range(4)] == [1, 1, 1, 0]
@@ -160,7 +159,7 @@ async def test_after_three_attempts_the_request_is_given_up() -> None:
 
 async def test_a_request_waits_for_the_replacement_of_the_last_decode_worker() -> None:
     async with running(1, 1) as cluster:
-        cluster.clients["d0"].faults.fail_after = 4
+        cluster.faults["d0"].fail_after = 4
         reading = asyncio.create_task(cluster.generate(request(max_tokens=12)))
         await until(lambda: cluster.port.lost)
         assert not reading.done()
@@ -182,7 +181,7 @@ async def test_a_draining_worker_gets_no_new_requests_and_finishes_what_it_has()
         cluster.workers["d0"].may_go.clear()
         reading = asyncio.create_task(cluster.generate(request(max_tokens=12)))
         await until(lambda: cluster.workers["d0"].decodes)
-        await cluster.router.membership.start_drain(WorkerId("d0"))
+        await cluster.enlist("p0", "d0", "d1", draining="d0")
         assert (await cluster.generate(request(max_tokens=3))).complete.timeline.decode_worker == "d1"
         cluster.workers["d0"].may_go.set()
         assert (await reading).complete.timeline.decode_worker == "d0"
@@ -219,12 +218,12 @@ async def test_an_abort_ends_a_request_on_the_worker_too(where: str) -> None:
         message.request_id = "mine"
         reading = asyncio.create_task(cluster.generate(message))
         await until(lambda: cluster.workers[where].open_calls)
-        cluster.router.dispatcher.abort(RequestId("mine"))
+        await cluster.router.dispatcher.abort(RequestId("mine"))
         with pytest.raises(Cancelled):
             await reading
         await cluster.come_to_rest()
         with pytest.raises(RequestNotFound):
-            cluster.router.dispatcher.abort(RequestId("mine"))
+            await cluster.router.dispatcher.abort(RequestId("mine"))
 
 
 async def test_a_stop_at_any_moment_leaves_nothing_behind() -> None:
@@ -234,7 +233,7 @@ async def test_a_stop_at_any_moment_leaves_nothing_behind() -> None:
             session = cluster.open(request(max_tokens=4))
             for _ in range(num_turns):
                 await asyncio.sleep(0)
-            session.on(Stopped(Cancelled("enough")))
+            session.stop(Cancelled("enough"))
             await cluster.come_to_rest()
 
 
@@ -304,7 +303,7 @@ async def test_an_error_of_the_request_itself_is_not_tried_elsewhere(where: str)
 async def test_a_bug_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(1, 1) as cluster:
         with monkeypatch.context() as broken:
-            broken.setattr("router.requests.steps.prepare", lambda *_: 1 / 0)
+            broken.setattr("router.requests.flow.prepare", lambda *_: 1 / 0)
             with pytest.raises(BatonError, match="internal error, incident"):
                 await cluster.generate(request())
         assert_is_whole(await cluster.generate(request(max_tokens=3)), 3)
@@ -344,7 +343,7 @@ async def test_the_queue_is_bounded() -> None:
             cluster.open(request())
         assert refused.value.retry_after_s == 1.0
         for session in sessions:
-            session.on(Stopped(Cancelled("enough")))
+            session.stop(Cancelled("enough"))
 
 
 async def test_requests_are_spread_over_the_workers() -> None:

@@ -7,9 +7,166 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class GetInfoRequest(_message.Message):
+class ConnectRequest(_message.Message):
+    __slots__ = ("aborts", "renewals", "releases", "asks", "begin", "piece")
+    ABORTS_FIELD_NUMBER: _ClassVar[int]
+    RENEWALS_FIELD_NUMBER: _ClassVar[int]
+    RELEASES_FIELD_NUMBER: _ClassVar[int]
+    ASKS_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    aborts: _containers.RepeatedCompositeFieldContainer[AttemptId]
+    renewals: _containers.RepeatedCompositeFieldContainer[AttemptId]
+    releases: _containers.RepeatedCompositeFieldContainer[AttemptId]
+    asks: _containers.RepeatedCompositeFieldContainer[Ask]
+    begin: Begin
+    piece: Piece
+    def __init__(self, aborts: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., renewals: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ...) -> None: ...
+
+class ConnectResponse(_message.Message):
+    __slots__ = ("updates", "answers")
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    updates: _containers.RepeatedCompositeFieldContainer[Update]
+    answers: _containers.RepeatedCompositeFieldContainer[Answer]
+    def __init__(self, updates: _Optional[_Iterable[_Union[Update, _Mapping]]] = ..., answers: _Optional[_Iterable[_Union[Answer, _Mapping]]] = ...) -> None: ...
+
+class AttemptId(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Begin(_message.Message):
+    __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ROOT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    TIME_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    id: AttemptId
+    namespace_root: bytes
+    prompt: _inference_pb2.TokenIds
+    sampling_params: _inference_pb2.SamplingParams
+    choices: _containers.RepeatedCompositeFieldContainer[ChoiceSoFar]
+    time_left_s: float
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceSoFar, _Mapping]]] = ..., time_left_s: _Optional[float] = ...) -> None: ...
+
+class ChoiceSoFar(_message.Message):
+    __slots__ = ("index", "output")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    output: _inference_pb2.TokenIds
+    def __init__(self, index: _Optional[int] = ..., output: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("id", "data", "last")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    id: AttemptId
+    data: bytes
+    last: bool
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., data: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class Update(_message.Message):
+    __slots__ = ("id", "choices", "prompt", "num_held_blocks", "end")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    id: AttemptId
+    choices: _containers.RepeatedCompositeFieldContainer[ChoiceTokens]
+    prompt: PromptSource
+    num_held_blocks: int
+    end: End
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., prompt: _Optional[_Union[PromptSource, _Mapping]] = ..., num_held_blocks: _Optional[int] = ..., end: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
+
+class ChoiceTokens(_message.Message):
+    __slots__ = ("index", "first_position", "token_ids", "logprobs", "finish_reason", "stop_token_id")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    first_position: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    finish_reason: _inference_pb2.FinishReason
+    stop_token_id: int
+    def __init__(self, index: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
+
+class PromptSource(_message.Message):
+    __slots__ = ("cached_tokens", "computed_tokens")
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    cached_tokens: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TierTokens]
+    computed_tokens: int
+    def __init__(self, cached_tokens: _Optional[_Iterable[_Union[_inference_pb2.TierTokens, _Mapping]]] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
+
+class End(_message.Message):
+    __slots__ = ("spans", "error")
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    spans: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Span]
+    error: Error
+    def __init__(self, spans: _Optional[_Iterable[_Union[_inference_pb2.Span, _Mapping]]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("reason", "message", "ids")
+    class IdsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    message: str
+    ids: _containers.ScalarMap[str, str]
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., ids: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class Ask(_message.Message):
+    __slots__ = ("number", "info", "status")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    info: GetInfo
+    status: GetStatus
+    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[GetInfo, _Mapping]] = ..., status: _Optional[_Union[GetStatus, _Mapping]] = ...) -> None: ...
+
+class GetInfo(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class GetStatus(_message.Message):
+    __slots__ = ("check",)
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    check: bool
+    def __init__(self, check: _Optional[bool] = ...) -> None: ...
+
+class Answer(_message.Message):
+    __slots__ = ("number", "info", "status", "error")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    info: WorkerInfo
+    status: WorkerStatus
+    error: Error
+    def __init__(self, number: _Optional[int] = ..., info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "role", "protocol_version", "epoch", "fingerprint", "layout", "max_context_len", "num_blocks", "num_arena_blocks", "vocab_size", "eos_token_ids", "pid")
@@ -38,12 +195,6 @@ class WorkerInfo(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     pid: int
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., epoch: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., layout: _Optional[bytes] = ..., max_context_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_arena_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ...) -> None: ...
-
-class GetWorkerStatusRequest(_message.Message):
-    __slots__ = ("check",)
-    CHECK_FIELD_NUMBER: _ClassVar[int]
-    check: bool
-    def __init__(self, check: _Optional[bool] = ...) -> None: ...
 
 class BlockCounts(_message.Message):
     __slots__ = ("free", "owned", "published", "cached", "draining", "total")
@@ -115,127 +266,3 @@ class TierStatus(_message.Message):
     block_bytes: int
     counts: _containers.ScalarMap[str, int]
     def __init__(self, tier: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., block_bytes: _Optional[int] = ..., counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
-
-class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "namespace_root", "prompt", "sampling_params")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_ROOT_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    attempt: int
-    namespace_root: bytes
-    prompt: _inference_pb2.TokenIds
-    sampling_params: _inference_pb2.SamplingParams
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
-
-class PrefillResponse(_message.Message):
-    __slots__ = ("attempt", "choices", "cached_tokens", "computed_tokens", "num_held_blocks", "spans")
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    CHOICES_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    SPANS_FIELD_NUMBER: _ClassVar[int]
-    attempt: int
-    choices: _containers.RepeatedCompositeFieldContainer[ChoiceTokens]
-    cached_tokens: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TierTokens]
-    computed_tokens: int
-    num_held_blocks: int
-    spans: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Span]
-    def __init__(self, attempt: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., cached_tokens: _Optional[_Iterable[_Union[_inference_pb2.TierTokens, _Mapping]]] = ..., computed_tokens: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_inference_pb2.Span, _Mapping]]] = ...) -> None: ...
-
-class DecodeRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "namespace_root", "prompt", "sampling_params", "choices")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_ROOT_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
-    CHOICES_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    attempt: int
-    namespace_root: bytes
-    prompt: _inference_pb2.TokenIds
-    sampling_params: _inference_pb2.SamplingParams
-    choices: _containers.RepeatedCompositeFieldContainer[ChoiceSoFar]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceSoFar, _Mapping]]] = ...) -> None: ...
-
-class ChoiceSoFar(_message.Message):
-    __slots__ = ("index", "output")
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    index: int
-    output: _inference_pb2.TokenIds
-    def __init__(self, index: _Optional[int] = ..., output: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ...) -> None: ...
-
-class DecodeUpdate(_message.Message):
-    __slots__ = ("attempt", "choices", "fetched", "summary")
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    CHOICES_FIELD_NUMBER: _ClassVar[int]
-    FETCHED_FIELD_NUMBER: _ClassVar[int]
-    SUMMARY_FIELD_NUMBER: _ClassVar[int]
-    attempt: int
-    choices: _containers.RepeatedCompositeFieldContainer[ChoiceTokens]
-    fetched: Fetched
-    summary: DecodeSummary
-    def __init__(self, attempt: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., summary: _Optional[_Union[DecodeSummary, _Mapping]] = ...) -> None: ...
-
-class ChoiceTokens(_message.Message):
-    __slots__ = ("index", "first_position", "token_ids", "logprobs", "finish_reason", "stop_token_id")
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    index: int
-    first_position: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
-    finish_reason: _inference_pb2.FinishReason
-    stop_token_id: int
-    def __init__(self, index: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
-
-class Fetched(_message.Message):
-    __slots__ = ("fetched_tokens", "computed_tokens")
-    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    fetched_tokens: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TierTokens]
-    computed_tokens: int
-    def __init__(self, fetched_tokens: _Optional[_Iterable[_Union[_inference_pb2.TierTokens, _Mapping]]] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
-
-class DecodeSummary(_message.Message):
-    __slots__ = ("spans",)
-    SPANS_FIELD_NUMBER: _ClassVar[int]
-    spans: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Span]
-    def __init__(self, spans: _Optional[_Iterable[_Union[_inference_pb2.Span, _Mapping]]] = ...) -> None: ...
-
-class RenewRequest(_message.Message):
-    __slots__ = ("request_ids",)
-    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
-    request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class RenewResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ReleaseRequest(_message.Message):
-    __slots__ = ("request_ids",)
-    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
-    request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class ReleaseResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class StartDrainRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class StartDrainResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...

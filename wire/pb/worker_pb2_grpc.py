@@ -34,87 +34,18 @@ class WorkerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.GetInfo = channel.unary_unary(
-                '/baton.v1.Worker/GetInfo',
-                request_serializer=worker__pb2.GetInfoRequest.SerializeToString,
-                response_deserializer=worker__pb2.WorkerInfo.FromString,
-                _registered_method=True)
-        self.GetStatus = channel.unary_unary(
-                '/baton.v1.Worker/GetStatus',
-                request_serializer=worker__pb2.GetWorkerStatusRequest.SerializeToString,
-                response_deserializer=worker__pb2.WorkerStatus.FromString,
-                _registered_method=True)
-        self.Prefill = channel.unary_unary(
-                '/baton.v1.Worker/Prefill',
-                request_serializer=worker__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=worker__pb2.PrefillResponse.FromString,
-                _registered_method=True)
-        self.Decode = channel.unary_stream(
-                '/baton.v1.Worker/Decode',
-                request_serializer=worker__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=worker__pb2.DecodeUpdate.FromString,
-                _registered_method=True)
-        self.Renew = channel.unary_unary(
-                '/baton.v1.Worker/Renew',
-                request_serializer=worker__pb2.RenewRequest.SerializeToString,
-                response_deserializer=worker__pb2.RenewResponse.FromString,
-                _registered_method=True)
-        self.Release = channel.unary_unary(
-                '/baton.v1.Worker/Release',
-                request_serializer=worker__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=worker__pb2.ReleaseResponse.FromString,
-                _registered_method=True)
-        self.StartDrain = channel.unary_unary(
-                '/baton.v1.Worker/StartDrain',
-                request_serializer=worker__pb2.StartDrainRequest.SerializeToString,
-                response_deserializer=worker__pb2.StartDrainResponse.FromString,
+        self.Connect = channel.stream_stream(
+                '/baton.v1.Worker/Connect',
+                request_serializer=worker__pb2.ConnectRequest.SerializeToString,
+                response_deserializer=worker__pb2.ConnectResponse.FromString,
                 _registered_method=True)
 
 
 class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def GetInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Prefill(self, request, context):
-        """Fetches or computes the prompt's KV, publishes it, and answers with one first token per choice. Cancelling the call aborts it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Decode(self, request, context):
-        """Fetches what is published, computes what is missing, and streams tokens. Cancelling the call aborts it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Renew(self, request, context):
-        """Renews or releases the holds on prompts' blocks in this worker's node.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Release(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StartDrain(self, request, context):
-        """Takes no new work from now on.
+    def Connect(self, request_iterator, context):
+        """The one call of a router to this worker: orders one way, news the other. Its end aborts all that was begun on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,40 +54,10 @@ class WorkerServicer:
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'GetInfo': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetInfo,
-                    request_deserializer=worker__pb2.GetInfoRequest.FromString,
-                    response_serializer=worker__pb2.WorkerInfo.SerializeToString,
-            ),
-            'GetStatus': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetStatus,
-                    request_deserializer=worker__pb2.GetWorkerStatusRequest.FromString,
-                    response_serializer=worker__pb2.WorkerStatus.SerializeToString,
-            ),
-            'Prefill': grpc.unary_unary_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=worker__pb2.PrefillRequest.FromString,
-                    response_serializer=worker__pb2.PrefillResponse.SerializeToString,
-            ),
-            'Decode': grpc.unary_stream_rpc_method_handler(
-                    servicer.Decode,
-                    request_deserializer=worker__pb2.DecodeRequest.FromString,
-                    response_serializer=worker__pb2.DecodeUpdate.SerializeToString,
-            ),
-            'Renew': grpc.unary_unary_rpc_method_handler(
-                    servicer.Renew,
-                    request_deserializer=worker__pb2.RenewRequest.FromString,
-                    response_serializer=worker__pb2.RenewResponse.SerializeToString,
-            ),
-            'Release': grpc.unary_unary_rpc_method_handler(
-                    servicer.Release,
-                    request_deserializer=worker__pb2.ReleaseRequest.FromString,
-                    response_serializer=worker__pb2.ReleaseResponse.SerializeToString,
-            ),
-            'StartDrain': grpc.unary_unary_rpc_method_handler(
-                    servicer.StartDrain,
-                    request_deserializer=worker__pb2.StartDrainRequest.FromString,
-                    response_serializer=worker__pb2.StartDrainResponse.SerializeToString,
+            'Connect': grpc.stream_stream_rpc_method_handler(
+                    servicer.Connect,
+                    request_deserializer=worker__pb2.ConnectRequest.FromString,
+                    response_serializer=worker__pb2.ConnectResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -170,7 +71,7 @@ class Worker:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def GetInfo(request,
+    def Connect(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -180,174 +81,12 @@ class Worker:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/baton.v1.Worker/GetInfo',
-            worker__pb2.GetInfoRequest.SerializeToString,
-            worker__pb2.WorkerInfo.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetStatus(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Worker/GetStatus',
-            worker__pb2.GetWorkerStatusRequest.SerializeToString,
-            worker__pb2.WorkerStatus.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Prefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Worker/Prefill',
-            worker__pb2.PrefillRequest.SerializeToString,
-            worker__pb2.PrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Decode(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/baton.v1.Worker/Decode',
-            worker__pb2.DecodeRequest.SerializeToString,
-            worker__pb2.DecodeUpdate.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Renew(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Worker/Renew',
-            worker__pb2.RenewRequest.SerializeToString,
-            worker__pb2.RenewResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Release(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Worker/Release',
-            worker__pb2.ReleaseRequest.SerializeToString,
-            worker__pb2.ReleaseResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StartDrain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Worker/StartDrain',
-            worker__pb2.StartDrainRequest.SerializeToString,
-            worker__pb2.StartDrainResponse.FromString,
+            '/baton.v1.Worker/Connect',
+            worker__pb2.ConnectRequest.SerializeToString,
+            worker__pb2.ConnectResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,15 +22,7 @@ class AsyncStore:
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._executor = ThreadPoolExecutor(1, "store-control")
-        self._releases: set[asyncio.Task[None]] = set()
-
-    async def renew(self, request_ids: Sequence[RequestId]) -> None:
-        """Holds of these requests live on."""
-        await self._call(lambda: self._store.renew(request_ids))
-
-    async def release(self, request_ids: Sequence[RequestId]) -> None:
-        """Holds of these requests end."""
-        await self._call(lambda: self._store.release_holds(request_ids))
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def status(self) -> StoreStatus:
         return await self._call(self._store.status)
@@ -39,22 +31,29 @@ class AsyncStore:
         """What is wrong with the books of the host tier."""
         return await self._call(self._store.check)
 
-    def release_soon(self, request_ids: Sequence[RequestId]) -> None:
-        """Ends the holds of requests; a failure is logged, and the holds then end when nobody renews them."""
-        task = asyncio.create_task(self._release_or_log(request_ids))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+    def renew_soon(self, names: Sequence[RequestId]) -> None:
+        """Lets the holds of these attempts live on. A failure is logged; they end then unless a later renewal comes."""
+        self._begin(lambda: self._store.renew(names), "renewed")
+
+    def release_soon(self, names: Sequence[RequestId]) -> None:
+        """Ends the holds of these attempts. A failure is logged; they then end when they run out."""
+        self._begin(lambda: self._store.release_holds(names), "released")
 
     async def close(self) -> None:
         """Waits for what is under way, within the bound of each call."""
-        await asyncio.gather(*self._releases)
+        await asyncio.gather(*self._tasks)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _release_or_log(self, request_ids: Sequence[RequestId]) -> None:
+    def _begin(self, work: Callable[[], None], what: str) -> None:
+        task = asyncio.create_task(self._do_or_log(work, what))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _do_or_log(self, work: Callable[[], None], what: str) -> None:
         try:
-            await self.release(request_ids)
+            await self._call(work)
         except StoreError as error:
-            log.warning("the holds of %d requests stay until they run out: %s", len(request_ids), error)
+            log.warning("holds are not %s: %s", what, error)
 
     async def _call(self, work: Callable[[], T]) -> T:
         try:

@@ -1,17 +1,56 @@
-"""How a request's prompt comes by its KV at this worker: the part of a life that both roles have."""
+"""One attempt at a request at a worker: the engine's events in, updates for the router out. Each role has its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from engine.events import Event, Fetched, HeldUp, Preempted, Scheduled, Started, TierTokens
-from engine.schedule.batcher import Gate
-from worker.lifecycle import Withdrawn
+from engine.request import EngineRequest
+from engine.schedule.batcher import Batcher, Gate
+from wire.errors import BatonError
+from wire.pools import Role
 from worker.stopwatch import Phase, Stopwatch
+from worker.update import Update
 
 _WAIT_FOR = {Gate.SLOT: Phase.WAIT_SLOT, Gate.PAGES: Phase.WAIT_PAGES}
 
 
-class PromptProgress:
-    """Keeps a stopwatch by the engine's events, up to the phase `after` that of computing what is missing.
+class Job(Protocol):
+    """Decides purely. Has no clock: `now_s` are readings of one monotonic clock, that of the arrival too.
 
-    leader: the choice that gets the prompt's KV for all.
+    An update with an end is the last; nothing is asked of a job after that.
+    """
+
+    @property
+    def request(self) -> EngineRequest: ...
+
+    def take(self, event: Event, now_s: float) -> Update:
+        """Takes an event of the engine about this request, or its refusal of it; what is to be told."""
+        ...
+
+    def withdraw(self, error: BatonError) -> Update:
+        """Ends the attempt, whatever the engine does: cancelled, out of time, replaced, drained, or its step failed."""
+        ...
+
+
+NewJob = Callable[[EngineRequest, float], Job]
+"""Makes the job of a request that arrived at a reading of the clock."""
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What makes a worker a prefill or a decode worker: how steps are put together, and what a request's job is."""
+
+    role: Role
+    batcher: Batcher
+    request_class: type[EngineRequest]
+    new_job: NewJob
+
+
+class PromptProgress:
+    """How a request's prompt comes by its KV: a stopwatch kept by the engine's events, up to computing what is missing.
+
+    after: the phase that follows. leader: the choice that gets the prompt's KV for all.
     """
 
     def __init__(self, stopwatch: Stopwatch, leader: int, block_size: int, after: Phase) -> None:
@@ -22,7 +61,7 @@ class PromptProgress:
         self.tokens: TierTokens | None = None
         """The prompt's tokens by where their KV came from, as the leader first found them."""
 
-    def note(self, event: Event | Withdrawn, now_s: float) -> None:
+    def note(self, event: Event, now_s: float) -> None:
         """Takes every event of the request; most say nothing of its prompt."""
         match event:
             case HeldUp(gate=gate):

@@ -1,9 +1,8 @@
-"""What every gRPC server of ours does with each call: asks for the cluster's token, and turns errors into statuses.
+"""How the router's gRPC servers end each call: errors become statuses.
 
 A handler's bug becomes INTERNAL with an opaque id; the log has the rest.
 """
 
-import hmac
 import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,10 +13,9 @@ import grpc
 import grpc.aio
 from grpc_status import rpc_status
 
-from wire import errors, incident
-from wire.arrival import Context, take_all, take_one
+from router.ports.arrivals import Context, take_all, take_one
+from wire import incident
 from wire.errors import BatonError
-from wire.rpc import TOKEN_METADATA
 from wire.rpc_status import to_status
 
 
@@ -45,25 +43,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # A handler that is no generator writes to its context, as that of grpc_health does.
         guard = _guard_stream if inspect.isasyncgenfunction(method) else _guard_unary
         return grpc.stream_stream_rpc_method_handler(guard(method, take), None, handler.response_serializer)
-
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls that do not carry the cluster's token; health checks need none."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
-
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        if handler_call_details.method.startswith("/grpc.health.v1."):
-            return await continuation(handler_call_details)
-        given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_METADATA, "")
-        if hmac.compare_digest(str(given).encode(), self._token):
-            return await continuation(handler_call_details)
-        return grpc.stream_unary_rpc_method_handler(_refuse)
-
-
-async def _refuse(_messages: Any, context: Context) -> None:
-    await _abort(context, errors.Unauthenticated("the cluster's token is missing or wrong"))
 
 
 def _guard_unary(method: Any, take: Any) -> Any:

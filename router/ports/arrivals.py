@@ -1,12 +1,13 @@
-"""How the messages of a call arrive at a server: bounded in time, counted, and parsed by us."""
+"""How messages arrive at a server: bounded in number and time before anybody knows what they are, and parsed here."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import grpc.aio
 
+from router.requests.dispatch import Dispatcher
 from wire import errors
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -15,6 +16,30 @@ Arriving = Callable[[], AbstractContextManager[None]]
 
 MAX_ARRIVAL_S = 10.0
 """How long a call may take to send its message."""
+MAX_ARRIVING = 64
+"""Calls whose message is not there yet: each may hold as much memory as a message may have bytes."""
+RETRY_AFTER_S = 1.0
+
+
+class ArrivalLimit:
+    """Bounds what is on its way to one port. A message for the method `generate` wants room for a request, too."""
+
+    def __init__(self, dispatcher: Dispatcher, generate: str) -> None:
+        self._dispatcher = dispatcher
+        self._generate = generate
+        self.num_arriving = 0
+
+    @contextmanager
+    def arriving(self, method: str) -> Iterator[None]:
+        """While a message for that path is waited for. Raises Overloaded at once."""
+        with self._dispatcher.arriving() if method == self._generate else nullcontext():
+            if self.num_arriving >= MAX_ARRIVING:
+                raise errors.Overloaded("as many messages are on their way as may be", RETRY_AFTER_S)
+            self.num_arriving += 1
+            try:
+                yield
+            finally:
+                self.num_arriving -= 1
 
 
 async def take_one(parse: Any, arriving: Arriving, context: Context) -> Any:

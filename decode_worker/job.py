@@ -1,0 +1,61 @@
+"""A request at a decode worker: blocks fetched, what is missing computed, tokens streamed to the end.
+
+queue -> wait -> fetch -> wait -> compute -> generate -> ended
+                              \\-> generate, if nothing of the prompt was missing
+"""
+
+from engine.events import Emitted, Event, Failed, Fetched, Finished
+from engine.request import EngineRequest
+from wire.errors import BatonError
+from wire.pools import Role
+from worker.job import PromptProgress
+from worker.stopwatch import Phase, Stopwatch
+from worker.update import NOTHING_NEW, ChoiceTokens, End, Update
+
+
+class DecodeJob:
+    """Has an update for each token, and one when every choice has fetched: then the request's hold is over.
+
+    A request that ends before leaves its hold to the router, which knows whether it goes on elsewhere.
+    """
+
+    def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
+        self.request = request
+        self._num_output = {choice.index: len(choice.output_ids) for choice in request.choices}
+        self._unfinished = set(self._num_output)
+        self._unfetched = set(self._num_output)
+        self._stopwatch = Stopwatch(Role.DECODE, arrived_s)
+        self._prompt = PromptProgress(self._stopwatch, min(self._num_output), block_size, after=Phase.GENERATE)
+
+    def take(self, event: Event, now_s: float) -> Update:
+        if isinstance(event, Emitted):
+            return self._emitted(event, now_s)
+        self._prompt.note(event, now_s)
+        match event:
+            case Fetched(choice=choice):
+                return self._fetched(choice)
+            case Finished():
+                return self._finished(event, now_s)
+            case Failed(error=error):
+                return self.withdraw(error)
+        return NOTHING_NEW
+
+    def withdraw(self, error: BatonError) -> Update:
+        return Update(end=End(error))
+
+    def _fetched(self, choice: int) -> Update:
+        if choice not in self._unfetched:
+            return NOTHING_NEW
+        self._unfetched.remove(choice)
+        return NOTHING_NEW if self._unfetched else Update(prompt=self._prompt.tokens, releases_hold=True)
+
+    def _emitted(self, event: Emitted, now_s: float) -> Update:
+        self._stopwatch.reach(Phase.GENERATE, now_s)
+        self._stopwatch.count(tokens=1)
+        self._num_output[event.choice] = event.position + 1
+        return Update((ChoiceTokens.emitted(event),))
+
+    def _finished(self, event: Finished, now_s: float) -> Update:
+        tokens = ChoiceTokens.finished(event, self._num_output[event.choice])
+        self._unfinished.discard(event.choice)
+        return Update((tokens,), end=None if self._unfinished else End(spans=self._stopwatch.spans(now_s)))

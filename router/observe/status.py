@@ -1,0 +1,145 @@
+"""The state of the whole cluster as its workers tell it; the last one read; and what has changed in it."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from router.requests.dispatch import Dispatcher
+from router.workers.controller_port import ClusterEvent
+from router.workers.members import Member, Members
+from wire.convert import status_of
+from wire.errors import BatonError
+from wire.pb import cluster_pb2, worker_pb2
+from wire.pools import WorkerState
+from wire.tier import Tier
+
+ASK_TIMEOUT_S = 5.0
+COUNTED_BY_WORKERS = ("hits", "misses", "errors", "corrupt")
+READ_EVERY_S = 2.0
+MAX_EVENTS = 20
+LONG_SILENCE_S = 10.0
+"""From here on, that a worker's engine has not finished a step is worth an event."""
+
+
+class StatusReader:
+    """Asks all workers at once, and notes with each member how long its engine has been silent.
+
+    A worker that does not answer is told of as a problem, and its engine is not known to have turned meanwhile.
+    """
+
+    def __init__(self, members: Members, dispatcher: Dispatcher, check: Callable[[], list[str]]) -> None:
+        """check: the violated invariants of the router itself."""
+        self._members = members
+        self._dispatcher = dispatcher
+        self._check = check
+
+    async def read(self, request: cluster_pb2.GetStatusRequest) -> cluster_pb2.ClusterStatus:
+        """Everything but names, addresses and events. With `check`, workers and router verify their invariants."""
+        workers = await asyncio.gather(*(_ask(member, request.check) for member in self._members))
+        problems = [f"{worker.worker_id}: {problem}" for worker in workers for problem in worker.problems]
+        status = cluster_pb2.ClusterStatus(
+            workers=workers,
+            num_running=self._dispatcher.num_running,
+            num_queued=self._dispatcher.num_queued,
+            problems=[*problems, *(self._check() if request.check else [])],
+        )
+        status.tiers.extend(_summed(tier, workers) for tier in Tier if tier is not Tier.DEVICE)
+        return status
+
+
+async def _ask(member: Member, check: bool) -> worker_pb2.WorkerStatus:
+    try:
+        status = await member.line.status(check, ASK_TIMEOUT_S)
+        member.engine_silent_s = status.engine_silent_s
+    except BatonError as error:
+        member.engine_silent_s += ASK_TIMEOUT_S
+        status = worker_pb2.WorkerStatus(
+            worker_id=member.id, role=member.role.value, pid=member.info.pid, problems=[error.message]
+        )
+    if member.state is not WorkerState.READY:
+        status.state = member.state.value
+    return status
+
+
+def _summed(tier: Tier, workers: Iterable[worker_pb2.WorkerStatus]) -> worker_pb2.TierStatus:
+    """A tier of the node as its workers tell of it.
+
+    The first speaks for what they share, pages and what is held; what each counts for itself is added up, but blocks
+    written, which are the node's. A tier that any worker finds broken is broken.
+    """
+    told = [status for worker in workers for status in worker.tiers if status.tier == tier]
+    if not told:
+        return worker_pb2.TierStatus(tier=tier)
+    summed = worker_pb2.TierStatus()
+    summed.CopyFrom(told[0])
+    states = {status.state for status in told}
+    summed.state = next((state for state in ("broken", "up", "off") if state in states), "")
+    for name in COUNTED_BY_WORKERS:
+        if name in summed.counts:
+            summed.counts[name] = sum(status.counts[name] for status in told)
+    if "written" in summed.counts:
+        summed.counts["written"] = max(status.counts["written"] for status in told)
+    return summed
+
+
+class StatusWatch:
+    """Reads the status every few seconds between `start` and `stop`. `clock` is monotonic, in seconds."""
+
+    def __init__(self, statuses: StatusReader, clock: Callable[[], float], read_every_s: float = READ_EVERY_S) -> None:
+        self.last = cluster_pb2.ClusterStatus()
+        self._statuses = statuses
+        self._clock = clock
+        self._read_every_s = read_every_s
+        self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def events(self) -> list[ClusterEvent]:
+        """The last changes, newest last."""
+        now_s = self._clock()
+        return [ClusterEvent(now_s - at_s, text) for at_s, text in self._events]
+
+    async def _run(self) -> None:
+        while True:
+            await self.read()
+            await asyncio.sleep(self._read_every_s)
+
+    async def read(self) -> None:
+        """Reads it now."""
+        status = await self._statuses.read(cluster_pb2.GetStatusRequest())
+        self._events.extend((self._clock(), text) for text in changes(self.last, status))
+        self.last = status
+
+
+def changes(before: cluster_pb2.ClusterStatus, after: cluster_pb2.ClusterStatus) -> Iterator[str]:
+    """What an operator wants to know of two statuses that follow one another."""
+    for old, new in ((status_of(tier, before.tiers), status_of(tier, after.tiers)) for tier in Tier):
+        if (old.state, new.state) == ("up", "broken"):
+            yield f"tier {old.tier} does not answer: workers go on without it"
+        if (old.state, new.state) == ("broken", "up"):
+            yield f"tier {old.tier} answers again"
+        if old.epoch and new.epoch and old.epoch != new.epoch:
+            yield f"the directory of tier {old.tier} is a new one: every block in it is a miss"
+    yield from _changes_of_silence(_silences(before), _silences(after))
+
+
+def _changes_of_silence(before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[str]:
+    for worker_id, silent_s in after.items():
+        was_long = before.get(worker_id, 0.0) >= LONG_SILENCE_S
+        if silent_s >= LONG_SILENCE_S and not was_long:
+            yield f"{worker_id} is silent for {silent_s:.0f} s: its engine is in a long step, or hangs"
+        if was_long and silent_s < LONG_SILENCE_S:
+            yield f"{worker_id} is not silent any more: its engine has finished a step"
+
+
+def _silences(status: cluster_pb2.ClusterStatus) -> dict[str, float]:
+    """Of the workers that answered."""
+    return {worker.worker_id: worker.engine_silent_s for worker in status.workers if worker.HasField("blocks")}

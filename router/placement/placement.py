@@ -1,0 +1,65 @@
+"""Chooses a worker for each step of a request, and waits for one where there is none."""
+
+import asyncio
+from collections.abc import Sequence
+
+from router.placement.policies import DecodePlacement, PrefillPlacement
+from router.placement.prefix_map import PrefixMap
+from router.workers.members import Member, Members
+from wire.errors import Unavailable
+from wire.ids import BlockKey, WorkerId
+from wire.pools import Role
+
+
+class Placement:
+    """`wait_s`: how long a request waits for a decode worker where there is none."""
+
+    def __init__(self, members: Members, prefixes: PrefixMap, block_size: int, wait_s: float) -> None:
+        self._members = members
+        self._prefixes = prefixes
+        self._block_size = block_size
+        self._wait_s = wait_s
+        self._changed = asyncio.Event()
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether a prefill worker is ready."""
+        return bool(self._members.ready(Role.PREFILL))
+
+    def choose_prefill(self, keys: Sequence[BlockKey], num_prompt_tokens: int) -> Member | None:
+        """A worker for the prompt whose blocks are `keys`; None if no prefill worker is ready."""
+        ready = self._members.ready(Role.PREFILL)
+        if not ready:
+            return None
+        member = PrefillPlacement().choose(ready, self._cached(keys, num_prompt_tokens), num_prompt_tokens)
+        self._prefixes.record(keys, member.id)
+        return member
+
+    async def choose_decode(self, keys: Sequence[BlockKey], num_prompt_tokens: int) -> Member:
+        """A worker for the prompt whose blocks are `keys`. Raises Unavailable if none is ready in time.
+
+        With a prefill pool every decode worker finds the prompt in the store; without one, its worker has it already.
+        """
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while not (ready := self._members.ready(Role.DECODE)):
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise Unavailable("no decode worker is there") from error
+        if self.has_prefill:
+            return DecodePlacement().choose(ready, {})
+        member = DecodePlacement().choose(ready, self._cached(keys, num_prompt_tokens))
+        self._prefixes.record(keys, member.id)
+        return member
+
+    def wake(self) -> None:
+        """Lets requests that wait look again: the members have changed."""
+        self._changed.set()
+        self._changed.clear()
+
+    def _cached(self, keys: Sequence[BlockKey], num_prompt_tokens: int) -> dict[WorkerId, int]:
+        """Tokens of a prompt that each worker is thought to have; workers with none are left out."""
+        return {
+            worker: min(num_blocks * self._block_size, num_prompt_tokens)
+            for worker, num_blocks in self._prefixes.match(keys).items()
+        }

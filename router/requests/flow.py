@@ -1,0 +1,265 @@
+"""The way of one request through the router: `Flow.serve` reads from top to bottom.
+
+    prepare ──▶ attempt: wait for room ──▶ prefill ──▶ choose decode ──▶ stream ──▶ the answer is whole
+                   ▲                          │             │              │
+                   └── another attempt, with all tokens so far ◀── its worker is lost
+
+Once any token is out, an attempt goes straight to a decode worker: it fetches what is published and computes the rest.
+`serve` may be cancelled at any await. What it was given (hold, work assigned to a worker, a turn alone) it gives back
+then, without waiting for anybody; what an old attempt still says finds nobody who listens.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from router.observe.metrics import RequestMetrics, TokenTiming
+from router.observe.record import RequestSummary
+from router.observe.timeline import Timeline
+from router.placement.placement import Placement
+from router.requests.answer import Answer
+from router.requests.outbox import Outbox
+from router.requests.replay import MAX_ATTEMPTS, Attempts, NextStep, Quarantine, Suspects, next_step
+from router.requests.validator import Limits, Prepared, ValidRequest, prepare
+from router.workers.holds import Hold, Holds
+from router.workers.line import Take
+from router.workers.members import Member
+from text.codec import TextCodec
+from wire.convert import attempt_to_pb, sampling_to_pb, tiers_from_pb, tiers_to_pb
+from wire.errors import AttemptsExhausted, BatonError, Cancelled, Overloaded, Unavailable, WireError, WorkerLeaving
+from wire.ids import AttemptId, NamespaceRoot, RequestId, WorkerId
+from wire.pb import inference_pb2 as pb
+from wire.pb import worker_pb2
+from wire.pools import WorkerState
+
+
+@dataclass(frozen=True)
+class Services:
+    """What all requests share. `suspect` is told of a worker that broke off an attempt."""
+
+    codec: TextCodec
+    threads: Executor
+    placement: Placement
+    holds: Holds
+    suspects: Suspects
+    quarantine: Quarantine
+    suspect: Callable[[WorkerId], None]
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request that was let in. `root` is its tenant's; times are of the event loop's clock."""
+
+    request_id: RequestId
+    valid: ValidRequest
+    limits: Limits
+    root: NamespaceRoot
+    arrived_s: float
+    deadline_s: float
+
+
+class AttemptFailed(Exception):
+    """An attempt ended with this error of its worker, or of the line to it."""
+
+    def __init__(self, error: BatonError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class Flow:
+    """One request from its tokens to the last of its answer. Belongs to the running event loop.
+
+    on_first_token: called when there is one. stop: ends the request with an error, from within `serve` too.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        services: Services,
+        outbox: Outbox,
+        on_first_token: Callable[[], None],
+        stop: Callable[[BatonError], None],
+    ) -> None:
+        self.timeline = Timeline(order.arrived_s)
+        self.timing = TokenTiming(services.metrics, order.arrived_s)
+        self._order = order
+        self._services = services
+        self._outbox = outbox
+        self._on_first_token = on_first_token
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+        self._attempts = Attempts()
+        self._prepared: Prepared | None = None
+        self._answer: Answer | None = None
+        self._cached: Mapping[str, int] | None = None
+        self._prefill_worker: WorkerId | None = None
+        self._decode_worker: WorkerId | None = None
+
+    async def serve(self) -> None:
+        """Returns when the client has the whole answer, but for the last message. Raises BatonError if it will not."""
+        self.timeline.reached("check", self._loop.time())
+        await self._prepare()
+        step = NextStep.RETRY
+        while not self.answer.has_ended:
+            is_last = step is NextStep.RETRY_ALONE
+            try:
+                async with self._services.suspects.alone(self._order.request_id) if is_last else nullcontext():
+                    if is_last:
+                        self._reached("wait_trial")
+                    await self._attempt()
+            except AttemptFailed as failure:
+                step = self._after(failure.error)
+
+    async def _prepare(self) -> None:
+        """Tokenizes and names the blocks, beside the event loop."""
+        services, order, clock = self._services, self._order, self._loop.time
+        began_s, self._prepared = await self._loop.run_in_executor(
+            services.threads, lambda: (clock(), prepare(order.valid, services.codec, order.limits, order.root))
+        )
+        self.timeline.reached("wait_tokenizer", began_s)
+        self._reached("tokenize")
+        if services.quarantine.holds(self.prepared.keys[-1], self._loop.time()):
+            raise AttemptsExhausted("workers were lost over this prompt; it is not tried again for a while")
+        self._answer = Answer(self.prepared.sampling, services.codec)
+
+    async def _attempt(self) -> None:
+        """One way through prefill and decode, with prefill left out where any token is out or no worker does it."""
+        if not self.answer.num_tokens:
+            self._prefill_worker = self._cached = None
+        if self.answer.num_tokens or not self._services.placement.has_prefill:
+            await self._decode(None)
+            return
+        async with self._services.holds.hold(self._attempt_id, self.prepared.keys) as hold:
+            self._reached("wait_room")
+            await self._prefill(hold)
+            if not self.answer.has_ended:
+                await self._decode(hold)
+
+    async def _prefill(self, hold: Hold) -> None:
+        """Has the prompt's blocks published, under a hold, and takes one first token per choice."""
+        num_prompt = len(self.prepared.prompt_ids)
+        member = self._services.placement.choose_prefill(self.prepared.keys, num_prompt)
+        if member is not None:
+            self._prefill_worker = member.id
+            with member.assigned(self.prepared.sampling.n, num_prompt):
+                await self._run("prefill", member, hold.keep)
+
+    async def _decode(self, hold: Hold | None) -> None:
+        """Has the unfinished choices decoded to their end. The hold is over once their blocks are fetched."""
+        num_prompt = len(self.prepared.prompt_ids)
+        member = await self._services.placement.choose_decode(self.prepared.keys, num_prompt)
+        self._reached("wait_decode")
+        self._decode_worker = member.id
+        choices = self.answer.unfinished
+        num_tokens = sum(num_prompt + len(choice.output.ids) for choice in choices)
+        with member.assigned(len(choices), num_tokens):
+            await self._run("decode", member, (lambda: None) if hold is None else hold.release)
+        if not self.answer.has_ended:
+            raise AttemptFailed(WireError("a worker ended an attempt before every choice had ended"))
+
+    async def _run(self, name: str, member: Member, on_prompt: Callable[[], None]) -> None:
+        """Runs the attempt on a worker. `on_prompt`: called when the worker has told of the prompt's KV."""
+        spans: list[pb.Span] = []
+        call = self.timeline.sent(name, member.id, self._loop.time())
+        try:
+            await member.line.run(self._begin(), self._take(on_prompt, spans))
+        except (Unavailable, Cancelled) as error:
+            is_leaving = isinstance(error, Unavailable) and member.state is WorkerState.DRAINING
+            self._services.suspect(member.id)
+            raise AttemptFailed(WorkerLeaving(error.message) if is_leaving else error) from error
+        except BatonError as error:
+            raise AttemptFailed(error) from error
+        finally:
+            self.timeline.ended(call, self._loop.time(), spans)
+
+    def _begin(self) -> worker_pb2.Begin:
+        return worker_pb2.Begin(
+            id=attempt_to_pb(self._attempt_id),
+            namespace_root=self._order.root,
+            prompt=pb.TokenIds(ids=self.prepared.prompt_ids),
+            sampling_params=sampling_to_pb(self.prepared.sampling),
+            choices=self.answer.unfinished,
+            time_left_s=max(self._order.deadline_s - self._loop.time(), 0.001),
+        )
+
+    def _take(self, on_prompt: Callable[[], None], spans: list[pb.Span]) -> Take:
+        """What becomes of the updates of an attempt. Called on the line's task: nothing in here waits."""
+
+        def take(update: worker_pb2.Update) -> bool:
+            if update.HasField("prompt"):
+                if self._cached is None:
+                    self._cached = tiers_from_pb(update.prompt.cached_tokens)
+                on_prompt()
+            for chunk in self.answer.accept(update.choices):
+                self._send(chunk)
+            if not self._attempts.is_in_vain(self.answer.num_tokens):
+                self._services.suspects.clear(self._order.request_id)
+            spans.extend(update.end.spans)
+            return not self.answer.has_ended_here
+
+        return take
+
+    def _send(self, chunk: pb.Chunk) -> None:
+        self._on_first_token()
+        self.timing.gained(chunk.index, len(chunk.token_ids), self._loop.time())
+        if not self._outbox.put(pb.GenerateResponse(request_id=self._order.request_id, chunk=chunk)):
+            self._stop(Overloaded("the client reads more slowly than its tokens come"))
+
+    def _after(self, error: BatonError) -> NextStep:
+        """What follows a failed attempt. Raises what the request ends with, if it does."""
+        if self.answer.has_ended:
+            return NextStep.RETRY
+        following = self._attempts.after(error, self.answer.num_tokens)
+        step = next_step(error, following)
+        if step is NextStep.FAIL:
+            raise error
+        if step is NextStep.GIVE_UP:
+            self._services.quarantine.add(self.prepared.keys[-1], self._loop.time())
+            raise AttemptsExhausted(f"{MAX_ATTEMPTS} workers were lost while they served this request")
+        self._attempts = following
+        return step
+
+    @property
+    def prepared(self) -> Prepared:
+        assert self._prepared is not None, "not prepared yet"
+        return self._prepared
+
+    @property
+    def answer(self) -> Answer:
+        assert self._answer is not None, "not prepared yet"
+        return self._answer
+
+    @property
+    def complete(self) -> pb.Complete:
+        """The last message of an answer that is whole, but for its timeline."""
+        return pb.Complete(
+            choices=self.answer.finishes,
+            usage=pb.Usage(
+                prompt_tokens=len(self.prepared.prompt_ids),
+                completion_tokens=self.answer.num_tokens,
+                cached_tokens=tiers_to_pb(self._cached or {}),
+            ),
+            seed=self.prepared.sampling.seed,
+        )
+
+    @property
+    def summary(self) -> RequestSummary:
+        """How far the request has come."""
+        return RequestSummary(
+            0 if self._prepared is None else len(self._prepared.prompt_ids),
+            0 if self._answer is None else self._answer.num_tokens,
+            self._cached,
+            self._prefill_worker,
+            self._decode_worker,
+            self._attempts.number,
+        )
+
+    @property
+    def _attempt_id(self) -> AttemptId:
+        return AttemptId(self._order.request_id, self._attempts.number)
+
+    def _reached(self, name: str) -> None:
+        self.timeline.reached(name, self._loop.time())

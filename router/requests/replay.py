@@ -1,0 +1,120 @@
+"""What follows when an attempt at a request is lost: another one, another one alone, or the end."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+from wire.errors import BatonError, Cancelled, RequestExists, Unavailable, WireError, WorkerLeaving
+from wire.ids import BlockKey, RequestId
+
+MAX_ATTEMPTS = 3
+MIN_PROGRESS = 16
+
+_LOSSES = (Unavailable, Cancelled, WireError, RequestExists)
+"""Errors that say something of the worker and nothing of the request: another attempt may do better.
+
+RequestExists: the worker has not quite left an earlier request of that id.
+"""
+
+
+class NextStep(Enum):
+    """RETRY_ALONE: the attempt may be the last, and is made while no other such attempt is. FAIL: with the error."""
+
+    RETRY = "retry"
+    RETRY_ALONE = "retry alone"
+    GIVE_UP = "give up"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """How often a request was tried, the attempt under way included, and how many of the last ones were in vain.
+
+    An attempt that brought fewer than `MIN_PROGRESS` tokens was in vain. Several of these in a row say that the request
+    itself may be what workers die of: a long request may outlive any number of them.
+    """
+
+    number: int = 1
+    num_in_vain: int = 0
+    num_tokens_before: int = 0
+
+    def is_in_vain(self, num_tokens: int) -> bool:
+        """Whether the attempt under way is, when the client has so many tokens."""
+        return num_tokens - self.num_tokens_before < MIN_PROGRESS
+
+    def after(self, error: BatonError, num_tokens: int) -> "Attempts":
+        """The next attempt, where this one ended with that error when the client had so many tokens.
+
+        A worker that gives a request back because it leaves has not died of it.
+        """
+        num_in_vain = self.num_in_vain + (not isinstance(error, WorkerLeaving)) if self.is_in_vain(num_tokens) else 0
+        return Attempts(self.number + 1, num_in_vain, num_tokens)
+
+
+def next_step(error: BatonError, following: Attempts) -> NextStep:
+    """Decides what follows an attempt that ended with this error; `following` is the attempt that would be next."""
+    if not isinstance(error, _LOSSES):
+        return NextStep.FAIL
+    if following.num_in_vain >= MAX_ATTEMPTS:
+        return NextStep.GIVE_UP
+    return NextStep.RETRY_ALONE if following.num_in_vain == MAX_ATTEMPTS - 1 else NextStep.RETRY
+
+
+class Suspects:
+    """Requests whose next attempt may be the last, tried one at a time.
+
+    Of the requests that were on two workers when these died, one may be what they died of. Tried together, a third
+    death would end them all; tried one by one, it ends the one.
+    """
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[RequestId, asyncio.Event] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    @asynccontextmanager
+    async def alone(self, request_id: RequestId) -> AsyncIterator[None]:
+        """Waits for the request's turn, which lasts until `clear` or the end of the context."""
+        turn = self._turns.setdefault(request_id, asyncio.Event())
+        self._let_first_go()
+        try:
+            await turn.wait()
+            yield
+        finally:
+            self.clear(request_id)
+
+    def clear(self, request_id: RequestId) -> None:
+        """Ends a request's turn, or its wait for one: its attempt leads somewhere. May be called for any, any time."""
+        self._turns.pop(request_id, None)
+        self._let_first_go()
+
+    def _let_first_go(self) -> None:
+        for turn in self._turns.values():
+            turn.set()
+            return
+
+
+class Quarantine:
+    """Prompts over which workers were lost, by the key of their last block: each for `ttl_s`, the `max_prompts` latest.
+
+    Pure: times are given.
+    """
+
+    def __init__(self, ttl_s: float = 60.0, max_prompts: int = 1024) -> None:
+        self._ttl_s = ttl_s
+        self._max_prompts = max_prompts
+        self._ends: OrderedDict[BlockKey, float] = OrderedDict()
+
+    def add(self, prompt: BlockKey, now_s: float) -> None:
+        """Notes that a request with this prompt was given up."""
+        self._ends[prompt] = now_s + self._ttl_s
+        self._ends.move_to_end(prompt)
+        while len(self._ends) > self._max_prompts:
+            self._ends.popitem(last=False)
+
+    def holds(self, prompt: BlockKey, now_s: float) -> bool:
+        return now_s < self._ends.get(prompt, now_s)

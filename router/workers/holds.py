@@ -1,0 +1,174 @@
+"""Hand-offs that decode has not fetched yet: how much of the arena they take, which prefills wait for it, renewals.
+
+Prefill leaves a prompt's blocks in the arena under a hold, where nothing evicts them. If holds took all of it, prefill
+would have nowhere to put the next prompt, and decode nothing left to fetch; so no prefill starts while they take
+more than half.
+"""
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from router.workers.line import Line
+from router.workers.members import Members
+from wire.ids import AttemptId, BlockKey
+from wire.pools import WorkerState
+
+log = logging.getLogger(__name__)
+
+RENEW_EVERY_S = 3.0
+
+
+class HoldBudget:
+    """Counts each block once, however many attempts share it; attempts wait in the order of their coming. Pure."""
+
+    def __init__(self) -> None:
+        self._num_arena_blocks = 0
+        self._blocks: Counter[BlockKey] = Counter()
+        self._granted: dict[AttemptId, Sequence[BlockKey]] = {}
+        self._waiting: OrderedDict[AttemptId, Sequence[BlockKey]] = OrderedDict()
+        self._kept: set[AttemptId] = set()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the arena that are spoken for."""
+        return len(self._blocks)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def kept(self) -> list[AttemptId]:
+        """Attempts whose blocks are there and not yet fetched: their holds want renewing."""
+        return sorted(self._kept)
+
+    def resize(self, num_arena_blocks: int) -> list[AttemptId]:
+        """Sets the arena's size in blocks. Returns the attempts that may start now."""
+        self._num_arena_blocks = num_arena_blocks
+        return self._grant()
+
+    def ask(self, attempt: AttemptId, keys: Sequence[BlockKey]) -> bool:
+        """Asks for a prefill that will hold the blocks `keys`. Whether it may start; if not, its turn will come."""
+        if attempt not in self._granted:
+            self._waiting[attempt] = keys
+            self._grant()
+        return attempt in self._granted
+
+    def keep(self, attempt: AttemptId) -> None:
+        """Notes that prefill has answered: the blocks are held."""
+        if attempt in self._granted:
+            self._kept.add(attempt)
+
+    def release(self, attempt: AttemptId) -> list[AttemptId]:
+        """Ends a hold, or the wait for it. Returns the attempts that may start now."""
+        self._waiting.pop(attempt, None)
+        self._kept.discard(attempt)
+        for key in self._granted.pop(attempt, ()):
+            self._blocks[key] -= 1
+            if not self._blocks[key]:
+                del self._blocks[key]
+        return self._grant()
+
+    def _grant(self) -> list[AttemptId]:
+        granted: list[AttemptId] = []
+        while self._waiting and 2 * len(self._blocks) <= self._num_arena_blocks:
+            attempt, keys = self._waiting.popitem(last=False)
+            self._granted[attempt] = keys
+            self._blocks.update(keys)
+            granted.append(attempt)
+        return granted
+
+
+class Hold:
+    """The blocks of one attempt in the arena. Both methods may be called more than once."""
+
+    def __init__(self, holds: "Holds", attempt: AttemptId) -> None:
+        self._holds = holds
+        self._attempt = attempt
+        self._is_over = False
+
+    def keep(self) -> None:
+        """Has the hold renewed from now on: prefill has answered."""
+        if not self._is_over:
+            self._holds.budget.keep(self._attempt)
+
+    def release(self) -> None:
+        """Ends the hold: decode has fetched the blocks, or nobody will."""
+        if not self._is_over:
+            self._is_over = True
+            self._holds.end(self._attempt)
+
+
+class Holds:
+    """All holds of a router. Orders go on the line of any one worker: the workers of a node share its arena."""
+
+    def __init__(self, members: Members, renew_every_s: float = RENEW_EVERY_S) -> None:
+        self.budget = HoldBudget()
+        self._members = members
+        self._renew_every_s = renew_every_s
+        self._turns: dict[AttemptId, asyncio.Future[None]] = {}
+        self._renewing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._renewing = asyncio.create_task(self._renew_for_ever())
+
+    async def stop(self) -> None:
+        """Ends renewing. Holds that are not released yet run out by themselves on the workers."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+
+    @asynccontextmanager
+    async def hold(self, attempt: AttemptId, keys: Sequence[BlockKey]) -> AsyncIterator[Hold]:
+        """Waits until a prefill that will hold the blocks `keys` may start; the hold ends with the context."""
+        hold = Hold(self, attempt)
+        try:
+            if not self.budget.ask(attempt, keys):
+                self._turns[attempt] = asyncio.get_running_loop().create_future()
+                await self._turns[attempt]
+            yield hold
+        finally:
+            hold.release()
+
+    def end(self, attempt: AttemptId) -> None:
+        """Ends the hold of an attempt, or its wait for one. The worker hears of it, if there is one to tell."""
+        was_waiting = self._turns.pop(attempt, None) is not None
+        self._let_start(self.budget.release(attempt))
+        line = None if was_waiting else self._any_line()
+        if line is not None:
+            line.release(attempt)
+
+    def resize(self) -> None:
+        """Learns of the arena from its workers, which have changed."""
+        self._let_start(self.budget.resize(self._members.num_arena_blocks))
+
+    def check(self) -> list[str]:
+        """What is held or waited for; nothing, once no request is open."""
+        counts = {
+            "blocks held": self.budget.num_blocks,
+            "prefills waiting for room": self.budget.num_waiting + len(self._turns),
+            "holds renewed": len(self.budget.kept),
+        }
+        return [f"{count} {what} for no request" for what, count in counts.items() if count]
+
+    def _let_start(self, granted: Sequence[AttemptId]) -> None:
+        for attempt in granted:
+            turn = self._turns.pop(attempt, None)
+            if turn is not None and not turn.done():
+                turn.set_result(None)
+
+    async def _renew_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._renew_every_s)
+            kept, line = self.budget.kept, self._any_line()
+            if kept and line is not None:
+                line.renew(kept)
+            elif kept:
+                log.warning("no worker can be told of holds; they will run out")
+
+    def _any_line(self) -> Line | None:
+        reachable = (member for member in self._members if member.state is not WorkerState.LOST)
+        return next((member.line for member in reachable if member.line.is_open), None)

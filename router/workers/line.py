@@ -1,0 +1,248 @@
+"""The router's end of the line to one worker: orders of all requests go out, and updates come in, each to its attempt.
+
+    begin, abort, renew, release, ask ─▶ Outgoing ─▶ Transport ─▶ worker
+    request.take(update)  ◀─ Line._deliver ◀────────  Transport ◀─ one message per step of the engine
+
+A line ends once. Whatever was under way on it then fails with Unavailable; a new line is made for what follows.
+"""
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from typing import Any, Protocol
+
+from wire.convert import attempt_of, attempt_to_pb, error_from_pb
+from wire.errors import BatonError, DeadlineExceeded, Unavailable
+from wire.ids import AttemptId
+from wire.pb import worker_pb2
+
+MAX_PIECE_BYTES = 64 << 10
+Take = Callable[[worker_pb2.Update], bool]
+"""Takes an update, at once; whether more is wanted. An exception ends the attempt, and it alone."""
+
+
+class Transport(Protocol):
+    """A connection to a worker, of whole messages. Twins: `GrpcTransport` and `LocalTransport`."""
+
+    async def write(self, request: worker_pb2.ConnectRequest) -> None:
+        """Returns when the connection has room for more. Raises BatonError once it is broken."""
+        ...
+
+    async def read(self) -> worker_pb2.ConnectResponse | None:
+        """The next message; None at the end. Raises BatonError once the connection is broken."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+Connect = Callable[[str], Transport]
+"""Opens a connection to an address, without waiting for it."""
+
+
+class Outgoing:
+    """Orders that wait for the connection. Short ones go first, and pass between the pieces of a long Begin."""
+
+    def __init__(self) -> None:
+        self._short = worker_pb2.ConnectRequest()
+        self._begins: OrderedDict[AttemptId, worker_pb2.Begin] = OrderedDict()
+        self._pieces: deque[worker_pb2.Piece] = deque()
+        self._changed = asyncio.Event()
+
+    def begin(self, begin: worker_pb2.Begin) -> None:
+        self._begins[attempt_of(begin.id)] = begin
+        self._changed.set()
+
+    def abort(self, attempt: AttemptId) -> None:
+        """Withdraws a Begin that waits here; the worker hears only of one that it may have."""
+        if self._begins.pop(attempt, None) is None:
+            self._short.aborts.append(attempt_to_pb(attempt))
+        if self._pieces and attempt_of(self._pieces[0].id) == attempt:
+            self._pieces.clear()
+        self._changed.set()
+
+    def renew(self, attempts: Sequence[AttemptId]) -> None:
+        """Takes the place of a renewal that waits."""
+        del self._short.renewals[:]
+        self._short.renewals.extend(attempt_to_pb(attempt) for attempt in attempts)
+        self._changed.set()
+
+    def release(self, attempt: AttemptId) -> None:
+        self._short.releases.append(attempt_to_pb(attempt))
+        self._changed.set()
+
+    def ask(self, ask: worker_pb2.Ask) -> None:
+        self._short.asks.append(ask)
+        self._changed.set()
+
+    async def take(self) -> worker_pb2.ConnectRequest:
+        """The next message to be written, once there is one."""
+        while (request := self._next()) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        return request
+
+    def _next(self) -> worker_pb2.ConnectRequest | None:
+        if self._short.ByteSize():
+            short, self._short = self._short, worker_pb2.ConnectRequest()
+            return short
+        if not self._pieces and self._begins:
+            _, begin = self._begins.popitem(last=False)
+            if begin.ByteSize() <= MAX_PIECE_BYTES:
+                return worker_pb2.ConnectRequest(begin=begin)
+            self._pieces.extend(_pieces_of(begin))
+        return worker_pb2.ConnectRequest(piece=self._pieces.popleft()) if self._pieces else None
+
+
+class Line:
+    """One connection, from its opening to its end. Belongs to the running event loop.
+
+    on_end: called once, with the reason, unless `close` ends the line.
+    """
+
+    def __init__(self, transport: Transport, on_end: Callable[[BatonError], None] = lambda _: None) -> None:
+        self._transport = transport
+        self._on_end = on_end
+        self._outgoing = Outgoing()
+        self._attempts: dict[AttemptId, _Attempt] = {}
+        self._questions: dict[int, asyncio.Future[worker_pb2.Answer]] = {}
+        self._num_asked = 0
+        self._ended_for: BatonError | None = None
+        self._tasks = [asyncio.create_task(self._write_all()), asyncio.create_task(self._read_all())]
+
+    @property
+    def is_open(self) -> bool:
+        return self._ended_for is None
+
+    async def run(self, begin: worker_pb2.Begin, take: Take) -> None:
+        """Begins an attempt and hands over its updates, until the worker ends it or `take` wants no more.
+
+        Raises the worker's error, or Unavailable with the line's end. The worker aborts what it has not ended then.
+        """
+        self._require_open()
+        attempt_id = attempt_of(begin.id)
+        attempt = self._attempts[attempt_id] = _Attempt(take)
+        self._outgoing.begin(begin)
+        try:
+            await attempt.over
+        finally:
+            del self._attempts[attempt_id]
+            if not attempt.has_ended:
+                self._outgoing.abort(attempt_id)
+
+    async def info(self, timeout_s: float) -> worker_pb2.WorkerInfo:
+        """Asks the worker what it is. Raises BatonError, DeadlineExceeded after `timeout_s`."""
+        return (await self._ask(worker_pb2.Ask(info=worker_pb2.GetInfo()), timeout_s)).info
+
+    async def status(self, check: bool, timeout_s: float) -> worker_pb2.WorkerStatus:
+        """Asks the worker how it is, with `check` what is wrong with its books. Raises as `info` does."""
+        return (await self._ask(worker_pb2.Ask(status=worker_pb2.GetStatus(check=check)), timeout_s)).status
+
+    def renew(self, attempts: Sequence[AttemptId]) -> None:
+        """Lets the holds of these attempts live on."""
+        self._outgoing.renew(attempts)
+
+    def release(self, attempt: AttemptId) -> None:
+        """Ends the hold of an attempt."""
+        self._outgoing.release(attempt)
+
+    async def close(self, reason: BatonError) -> None:
+        """Ends what is under way with this error, and closes the connection."""
+        self._on_end = lambda _: None
+        self._end(reason)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._transport.close()
+
+    async def _ask(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.Answer:
+        self._require_open()
+        self._num_asked = question.number = self._num_asked + 1
+        answer: asyncio.Future[worker_pb2.Answer] = asyncio.get_running_loop().create_future()
+        self._questions[question.number] = answer
+        self._outgoing.ask(question)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError as error:
+            raise DeadlineExceeded("the worker did not answer in time") from error
+        finally:
+            del self._questions[question.number]
+
+    async def _write_all(self) -> None:
+        try:
+            while True:
+                await self._transport.write(await self._outgoing.take())
+        except BatonError as error:
+            self._end(error)
+
+    async def _read_all(self) -> None:
+        try:
+            while (response := await self._transport.read()) is not None:
+                for update in response.updates:
+                    self._deliver(update)
+                for answer in response.answers:
+                    self._answer(answer)
+            self._end(Unavailable("the worker has closed the line"))
+        except BatonError as error:
+            self._end(error)
+
+    def _deliver(self, update: worker_pb2.Update) -> None:
+        """Hands an update to its attempt. One of an attempt that is over here has nobody to go to."""
+        attempt = self._attempts.get(attempt_of(update.id))
+        if attempt is not None:
+            attempt.take(update)
+
+    def _answer(self, answer: worker_pb2.Answer) -> None:
+        waiting = self._questions.get(answer.number)
+        if waiting is None or waiting.done():
+            return
+        if answer.HasField("error"):
+            waiting.set_exception(error_from_pb(answer.error))
+        else:
+            waiting.set_result(answer)
+
+    def _end(self, reason: BatonError) -> None:
+        if self._ended_for is not None:
+            return
+        self._ended_for = reason
+        waiting: list[asyncio.Future[Any]] = [attempt.over for attempt in self._attempts.values()]
+        for future in (*waiting, *self._questions.values()):
+            if not future.done():
+                future.set_exception(copy(reason))
+        for task in self._tasks:
+            task.cancel()
+        self._on_end(reason)
+
+    def _require_open(self) -> None:
+        if self._ended_for is not None:
+            raise copy(self._ended_for) from None
+
+
+class _Attempt:
+    """An attempt under way. `has_ended`: the worker has said so itself."""
+
+    def __init__(self, take: Take) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.has_ended = False
+        self._take = take
+
+    def take(self, update: worker_pb2.Update) -> None:
+        """Passes an update on, and ends the attempt with it if it is the last."""
+        self.has_ended = update.HasField("end")
+        if self.over.done():
+            return
+        try:
+            wants_more = self._take(update)
+        except Exception as error:  # raised again in `run`: a bug in one request ends that one alone
+            self.over.set_exception(error)
+            return
+        if update.end.HasField("error"):
+            self.over.set_exception(error_from_pb(update.end.error))
+        elif self.has_ended or not wants_more:
+            self.over.set_result(None)
+
+
+def _pieces_of(begin: worker_pb2.Begin) -> Iterator[worker_pb2.Piece]:
+    data = begin.SerializeToString()
+    for start in range(0, len(data), MAX_PIECE_BYTES):
+        end = start + MAX_PIECE_BYTES
+        yield worker_pb2.Piece(id=begin.id, data=data[start:end], last=end >= len(data))

@@ -1,0 +1,138 @@
+"""The worker's end of the line to one router: orders come in, and what is new about its attempts goes out.
+
+What has not been sent yet joins: however slowly the router reads, an attempt has one update here, which grows by tokens
+only. Nothing waits for the line, least of all a step of the engine.
+"""
+
+import asyncio
+from collections import OrderedDict
+from typing import Protocol
+
+from google.protobuf.message import DecodeError
+
+from wire.convert import attempt_of
+from wire.errors import BatonError, InvalidRequest
+from wire.ids import AttemptId
+from wire.pb import worker_pb2
+from worker.inbox import Call
+from worker.messages import update_to_pb
+from worker.update import End, Update
+
+MAX_MESSAGE_TOKENS = 4096
+"""Of one message, about: with logprobs a token may take a kilobyte."""
+MAX_BEGIN_BYTES = 64 << 20
+
+
+class Orders(Protocol):
+    """What a worker does for a router. No call waits; errors go back on the line."""
+
+    def begin(self, call: Call, begin: worker_pb2.Begin) -> None:
+        """Raises BatonError for an attempt that cannot begin."""
+        ...
+
+    def abort(self, line: "RouterLine", attempt: AttemptId) -> None: ...
+
+    def renew(self, attempts: list[AttemptId]) -> None: ...
+
+    def release(self, attempts: list[AttemptId]) -> None: ...
+
+    def answer(self, line: "RouterLine", ask: worker_pb2.Ask) -> None: ...
+
+    def line_ended(self, line: "RouterLine") -> None: ...
+
+
+class RouterLine:
+    """Belongs to one event loop. Between its making and `close`, `take` is fed and `next` is read."""
+
+    def __init__(self, orders: Orders, worker_id: str) -> None:
+        self._orders = orders
+        self._worker_id = worker_id
+        self._updates: OrderedDict[AttemptId, Update] = OrderedDict()
+        self._answers: list[worker_pb2.Answer] = []
+        self._begin_in_pieces: tuple[AttemptId, bytearray] | None = None
+        self._is_closed = False
+        self._changed = asyncio.Event()
+
+    def take(self, request: worker_pb2.ConnectRequest) -> None:
+        """Carries out orders, in their order. What is wrong with one is told on the line."""
+        for message in request.aborts:
+            self._abort(attempt_of(message))
+        if request.renewals:
+            self._orders.renew([attempt_of(message) for message in request.renewals])
+        if request.releases:
+            self._orders.release([attempt_of(message) for message in request.releases])
+        for ask in request.asks:
+            self._orders.answer(self, ask)
+        if request.HasField("begin"):
+            self._begin(request.begin)
+        if request.HasField("piece"):
+            self._take_piece(request.piece)
+
+    def send(self, attempt: AttemptId, update: Update) -> None:
+        """Adds news of an attempt to those that wait. Does nothing once closed."""
+        if not self._is_closed:
+            earlier = self._updates.get(attempt)
+            self._updates[attempt] = update if earlier is None else earlier.followed_by(update)
+            self._changed.set()
+
+    def send_answer(self, answer: worker_pb2.Answer) -> None:
+        if not self._is_closed:
+            self._answers.append(answer)
+            self._changed.set()
+
+    async def next(self) -> worker_pb2.ConnectResponse | None:
+        """Everything new, as soon as there is something; None after the end."""
+        while not (self._updates or self._answers or self._is_closed):
+            self._changed.clear()
+            await self._changed.wait()
+        if not (self._updates or self._answers):
+            return None
+        answers, self._answers = self._answers, []
+        return worker_pb2.ConnectResponse(updates=self._take_updates(), answers=answers)
+
+    def finish(self) -> None:
+        """Lets nothing more be sent; what waits still is."""
+        self._is_closed = True
+        self._changed.set()
+
+    def close(self) -> None:
+        """Ends the line, and aborts what was begun on it. May be called more than once."""
+        self.finish()
+        self._updates.clear()
+        self._answers.clear()
+        self._orders.line_ended(self)
+
+    def _take_updates(self) -> list[worker_pb2.Update]:
+        updates, num_tokens = [], 0
+        while self._updates and num_tokens < MAX_MESSAGE_TOKENS:
+            attempt, update = self._updates.popitem(last=False)
+            updates.append(update_to_pb(attempt, update, self._worker_id))
+            num_tokens += sum(len(choice.token_ids) for choice in update.choices)
+        return updates
+
+    def _abort(self, attempt: AttemptId) -> None:
+        if self._begin_in_pieces is not None and self._begin_in_pieces[0] == attempt:
+            self._begin_in_pieces = None
+        self._updates.pop(attempt, None)
+        self._orders.abort(self, attempt)
+
+    def _begin(self, begin: worker_pb2.Begin) -> None:
+        attempt = attempt_of(begin.id)
+        try:
+            self._orders.begin(Call(attempt, self), begin)
+        except BatonError as error:
+            self.send(attempt, Update(end=End(error)))
+
+    def _take_piece(self, piece: worker_pb2.Piece) -> None:
+        attempt = attempt_of(piece.id)
+        if self._begin_in_pieces is None or self._begin_in_pieces[0] != attempt:
+            self._begin_in_pieces = attempt, bytearray()
+        data = self._begin_in_pieces[1]
+        data.extend(piece.data)
+        if not piece.last and len(data) <= MAX_BEGIN_BYTES:
+            return
+        self._begin_in_pieces = None
+        try:
+            self._begin(worker_pb2.Begin.FromString(bytes(data)))
+        except DecodeError:
+            self.send(attempt, Update(end=End(InvalidRequest("begin", "not the message that it claims to be"))))

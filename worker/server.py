@@ -1,0 +1,93 @@
+"""A worker's service over gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+
+from wire.pb import worker_pb2
+from wire.pb.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from wire.rpc import LINE_OPTIONS, SERVER_OPTIONS, TokenInterceptor, listen
+from worker.config import ServerSettings
+from worker.service import WorkerService
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+STOP_GRACE_S = 1.0
+SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+
+
+class WorkerServer:
+    """Serves from `start` to `stop`, to routers that know the cluster's token; health is for everybody."""
+
+    def __init__(self, service: WorkerService, settings: ServerSettings) -> None:
+        self._service = service
+        self._settings = settings
+        self._health = health.HealthServicer()
+        self._server = grpc.aio.server(
+            interceptors=[TokenInterceptor(settings.token)], options=(*SERVER_OPTIONS, *LINE_OPTIONS)
+        )
+
+    async def start(self) -> str:
+        """Returns the address. Raises ConfigError if the port cannot be had."""
+        address = listen(self._server, self._settings.host, self._settings.port)
+        add_WorkerServicer_to_server(Lines(self._service), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        await self._server.start()
+        await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
+        return address
+
+    async def refuse_new_work(self) -> None:
+        """From now on health says that this worker is not to be chosen."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self) -> None:
+        """Closes the port, and ends what is still under way after a short grace."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(STOP_GRACE_S)
+
+
+class WorkerEnd(Protocol):
+    """The worker's end of a line; see RouterLine."""
+
+    def take(self, request: worker_pb2.ConnectRequest) -> None: ...
+
+    async def next(self) -> worker_pb2.ConnectResponse | None: ...
+
+    def close(self) -> None: ...
+
+
+class WorkerPort(Protocol):
+    """A worker, as far as routers connect to it."""
+
+    def connect(self) -> WorkerEnd: ...
+
+
+class Lines(WorkerServicer):
+    """One line for each call of a router."""
+
+    def __init__(self, worker: WorkerPort) -> None:
+        self._worker = worker
+
+    async def Connect(self, requests: AsyncIterator[worker_pb2.ConnectRequest], context: Context) -> None:  # noqa: N802
+        """Writes to its context: a generator that is dropped half-way would be no place to clean up."""
+        line = self._worker.connect()
+        reading = asyncio.create_task(_read(requests, line))
+        try:
+            while (response := await line.next()) is not None:
+                await context.write(response)
+        finally:
+            reading.cancel()
+            line.close()
+
+
+async def _read(requests: AsyncIterator[worker_pb2.ConnectRequest], line: WorkerEnd) -> None:
+    """Feeds a line until its router has no more to say, or what it says makes no sense."""
+    try:
+        async for request in requests:
+            line.take(request)
+    finally:
+        line.close()
