@@ -19,6 +19,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 LENGTH = struct.Struct(">I")
 
 _Reader = Callable[[Any], Any]
+_SCALARS = frozenset((int, float, str, bytes, bool, NoneType))
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ServiceCodec:
         public = [name for name, value in vars(service).items() if callable(value) and not name.startswith("_")]
         self._hints = {name: get_type_hints(getattr(service, name), include_extras=True) for name in public}
         self._answers = {name: _reader_of(hints.pop("return")) for name, hints in self._hints.items()}
-        self._arguments = {name: _fields_reader(list(hints.values())) for name, hints in self._hints.items()}
+        self._arguments = {name: _fields_reader(list(hints.values()), _listed) for name, hints in self._hints.items()}
 
     def encode_call(self, method: str, arguments: Sequence[Any]) -> bytes:
         """Encodes a call behind its length. WireError if it is longer than MAX_MESSAGE_BYTES."""
@@ -99,9 +100,9 @@ def _checked(body: bytes, read: _Reader) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return _plain_fields(value) if is_dataclass(value) else value
+    if type(value) in _SCALARS:
+        return value
+    return _plain_fields(value) if is_dataclass(value) else [_plain(item) for item in value]
 
 
 def _plain_fields(value: Any) -> list[Any]:
@@ -163,21 +164,24 @@ def _optional_reader(hint: Any) -> _Reader:
     return lambda value: None if value is None else read_present(value)
 
 
-def _fields_reader(hints: Sequence[Any]) -> _Reader:
+def _fields_reader(hints: Sequence[Any], make: Callable[..., Any]) -> _Reader:
     readers = [_reader_of(hint) for hint in hints]
 
     def read(value: Any) -> Any:
         if not isinstance(value, list):
             raise TypeError("not a list of fields")
-        return [read(one) for read, one in zip(readers, value, strict=True)]
+        return make(*(read(one) for read, one in zip(readers, value, strict=True)))
 
     return read
 
 
 def _dataclass_reader(kind: Any) -> _Reader:
     hints = get_type_hints(kind, include_extras=True)
-    read_fields = _fields_reader([hints[field.name] for field in fields(kind)])
-    return lambda value: kind(*read_fields(value))
+    return _fields_reader([hints[field.name] for field in fields(kind)], kind)
+
+
+def _listed(*values: Any) -> list[Any]:
+    return list(values)
 
 
 _read_bool, _read_str = _scalar_reader(bool), _scalar_reader(str)
