@@ -40,7 +40,7 @@ _CONFIG = replace(CONFIG, model=replace(CONFIG.model, max_context_len=100_000))
 
 
 class BareApi(InferenceServicer):
-    """What a router's clients get, from a server that does nothing else."""
+    """The streams of a router, from a server that does nothing else."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -54,7 +54,7 @@ class BareApi(InferenceServicer):
 
 
 async def _refuse(_messages: Any, context: Any) -> None:
-    """What a refusal costs at least, where nothing is read and the error says as much as ours."""
+    """Refuses at the least cost: reads nothing, and says as much as the router's error."""
     await context.abort_with_status(rpc_status.to_status(to_status(Overloaded("no room", 1.0))))
 
 

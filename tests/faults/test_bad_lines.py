@@ -89,7 +89,7 @@ async def test_a_line_that_loses_what_workers_say(monkeypatch: pytest.MonkeyPatc
         await reader.read_tokens(20)
         cluster.line.loses_answers = True
         cluster.models["d0"].pause()
-        await until(lambda: cluster.router.membership._members[WorkerId("d0")].state is WorkerState.LOST)
+        await until(lambda: cluster.router.members[WorkerId("d0")].state is WorkerState.LOST)
         cluster.models["d0"].go_on()
         cluster.line.loses_answers = False
         await expect_answers([reader], 1000)
