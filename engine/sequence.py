@@ -1,4 +1,4 @@
-"""One choice of a request while an engine has it: its tokens, its pages, how far its KV is computed."""
+"""A choice of a request while an engine has it: its tokens, its pages, how far its KV is computed."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -29,7 +29,7 @@ class TextCodec(Detokenizer, Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest token id; the model's output may be wider."""
+        """The highest token id plus one; the model's output may be wider."""
 
     def encode(self, text: str) -> list[int]:
         """Encodes a text, with the special tokens that belong around it. Raises InvalidRequest for lone surrogates."""

@@ -1,4 +1,4 @@
-"""One .safetensors file: its header checked in full, its tensors read one at a time.
+"""A .safetensors file: its header checked in full, its tensors read one at a time.
 
 Layout: u64 little-endian length of the header, the header (a JSON object from tensor name to dtype, shape and the
 bounds of its bytes), then the bytes of all tensors without gap or overlap. Source: the format's specification in the

@@ -35,7 +35,7 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. Query, key and value are one matrix, as are gate and up: fewer and larger products."""
+    """A layer. Query, key and value are one matrix, as are gate and up: fewer and larger products."""
 
     attention_norm: RMSNorm
     qkv: Linear

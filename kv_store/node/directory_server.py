@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class DirectoryServer:
-    """One thread with an event loop, between `start` and `stop`; it is started once."""
+    """A thread with an event loop, between `start` and `stop`; it is started once."""
 
     def __init__(self, directory: Directory, path: str) -> None:
         self._directory = directory

@@ -232,7 +232,7 @@ def test_a_request_that_cannot_be_run_fails_alone() -> None:
     assert core.check() == []
 
 
-def test_a_request_that_cannot_be_run_fails_even_if_nobody_is_with_it() -> None:
+def test_a_request_that_cannot_be_run_fails_even_alone() -> None:
     core = make_core(Fallible(LAYOUT, 997))
     core.add(request((13, 1, 2), greedy(5)))
     events = [event for _ in range(4) for event in core.step()]

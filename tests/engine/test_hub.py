@@ -11,7 +11,7 @@ def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing", "/no/such/folder", "a/b/c", "../up", "owner/model@main"])
-def test_what_is_neither_path_nor_hub_name_is_refused_without_asking_anyone(name: str) -> None:
+def test_a_name_of_neither_path_nor_hub_is_refused_without_a_request(name: str) -> None:
     with pytest.raises(ModelError, match="neither a folder nor a name on the hub"):
         find_folder(name)
 

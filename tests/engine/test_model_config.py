@@ -87,7 +87,7 @@ def test_end_of_text_is_none_one_or_several_tokens(eos: object, ids: tuple[int, 
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_defaults_are_those_of_transformers(arch: str) -> None:
+def test_defaults_equal_the_ones_of_transformers(arch: str) -> None:
     """What a configuration saved by transformers leaves out means the same here."""
     config_class, _ = ARCHITECTURES[arch]
     name = config_class.__name__.replace("Config", "ForCausalLM")

@@ -53,7 +53,7 @@ def peer(parameters: dict[str, Any]) -> LlamaRotaryEmbedding:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_angles_are_those_of_transformers_bit_by_bit(name: str, dtype: torch.dtype) -> None:
+def test_angles_equal_the_ones_of_transformers_bit_by_bit(name: str, dtype: torch.dtype) -> None:
     positions = torch.arange(0, MAX_LEN, 7)
     rotation = rope(PARAMETERS[name], dtype).rotation(positions)
     cos, sin = peer(PARAMETERS[name])(torch.empty(0, dtype=dtype), positions[None])

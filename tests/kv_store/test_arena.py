@@ -28,7 +28,7 @@ def path() -> Iterator[str]:
     Path(path).unlink(missing_ok=True)
 
 
-def test_who_maps_it_sees_what_others_write(path: str) -> None:
+def test_each_process_that_maps_it_sees_the_writes_of_others(path: str) -> None:
     arena = Arena.create(path, BLOCK, 3)
     other = Arena.open(path)
     assert (other.block_bytes, other.num_slots) == (BLOCK, 3)

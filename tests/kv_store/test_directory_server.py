@@ -118,7 +118,7 @@ def test_the_slots_of_a_killed_writer_come_back(node: Node, start_writer: Start)
     assert survivor.tell("commit") == "2"
 
 
-def test_a_stopped_writer_keeps_its_slots_and_harms_nobody_when_it_wakes(node: Node, start_writer: Start) -> None:
+def test_a_stopped_writer_keeps_its_slots_and_does_no_harm_when_it_wakes(node: Node, start_writer: Start) -> None:
     writer = start_writer(0)
     its_slots = writer.slots()
     os.kill(writer.process.pid, signal.SIGSTOP)
@@ -369,7 +369,7 @@ def test_the_socket_is_for_its_user_only_and_gone_at_the_end(tmp_path: Path) -> 
     assert not os.path.exists(node.path)
 
 
-def test_a_socket_that_nobody_serves_is_replaced(tmp_path: Path) -> None:
+def test_a_socket_without_a_server_is_replaced(tmp_path: Path) -> None:
     with closing(socket.socket(socket.AF_UNIX)) as dead:
         dead.bind(str(tmp_path / "socket"))
     Node(tmp_path).stop()
