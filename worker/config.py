@@ -49,7 +49,7 @@ class PageSettings:
 class StoreSettings:
     """Where the node's directory listens, which knows the arena; and the cold tier, if there is one.
 
-    redis_timeout_s: as of `kv_store.redis_tier.RedisTier`.
+    redis_timeout_s: as of `kv_store.tiers.redis_tier.RedisTier`.
     """
 
     directory_path: str

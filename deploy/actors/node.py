@@ -4,11 +4,11 @@ import asyncio
 from contextlib import ExitStack
 
 from deploy.plan.cluster_plan import NodeConfig
-from kv_store.arena import Arena
-from kv_store.cold_writer import ColdWriter
-from kv_store.directory import Directory
-from kv_store.directory_server import DirectoryServer
-from kv_store.redis_tier import RedisTier
+from kv_store.node.arena import Arena
+from kv_store.node.cold_writer import ColdWriter
+from kv_store.node.directory import Directory
+from kv_store.node.directory_server import DirectoryServer
+from kv_store.tiers.redis_tier import RedisTier
 from wire.settings import from_json
 
 

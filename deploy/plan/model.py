@@ -33,11 +33,10 @@ def inspect_model(settings: ModelSettings, device: str) -> ModelFacts:
     # torch takes a second to import, which the other commands need not wait for.
     import torch
 
-    from engine.checkpoint import Checkpoint
-    from engine.decoder import compute_dtype
-    from engine.digest_cache import DigestCache
-    from engine.fingerprint import fingerprint
-    from engine.hub import find_folder
+    from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.fingerprint import DigestCache, fingerprint
+    from engine.checkpoint.hub import find_folder
+    from engine.model.decoder import compute_dtype
     from kernels.backend import select_backend
 
     checkpoint = Checkpoint(find_folder(settings.path or _demo_model()))

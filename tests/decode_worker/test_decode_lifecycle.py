@@ -1,9 +1,9 @@
 from hypothesis import given
 
 from decode_worker.lifecycle import DecodeLifecycle
-from engine.batcher import Gate
 from engine.events import Emitted, Event, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
 from engine.request import ChoiceSoFar, EngineRequest
+from engine.schedule.batcher import Gate
 from tests.worker.engine_events import ID, Script, assert_ends_once, assert_spans_tile, decodes, outputs, run, updates
 from wire.errors import BatonError, Cancelled
 from wire.ids import NamespaceRoot

@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.hash_model import HashModel
+from engine.model.hash_model import HashModel
 from tests.worker.workers import (
     LAYOUT,
     PROMPT,

@@ -1,8 +1,8 @@
 import torch
 
 from decode_worker.lifecycle import DecodeLifecycle
-from engine.batch import Batch
-from engine.hash_model import HashModel
+from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from tests.kv_store.fake_clock import FakeClock
 from tests.pair import ROOT, make_core

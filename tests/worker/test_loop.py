@@ -8,7 +8,7 @@ import pytest
 from decode_worker.lifecycle import DecodeLifecycle
 from engine.core import EngineCore
 from engine.events import Event
-from engine.hash_model import HashModel
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from tests.pair import ROOT, make_core
 from tests.worker.workers import LAYOUT, PROMPT, VOCAB_SIZE, greedy

@@ -1,9 +1,8 @@
 import pytest
 
-from engine.events import TierTokens
-from engine.stats import EngineStats
+from engine.events import EngineStats, TierTokens
 from kv_store.block_store import StoreStatus
-from kv_store.cold_tier import ColdStatus
+from kv_store.tiers.cold_tier import ColdStatus
 from tests.worker.workers import PROMPT, VOCAB_SIZE, decode_request
 from wire.block_counts import BlockCounts
 from wire.convert import tiers_to_pb

@@ -7,8 +7,8 @@ import pytest
 
 from deploy.actors.node import NodeActor
 from deploy.plan.cluster_plan import NodeConfig
-from kv_store.arena import Arena
-from kv_store.directory_client import DirectoryClient
+from kv_store.node.arena import Arena
+from kv_store.node.directory_client import DirectoryClient
 from tests.kv_store.names import LAYOUT
 from wire.errors import ConfigError
 from worker.config import StoreSettings
