@@ -23,7 +23,7 @@ from router.config import AdmissionBounds
 from router.ports.server import RouterServer
 from router.router import Router
 from router.workers.controller_port import LocalController
-from router.workers.grpc_worker_client import GrpcWorkerClient
+from router.workers.grpc_transport import GrpcTransport
 from tests.router.fake_cluster import CONFIG
 from tests.router.worker_server import served
 from text.byte_tokenizer import ByteTokenizer
@@ -86,7 +86,7 @@ async def _workers(interval_s: str) -> None:
 
 async def _router(prefill: str, decode: str, max_open: str = str(AdmissionBounds().max_open_requests)) -> None:
     config = replace(_CONFIG, admission=AdmissionBounds(max_open_requests=int(max_open)))
-    router = Router(config, ByteTokenizer(), partial(GrpcWorkerClient, token=_TOKEN), LocalController(PoolSizes(1, 1)))
+    router = Router(config, ByteTokenizer(), partial(GrpcTransport, token=_TOKEN), LocalController(PoolSizes(1, 1)))
     server = RouterServer(router)
     addresses = await server.start()
     listed = [

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from router.placement.policies import LONG_STEP_S
+from router.workers.members import LONG_STEP_S
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.known_model import MODEL, prompt_of
@@ -76,9 +76,8 @@ async def test_new_requests_go_to_others_until_it_turns_again(where: str, other:
 @contextmanager
 def much_to_do(cluster: FaultyCluster, name: str) -> Iterator[None]:
     """So much that nothing more is sent there if there is another to send it to."""
-    work = cluster.router._pool.assign(WorkerId(name), num_choices=100, num_tokens=10_000)
-    yield
-    cluster.router._pool.unassign(work)
+    with cluster.router.members[WorkerId(name)].assigned(num_choices=100, num_tokens=10_000):
+        yield
 
 
 async def look_on(cluster: FaultyCluster, name: str, duration_s: float) -> None:
