@@ -155,10 +155,15 @@ class Line:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._transport.close()
 
-    def check(self) -> list[str]:
-        """What is under way; nothing, once no request is open and no question is."""
-        counts = {"attempts": len(self._attempts), "questions": len(self._questions)}
-        return [f"{count} {what} are under way" for what, count in counts.items() if count]
+    @property
+    def num_attempts(self) -> int:
+        """Attempts that are under way."""
+        return len(self._attempts)
+
+    @property
+    def num_questions(self) -> int:
+        """Questions that have no answer yet."""
+        return len(self._questions)
 
     async def _ask(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.Answer:
         self._require_open()

@@ -104,11 +104,11 @@ def tokens(text: str, position: int, index: int = 0, **ending: Any) -> worker_pb
     return worker_pb2.ChoiceTokens(index=index, first_position=position, token_ids=list(text.encode()), **ending)
 
 
-def chunk(text: str, index: int = 0, **values: Any) -> pb.Chunk:
-    """What a client gets of `tokens(text, ...)`."""
-    return pb.Chunk(index=index, token_ids=list(text.encode()), **{"text": text, **values})
+def chunk(gained: str, index: int = 0, **values: Any) -> pb.Chunk:
+    """The chunk that a client gets of `tokens(gained, ...)`; its text is the same unless another is given."""
+    return pb.Chunk(index=index, token_ids=list(gained.encode()), **{"text": gained, **values})
 
 
 def so_far(text: str, index: int = 0) -> worker_pb2.ChoiceSoFar:
-    """What a worker gets of a choice that has this text already."""
+    """The choice that a worker goes on with after this text."""
     return worker_pb2.ChoiceSoFar(index=index, output=pb.TokenIds(ids=list(text.encode())))

@@ -142,7 +142,7 @@ async def test_orders_arrive_and_are_answered(pair: Pair) -> None:
     await until(lambda: len(pair.worker.released) == 2)
     assert (pair.worker.renewed, pair.worker.released) == ([["a"]], ["a", "b"])
     assert pair.line.is_open
-    assert pair.line.check() == []
+    assert (pair.line.num_attempts, pair.line.num_questions) == (0, 0)
 
 
 async def test_attempts_share_a_line(pair: Pair) -> None:
@@ -174,7 +174,7 @@ async def test_a_question_that_is_not_answered_in_time(script: Script) -> None:
         await script.line.info(0.05)
     script.worker.answers = True
     assert (await script.line.info(5.0)).worker_id == "w"
-    assert script.line.check() == []
+    assert script.line.num_questions == 0
 
 
 async def test_a_cancelled_attempt_is_aborted_on_the_worker(pair: Pair) -> None:
@@ -275,7 +275,7 @@ async def test_a_worker_that_goes_away_is_unavailable_to_all_that_is_under_way(p
             await late
     assert len(pair.ended_for) == 1
     assert not pair.line.is_open
-    assert pair.line.check() == []
+    assert (pair.line.num_attempts, pair.line.num_questions) == (0, 0)
     await until(lambda: not pair.worker.open_calls)
 
 
