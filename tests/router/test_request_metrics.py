@@ -28,8 +28,8 @@ def record(
 
 def test_tokens_are_timed_by_choice() -> None:
     metrics = RequestMetrics()
+    assert TokenTiming(metrics, arrived_s=10.0).ttft_s is None
     timing = TokenTiming(metrics, arrived_s=10.0)
-    assert timing.ttft_s is None
     for choice, num_tokens, now_s in ((0, 1, 10.5), (1, 1, 10.75), (0, 2, 11.5), (0, 0, 20.0), (1, 1, 11.75)):
         timing.gained(choice, num_tokens, now_s)
     assert timing.ttft_s == 0.5
