@@ -7,7 +7,7 @@ WorkerId = NewType("WorkerId", str)
 
 
 class AttemptId(NamedTuple):
-    """One try at a request, numbered from 1. Workers, engines and holds know each attempt by its own name."""
+    """One try at a request; its router uses no number twice. Workers, engines and holds know each attempt by its name."""
 
     request_id: RequestId
     number: int
