@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from decode_worker.behaviour import decode_behaviour
+from decode_worker.actor import decode_behaviour
 from engine.batch import Model
-from prefill_worker.behaviour import prefill_behaviour
+from prefill_worker.actor import prefill_behaviour
 from wire.pools import Role
 from worker.assembly import Assembly, Tiers, assemble_on
 from worker.config import (

@@ -32,6 +32,10 @@ class Call:
         """The id under which engine and store know the attempt."""
         return self.id.name
 
+    def is_the_same_as(self, other: "Call") -> bool:
+        """Whether both are of one attempt, begun twice on one line."""
+        return self.id == other.id and self.line is other.line
+
 
 @dataclass(frozen=True)
 class Begin:

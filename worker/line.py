@@ -41,6 +41,32 @@ class Orders(Protocol):
     def line_ended(self, line: "RouterLine") -> None: ...
 
 
+class PartialBegin:
+    """A Begin that comes in pieces. What is over MAX_BEGIN_BYTES is not kept."""
+
+    def __init__(self, attempt: AttemptId) -> None:
+        self.attempt = attempt
+        self._data = bytearray()
+        self._num_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes <= MAX_BEGIN_BYTES:
+            self._data.extend(data)
+
+    def parse(self) -> worker_pb2.Begin:
+        """The whole message. Raises InvalidRequest if it is too long, none, or of another attempt."""
+        if self._num_bytes > MAX_BEGIN_BYTES:
+            raise InvalidRequest("begin", f"has more than {MAX_BEGIN_BYTES} bytes")
+        try:
+            begin = worker_pb2.Begin.FromString(bytes(self._data))
+        except DecodeError as error:
+            raise InvalidRequest("begin", "not the message that it claims to be") from error
+        if attempt_of(begin.id) != self.attempt:
+            raise InvalidRequest("begin", "its pieces are of another attempt")
+        return begin
+
+
 class RouterLine:
     """Belongs to one event loop. Between its making and `close`, `take` is fed and `next` is read."""
 
@@ -49,12 +75,14 @@ class RouterLine:
         self._worker_id = worker_id
         self._updates: OrderedDict[AttemptId, Update] = OrderedDict()
         self._answers: list[worker_pb2.Answer] = []
-        self._begin_in_pieces: tuple[AttemptId, bytearray] | None = None
+        self._partial: PartialBegin | None = None
         self._is_closed = False
         self._changed = asyncio.Event()
 
     def take(self, request: worker_pb2.ConnectRequest) -> None:
-        """Carries out orders, in their order. What is wrong with one is told on the line."""
+        """Carries out orders, in their order, until the line has ended. What is wrong with one is told on the line."""
+        if self._is_closed:
+            return
         for message in request.aborts:
             self._abort(attempt_of(message))
         if request.renewals:
@@ -111,8 +139,8 @@ class RouterLine:
         return updates
 
     def _abort(self, attempt: AttemptId) -> None:
-        if self._begin_in_pieces is not None and self._begin_in_pieces[0] == attempt:
-            self._begin_in_pieces = None
+        if self._partial is not None and self._partial.attempt == attempt:
+            self._partial = None
         self._updates.pop(attempt, None)
         self._orders.abort(self, attempt)
 
@@ -125,14 +153,12 @@ class RouterLine:
 
     def _take_piece(self, piece: worker_pb2.Piece) -> None:
         attempt = attempt_of(piece.id)
-        if self._begin_in_pieces is None or self._begin_in_pieces[0] != attempt:
-            self._begin_in_pieces = attempt, bytearray()
-        data = self._begin_in_pieces[1]
-        data.extend(piece.data)
-        if not piece.last and len(data) <= MAX_BEGIN_BYTES:
-            return
-        self._begin_in_pieces = None
-        try:
-            self._begin(worker_pb2.Begin.FromString(bytes(data)))
-        except DecodeError:
-            self.send(attempt, Update(end=End(InvalidRequest("begin", "not the message that it claims to be"))))
+        if self._partial is None or self._partial.attempt != attempt:
+            self._partial = PartialBegin(attempt)
+        self._partial.add(piece.data)
+        if piece.last:
+            partial, self._partial = self._partial, None
+            try:
+                self._begin(partial.parse())
+            except InvalidRequest as error:
+                self.send(attempt, Update(end=End(error)))

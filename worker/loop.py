@@ -117,6 +117,8 @@ class WorkerLoop:
             events = self._engine.step()
             self._pass_on(events, began_s)
             self._has_more_to_do = bool(events) or self._engine.can_step
+            if any(isinstance(event, Emitted) for event in events):
+                self._num_failed_steps = 0
         except Exception as error:  # of whatever the model's step may raise; the thread has to outlive it
             self._recover(error)
         self.stats = self._engine.stats()
@@ -160,7 +162,6 @@ class WorkerLoop:
         for event in events:
             if isinstance(event, Emitted) and now_s == began_s:
                 now_s = self._clock()
-                self._num_failed_steps = 0
             begun = self._begun.get(event.request_id)
             if begun is not None:
                 self._note(begun, begun.job.take(event, now_s))

@@ -5,11 +5,12 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_status import rpc_status
 
-from wire.errors import Unauthenticated
+from wire.errors import BatonError, InvalidRequest, Unauthenticated
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from wire.rpc import LINE_OPTIONS, SERVER_OPTIONS, has_token, listen
@@ -77,8 +78,7 @@ class Lines(WorkerServicer):
     async def Connect(self, requests: AsyncIterator[worker_pb2.ConnectRequest], context: Context) -> None:  # noqa: N802
         """Writes to its context: a generator that is dropped half-way would be no place to clean up."""
         if not has_token(context.invocation_metadata(), self._token):
-            error = Unauthenticated("the cluster's token is missing or wrong")
-            await context.abort_with_status(rpc_status.to_status(to_status(error)))
+            await _abort(context, Unauthenticated("the cluster's token is missing or wrong"))
         line = self._worker.connect()
         reading = asyncio.create_task(_read(requests, line))
         try:
@@ -87,12 +87,23 @@ class Lines(WorkerServicer):
         finally:
             reading.cancel()
             line.close()
+        (failure,) = await asyncio.gather(reading, return_exceptions=True)
+        if isinstance(failure, BatonError):
+            await _abort(context, failure)
+        elif isinstance(failure, Exception):
+            raise failure
 
 
 async def _read(requests: AsyncIterator[worker_pb2.ConnectRequest], line: WorkerEnd) -> None:
-    """Feeds a line until its router has no more to say, or what it says makes no sense."""
+    """Feeds a line until its router has no more to say. Raises InvalidRequest for a message that is none of ours."""
     try:
         async for request in requests:
             line.take(request)
+    except DecodeError as error:
+        raise InvalidRequest("message", "not a ConnectRequest") from error
     finally:
         line.close()
+
+
+async def _abort(context: Context, error: BatonError) -> None:
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))

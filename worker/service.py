@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from engine.core import EngineCore
 from kv_store.block_store import BlockStore
 from wire.convert import error_to_pb
-from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, Unavailable, WorkerLeaving
+from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, Unavailable, Unsupported, WorkerLeaving
 from wire.ids import AttemptId, RequestId
 from wire.pb import worker_pb2
 from wire.pools import WorkerState
@@ -95,18 +95,18 @@ class WorkerService:
     def begin(self, call: Call, begin: worker_pb2.Begin) -> None:
         """Starts an attempt; an earlier one at the same request, or one begun on another line, gives way to it.
 
-        Raises RequestExists, InvalidRequest, or Unavailable where the worker takes nothing new.
+        Does nothing for an attempt that runs on its line. Raises RequestExists where a later one does, InvalidRequest,
+        or Unavailable where the worker takes nothing new.
         """
         request = request_from_pb(begin, self._behaviour.request_class, self.info.vocab_size)
         if self.state is not WorkerState.READY:
             refusal = WorkerLeaving if self.state is WorkerState.DRAINING else Unavailable
             raise refusal(f"the worker is {self.state.value}", request_id=call.id.request_id)
-        self._oust(call)
-        out_of_time = DeadlineExceeded("the request's deadline has passed", request_id=call.id.request_id)
-        life_s = min(max(begin.time_left_s, 0.0), MAX_REQUEST_S)
-        timer = asyncio.get_running_loop().call_later(life_s, self._end, call, out_of_time)
-        self._calls[call.id.request_id] = call, timer
-        self._is_idle.clear()
+        earlier = self._call_of(call.id.request_id)
+        if earlier is not None and earlier.is_the_same_as(call):
+            return
+        self._oust(earlier, call)
+        self._remember(call, begin.time_left_s)
         try:
             self._loop.begin(call, self._behaviour.new_job(request, self._clock()))
         except BatonError:
@@ -165,13 +165,12 @@ class WorkerService:
         counts = {"calls": len(self._calls), "attempts at the engine": self._loop.num_begun}
         return [f"{what}: {count}" for what, count in counts.items() if count]
 
-    def _oust(self, call: Call) -> None:
-        earlier = self._call_of(call.id.request_id)
+    def _oust(self, earlier: Call | None, call: Call) -> None:
         if earlier is None:
             return
         request_id = call.id.request_id
-        if earlier.line is call.line and earlier.id.number >= call.id.number:
-            raise RequestExists("this attempt at the request, or a later one, is running", request_id=request_id)
+        if earlier.line is call.line and earlier.id.number > call.id.number:
+            raise RequestExists("a later attempt at the request is running", request_id=request_id)
         self._end(earlier, Cancelled("another attempt took its place", request_id=request_id))
 
     def _call_of(self, request_id: RequestId) -> Call | None:
@@ -182,6 +181,13 @@ class WorkerService:
         self._forget(call)
         call.line.send(call.id, Update(end=End(error)))
         self._loop.withdraw(call, error)
+
+    def _remember(self, call: Call, time_left_s: float) -> None:
+        out_of_time = DeadlineExceeded("the request's deadline has passed", request_id=call.id.request_id)
+        life_s = min(max(0.0, time_left_s), MAX_REQUEST_S)  # 0 for a NaN, too
+        timer = asyncio.get_running_loop().call_later(life_s, self._end, call, out_of_time)
+        self._calls[call.id.request_id] = call, timer
+        self._is_idle.clear()
 
     def _forget(self, call: Call) -> None:
         _, timer = self._calls.pop(call.id.request_id)
@@ -197,10 +203,13 @@ class WorkerService:
     async def _answer(self, line: RouterLine, ask: worker_pb2.Ask) -> None:
         answer = worker_pb2.Answer(number=ask.number)
         try:
-            if ask.HasField("info"):
-                answer.info.CopyFrom(self.info)
-            else:
-                answer.status.CopyFrom(await self.status(ask.status.check))
+            match ask.WhichOneof("question"):
+                case "info":
+                    answer.info.CopyFrom(self.info)
+                case "status":
+                    answer.status.CopyFrom(await self.status(ask.status.check))
+                case _:
+                    raise Unsupported("this worker does not know that question")
         except BatonError as error:
             answer.error.CopyFrom(error_to_pb(error))
         line.send_answer(answer)
