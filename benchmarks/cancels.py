@@ -20,7 +20,6 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.result_file import write_result
-from router.requests.events import Stopped
 from tests.router.fake_cluster import FakeCluster, running
 from wire.errors import BatonError, Cancelled
 from wire.pb import inference_pb2 as pb
@@ -86,7 +85,7 @@ class _Load:
         session = self._cluster.open(pb.GenerateRequest(token_ids=prompt, sampling_params=sampling))
         if self._draw.random() < self._cancelled:
             delay_s = self._draw.expovariate(1 / 0.02)
-            asyncio.get_running_loop().call_later(delay_s, session.on, Stopped(Cancelled("the client went away")))
+            asyncio.get_running_loop().call_later(delay_s, session.stop, Cancelled("the client went away"))
         try:
             async for _ in session.outbox:
                 pass

@@ -5,7 +5,6 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from router.workers.worker_client import DecodeUpdates
 from tests.router.fake_worker import FakeWorker
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
@@ -33,17 +32,17 @@ class PacedWorker(FakeWorker):
 
     interval_s: float = 0.1
 
-    async def prefill(self, request: worker_pb2.PrefillRequest) -> worker_pb2.PrefillResponse:
+    async def prefill(self, begin: worker_pb2.Begin) -> AsyncIterator[worker_pb2.Update]:
         first = worker_pb2.ChoiceTokens(index=0, first_position=0, token_ids=[_TOKEN])
-        return worker_pb2.PrefillResponse(attempt=request.attempt, choices=[first])
+        yield worker_pb2.Update(choices=[first], prompt=worker_pb2.PromptSource(), end=worker_pb2.End())
 
-    async def decode(self, request: worker_pb2.DecodeRequest) -> DecodeUpdates:
-        yield worker_pb2.DecodeUpdate(attempt=request.attempt, fetched=worker_pb2.Fetched())
-        position, max_tokens = 1, request.sampling_params.max_tokens
+    async def decode(self, begin: worker_pb2.Begin) -> AsyncIterator[worker_pb2.Update]:
+        yield worker_pb2.Update(prompt=worker_pb2.PromptSource())
+        position, max_tokens = 1, begin.sampling_params.max_tokens
         async for number in beats(self.interval_s, max_tokens - 1):
             gained = worker_pb2.ChoiceTokens(index=0, first_position=position, token_ids=[_TOKEN] * number)
             position += number
             if position == max_tokens:
                 gained.finish_reason = pb.FINISH_REASON_LENGTH
-            yield worker_pb2.DecodeUpdate(attempt=request.attempt, choices=[gained])
-        yield worker_pb2.DecodeUpdate(attempt=request.attempt, summary=worker_pb2.DecodeSummary())
+            yield worker_pb2.Update(choices=[gained])
+        yield worker_pb2.Update(end=worker_pb2.End())

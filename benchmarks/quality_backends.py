@@ -1,4 +1,4 @@
-"""What the quality of a model is measured on: transformers, and Baton's engine in this process."""
+"""Backends to measure a model's quality on: transformers, and Baton's engine in this process."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -38,18 +38,18 @@ class Router:
         self.config = config
         self.port = port
         self.metrics = RequestMetrics()
-        self._members = Members(model.fingerprint, layout.encode())
-        self._holds = Holds(self._members)
+        self.members = Members(model.fingerprint, layout.encode())
+        self.holds = Holds(self.members)
         self._placement = Placement(
-            self._members, PrefixMap(config.max_prefix_keys), layout.block_size, config.streams.max_worker_wait_s
+            self.members, PrefixMap(config.max_prefix_keys), layout.block_size, config.streams.max_worker_wait_s
         )
         self._threads = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
-        self.membership = Membership(self._members, connect, port, self._members_changed)
+        self.membership = Membership(self.members, connect, port, self._members_changed)
         services = Services(
             codec,
             self._threads,
             self._placement,
-            self._holds,
+            self.holds,
             Suspects(),
             Quarantine(),
             self.membership.suspect,
@@ -57,19 +57,19 @@ class Router:
         )
         root = namespace_root(config.cluster.secret, TENANT, model.fingerprint, layout.encode(), NO_ADAPTER)
         self.dispatcher = Dispatcher(services, root, Admission(config.admission), config.streams, self._limits)
-        self.statuses = StatusReader(self._members, self.dispatcher, self.check)
+        self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
         self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))
 
     def start(self) -> None:
-        self._holds.start()
+        self.holds.start()
         self.watch.start()
 
     async def stop(self) -> None:
         """Ends what is under way; clients of open requests are told that the service is unavailable."""
         self.dispatcher.stop()
         await self.watch.stop()
-        await self._holds.stop()
+        await self.holds.stop()
         await self.membership.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -77,17 +77,17 @@ class Router:
         """Violated invariants of the router's books; most are known only while no request is open."""
         problems = [*self.dispatcher.check(), *self.membership.check()]
         if not self.dispatcher.num_running + self.dispatcher.num_queued:
-            problems += [*self._holds.check(), *self._members.check()]
+            problems += [*self.holds.check(), *self.members.check()]
         return [f"router: {problem}" for problem in problems]
 
     def _members_changed(self) -> None:
-        self._holds.resize()
+        self.holds.resize()
         self._placement.wake()
 
     def _limits(self) -> Limits:
         """What fits now: without workers, whatever the model can take."""
         model, block_size = self.config.model, self.config.model.layout.block_size
-        num_blocks = self._members.num_pool_blocks
+        num_blocks = self.members.num_pool_blocks
         if num_blocks is None:
             num_blocks = -(-model.max_context_len // block_size)
         return Limits(model.name, model.vocab_size, model.max_context_len, num_blocks, block_size)

@@ -1,12 +1,14 @@
-"""What every gRPC server and channel of ours is opened with, and the cluster's token in a call's metadata."""
+"""What every gRPC server and channel of ours is opened with, and how calls prove that they come from the cluster."""
 
 import hmac
-from collections.abc import Iterable
 from typing import Any
 
+import grpc
 import grpc.aio
+from grpc_status import rpc_status
 
-from wire.errors import ConfigError
+from wire.errors import ConfigError, Unauthenticated
+from wire.rpc_status import to_status
 
 TOKEN_METADATA = "baton-cluster-token"
 MAX_MESSAGE_BYTES = 4 << 20
@@ -52,10 +54,24 @@ SERVER_OPTIONS = (
 )
 
 
-def has_token(metadata: Iterable[Any] | None, token: str) -> bool:
-    """Whether a call's metadata carries the cluster's token."""
-    given = dict(metadata or ()).get(TOKEN_METADATA, "")
-    return hmac.compare_digest(str(given).encode(), token.encode())
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls that do not carry the cluster's token; health checks need none."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        if handler_call_details.method.startswith("/grpc.health.v1."):
+            return await continuation(handler_call_details)
+        given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_METADATA, "")
+        if hmac.compare_digest(str(given).encode(), self._token):
+            return await continuation(handler_call_details)
+        return grpc.stream_unary_rpc_method_handler(_refuse)
+
+
+async def _refuse(_messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    error = Unauthenticated("the cluster's token is missing or wrong")
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
 
 def listen(server: grpc.aio.Server, host: str, port: int) -> str:

@@ -10,10 +10,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_status import rpc_status
 
-from wire.errors import BatonError, InvalidRequest, Unauthenticated
+from wire.errors import BatonError, InvalidRequest
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from wire.rpc import LINE_OPTIONS, SERVER_OPTIONS, has_token, listen
+from wire.rpc import LINE_OPTIONS, SERVER_OPTIONS, TokenInterceptor, listen
 from wire.rpc_status import to_status
 from worker.config import ServerSettings
 from worker.service import WorkerService
@@ -31,12 +31,14 @@ class WorkerServer:
         self._service = service
         self._settings = settings
         self._health = health.HealthServicer()
-        self._server = grpc.aio.server(options=(*SERVER_OPTIONS, *LINE_OPTIONS))
+        self._server = grpc.aio.server(
+            interceptors=[TokenInterceptor(settings.token)], options=(*SERVER_OPTIONS, *LINE_OPTIONS)
+        )
 
     async def start(self) -> str:
         """Returns the address. Raises ConfigError if the port cannot be had."""
         address = listen(self._server, self._settings.host, self._settings.port)
-        add_WorkerServicer_to_server(Lines(self._service, self._settings.token), self._server)
+        add_WorkerServicer_to_server(Lines(self._service), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self._server.start()
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
@@ -71,14 +73,11 @@ class WorkerPort(Protocol):
 class Lines(WorkerServicer):
     """One line for each call of a router."""
 
-    def __init__(self, worker: WorkerPort, token: str) -> None:
+    def __init__(self, worker: WorkerPort) -> None:
         self._worker = worker
-        self._token = token
 
     async def Connect(self, requests: AsyncIterator[worker_pb2.ConnectRequest], context: Context) -> None:  # noqa: N802
         """Writes to its context: a generator that is dropped half-way would be no place to clean up."""
-        if not has_token(context.invocation_metadata(), self._token):
-            await _abort(context, Unauthenticated("the cluster's token is missing or wrong"))
         line = self._worker.connect()
         reading = asyncio.create_task(_read(requests, line))
         try:
@@ -89,7 +88,7 @@ class Lines(WorkerServicer):
             line.close()
         (failure,) = await asyncio.gather(reading, return_exceptions=True)
         if isinstance(failure, BatonError):
-            await _abort(context, failure)
+            await context.abort_with_status(rpc_status.to_status(to_status(failure)))
         elif isinstance(failure, Exception):
             raise failure
 
@@ -103,7 +102,3 @@ async def _read(requests: AsyncIterator[worker_pb2.ConnectRequest], line: Worker
         raise InvalidRequest("message", "not a ConnectRequest") from error
     finally:
         line.close()
-
-
-async def _abort(context: Context, error: BatonError) -> None:
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))

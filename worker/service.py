@@ -61,8 +61,13 @@ class WorkerService:
         self._on_broken = on_broken
         self._clock = clock
         self._loop = WorkerLoop(engine, inbox, self._deliver, on_broken, clock)
-        self._watch = EngineWatch(lambda: self._loop.num_turns, max_silence_s)
+        self.watch = EngineWatch(lambda: self._loop.num_turns, max_silence_s)
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_calls(self) -> int:
+        """Attempts under way."""
+        return len(self._calls)
 
     @property
     def state(self) -> WorkerState:
@@ -158,7 +163,7 @@ class WorkerService:
         """How the worker is. Raises StoreError where its store does not answer."""
         problems = [*await self._check_engine(), *await self._store.check()] if check else []
         store = await self._store.status()
-        return status_to_pb(self.info, self.state.value, self._watch.silent_s, self._loop.stats, store, problems)
+        return status_to_pb(self.info, self.state.value, self.watch.silent_s, self._loop.stats, store, problems)
 
     def check(self) -> list[str]:
         """What is under way; nothing, once all attempts have ended."""
@@ -215,8 +220,8 @@ class WorkerService:
         line.send_answer(answer)
 
     async def _watch_engine(self) -> None:
-        await self._watch.wait_for_silence()
-        log.critical("the engine's thread has not finished a step for %s s: it is given up", self._watch.silent_s)
+        await self.watch.wait_for_silence()
+        log.critical("the engine's thread has not finished a step for %s s: it is given up", self.watch.silent_s)
         self._loop.abandon()
         for call, _ in tuple(self._calls.values()):
             self._end(call, Unavailable("the worker's engine hangs", request_id=call.id.request_id))

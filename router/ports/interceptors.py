@@ -1,4 +1,4 @@
-"""What every gRPC server of ours does with each call: asks for the cluster's token, and turns errors into statuses.
+"""How the router's gRPC servers end each call: errors become statuses.
 
 A handler's bug becomes INTERNAL with an opaque id; the log has the rest.
 """
@@ -14,9 +14,8 @@ import grpc.aio
 from grpc_status import rpc_status
 
 from router.ports.arrivals import Context, take_all, take_one
-from wire import errors, incident
+from wire import incident
 from wire.errors import BatonError
-from wire.rpc import has_token
 from wire.rpc_status import to_status
 
 
@@ -44,24 +43,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # A handler that is no generator writes to its context, as that of grpc_health does.
         guard = _guard_stream if inspect.isasyncgenfunction(method) else _guard_unary
         return grpc.stream_stream_rpc_method_handler(guard(method, take), None, handler.response_serializer)
-
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls that do not carry the cluster's token; health checks need none."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        if handler_call_details.method.startswith("/grpc.health.v1."):
-            return await continuation(handler_call_details)
-        if has_token(handler_call_details.invocation_metadata, self._token):
-            return await continuation(handler_call_details)
-        return grpc.stream_unary_rpc_method_handler(_refuse)
-
-
-async def _refuse(_messages: Any, context: Context) -> None:
-    await _abort(context, errors.Unauthenticated("the cluster's token is missing or wrong"))
 
 
 def _guard_unary(method: Any, take: Any) -> Any:

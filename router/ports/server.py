@@ -11,14 +11,14 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from router.ports.arrivals import ArrivalLimit
 from router.ports.inference import InferenceApi
-from router.ports.interceptors import ErrorInterceptor, TokenInterceptor
+from router.ports.interceptors import ErrorInterceptor
 from router.ports.operator import Addresses, ClusterApi
 from router.router import Router
 from wire.errors import ConfigError
 from wire.pb import cluster_pb2, inference_pb2
 from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
 from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
-from wire.rpc import SERVER_OPTIONS, listen, port_taken
+from wire.rpc import SERVER_OPTIONS, TokenInterceptor, listen, port_taken
 
 STOP_GRACE_S = 1.0
 SCRAPER_TIMEOUT_S = 5.0

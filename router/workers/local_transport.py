@@ -72,12 +72,12 @@ class LocalTransport:
         self._require_alive()
         if response is None:
             return None
-        return worker_pb2.ConnectResponse(updates=self._survivors(response), answers=response.answers)
+        return worker_pb2.ConnectResponse(updates=self.survivors(response), answers=response.answers)
 
     async def close(self) -> None:
         self._line.close()
 
-    def _survivors(self, response: worker_pb2.ConnectResponse) -> Iterator[worker_pb2.Update]:
+    def survivors(self, response: worker_pb2.ConnectResponse) -> Iterator[worker_pb2.Update]:
         """The updates that come through before the worker dies, if it does."""
         for update in response.updates:
             if self.faults.fail_after == 0:

@@ -20,7 +20,7 @@ from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
 from worker.config import ServerSettings
-from worker.grpc_skin import WorkerServer
+from worker.server import WorkerServer
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 MODEL = HashModel(LAYOUT, vocab_size=300)

@@ -2,23 +2,22 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from engine.batch import Model
 from kv_store.node_store import HOLD_TTL_S
-from router.workers.local_worker_client import LocalWorkerClient
-from router.workers.worker_client import WorkerClient
+from router.workers.line import Transport
+from router.workers.local_transport import Faults, LocalTransport
 from tests.faults.answer import ChoiceAnswer, Reader
 from tests.faults.cold_gate import ColdGate
 from tests.faults.directory_gate import DirectoryGate
 from tests.faults.faulty_model import FaultyModel
 from tests.faults.fragments import FragmentTokenizer
-from tests.faults.mortal_client import MortalClient
+from tests.faults.mortal_transport import MortalTransport
 from tests.kv_store.fake_clock import FakeClock
 from tests.local_cluster.cluster import LocalCluster, Parts, Sizes
 from wire.directory import Block, Hold
-from wire.errors import Unavailable, WorkerNotFound
-from wire.ids import NamespaceRoot, RequestId, WorkerId
+from wire.ids import NamespaceRoot, RequestId
 from wire.keys import BlockName, cover
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
@@ -39,7 +38,7 @@ class FaultyCluster(LocalCluster):
         self.models: dict[str, FaultyModel] = {}
         self.gates: dict[str, DirectoryGate] = {}
         self.colds: dict[str, ColdGate] = {}
-        self.mortals: dict[str, MortalClient] = {}
+        self.mortals: dict[str, MortalTransport] = {}
         self.replace_dead = False
         self.broken_ones_linger = False
         self.dead: list[str] = []
@@ -50,9 +49,9 @@ class FaultyCluster(LocalCluster):
         self._loop = asyncio.get_running_loop()
         self._burials: set[asyncio.Task[None]] = set()
 
-    async def enlist(self, *names: str) -> None:
+    async def enlist(self, *names: str, draining: str = "") -> None:
         self.listed = list(names)
-        await self._apply()
+        await self._apply(draining)
 
     async def add(self, role: Role) -> str:
         """One more worker; returns its name."""
@@ -69,8 +68,7 @@ class FaultyCluster(LocalCluster):
 
     async def drain(self, name: str, grace_s: float = 20.0) -> int:
         """As the controller drains: the worker leaves once it has finished, the grace is over, or it dies."""
-        with suppress(Unavailable, WorkerNotFound):
-            await self.router.membership.start_drain(WorkerId(name))
+        await self._apply(draining=name)
         num_given_back = await self.workers[name].service.drain(grace_s)
         if name in self.listed:
             self.listed.remove(name)
@@ -87,7 +85,7 @@ class FaultyCluster(LocalCluster):
     def disconnect(self, name: str) -> None:
         """The router loses a worker that lives on, and is not replaced."""
         self.listed.remove(name)
-        LocalWorkerClient.kill(self.mortals[name])
+        LocalTransport.kill(self.mortals[name])
 
     def poison(self, token: int) -> None:
         """From now on every worker dies at the step in which it meets this token."""
@@ -111,7 +109,7 @@ class FaultyCluster(LocalCluster):
 
     def names_of(self, prompt: Sequence[int]) -> list[BlockName]:
         """Of the blocks of a prompt, as the router and the workers name them."""
-        return cover(self.router.dispatcher._services.root, prompt, self._plain_model.layout.block_size)
+        return cover(self.router.dispatcher.root, prompt, self._plain_model.layout.block_size)
 
     def blocks(self) -> list[Block]:
         """What is found in the arena."""
@@ -155,10 +153,10 @@ class FaultyCluster(LocalCluster):
         self.colds[name] = ColdGate(self.cold)
         return Parts(self.models[name], Tiers(parts.tiers.arena, self.gates[name], self.colds[name]))
 
-    def _connect(self, address: str) -> WorkerClient:
-        client = MortalClient(self.workers[address].service, lambda: self._died(address))
-        self.clients[address] = self.mortals[address] = client
-        return client
+    def _connect(self, address: str) -> Transport:
+        faults = self.faults.setdefault(address, Faults())
+        self.mortals[address] = MortalTransport(self.workers[address].service, faults, lambda: self._died(address))
+        return self.mortals[address]
 
     def _broke(self, name: str) -> None:
         if not self.broken_ones_linger:
@@ -189,10 +187,10 @@ class FaultyCluster(LocalCluster):
         if self.replace_dead:
             await self.add(Role.PREFILL if name.startswith("p") else Role.DECODE)
 
-    async def _apply(self) -> None:
+    async def _apply(self, draining: str = "") -> None:
         """Makes the cluster what `listed` says."""
         async with self._applying:
-            await super().enlist(*self.listed)
+            await super().enlist(*self.listed, draining=draining)
 
     def _new_name(self, role: Role) -> str:
         """One that no worker has had; pools that are made by size are counted from 0."""

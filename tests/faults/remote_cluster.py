@@ -4,14 +4,14 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from engine.batch import Model
-from router.workers.grpc_worker_client import GrpcWorkerClient
+from router.workers.grpc_transport import GrpcTransport
 from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.toxic_proxy import Line, toxic_proxy
 from tests.local_cluster.cluster import Sizes
 from tests.local_worker import TOKEN
 from worker.assembly import Assembly
 from worker.config import ServerSettings
-from worker.grpc_skin import WorkerServer
+from worker.server import WorkerServer
 
 
 class RemoteCluster(FaultyCluster):
@@ -36,8 +36,8 @@ class RemoteCluster(FaultyCluster):
         self._proxied[name] = await self._servers.enter_async_context(toxic_proxy(self.addresses[name], self.line))
         return worker
 
-    def _connect(self, address: str) -> GrpcWorkerClient:
-        return GrpcWorkerClient(self._proxied[address], TOKEN)
+    def _connect(self, address: str) -> GrpcTransport:
+        return GrpcTransport(self._proxied[address], TOKEN)
 
 
 @asynccontextmanager

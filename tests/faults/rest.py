@@ -49,32 +49,25 @@ async def _no_more(problems: Callable[[], list[str]]) -> None:
 
 def _in_router(cluster: FaultyCluster) -> Iterator[str]:
     """I5, I8 and I10: nothing of a request that is over."""
-    router = cluster.router
-    dispatcher, admission, keeper = router.dispatcher, router.dispatcher._admission, router._holds
-    counts = {
-        "open sessions": len(dispatcher._sessions),
-        "queued or running": admission.num_queued + admission.num_running,
-        "queued bytes": admission._num_queued_bytes,
-        "blocks held": keeper.num_blocks,
-        "waiting for a turn": len(keeper._turns) + len(keeper._budget._waiting),
-        "holds renewed": len(keeper._budget.kept),
-        "work assigned": sum(member.num_choices + member.num_tokens for member in router._members),
-        "tasks of sessions": sum("Session." in repr(task.get_coro()) for task in asyncio.all_tasks()),
-    }
-    yield from (f"router: {name}: {count}" for name, count in counts.items() if count)
+    dispatcher = cluster.router.dispatcher
+    if dispatcher.num_queued + dispatcher.num_running:
+        yield f"router: {dispatcher.num_queued + dispatcher.num_running} requests queued or running"
+    yield from cluster.router.check()
+    num_tasks = sum("Flow.serve" in repr(task.get_coro()) for task in asyncio.all_tasks())
+    if num_tasks:
+        yield f"router: {num_tasks} tasks of requests"
 
 
 def _in_workers(cluster: FaultyCluster) -> Iterator[str]:
     """I1 and I5 on every device that is alive: no calls, no sequences, no references, no transfers."""
     for name, worker in _alive(cluster):
-        blocks = worker.engine.pool.ledger.counts()
+        blocks, stats = worker.engine.pool.ledger.counts(), worker.engine.stats()
         counts = {
-            "calls": len(worker.service._calls),
-            "lives": len(worker.service._loop._lives._lives),
-            "requests": worker.engine._roster.num_requests,
+            "sequences": stats.num_running + stats.num_waiting,
             "transfers": worker.transfers.pending,
             "pages in use": blocks.owned + blocks.published + blocks.draining,
         }
+        yield from (f"{name}: {problem}" for problem in worker.service.check())
         yield from (f"{name}: {what}: {count}" for what, count in counts.items() if count)
         if blocks.free + blocks.cached != blocks.total:
             yield f"{name}: pages do not sum up: {blocks}"

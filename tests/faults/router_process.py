@@ -18,7 +18,7 @@ from router.config import RouterConfig
 from router.ports.server import RouterServer
 from router.router import Router
 from router.workers.controller_port import LocalController
-from router.workers.grpc_worker_client import GrpcWorkerClient
+from router.workers.grpc_transport import GrpcTransport
 from text.byte_tokenizer import ByteTokenizer
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker
@@ -71,7 +71,7 @@ async def serve(order: Order) -> None:
     config = RouterConfig.from_json(order.config)
     token = config.cluster.token
     router = Router(
-        config, ByteTokenizer(), lambda address: GrpcWorkerClient(address, token), LocalController(PoolSizes(0, 0))
+        config, ByteTokenizer(), lambda address: GrpcTransport(address, token), LocalController(PoolSizes(0, 0))
     )
     server = RouterServer(router)
     addresses = await server.start()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kv_store.redis_tier import RedisTier
-from router.workers import grpc_worker_client
+from router.workers import grpc_transport
 from tests.faults.answer import Reader, ask
 from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.remote_cluster import remote_cluster
@@ -22,7 +22,7 @@ from tests.router.test_stopped_worker import HURRIED
 from wire.frame import checksum_of
 from wire.ids import WorkerId
 from wire.pools import WorkerState
-from wire.rpc import CHANNEL_OPTIONS
+from wire.rpc import LINE_OPTIONS
 
 NUM_REQUESTS = 6
 NUM_TOKENS = 24
@@ -83,13 +83,13 @@ async def test_a_line_that_breaks_in_the_midst_of_a_message(seed: int) -> None:
 
 async def test_a_line_that_loses_what_workers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on it end with the keepalive's patience; those lines are not used any more, and come back."""
-    monkeypatch.setattr(grpc_worker_client, "CHANNEL_OPTIONS", tuple({**dict(CHANNEL_OPTIONS), **HURRIED}.items()))
+    monkeypatch.setattr(grpc_transport, "LINE_OPTIONS", tuple({**dict(LINE_OPTIONS), **HURRIED}.items()))
     async with remote_cluster(MODEL, 1, 1) as cluster:
         reader = cluster.open(ask(prompt_of(0), 1000))
         await reader.read_tokens(20)
         cluster.line.loses_answers = True
         cluster.models["d0"].pause()
-        await until(lambda: cluster.router.membership._members[WorkerId("d0")].state is WorkerState.LOST)
+        await until(lambda: cluster.router.members[WorkerId("d0")].state is WorkerState.LOST)
         cluster.models["d0"].go_on()
         cluster.line.loses_answers = False
         await expect_answers([reader], 1000)

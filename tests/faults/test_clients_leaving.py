@@ -27,8 +27,8 @@ def named(request: pb.GenerateRequest) -> pb.GenerateRequest:
     return request
 
 
-def leave(cluster: FaultyCluster) -> None:
-    cluster.router.dispatcher.abort(RequestId("mine"))
+async def leave(cluster: FaultyCluster) -> None:
+    await cluster.router.dispatcher.abort(RequestId("mine"))
 
 
 async def ends_with(cluster: FaultyCluster, error: type[BatonError], time_left_s: float | None = 60.0) -> None:
@@ -44,15 +44,15 @@ async def test_while_waiting_for_a_turn() -> None:
         others = [cluster.open(ask((0, *PROMPT), 8))]
         await until(lambda: cluster.models["d0"].num_steps)  # from here on it fetches nothing
         others += [cluster.open(ask((number, *PROMPT), 8)) for number in (1, 2)]
-        queue = cluster.router._holds._budget._waiting
+        budget = cluster.router.holds.budget
         num_computed = 2 * (len(PROMPT) + 1)
         prefill = cluster.workers["p0"].engine
-        await until(lambda: len(queue) == 1 and prefill.stats().computed_prompt_tokens == num_computed)
+        await until(lambda: budget.num_waiting == 1 and prefill.stats().computed_prompt_tokens == num_computed)
         waiting = asyncio.create_task(ends_with(cluster, Cancelled))
-        await until(lambda: len(queue) == 2)
-        leave(cluster)
+        await until(lambda: budget.num_waiting == 2)
+        await leave(cluster)
         await waiting
-        assert len(queue) == 1
+        assert budget.num_waiting == 1
         cluster.models["d0"].go_on()
         for number, reader in enumerate(others):
             [choice] = await reader.read_all()
@@ -66,10 +66,10 @@ async def test_while_queued_at_the_prefill_worker() -> None:
     async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
         cluster.models["p0"].pause()
         other = cluster.open(ask((1, *PROMPT), 8))
-        await until(lambda: cluster.workers["p0"].service._calls)
+        await until(lambda: cluster.workers["p0"].service.num_calls)
         waiting = asyncio.create_task(ends_with(cluster, Cancelled))
-        await until(lambda: len(cluster.workers["p0"].service._calls) == 2)
-        leave(cluster)
+        await until(lambda: cluster.workers["p0"].service.num_calls == 2)
+        await leave(cluster)
         await waiting
         cluster.models["p0"].go_on()
         [choice] = await other.read_all()
@@ -85,7 +85,7 @@ async def test_during_prefill(num_steps: int) -> None:
         step = at_step(cluster, "p0", num_steps)
         waiting = asyncio.create_task(ends_with(cluster, Cancelled))
         await step
-        leave(cluster)
+        await leave(cluster)
         await waiting
         cluster.models["p0"].go_on()
         await at_rest(cluster)
@@ -99,7 +99,7 @@ async def test_between_hand_off_and_decode() -> None:
         reader = cluster.open(named(ask(PROMPT, 400)))
         await reader.read_tokens(1)
         await until(lambda: cluster.directory.status().num_holds == 1)
-        leave(cluster)
+        await leave(cluster)
         await until(lambda: cluster.directory.status().num_holds == 0)
         with pytest.raises(Cancelled):
             await reader.read_all()
@@ -112,7 +112,7 @@ async def test_release_lost_on_the_way_ends_with_the_hold() -> None:
         await reader.read_tokens(1)
         lost: list[str] = []
         cluster.gates["p0"].before = lose("release_holds", lost)
-        leave(cluster)
+        await leave(cluster)
         with pytest.raises(Cancelled):
             await reader.read_all()
         await until(lambda: lost)
@@ -137,7 +137,7 @@ async def test_while_blocks_are_fetched_for_it() -> None:
         cluster.colds[name].pause()
         leaving = asyncio.create_task(ends_with(cluster, Cancelled))
         await until(fetching.is_set)
-        leave(cluster)
+        await leave(cluster)
         await leaving
         await until(lambda: counts().free + counts().cached == 0)
         assert counts().draining >= len(PROMPT) // LAYOUT.block_size
@@ -153,7 +153,7 @@ async def test_during_decode(num_steps: int) -> None:
         step = at_step(cluster, "d0", num_steps)
         waiting = asyncio.create_task(ends_with(cluster, Cancelled))
         await step
-        leave(cluster)
+        await leave(cluster)
         await waiting
         cluster.models["d0"].go_on()
         await until(lambda: not cluster.workers["d0"].engine.pool.ledger.counts().published)
@@ -171,13 +171,13 @@ async def test_the_deadline_ends_the_work_on_both_sides(where: str) -> None:
         assert cluster.models[where].num_steps <= 2
 
 
-async def test_nothing_of_one_that_left_disturbs_those_that_stay() -> None:
+async def test_a_request_that_left_disturbs_no_other() -> None:
     async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
         others = [asyncio.create_task(cluster.answer(ask((number, *PROMPT), 60))) for number in range(3)]
         for num_tokens in (0, 1, 2, 17, 33):
             reader = cluster.open(named(ask((num_tokens + 5, *PROMPT), 400)))
             await reader.read_tokens(num_tokens)
-            leave(cluster)
+            await leave(cluster)
             with pytest.raises(Cancelled):
                 await reader.read_all()
         for number, other in enumerate(others):

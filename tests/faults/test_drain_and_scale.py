@@ -72,6 +72,6 @@ async def test_a_worker_that_drains_unknown_to_the_router_gives_work_back() -> N
             for name in ("p0", "d0"):
                 await cluster.workers[name].service.drain(grace_s=0.0)
             await load.goes_on()
-            states = {member.worker_id: member.state.value for member in cluster.router._members}
+            states = {member.id: member.state.value for member in cluster.router.members}
         assert states == {"p0": "draining", "d0": "draining", "p1": "ready", "d1": "ready"}
         await at_rest(cluster)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from router.placement.policies import LONG_STEP_S
+from router.workers.members import LONG_STEP_S
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.known_model import MODEL, prompt_of
@@ -48,7 +48,7 @@ async def test_a_worker_whose_process_does_not_end_is_not_chosen_again() -> None
         await until(lambda: WorkerId("d0") in cluster.port.lost)
         model.go_on()
         await until(lambda: not cluster.workers["d0"].engine.has_requests)
-        assert cluster.router.membership._members[WorkerId("d0")].state is WorkerState.LOST
+        assert cluster.router.members[WorkerId("d0")].state is WorkerState.LOST
         cluster.crash("d0")
         await at_rest(cluster)
 
@@ -76,15 +76,14 @@ async def test_new_requests_go_to_others_until_it_turns_again(where: str, other:
 @contextmanager
 def much_to_do(cluster: FaultyCluster, name: str) -> Iterator[None]:
     """So much that nothing more is sent there if there is another to send it to."""
-    work = cluster.router._pool.assign(WorkerId(name), num_choices=100, num_tokens=10_000)
-    yield
-    cluster.router._pool.unassign(work)
+    with cluster.router.members[WorkerId(name)].assigned(num_choices=100, num_tokens=10_000):
+        yield
 
 
 async def look_on(cluster: FaultyCluster, name: str, duration_s: float) -> None:
     """A worker looks after its engine, then as often again as it does in so much time, and tells the router."""
     for _ in range(1 + round(duration_s / LOOK_EVERY_S)):
-        cluster.workers[name].service._watch.look()
+        cluster.workers[name].service.watch.look()
     await cluster.router.watch.read()
 
 

@@ -153,6 +153,6 @@ async def cancel(cluster: FaultyCluster, number: int, after: int) -> None:
     reader = cluster.open(request)
     with suppress(Cancelled, RequestNotFound):
         await reader.read_tokens(after)
-        cluster.router.dispatcher.abort(RequestId(request.request_id))
+        await cluster.router.dispatcher.abort(RequestId(request.request_id))
         await reader.read_all()
     assert reader.choices == [] or is_beginning(reader, number % 50)

@@ -89,7 +89,7 @@ class Mix:
         reader = self._cluster.open(request)
         with suppress(Cancelled, RequestNotFound):
             await reader.read_tokens(self._draw.randrange(20))
-            self._cluster.router.dispatcher.abort(RequestId(str(number)))
+            await self._cluster.router.dispatcher.abort(RequestId(str(number)))
             await reader.read_all()
         self._expect_beginning(reader, number)
 

@@ -136,7 +136,7 @@ async def test_a_lease_runs_out_while_it_is_read_under(where: str, is_given_away
         await at_rest(cluster)
 
 
-async def test_a_slow_cold_tier_holds_nobody_up_who_runs() -> None:
+async def test_a_slow_cold_tier_delays_no_running_request() -> None:
     """One request waits for a block; those in the batch go on to their end."""
     async with faulty_cluster(MODEL, 0, 1, SIZES) as cluster:
         await serve(cluster)
@@ -146,13 +146,13 @@ async def test_a_slow_cold_tier_holds_nobody_up_who_runs() -> None:
         model, worker = cluster.models["d1"], cluster.workers["d1"]
         model.pause()
         mates = [asyncio.create_task(serve(cluster, (number, *PROMPT))) for number in range(4)]
-        await until(lambda: len(worker.service._calls) == 4)
+        await until(lambda: worker.service.num_calls == 4)
         model.on_step = lambda _: model.pause() if worker.engine.stats().num_running == 4 else None
         model.go_on()
         await until(lambda: worker.engine.stats().num_running == 4)
         cluster.colds["d1"].pause()
         waiting = asyncio.create_task(serve(cluster))
-        await until(lambda: len(worker.service._calls) == 5)
+        await until(lambda: worker.service.num_calls == 5)
         model.on_step = lambda _: None
         model.go_on()
         await asyncio.gather(*mates)

@@ -12,8 +12,8 @@ from kv_store.memory_tier import MemoryTier
 from router.config import AdmissionBounds, ClusterAccess, RouterConfig, ServedModel, StreamBounds
 from router.router import Router
 from router.workers.controller_port import LocalController
-from router.workers.local_worker_client import LocalWorkerClient
-from router.workers.worker_client import WorkerClient
+from router.workers.line import Transport
+from router.workers.local_transport import Faults, LocalTransport
 from tests.local_worker import FINGERPRINT, TOKEN, local_worker
 from tests.router.fake_cluster import Output, collect
 from text.byte_tokenizer import ByteTokenizer
@@ -21,7 +21,7 @@ from text.codec import TextCodec
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
-from wire.pools import PoolSizes, Role, Worker
+from wire.pools import PoolSizes, Role, Worker, WorkerState
 from worker.assembly import Assembly, Tiers
 from worker.config import BatchSettings
 from worker.engine_watch import MAX_SILENCE_S
@@ -62,7 +62,8 @@ class LocalCluster:
         self.arena = Arena.anonymous(model.layout.block_bytes, sizes.num_slots)
         self.cold = MemoryTier(model.layout)
         self.workers: dict[str, Assembly] = {}
-        self.clients: dict[str, LocalWorkerClient] = {}
+        self.faults: dict[str, Faults] = {}
+        self.transports: dict[str, LocalTransport] = {}
         self._model = model
         self._sizes = sizes
         self.port = LocalController(PoolSizes(0, 0))
@@ -78,12 +79,14 @@ class LocalCluster:
     async def resize(self, num_prefill: int, num_decode: int) -> None:
         await self.enlist(*(f"p{index}" for index in range(num_prefill)), *(f"d{index}" for index in range(num_decode)))
 
-    async def enlist(self, *names: str) -> None:
+    async def enlist(self, *names: str, draining: str = "") -> None:
         """Starts workers that are new and lists these; those no longer listed keep running, unknown to the router."""
         for name in names:
             if name not in self.workers:
                 self.workers[name] = await self._start_worker(name)
-        refused = await self.router.membership.set([Worker(WorkerId(name), _role(name), name) for name in names])
+        refused = await self.router.membership.set(
+            [Worker(WorkerId(name), _role(name), name, _state(name == draining)) for name in names]
+        )
         assert refused == {}
 
     async def generate(self, request: pb.GenerateRequest, time_left_s: float | None = 60.0) -> Output:
@@ -99,9 +102,10 @@ class LocalCluster:
             await worker.service.close()
             worker.close()
 
-    def _connect(self, address: str) -> WorkerClient:
-        self.clients[address] = LocalWorkerClient(self.workers[address].service)
-        return self.clients[address]
+    def _connect(self, address: str) -> Transport:
+        faults = self.faults.setdefault(address, Faults())
+        self.transports[address] = LocalTransport(self.workers[address].service, faults)
+        return self.transports[address]
 
     def _parts(self, name: str) -> Parts:
         """What the worker of that name stands on; here, what all workers do."""
@@ -141,6 +145,10 @@ async def local_cluster(
 
 def _role(name: str) -> Role:
     return Role.PREFILL if name.startswith("p") else Role.DECODE
+
+
+def _state(is_draining: bool) -> WorkerState:
+    return WorkerState.DRAINING if is_draining else WorkerState.READY
 
 
 def _served(model: Model) -> ServedModel:

@@ -107,7 +107,7 @@ async def test_a_decode_worker_that_dies_is_not_noticed(kill_at: int) -> None:
             if len(tokens) >= kill_at and response.WhichOneof("event") == "chunk":
                 kill_at = 1000
                 for member in await busy(cluster):
-                    cluster.clients[member].kill()
+                    cluster.transports[member].kill()
         assert tokens == MODEL.oracle(PROMPT, 40)
 
 
@@ -124,7 +124,7 @@ async def test_a_client_that_goes_leaves_nothing_behind() -> None:
         session = cluster.router.dispatcher.open(request, 60.0)
         async for _ in session.outbox:
             break
-        cluster.router.dispatcher.abort(RequestId("long"))
+        await cluster.router.dispatcher.abort(RequestId("long"))
         status = await at_rest(cluster)
     assert worker(status, "d0").generated_tokens < 2000
 

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.batch import Batch
 from engine.hash_model import HashModel
-from router.observe.metrics_server import MetricsServer
 from router.observe.record import GATES
+from router.ports.server import MetricsServer
 from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask
 from tests.router.fake_cluster import until
@@ -94,7 +94,6 @@ async def test_waiting_for_a_decode_worker() -> None:
 async def scraped(cluster: LocalCluster) -> AsyncIterator[str]:
     """The address at which a cluster's metrics are served."""
     server = MetricsServer(cluster.router.metrics.registry, "127.0.0.1", 0)
-    server.start()
     try:
         yield server.address
     finally:
@@ -137,13 +136,13 @@ async def test_one_scrape_tells_of_the_whole_cluster() -> None:
 
 
 async def test_a_worker_that_hangs_does_not_hold_up_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.observe.cluster_status.ASK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("router.observe.status.ASK_TIMEOUT_S", 0.05)
     async with local_cluster(MODEL, 1, 1) as cluster, scraped(cluster) as address:
 
         async def never(*_: object) -> None:
             await asyncio.get_running_loop().create_future()
 
-        monkeypatch.setattr(cluster.workers["d0"].service, "get_status", never)
+        monkeypatch.setattr(cluster.workers["d0"].service, "status", never)
         await cluster.router.watch.read()
         values = await scrape(address)
     assert values["baton_worker_up", "prefill", "p0"] == 1
@@ -151,7 +150,7 @@ async def test_a_worker_that_hangs_does_not_hold_up_a_scrape(monkeypatch: pytest
 
 
 async def test_each_request_leaves_one_line_without_a_word_of_its_client(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "router.requests.session")
+    caplog.set_level(logging.INFO, "router.requests.dispatch")
     async with local_cluster(MODEL, 1, 1) as cluster:
         secret = pb.GenerateRequest(text="my secret", sampling_params=pb.SamplingParams(max_tokens=3, stop=["hush"]))
         secret.request_id = "r-1"
