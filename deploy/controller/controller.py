@@ -24,6 +24,7 @@ from deploy.processes import process_record
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.logs import start_logging
 from wire.ids import WorkerId
+from wire.settings import from_json, to_json
 
 START_TIMEOUT_S = 1800.0
 SCALE_TIMEOUT_S = 570.0
@@ -37,14 +38,14 @@ class Controller:
     def __init__(self, plan_json: str) -> None:
         """Raises ConfigError."""
         start_logging(CONTROLLER)
-        plan = ClusterPlan.from_json(plan_json)
+        plan = from_json(ClusterPlan, plan_json, "plan")
         self._router_config = plan.router
         self._events = EventLog(time.monotonic)
         self._node_is_up = asyncio.Event()
         run_dir = Path(plan.run_dir)
         process_record.write_own(run_dir, CONTROLLER)
         self._host = host = RayHost(run_dir)
-        self._node = Singleton(host, "node", "deploy.actors.node:NodeActor", plan.node.to_json(), run_dir, self._events)
+        self._node = Singleton(host, "node", "deploy.actors.node:NodeActor", to_json(plan.node), run_dir, self._events)
         self._router = Singleton(
             host, "router", "router.actor:RouterActor", plan.router.to_json(), run_dir, self._events
         )

@@ -4,12 +4,12 @@ import os
 import secrets
 import socket
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from deploy.local import redis_server, run_dir
-from deploy.local.ray_process import Launched, RayProcess
+from deploy.local.ray_process import RayProcess
 from deploy.local.shutdown import tear_down
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, load_secret
 from deploy.plan.byte_size import format_bytes
@@ -96,11 +96,11 @@ class Startup:
             ray_address = ray.wait_for_ray()
             self._reporter.tell("ray", f"{'joined' if self._config.ray.address else 'started'} at {ray_address}")
             self._note(ray_address=ray_address, arena_path=plan.node.arena_path)
-            launched = self._launch(ray, plan)
+            addresses = self._launch(ray, plan)
         finally:
             ray.close()
         head = None if self._config.ray.address else ray.process
-        self._note(phase=ClusterPhase.RUNNING, model=model.served.name, head=head, **asdict(launched))
+        self._note(phase=ClusterPhase.RUNNING, model=model.served.name, head=head, **addresses)
         return self._state
 
     def _start_redis(self) -> str | None:
@@ -139,7 +139,7 @@ class Startup:
         )
         return make_plan(self._config, model, sizes, node, self._state.token, load_secret())
 
-    def _launch(self, ray: RayProcess, plan: ClusterPlan) -> Launched:
+    def _launch(self, ray: RayProcess, plan: ClusterPlan) -> dict[str, str]:
         arena, size_bytes = Path(plan.node.arena_path), plan.node.arena_bytes
         self._reporter.tell("arena", f"{format_bytes(size_bytes)} of shared memory")
 

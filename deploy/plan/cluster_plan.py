@@ -9,7 +9,6 @@ from deploy.plan.sizing import Sizes
 from router.config import ClusterAccess, RouterConfig
 from wire.layout import KVLayout
 from wire.pools import PoolSizes
-from wire.settings import from_json, to_json
 from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerTemplate
 from worker.engine_watch import MAX_SILENCE_S
 
@@ -42,9 +41,6 @@ class NodeConfig:
     def arena_bytes(self) -> int:
         return self.num_slots * self.layout.block_bytes
 
-    def to_json(self) -> str:
-        return to_json(self)
-
 
 @dataclass(frozen=True)
 class ClusterPlan:
@@ -60,14 +56,6 @@ class ClusterPlan:
     resources: Resources
     drain_grace_s: int
     run_dir: str
-
-    def to_json(self) -> str:
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "ClusterPlan":
-        """Raises ConfigError."""
-        return from_json(cls, text, "plan")
 
 
 def namespace(cluster: str) -> str:
