@@ -1,12 +1,13 @@
 """The plan of a cluster, which starts its controller: made of settings, model, sizes and the node's paths. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
-from deploy.plan.config import ClusterConfig
+from deploy.plan.config import ClusterConfig, RouterSettings
 from deploy.plan.model import ModelFacts
 from deploy.plan.sizing import Sizes
-from router.config import ClusterAccess, RouterConfig
+from router.config import AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
 from wire.layout import KVLayout
 from wire.pools import PoolSizes
 from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerTemplate
@@ -14,6 +15,7 @@ from worker.engine_watch import MAX_SILENCE_S
 
 CONTROLLER = "controller"
 MAX_SILENCE_ON_GPU_S = 30.0
+Part = TypeVar("Part", AdmissionBounds, Listeners, StreamBounds)
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,22 @@ def make_plan(
         router=RouterConfig(
             model=model.served,
             cluster=ClusterAccess(token, secret.hex(), CONTROLLER, namespace(config.name)),
-            listeners=config.router.listeners,
-            admission=config.router.admission,
-            streams=config.router.streams,
+            listeners=_part(Listeners, config.router),
+            admission=_part(AdmissionBounds, config.router),
+            streams=_part(StreamBounds, config.router),
         ),
         worker=_worker(config, model, sizes, node, token),
         resources=Resources(config.worker.num_cpus, sizes.num_gpus),
         drain_grace_s=config.worker.drain_grace_s,
         run_dir=str(Path(node.store.directory_path).parent),
     )
+
+
+def _part(cls: type[Part], settings: RouterSettings) -> Part:
+    """Picks a part's own settings; one that is off is None there."""
+    given: dict[str, Any] = {one.name: getattr(settings, one.name, one.default) for one in fields(cls)}
+    given |= {name: None for name, value in given.items() if value == "off"}
+    return cls(**given)
 
 
 def _worker(config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeConfig, token: str) -> WorkerTemplate:
