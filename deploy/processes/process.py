@@ -32,7 +32,7 @@ class ProcessRef:
     @property
     def is_alive(self) -> bool:
         """False also for a zombie, and for another process that has the number now."""
-        return self._same() and _runs(self.pid)
+        return self._is_same() and _runs(self.pid)
 
     def session(self) -> list[int]:
         """Returns the living processes of the session that this process leads or led, itself among them.
@@ -40,15 +40,14 @@ class ProcessRef:
         The system gives a number to no other process while a session of that number has members: a stranger under it
         means that the session is empty.
         """
-        if self.boot != _boot() or (psutil.pid_exists(self.pid) and not self._same()):
+        if self.boot != _boot() or (psutil.pid_exists(self.pid) and not self._is_same()):
             return []
         return [pid for pid in psutil.pids() if _session_of(pid) == self.pid and _runs(pid)]
 
-    def _same(self) -> bool:
-        try:
+    def _is_same(self) -> bool:
+        with suppress(psutil.NoSuchProcess):
             return self.boot == _boot() and abs(psutil.Process(self.pid).create_time() - self.started) < 0.1
-        except psutil.NoSuchProcess:
-            return False
+        return False
 
 
 def spawn_leader(
@@ -98,11 +97,9 @@ def wait_for_end(pid: int, timeout_s: float) -> bool:
 
 def _wait(holds: Callable[[], bool], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
+    while not (is_held := holds()) and time.monotonic() <= deadline:
         time.sleep(POLL_S)
-    return True
+    return is_held
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
