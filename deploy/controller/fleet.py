@@ -51,7 +51,7 @@ class Fleet:
         self._detectors: dict[WorkerId, FailureDetector] = {}
         self._failures: list[str] = []
         self._tasks = Tasks()
-        self._endings = {role: Tasks() for role in Role}
+        self._endings = {role: Tasks() for role in Role}  # of processes; only a start of the same role waits for them
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
 
@@ -113,14 +113,14 @@ class Fleet:
 
     def introduce(self) -> None:
         """Tells all workers to a router that knows of none."""
-        self._member_list.has_changed()
+        self._member_list.is_announced = False
         self._wake.set()
 
     async def end(self) -> None:
         """Ends all workers, whatever they do."""
         self._tasks.cancel()
         for worker in self._pools:
-            self._begin_end(worker)
+            self._endings[worker.role].begin(self._host.end(worker.id))
         await asyncio.gather(*(endings.wait() for endings in self._endings.values()))
 
     async def _step(self) -> None:
@@ -135,14 +135,13 @@ class Fleet:
         if not self._member_list.is_announced:
             await self._member_list.announce()
         await self._notify()
-        await self._sleep()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PROBE_EVERY_S):
+                await self._wake.wait()
         await asyncio.gather(*(self._probe(worker.id) for worker in self._pools))
 
     async def _carry_out(self, worker: Worker) -> None:
-        if worker.state is WorkerState.STARTING:
-            await self._start(worker)
-        else:
-            await self._dismiss(worker)
+        await (self._start(worker) if worker.state is WorkerState.STARTING else self._dismiss(worker))
         self._wake.set()
         await self._notify()
 
@@ -171,8 +170,7 @@ class Fleet:
         self._host.launch(worker.id, TARGETS[worker.role], self._plan.resources)
         await self._node_is_up.wait()
         answer = await self._host.start(worker.id, self._plan.worker.config_of(worker).to_json(), START_TIMEOUT_S)
-        address: str = json.loads(answer)["address"]
-        return address
+        return str(json.loads(answer)["address"])
 
     async def _dismiss(self, worker: Worker) -> None:
         """Lets a worker finish its requests, if it serves, and ends it."""
@@ -213,15 +211,11 @@ class Fleet:
         self._detectors.pop(worker.id, None)
         self._pools.lost(worker.id, self._clock())
         self._tell_of_change()
-        self._begin_end(worker)
+        self._endings[worker.role].begin(self._host.end(worker.id))
         self._wake.set()
 
-    def _begin_end(self, worker: Worker) -> None:
-        """Ends a process, which may take its time; only a start of the same role waits for that."""
-        self._endings[worker.role].begin(self._host.end(worker.id))
-
     def _tell_of_change(self) -> None:
-        self._member_list.has_changed()
+        self._member_list.is_announced = False
         self._write_record()
 
     def _write_record(self) -> None:
@@ -230,11 +224,6 @@ class Fleet:
         if self._is_recorded and not is_recorded:
             self._events.note("the pools cannot be written down: a controller that takes over now will not know them")
         self._is_recorded = is_recorded
-
-    async def _sleep(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(PROBE_EVERY_S):
-                await self._wake.wait()
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class MemberList:
-    """The workers that serve, as the router is to know them. `has_changed` follows every change of the pools."""
+    """The workers that serve, as the router is to know them. `is_announced` becomes False at every change of them."""
 
     def __init__(self, pools: Pools, host: ActorHost, events: EventLog) -> None:
         self._pools = pools
@@ -27,10 +27,6 @@ class MemberList:
         self._events = events
         self._refused: dict[WorkerId, str] = {}
         self._announcing = asyncio.Lock()
-        self.is_announced = False
-
-    def has_changed(self) -> None:
-        """Notes that the router does not know the list yet, or no longer."""
         self.is_announced = False
 
     async def announce(self) -> None:
@@ -52,7 +48,6 @@ class MemberList:
     async def _tell(self, members: list[Worker]) -> dict[WorkerId, str]:
         """Replaces the router's list; returns the workers that it refuses, with the reason. Raises BatonError."""
         listed = json.dumps([asdict(worker) for worker in members], default=attrgetter("value"))
-        refused: dict[WorkerId, str] = json.loads(
-            await self._host.call("router", "set_members", listed, timeout_s=TELL_TIMEOUT_S)
-        )
+        answer = await self._host.call("router", "set_members", listed, timeout_s=TELL_TIMEOUT_S)
+        refused: dict[WorkerId, str] = json.loads(answer)
         return refused
