@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from deploy.local import run_dir
@@ -33,7 +34,8 @@ def shut_down(file: StateFile, state: ClusterState) -> list[str]:
     """
     _interrupt(state)
     if state.phase is ClusterPhase.RUNNING:
-        _end_gently(state)
+        with suppress(BatonError):
+            _end_gently(state)
     problems = tear_down(state)
     if not problems:
         file.remove()
@@ -64,11 +66,8 @@ def _interrupt(state: ClusterState) -> None:
 
 
 def _end_gently(state: ClusterState) -> None:
-    """Lets the controller end all actors, and waits for them, unless the cluster does not answer."""
-    try:
-        call_operator(state, "Shutdown", cluster_pb2.ShutdownRequest(), ASK_TIMEOUT_S)
-    except BatonError:
-        return
+    """Lets the controller end all actors, and waits for them. Raises BatonError if the cluster does not answer."""
+    call_operator(state, "Shutdown", cluster_pb2.ShutdownRequest(), ASK_TIMEOUT_S)
     for actor in process_record.living(Path(state.run_dir)):
         wait_for_end(actor.pid, ACTORS_TIMEOUT_S)
 
@@ -84,7 +83,7 @@ def _end(leader: ProcessRef, grace_s: float, what: str) -> list[str]:
 def _end_joined(state: ClusterState) -> list[str]:
     """Ends actors through Ray itself, and then by force: stopped ones hear nothing."""
     command = [sys.executable, "-m", "deploy.actors.end_actors", state.ray_address, namespace(state.name)]
-    if not _listens(state.ray_address):
+    if connection_problem(state.ray_address) is not None:
         return []  # its actors have ended with it
     try:
         subprocess.run(command, timeout=JOIN_TIMEOUT_S, capture_output=True, check=False)
@@ -94,10 +93,12 @@ def _end_joined(state: ClusterState) -> list[str]:
     return [f"actor process {actor.pid} does not end" for actor in actors if not wait_or_kill(actor, ACTOR_GRACE_S)]
 
 
-def _listens(address: str) -> bool:
+def connection_problem(address: str) -> str | None:
+    """Returns why nothing answers at HOST:PORT, in seconds where Ray would take minutes. Only Ray can find `auto`."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
+        if host and port.isdigit():
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

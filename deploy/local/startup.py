@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from deploy.local import redis_server, run_dir
 from deploy.local.ray_process import RayProcess
-from deploy.local.shutdown import tear_down
+from deploy.local.shutdown import connection_problem, tear_down
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, load_secret
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.cluster_plan import ClusterPlan, NodeConfig, make_plan, namespace
@@ -23,7 +23,6 @@ from wire.errors import ConfigError
 from worker.config import StoreSettings
 
 LOOPBACK = "127.0.0.1"
-RAY_CONNECT_TIMEOUT_S = 5.0
 
 
 class Reporter(Protocol):
@@ -55,7 +54,8 @@ class Startup:
         try:
             _require_free("--grpc-port", self._config.router.grpc_port)
             _require_free("--metrics-port", self._config.router.metrics_port)
-            _require_ray(self._config.ray.address)
+            if (problem := connection_problem(self._config.ray.address or "")) is not None:
+                raise ConfigError(f"no Ray cluster answers at {self._config.ray.address} ({problem})")
             self._claim()
         except BaseException:
             run_dir.remove(self._run_dir)
@@ -130,13 +130,9 @@ class Startup:
         return sizes
 
     def _plan(self, model: ModelFacts, sizes: Sizes, redis_url: str | None) -> ClusterPlan:
-        redis_timeout_s = self._config.redis.timeout_ms / 1000
-        node = NodeConfig(
-            store=StoreSettings(str(self._run_dir / "directory.sock"), redis_url, redis_timeout_s),
-            arena_path=str(SHARED_MEMORY / self._run_dir.name),
-            layout_hex=model.served.layout_hex,
-            num_slots=sizes.num_arena_slots,
-        )
+        directory, timeout_s = str(self._run_dir / "directory.sock"), self._config.redis.timeout_ms / 1000
+        store, arena_path = StoreSettings(directory, redis_url, timeout_s), str(SHARED_MEMORY / self._run_dir.name)
+        node = NodeConfig(store, arena_path, model.served.layout_hex, sizes.num_arena_slots)
         return make_plan(self._config, model, sizes, node, self._state.token, load_secret())
 
     def _launch(self, ray: RayProcess, plan: ClusterPlan) -> dict[str, str]:
@@ -166,14 +162,3 @@ def _require_free(flag: str, port: int | str) -> None:
         except OSError as error:
             reason = f"port {port} cannot be had ({error.strerror})"
             raise ConfigError(f"{reason}: give another {flag}, or 0 for any free one") from error
-
-
-def _require_ray(address: str | None) -> None:
-    """Raises ConfigError in seconds, where Ray would take minutes. Only Ray itself can find `auto`."""
-    host, _, port = (address or "").rpartition(":")
-    if not host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), RAY_CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise ConfigError(f"no Ray cluster answers at {address} ({error.strerror or error})") from error

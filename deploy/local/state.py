@@ -106,11 +106,9 @@ def load_secret() -> bytes:
 
     It is made at first use, and outlives restarts, so that Redis stays warm; commands that start at once get the same.
     """
-    file = AtomicFile(state_dir() / "secret")
-    if not file.path.exists():
-        file.create(secrets.token_bytes(SECRET_BYTES))
-    if file.path.stat().st_size != SECRET_BYTES or file.path.stat().st_mode & 0o077:
-        raise ConfigError(
-            f"{file.path} must hold {SECRET_BYTES} bytes that only you can read: remove it to get a new one"
-        )
-    return file.path.read_bytes()
+    path = state_dir() / "secret"
+    if not path.exists():
+        AtomicFile(path).create(secrets.token_bytes(SECRET_BYTES))
+    if path.stat().st_size != SECRET_BYTES or path.stat().st_mode & 0o077:
+        raise ConfigError(f"{path} must hold {SECRET_BYTES} bytes that only you can read: remove it to get a new one")
+    return path.read_bytes()
