@@ -63,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(to_object(completion)))
         return 0
-    _print_choices(completion)
+    if len(completion.choices) == 1:  # it is on the screen already
+        print()
+    else:
+        print(*(f"[{choice.index}] {choice.text}" for choice in completion.choices), sep="\n")
     print("\n" + render_timeline(completion), file=sys.stderr)
     return 0
 
@@ -73,8 +76,7 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
     if (args.prompt is None) == (args.token_ids is None):
         raise InvalidRequest("prompt", "give either a text (or - for stdin) or --token-ids")
     if args.prompt is not None:
-        text: str = sys.stdin.read() if args.prompt == "-" else args.prompt
-        return text
+        return sys.stdin.read() if args.prompt == "-" else str(args.prompt)
     parts = args.token_ids.replace(",", " ").split()
     if not all(part.isdecimal() and int(part) < 1 << 32 for part in parts):
         raise InvalidRequest("token_ids", "must be whole numbers with commas between them")
@@ -97,15 +99,6 @@ async def _generate(state: ClusterState, prompt: Prompt, options: Options, is_sh
         return stream.completion
 
 
-def _print_choices(completion: Completion) -> None:
-    """Prints several answers one after another, at the end; a single answer is on the screen already."""
-    if len(completion.choices) == 1:
-        print()
-        return
-    for choice in completion.choices:
-        print(f"[{choice.index}] {choice.text}")
-
-
 def to_object(completion: Completion) -> dict[str, Any]:
     """Returns the object that `--json` prints: choice 0 stands at the top too."""
     choices = [_choice(choice) for choice in completion.choices]
@@ -114,11 +107,7 @@ def to_object(completion: Completion) -> dict[str, Any]:
         "request_id": completion.request_id,
         **{name: choices[0][name] for name in ("text", "token_ids", "finish_reason")},
         "choices": choices,
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "cached_tokens": {tier.value: usage.cached_tokens.get(tier, 0) for tier in Tier},
-        },
+        "usage": asdict(usage) | {"cached_tokens": {tier.value: usage.cached_tokens.get(tier, 0) for tier in Tier}},
         "seed": completion.seed,
         "workers": {"prefill": timeline.prefill_worker, "decode": timeline.decode_worker},
         "timeline": {"total_ms": timeline.total_ms, "spans": [asdict(span) for span in timeline.spans]},
@@ -126,14 +115,9 @@ def to_object(completion: Completion) -> dict[str, Any]:
 
 
 def _choice(choice: Choice) -> dict[str, Any]:
-    logprobs = logprobs_to_pb(choice.token_ids, choice.logprobs) if choice.logprobs else []
-    described = {
-        "index": choice.index,
-        "text": choice.text,
-        "token_ids": choice.token_ids,
-        "finish_reason": choice.finish_reason and choice.finish_reason.value,
-        "matched_stop": choice.matched_stop,
-    }
-    if logprobs:
+    described = asdict(choice) | {"finish_reason": choice.finish_reason and choice.finish_reason.value}
+    del described["logprobs"]
+    if choice.logprobs:
+        logprobs = logprobs_to_pb(choice.token_ids, choice.logprobs)
         described["logprobs"] = [MessageToDict(one, preserving_proto_field_name=True) for one in logprobs]
     return described
