@@ -50,13 +50,11 @@ class ActorShell:
         """Calls a method of the started object. Raises Unavailable before that."""
         if self._object is None:
             raise Unavailable("the actor has not started")
-        answer: str = await getattr(self._object, method)(*arguments)
-        return answer
+        return str(await getattr(self._object, method)(*arguments))
 
     async def _start(self, config_json: str) -> str:
         self._object = await asyncio.to_thread(self._class, config_json)
-        answer: str = await self._object.start()
-        return answer
+        return await self.call("start")
 
     async def ping(self) -> str:
         """Answers as long as the event loop turns."""
@@ -123,8 +121,7 @@ class RayHost:
     async def _ask(self, name: str, what: str, answer: Any, timeout_s: float) -> str:
         try:
             async with asyncio.timeout(timeout_s):
-                result: str = await answer
-                return result
+                return str(await answer)
         except TimeoutError as error:
             raise Unavailable(f"{name} did not answer {what} within {timeout_s:.0f} s") from error
         except RayTaskError as error:
@@ -133,7 +130,8 @@ class RayHost:
             log.exception("%s failed in %s", name, what)
             raise ConfigError(f"{name} failed in {what}: {error.cause!r}") from error
         except RayError as error:
-            raise Unavailable(f"{name} died: {_last_line(error)}") from error
+            last_line = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+            raise Unavailable(f"{name} died: {last_line}") from error
 
 
 def actor_options(name: str, resources: Resources) -> dict[str, Any]:
@@ -149,8 +147,3 @@ def actor_options(name: str, resources: Resources) -> dict[str, Any]:
         "max_concurrency": 1000,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
     }
-
-
-def _last_line(error: RayError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

@@ -30,10 +30,10 @@ class Singleton:
 
     def __init__(
         self,
-        host: ActorHost,
         name: str,
         target: str,
         config_json: str,
+        host: ActorHost,
         run_dir: Path,
         events: EventLog,
         clock: Callable[[], float] = time.monotonic,
