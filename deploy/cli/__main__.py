@@ -5,15 +5,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from deploy.cli import down as cli_down
-from deploy.cli import drain as cli_drain
-from deploy.cli import generate as cli_generate
-from deploy.cli import scale as cli_scale
-from deploy.cli import status as cli_status
-from deploy.cli import up as cli_up
+from deploy.cli import down, drain, generate, scale, status, up
 from wire.errors import BatonError, ConfigError
 
-COMMANDS = (cli_up, cli_generate, cli_status, cli_scale, cli_drain, cli_down)
+COMMANDS = (up, generate, status, scale, drain, down)
 INTERRUPTED = 130
 
 

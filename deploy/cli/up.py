@@ -89,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """Turns `{"a.b": 1}` into `{"a": {"b": 1}}`."""
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         table, _, key = name.rpartition(".")

@@ -96,7 +96,6 @@ class Controller:
         return "{}"
 
     async def _take_over(self) -> None:
-        """Goes on where an earlier controller has begun."""
         self._events.note("the controller was lost, and is back")
         await persist("the care for the workers", self._fleet.take_over, self._events)
         self._tasks.begin(self._fleet.run())
@@ -119,7 +118,6 @@ class Controller:
         return addresses
 
     def _keep_ports(self) -> None:
-        """Gives a router that has started once the same ports again."""
         if self._router.answer is None:
             return
         addresses = json.loads(self._router.answer)

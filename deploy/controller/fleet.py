@@ -166,7 +166,6 @@ class Fleet:
             self._events.note(f"worker {worker.id} is ready after {self._clock() - began_s:.1f} s")
 
     async def _serve(self, worker: Worker) -> str:
-        """Launches a worker, which goes to work when the node's service is up; returns its address."""
         self._host.launch(worker.id, TARGETS[worker.role], self._plan.resources)
         await self._node_is_up.wait()
         answer = await self._host.start(worker.id, self._plan.worker.config_of(worker).to_json(), START_TIMEOUT_S)
@@ -206,7 +205,6 @@ class Fleet:
             self._lose(self._pools[worker_id], f"worker {worker_id} {reason}")
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        """Gives up a worker that is dead, or as good as."""
         self._events.note(reason)
         self._detectors.pop(worker.id, None)
         self._pools.lost(worker.id, self._clock())

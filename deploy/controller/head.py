@@ -61,7 +61,6 @@ def _take_stdin() -> Connection:
 
 
 def _connect(namespace: str, temp_dir: str, address: str | None) -> str:
-    """Starts or joins Ray; returns its address."""
     common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.WARNING}
     if address is not None:
         ray.init(address=address, **common)

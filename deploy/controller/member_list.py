@@ -46,7 +46,6 @@ class MemberList:
             self._refused = refused
 
     async def _tell(self, members: list[Worker]) -> dict[WorkerId, str]:
-        """Replaces the router's list; returns the workers that it refuses, with the reason. Raises BatonError."""
         listed = json.dumps([asdict(worker) for worker in members], default=attrgetter("value"))
         answer = await self._host.call("router", "set_members", listed, timeout_s=TELL_TIMEOUT_S)
         refused: dict[WorkerId, str] = json.loads(answer)

@@ -136,7 +136,6 @@ class Pools:
         return [self._hire(role) for _ in range(-surplus)]
 
     def _of(self, role: Role) -> list[Worker]:
-        """Returns the workers that count for a pool's size."""
         return [worker for worker in self if worker.role is role and worker.state is not WorkerState.DRAINING]
 
     def _dispensable(self, role: Role) -> list[Worker]:

@@ -66,7 +66,6 @@ def _interrupt(state: ClusterState) -> None:
 
 
 def _end_gently(state: ClusterState) -> None:
-    """Lets the controller end all actors, and waits for them. Raises BatonError if the cluster does not answer."""
     call_operator(state, "Shutdown", cluster_pb2.ShutdownRequest(), ASK_TIMEOUT_S)
     for actor in process_record.living(Path(state.run_dir)):
         wait_for_end(actor.pid, ACTORS_TIMEOUT_S)

@@ -85,7 +85,6 @@ class Startup:
             raise ConfigError(f"another `baton up --name {self._config.name}` is at work")
 
     def _start(self) -> ClusterState:
-        """Checks and hashes the model while Ray starts."""
         ray = RayProcess(self._run_dir, namespace(self._config.name), self._config.ray.address)
         try:
             self._note(head=ray.process)

@@ -69,7 +69,7 @@ def make_plan(
     config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeConfig, token: str, secret: bytes
 ) -> ClusterPlan:
     return ClusterPlan(
-        pools=PoolSizes(config.pools.prefill, config.pools.decode),
+        pools=config.pools,
         node=node,
         router=RouterConfig(
             model=model.served,

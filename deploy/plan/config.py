@@ -11,6 +11,7 @@ from typing import Any
 from deploy.plan.byte_size import parse_bytes
 from router.config import AdmissionBounds, StreamBounds
 from wire.errors import ConfigError
+from wire.pools import PoolSizes
 from wire.settings import from_object
 from worker.config import MIN_SILENCE_S, BatchSettings
 
@@ -31,14 +32,6 @@ class ModelSettings:
     path: str | None = None
     dtype: str = "auto"
     block_size: int = 16
-
-
-@dataclass(frozen=True)
-class PoolSettings:
-    """The number of workers of each role. Without prefill workers, decode workers prefill."""
-
-    prefill: int = 1
-    decode: int = 1
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,7 @@ class ClusterConfig:
 
     name: str = "default"
     model: ModelSettings = field(default_factory=ModelSettings)
-    pools: PoolSettings = field(default_factory=PoolSettings)
+    pools: PoolSizes = field(default_factory=PoolSizes)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
     arena: ArenaSettings = field(default_factory=ArenaSettings)
@@ -167,7 +160,6 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Unites nested tables; where both have a value, `over` has its way."""
     merged = dict(base)
     for key, value in over.items():
         is_table = isinstance(merged.get(key), Mapping) and isinstance(value, Mapping)

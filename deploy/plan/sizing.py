@@ -85,7 +85,6 @@ def _require(what: str, num_bytes: int, where: str, free_bytes: int) -> None:
 
 
 def _notes(sizes: Sizes, model: ModelFacts) -> tuple[str, ...]:
-    """Tells the user of limits that else only a refused request would show."""
     rooms = (
         ("worker.pool_bytes", sizes.num_pool_blocks, "longer requests are refused"),
         ("arena.size_bytes", sizes.num_arena_slots, "of longer prompts a part is computed twice"),
