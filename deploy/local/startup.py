@@ -3,7 +3,7 @@
 import os
 import secrets
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,21 +51,18 @@ class Startup:
 
     def run(self) -> ClusterState:
         """Returns when the cluster serves. Raises ConfigError, and leaves nothing behind, if it cannot."""
-        try:
+        with ExitStack() as undo:
+            undo.callback(run_dir.remove, self._run_dir)
             _require_free("--grpc-port", self._config.router.grpc_port)
             _require_free("--metrics-port", self._config.router.metrics_port)
             if (problem := connection_problem(self._config.ray.address or "")) is not None:
                 raise ConfigError(f"no Ray cluster answers at {self._config.ray.address} ({problem})")
             self._claim()
-        except BaseException:
-            run_dir.remove(self._run_dir)
-            raise
-        try:
-            return self._start()
-        except BaseException:
-            tear_down(self._state)
-            self._file.remove()
-            raise
+            undo.callback(self._file.remove)
+            undo.callback(lambda: tear_down(self._state))
+            self._start()
+            undo.pop_all()
+        return self._state
 
     def _claim(self) -> None:
         """Takes the cluster's name; removes first what a crashed cluster of that name has left."""
@@ -84,7 +81,7 @@ class Startup:
         if not self._file.claim(self._state):
             raise ConfigError(f"another `baton up --name {self._config.name}` is at work")
 
-    def _start(self) -> ClusterState:
+    def _start(self) -> None:
         ray = RayProcess(self._run_dir, namespace(self._config.name), self._config.ray.address)
         try:
             self._note(head=ray.process)
@@ -100,7 +97,6 @@ class Startup:
             ray.close()
         head = None if self._config.ray.address else ray.process
         self._note(phase=ClusterPhase.RUNNING, model=model.served.name, head=head, **addresses)
-        return self._state
 
     def _start_redis(self) -> str | None:
         settings = self._config.redis
