@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from baton import AsyncClient, Completion
 from baton.request import Options, Prompt, make_request
 from baton.results import Choice
 from deploy.cli.command import Subparsers, add_command
-from deploy.cli.timeline_view import render_timeline
+from deploy.cli.table import render
 from deploy.local.client import explained, find_cluster
 from deploy.local.state import ClusterState
 from wire.convert import logprobs_to_pb
@@ -25,6 +26,7 @@ Sends one prompt and streams the answer to stdout; then, to stderr, where its ti
 from which tier blocks of KV came. Greedy (temperature 0) unless told otherwise."""
 NO_TIMEOUT_S = 86400.0
 """More than any cluster lets a request take."""
+MIN_WAIT_MS = 1.0
 SCALARS: dict[str, tuple[type, str, str]] = {
     "max_tokens": (int, "N", "tokens to generate at most (default: 256, or what fits)"),
     "min_tokens": (int, "N", "tokens to generate at least"),
@@ -121,3 +123,43 @@ def _choice(choice: Choice) -> dict[str, Any]:
         logprobs = logprobs_to_pb(choice.token_ids, choice.logprobs)
         described["logprobs"] = [MessageToDict(one, preserving_proto_field_name=True) for one in logprobs]
     return described
+
+
+def render_timeline(completion: Completion) -> str:
+    """Renders a row for each step, with its time, worker and blocks by tier; then a summary of the request.
+
+    Gates that the request passed at once have no row.
+    """
+    timeline = completion.timeline
+    steps = [(span, span.name.partition(".")[2]) for span in timeline.spans if "." in span.name]
+    rows = [
+        (f"{span.start_ms:.1f}", f"{span.duration_ms:.1f}", span.worker, step, _describe(span.counts))
+        for span, step in steps
+        if span.duration_ms >= MIN_WAIT_MS or not step.startswith("wait_")
+    ]
+    between_ms = timeline.total_ms - sum(span.duration_ms for span, _ in steps)
+    head = ("at ms", "took ms", "worker", "step", "")
+    return "\n".join([render(head, rows), "", _summary(completion, between_ms)])
+
+
+def _summary(completion: Completion, between_ms: float) -> str:
+    usage, timeline = completion.usage, completion.timeline
+    num_cached = sum(usage.cached_tokens.values())
+    sources = ", ".join(f"{tokens} {tier}" for tier, tokens in usage.cached_tokens.items()) or "none"
+    return (
+        f"{usage.prompt_tokens} prompt tokens ({num_cached} cached: {sources}), "
+        f"{usage.completion_tokens} generated, {timeline.total_ms:.1f} ms "
+        f"({max(0.0, between_ms):.1f} ms of it between processes)"
+    )
+
+
+def _describe(counts: Mapping[str, int]) -> str:
+    """Names blocks by their tier; tokens by tier are the same again."""
+    blocks = [f"{_count('blocks', count)} from {tier}" for tier in Tier if (count := counts.get(f"blocks_{tier}"))]
+    by_tier = {f"{unit}_{tier}" for unit in ("tokens", "blocks") for tier in Tier}
+    return ", ".join(blocks + [_count(name, counts[name]) for name in sorted(counts.keys() - by_tier)])
+
+
+def _count(name: str, value: int) -> str:
+    unit, _, what = name.partition("_")
+    return f"{value} {unit.removesuffix('s') if value == 1 else unit} {what}".rstrip()
