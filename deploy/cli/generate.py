@@ -1,7 +1,6 @@
 """`baton generate`: one request, streamed."""
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from typing import Any, cast
 
 from google.protobuf.json_format import MessageToDict
 
-from baton import AsyncClient, Completion
+from baton import Client, Completion
 from baton.request import Options, Prompt, make_request
 from baton.results import Choice
 from deploy.cli.command import Subparsers, add_command
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     make_request(prompt, options)  # what no message can hold is told before a cluster is looked for
     state = find_cluster(args.name)
     with explained(state):
-        completion = asyncio.run(_generate(state, prompt, options, not args.json and (args.n or 1) == 1))
+        completion = _generate(state, prompt, options, not args.json and (args.n or 1) == 1)
     if args.json:
         print(json.dumps(to_object(completion)))
         return 0
@@ -93,9 +92,9 @@ def read_options(args: argparse.Namespace) -> Options:
     return cast(Options, {"temperature": 0.0, **given, **eos, "stop": args.stop, "timeout_s": timeout_s})
 
 
-async def _generate(state: ClusterState, prompt: Prompt, options: Options, is_shown: bool) -> Completion:
-    async with AsyncClient(state.address) as client, client.stream(prompt, **options) as stream:
-        async for chunk in stream:
+def _generate(state: ClusterState, prompt: Prompt, options: Options, is_shown: bool) -> Completion:
+    with Client(state.address) as client, client.stream(prompt, **options) as stream:
+        for chunk in stream:
             if is_shown and chunk.index == 0:
                 print(chunk.text, end="", flush=True)
         return stream.completion
