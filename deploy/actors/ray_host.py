@@ -13,9 +13,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.actors.liveness import Liveness
 from deploy.plan.cluster_plan import Resources
-from deploy.processes import process_record
 from deploy.processes.logs import start_logging
-from deploy.processes.process import wait_or_kill
+from deploy.processes.process import record_own, recorded, wait_or_kill
 from wire.errors import BatonError, ConfigError, Unavailable
 
 STOP_TIMEOUT_S = 5.0
@@ -35,7 +34,7 @@ class ActorShell:
     def __init__(self, name: str, target: str, run_dir: str) -> None:
         """`name` is that of the process in its log, and in the cluster's folder; `target` is MODULE:CLASS."""
         start_logging(name)
-        process_record.write_own(Path(run_dir), name)
+        record_own(Path(run_dir), name)
         self._class: Any = pkgutil.resolve_name(target)
         self._object: Any = None
         self._starting: asyncio.Task[str] | None = None
@@ -107,7 +106,7 @@ class RayHost:
             except BatonError as error:
                 log.info("%s did not stop by itself: %s", name, error.message)
         await asyncio.to_thread(ray.kill, self._handles[name])
-        process = process_record.read(self._run_dir, name)
+        process = recorded(self._run_dir, name)
         if process and process.is_alive and not await asyncio.to_thread(wait_or_kill, process, END_TIMEOUT_S):
             log.error("process %d of %s does not end", process.pid, name)
         # Only now: an actor whose end was broken off is to be ended again.

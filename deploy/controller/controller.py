@@ -21,9 +21,9 @@ from deploy.controller.pools import Pools, PoolsRecord
 from deploy.controller.singleton import Singleton
 from deploy.controller.tasks import Tasks, persist
 from deploy.plan.cluster_plan import CONTROLLER, ClusterPlan
-from deploy.processes import process_record
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.logs import start_logging
+from deploy.processes.process import record_own
 from wire.ids import WorkerId
 from wire.settings import from_json, to_json
 
@@ -44,7 +44,7 @@ class Controller:
         self._events = EventLog(time.monotonic)
         self._node_is_up = asyncio.Event()
         run_dir = Path(plan.run_dir)
-        process_record.write_own(run_dir, CONTROLLER)
+        record_own(run_dir, CONTROLLER)
         self._host = RayHost(run_dir)
         common = self._host, run_dir, self._events
         self._node = Singleton("node", "deploy.actors.node:NodeActor", to_json(plan.node), *common)

@@ -6,11 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
+from operator import attrgetter
 
 from deploy.actors.actor_host import ActorHost
 from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector
 from deploy.controller.event_log import EventLog
-from deploy.controller.member_list import MemberList
 from deploy.controller.pools import Pools
 from deploy.controller.tasks import Tasks, repeat
 from deploy.plan.cluster_plan import ClusterPlan
@@ -21,9 +22,40 @@ from wire.pools import PoolSizes, Role, Worker, WorkerState
 
 START_TIMEOUT_S = 900.0
 DRAIN_MARGIN_S = 10.0
+TELL_TIMEOUT_S = 20.0
 TARGETS = {Role.PREFILL: "prefill_worker.actor:PrefillActor", Role.DECODE: "decode_worker.actor:DecodeActor"}
 
 log = logging.getLogger(__name__)
+
+
+class MemberList:
+    """The workers that serve, as the router is to know them. `is_announced` becomes False at every change of them."""
+
+    def __init__(self, pools: Pools, host: ActorHost, events: EventLog) -> None:
+        self._pools = pools
+        self._host = host
+        self._events = events
+        self._refused: dict[WorkerId, str] = {}
+        self._announcing = asyncio.Lock()
+        self.is_announced = False
+
+    async def announce(self) -> None:
+        """Tells the router which workers serve and drain. `is_announced` stays False if it does not hear or take it."""
+        async with self._announcing:
+            self.is_announced = True  # a change during the call makes it False again
+            members = [worker for worker in self._pools if worker.address]
+            listed = json.dumps([asdict(worker) for worker in members], default=attrgetter("value"))
+            try:
+                answer = await self._host.call("router", "set_members", listed, timeout_s=TELL_TIMEOUT_S)
+            except BatonError as error:
+                log.info("the router is not told of %d workers: %s", len(members), error.message)
+                self.is_announced = False
+                return
+            refused: dict[WorkerId, str] = json.loads(answer)
+            self.is_announced = self.is_announced and not refused
+            for worker_id, reason in refused.items() - self._refused.items():
+                self._events.note(f"the router does not take worker {worker_id}: {reason}")
+            self._refused = refused
 
 
 class Fleet:

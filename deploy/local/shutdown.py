@@ -12,8 +12,7 @@ from deploy.local import run_dir
 from deploy.local.client import call_operator
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.plan.cluster_plan import namespace
-from deploy.processes import process_record
-from deploy.processes.process import ProcessRef, end_session, wait_for_end, wait_or_kill
+from deploy.processes.process import ProcessRef, end_session, recorded_living, wait_for_end, wait_or_kill
 from wire.errors import BatonError
 from wire.pb import cluster_pb2
 
@@ -67,7 +66,7 @@ def _interrupt(state: ClusterState) -> None:
 
 def _end_gently(state: ClusterState) -> None:
     call_operator(state, "Shutdown", cluster_pb2.ShutdownRequest(), ASK_TIMEOUT_S)
-    for actor in process_record.living(Path(state.run_dir)):
+    for actor in recorded_living(Path(state.run_dir)):
         wait_for_end(actor.pid, ACTORS_TIMEOUT_S)
 
 
@@ -88,7 +87,7 @@ def _end_joined(state: ClusterState) -> list[str]:
         subprocess.run(command, timeout=JOIN_TIMEOUT_S, capture_output=True, check=False)
     except subprocess.TimeoutExpired:
         return [f"Ray at {state.ray_address} did not end the actors within {JOIN_TIMEOUT_S:.0f} s"]
-    actors = process_record.living(Path(state.run_dir))
+    actors = recorded_living(Path(state.run_dir))
     return [f"actor process {actor.pid} does not end" for actor in actors if not wait_or_kill(actor, ACTOR_GRACE_S)]
 
 

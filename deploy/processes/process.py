@@ -1,5 +1,6 @@
 """Processes that outlive the command that started them, told apart from later ones with the same number."""
 
+import json
 import os
 import signal
 import time
@@ -11,9 +12,13 @@ from types import MappingProxyType
 
 import psutil
 
+from deploy.processes.atomic_file import AtomicFile
+from wire.settings import to_json
+
 POLL_S = 0.02
 ORPHANS_GRACE_S = 1.0
 KILL_TIMEOUT_S = 10.0
+SUFFIX = ".process"
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,23 @@ class ProcessRef:
         with suppress(psutil.NoSuchProcess):
             return self.boot == _boot() and abs(psutil.Process(self.pid).create_time() - self.started) < 0.1
         return False
+
+
+def record_own(run_dir: Path, name: str) -> None:
+    """Records this process as the actor of that name, in the cluster's folder."""
+    AtomicFile(run_dir / f"{name}{SUFFIX}").try_write(to_json(ProcessRef.of(os.getpid())).encode())
+
+
+def recorded(run_dir: Path, name: str) -> ProcessRef | None:
+    """Returns the last process of that name, or None if there was none."""
+    content = AtomicFile(run_dir / f"{name}{SUFFIX}").read()
+    return None if content is None else ProcessRef(**json.loads(content))
+
+
+def recorded_living(run_dir: Path) -> list[ProcessRef]:
+    """Returns the recorded processes that are alive."""
+    known = [recorded(run_dir, path.stem) for path in run_dir.glob(f"*{SUFFIX}")]
+    return [process for process in known if process is not None and process.is_alive]
 
 
 def spawn_leader(

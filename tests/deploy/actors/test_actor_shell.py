@@ -6,8 +6,7 @@ import pytest
 
 from deploy.actors import ray_host
 from deploy.actors.ray_host import ActorShell
-from deploy.processes import process_record
-from deploy.processes.process import ProcessRef
+from deploy.processes.process import ProcessRef, recorded, recorded_living
 from wire.errors import ConfigError, Unavailable
 
 
@@ -37,10 +36,10 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ActorShell:
 
 
 async def test_its_process_is_written_down(shell: ActorShell, tmp_path: Path) -> None:
-    process = process_record.read(tmp_path, "clerk")
+    process = recorded(tmp_path, "clerk")
     assert process == ProcessRef.of(os.getpid())
-    assert process_record.living(tmp_path) == [process]
-    assert process_record.read(tmp_path, "another") is None
+    assert recorded_living(tmp_path) == [process]
+    assert recorded(tmp_path, "another") is None
 
 
 async def test_calls_are_passed_on_once_it_has_started(shell: ActorShell) -> None:
