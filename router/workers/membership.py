@@ -105,7 +105,7 @@ class Membership:
         self._on_change()
 
     async def _ask_state(self, member: Member) -> WorkerState:
-        """Returns the worker's state, asked on a new line if the old one broke; LOST for BROKEN, and for a line that ended."""
+        """Asks a worker's state, on a new line if the old one broke. BROKEN counts as LOST, and so does a line that ended."""
         if not member.line.is_open:
             await member.line.close(Unavailable("the line has ended"))
             member.line = self._open(member.worker)

@@ -71,6 +71,10 @@ class ScriptedWorker(FakeWorker):
             update.end.error.CopyFrom(error_to_pb(error))
         self._lines[attempt].say(update)
 
+    def has_open(self, attempt: AttemptId) -> bool:
+        """Whether an attempt has no end yet."""
+        return attempt in self._open
+
     def begins_of(self, request_id: str) -> list[worker_pb2.Begin]:
         return [begin for begin in self.begins if begin.id.request_id == request_id]
 
