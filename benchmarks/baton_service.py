@@ -12,9 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from deploy import process_record, redis_server
-from deploy.config import RedisSettings
-from deploy.state import ClusterState, StateFile
+from deploy.local import redis_server
+from deploy.local.state import ClusterState, StateFile
+from deploy.plan.config import RedisSettings
+from deploy.processes import process_record
 
 _UP_TIMEOUT_S = 300.0
 _CALL_TIMEOUT_S = 60.0
@@ -48,12 +49,12 @@ class BatonService:
         self._baton("down")
 
     def status(self) -> dict[str, Any]:
-        """What `baton status --json` says."""
+        """Reads `baton status --json`."""
         status: dict[str, Any] = json.loads(self._baton("status", "--json"))
         return status
 
     def wait_for_rest(self, timeout_s: float) -> dict[str, Any]:
-        """What `baton status --check --json` says once all workers are there and nothing is in use, or then."""
+        """Returns `baton status --check --json` once all workers are there and nothing is in use, or at the timeout."""
         deadline = time.monotonic() + timeout_s
         while True:
             command = self._command("status", "--json", "--check")
@@ -100,7 +101,7 @@ class BatonService:
 
 
 def num_in_use(status: dict[str, Any]) -> int:
-    """Pages and slots that somebody refers to, leases and holds: what has leaked if no request is open."""
+    """Counts pages and slots with references, leases and holds; with no open request, all of them have leaked."""
     counts = [worker["blocks"] for pool in status["pools"].values() for worker in pool]
     counts.append(status["tiers"]["host"]["blocks"])
     in_use = sum(count[state] for count in counts for state in ("owned", "published", "draining"))

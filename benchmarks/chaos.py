@@ -80,7 +80,7 @@ async def _load(client: ChaosClient, options: argparse.Namespace) -> list[Stream
 
 
 def _worst(streams: Sequence[Stream]) -> list[Stream]:
-    """Those that say most about what went wrong."""
+    """Returns the streams that say most about the faults."""
     return sorted(streams, key=lambda one: (one.error is None, one.is_right, -one.longest_stall_s))[:5]
 
 

@@ -15,7 +15,7 @@ from wire.pb import inference_pb2_grpc as pb_grpc
 
 
 class ChaosClient:
-    """One connection; questions are asked in turns."""
+    """A connection that asks its questions in turns."""
 
     def __init__(self, address: str, questions: Sequence[Question], timeout_s: float) -> None:
         self._address = address
@@ -74,7 +74,7 @@ class ChaosClient:
 
 
 class _Reader:
-    """What came of one stream."""
+    """The outcome of a stream, gathered as it is read."""
 
     def __init__(self) -> None:
         self.arrivals_s: list[float] = []

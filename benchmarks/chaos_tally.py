@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Stream:
-    """One request as its client saw it.
+    """A request as its client saw it.
 
     arrivals_s: when messages with tokens came, from the start of the run. num_decode_calls: from the request's
     timeline, 0 for one that failed. error: the status it failed with, and its message.
@@ -31,7 +31,7 @@ class Stream:
         return self.arrivals_s[0] - self.sent_s if self.arrivals_s else float("nan")
 
     def describe(self) -> str:
-        """One line."""
+        """Describes the stream in a line."""
         ending = self.error or ("right" if self.is_right else "wrong")
         return (
             f"sent at {self.sent_s:.1f} s, {self.num_tokens} tokens by {self.num_decode_calls} decode workers, "

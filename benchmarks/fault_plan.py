@@ -30,14 +30,14 @@ class Fault:
     pause_s: float
 
     def choose(self, workers: Sequence[str]) -> str:
-        """One of them."""
+        """Chooses the worker that is hit."""
         return workers[int(self.draw * len(workers))]
 
 
 def plan(seed: int, duration_s: float, every_s: float, kinds: Sequence[FaultKind], max_pause_s: float) -> list[Fault]:
-    """A fault every `every_s` seconds, the first after as long, none in the last `every_s`. Kinds come in turns.
+    """Plans a fault every `every_s` seconds, the first after as long, none in the last `every_s`. Kinds come in turns.
 
-    In turns, so that also a short run meets every kind; the seed decides who is hit and for how long.
+    In turns, so that also a short run meets every kind; the seed decides which worker is hit and for how long.
     """
     draw = random.Random(seed)
     num_faults = max(0, round(duration_s / every_s) - 1)

@@ -1,11 +1,11 @@
-"""Ten times as many requests as a service can answer: how fast it turns away, and what the others get.
+"""A flood of ten times as many requests as a service can answer: its time to refuse, and the throughput of the rest.
 
     python benchmarks/flood.py --duration 20 --rounds 4
 
 Rounds alternate: a steady number of requests at a time, which gives the peak, and a Poisson flood of ten times that.
-How fast it turns away is seen by an observer in another process, who asks a bare server that always refuses as well.
+An observer in another process measures the time to refuse, and asks a bare server that always refuses as well.
 The model is large enough to be what bounds the service. With `--hidden-size 64 --layers 2 --output-len 256` it computes
-next to nothing: then Python that passes tokens on takes all cores, and whoever wants one of them waits.
+next to nothing: then Python that passes tokens on takes all cores, and all other work waits.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def _make_model(options: argparse.Namespace, folder: Path) -> Path:
 
 @dataclass
 class Rounds:
-    """What was seen: requests of each peak and each flood; what the observer got from the service and a bare server."""
+    """Requests of each peak and each flood; answers that the observer got from the service and from a bare server."""
 
     peaks: list[list[Record]] = field(default_factory=list)
     floods: list[list[Record]] = field(default_factory=list)

@@ -48,7 +48,7 @@ def run_tests() -> int:
 
 
 def measure_all() -> Iterable[Row]:
-    """Rows of every benchmark. Those of the engine and of copies between the tiers join this list."""
+    """Yields the rows of every benchmark. The engine's, and copies between the tiers, are to join the list."""
     from benchmarks import gpu_kernels
 
     for benchmark in [gpu_kernels.measure]:
@@ -56,7 +56,7 @@ def measure_all() -> Iterable[Row]:
 
 
 def describe(row: Row) -> str:
-    """One line under HEADINGS."""
+    """Formats a row under HEADINGS."""
     figures = f"{row.seconds * 1e6:>10.1f}{row.gb_s:>8.0f}{row.of_copy:>9.2f}"
     return f"{row.name:<8}{row.shape:<14}{figures}  {row.peer:<24}{row.over_peer:>12.2f}"
 

@@ -12,9 +12,9 @@ NUM_ROUNDS = 15
 
 @dataclass(frozen=True)
 class Row:
-    """One piece of work on one layer, beside its ceiling and its peer, all timed in the same rounds.
+    """A piece of work on one layer, beside its ceiling and its peer, all timed in the same rounds.
 
-    `num_bytes` is the least it must move. One that stays under a few microseconds is launches, not bandwidth.
+    `num_bytes` is the least it must move. A time under a few microseconds is launches, not bandwidth.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Row:
 
     @property
     def of_copy(self) -> float:
-        """Its bytes per second over those of a device-to-device copy, which reads and writes."""
+        """Bytes per second, over the rate of a device-to-device copy, which reads and writes."""
         return self.gb_s / self.copy_gb_s
 
     @property

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Record:
-    """One request as the client saw it. Times in seconds from the start of the round.
+    """A request as its client saw it. Times in seconds from the start of the round.
 
     `chunks` has when each message with tokens came and how many tokens it had; `error` is the status of a failure.
     """
@@ -73,7 +73,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class ModeSummary:
-    """What one mode did. Rates are per second of the time from the round's start to its last answer."""
+    """Figures of one mode. Rates are per second of the time from the round's start to its last answer."""
 
     num_sent: int
     num_ended: int

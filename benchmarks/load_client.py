@@ -14,7 +14,7 @@ from wire.pb import inference_pb2_grpc as pb_grpc
 
 
 class LoadClient:
-    """One connection to one service."""
+    """A connection to a service."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self._channel = grpc.aio.insecure_channel(address)

@@ -1,4 +1,4 @@
-"""What the machine was while a figure was measured: a figure without it means nothing on a shared one."""
+"""The state of the machine while a figure was measured; on a shared machine no figure means anything without it."""
 
 import os
 import time
@@ -35,7 +35,7 @@ class MachineState:
         )
 
     def describe(self) -> str:
-        """One line to stand beside results."""
+        """Formats a line to stand beside results."""
         return (
             f"load average {self.load_average:.2f}, {self.num_cpus} cores, OMP_NUM_THREADS={self.omp_num_threads}, "
             f"read {self.read_gb_s:.1f} GB/s, copy {self.copy_gb_s:.1f} GB/s"

@@ -1,9 +1,9 @@
-"""One of the crowd, in a process of its own: sends few short requests, and tells how long each took to be answered.
+"""A client of its own process, beside a flood: sends few short requests, and tells the time to each answer.
 
     python benchmarks/observer.py RATE SECONDS SEED ADDRESS...
 
-What a client that drives a flood measures is its own haste too; this one has nothing else to do. It prints, as JSON,
-the answers of each address. What is sent in the first second is not told: a process that has just started is slow.
+A client that drives a flood measures its own haste too; this one has nothing else to do. It prints, as JSON, the
+answers of each address, and leaves out the first second: a process that has just started is slow.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What the quality of a model is measured on: transformers, and Baton's engine in this process."""
+"""Backends to measure a model's quality on: transformers, and Baton's engine in this process."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.batch import Batch
 from engine.engine import Engine
+from engine.model.batch import Batch
 from kv_store.device_pool import DevicePool
 from wire.sampling import SamplingParams
 

@@ -1,4 +1,4 @@
-"""What a Redis that hangs costs under load, against a service without Redis; and how soon it is used again.
+"""The cost of a Redis that hangs under load, against a service without Redis; and the time until it is used again.
 
     python benchmarks/redis_fault.py --rate 4 --duration 100
 

@@ -33,7 +33,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass
 class Seen:
-    """What became of the flood, and what the observer saw of either server."""
+    """Outcomes of the flood, and answers that the observer got from either server."""
 
     flood: list[Record] = field(default_factory=list)
     router: list[Answer] = field(default_factory=list)

@@ -17,7 +17,7 @@ _EPOCH = datetime(2000, 1, 1)
 
 @dataclass(frozen=True)
 class TraceRow:
-    """One request: when, how long, and the names of its prompt's blocks where the trace has them."""
+    """A request: its time, its lengths, and the names of its prompt's blocks where the trace has them."""
 
     at_s: float
     input_len: int

@@ -31,7 +31,7 @@ def poisson(rate: float, duration_s: float, input_len: int, output_len: int, see
 
 
 def replay(trace: ScaledTrace, seed: int) -> list[Arrival]:
-    """A trace's arrivals and lengths. Prompts share prefixes as the trace's do, where it says so, and only those."""
+    """Reads a trace's arrivals and lengths. Prompts share the prefixes that the trace names, and no others."""
     draw = random.Random(seed)
     return [Arrival(row.at_s, _trace_tokens(row, trace.block_len, draw, seed), row.output_len) for row in trace.rows]
 

@@ -58,7 +58,7 @@ async def _measure(addresses: Mapping[str, str], options: argparse.Namespace) ->
 
 
 def _load(options: argparse.Namespace, number: int, max_context_len: int) -> tuple[str, list[Arrival]]:
-    """What a round sends, in words and in full."""
+    """Describes the requests of a round, and returns them."""
     seed = options.seed + number
     if options.trace is not None:
         rows = read_trace(options.trace)

@@ -38,7 +38,7 @@ class ServeReport:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """One object; figures that there are no values for are null."""
+        """Formats the report as one object; figures without values are null."""
         report = {
             "load": self.load,
             "limits": asdict(self.limits),

@@ -1,4 +1,4 @@
-"""One of the servers of stream_server.py, which prints its addresses, and serves until its input ends."""
+"""A server of stream_server.py in its own process, which prints its addresses, and serves until its input ends."""
 
 import subprocess
 import sys

@@ -4,6 +4,7 @@ stream_server.py workers INTERVAL_S | bare INTERVAL_S | refusing | router PREFIL
 """
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
@@ -40,7 +41,7 @@ _CONFIG = replace(CONFIG, model=replace(CONFIG.model, max_context_len=100_000))
 
 
 class BareApi(InferenceServicer):
-    """What a router's clients get, from a server that does nothing else."""
+    """The streams of a router, from a server that does nothing else."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -54,7 +55,7 @@ class BareApi(InferenceServicer):
 
 
 async def _refuse(_messages: Any, context: Any) -> None:
-    """What a refusal costs at least, where nothing is read and the error says as much as ours."""
+    """Refuses at the least cost: reads nothing, and says as much as the router's error."""
     await context.abort_with_status(rpc_status.to_status(to_status(Overloaded("no room", 1.0))))
 
 
@@ -107,6 +108,9 @@ async def _serve_alone(server: grpc.aio.Server) -> None:
 
 
 async def _serve(*addresses: str) -> None:
+    # As routers and workers do at the end of their start.
+    gc.collect()
+    gc.freeze()
     print(*addresses, flush=True)
     await asyncio.to_thread(sys.stdin.read)
 

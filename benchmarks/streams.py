@@ -1,4 +1,4 @@
-"""What a router adds to the gaps between the messages of many open streams, against a bare grpc.aio server.
+"""The router's share of the gaps between messages of many open streams, against a bare grpc.aio server.
 
     python benchmarks/streams.py --streams 500 --interval 0.2 --tokens 50 --rounds 3
 

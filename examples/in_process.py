@@ -1,13 +1,12 @@
-"""The engine inside a program of one's own: no server, no Ray.
+"""The engine inside a program: no server, no Ray.
 
 python examples/in_process.py [CHECKPOINT_OR_HUB_NAME]
 """
 
 import sys
 
+from baton import Engine, SamplingParams
 from demo_model import CHECKPOINT
-from engine.engine import Engine
-from wire.sampling import SamplingParams
 
 engine = Engine.load(sys.argv[1] if len(sys.argv) > 1 else str(CHECKPOINT))
 prompts = ["The sun rises in the", "Once upon a time"]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Proves everything: formatting, lint, strict types, import contracts, generated stubs, all tests. Arguments go to pytest.
+# Proves everything: formatting, lint, strict types, import contracts, words, generated stubs, all tests. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . deploy/environment.sh dev
@@ -26,5 +26,6 @@ step formatting ruff format --check --quiet .
 step lint ruff check --quiet .
 step types mypy
 step imports lint-imports
+step words python tests/docs/words.py
 step stubs stubs_are_current
 step tests python -m pytest "$@"

@@ -1,4 +1,4 @@
-"""Between our dataclasses and protobuf messages. The one place that knows both."""
+"""Conversion between our dataclasses and protobuf messages."""
 
 from collections.abc import Iterable, Mapping
 
@@ -31,19 +31,19 @@ _REASON_FROM_PB = {value: reason for reason, value in _REASON_TO_PB.items()}
 
 
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
-    """Settings as given; what is not set takes its default. Checks nothing."""
+    """Reads settings; a field that is not set takes its default. Checks no range."""
     given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     return SamplingParams(**given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids))
 
 
 def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
-    """Every scalar set, except `logprobs` where they are off."""
+    """Writes settings with every scalar set, except `logprobs` where they are off."""
     scalars = {name: getattr(params, name) for name in _SCALARS}
     return pb.SamplingParams(**scalars, stop=params.stop, stop_token_ids=params.stop_token_ids)
 
 
 def reason_to_pb(reason: FinishReason | None) -> pb.FinishReason:
-    """None, a choice that goes on, is UNSPECIFIED."""
+    """Converts a finish reason; None, a choice that goes on, is UNSPECIFIED."""
     return pb.FINISH_REASON_UNSPECIFIED if reason is None else _REASON_TO_PB[reason]
 
 
@@ -76,7 +76,7 @@ def error_from_pb(message: worker_pb2.Error) -> BatonError:
 
 
 def status_of(tier: str, statuses: Iterable[worker_pb2.TierStatus]) -> worker_pb2.TierStatus:
-    """The status of a tier, empty where none is told."""
+    """Finds the status of a tier; empty if there is none."""
     return next((status for status in statuses if status.tier == tier), worker_pb2.TierStatus(tier=tier))
 
 

@@ -1,9 +1,9 @@
-"""What a worker is started with, as one JSON text. Whoever starts it fills this in; nothing changes it later."""
+"""The configuration of a worker, as one JSON text. The controller fills it in; nothing changes it later."""
 
 from dataclasses import dataclass, field
 
 from wire.errors import ConfigError
-from wire.pools import Role
+from wire.pools import Role, Worker
 from wire.settings import from_json, to_json
 from worker.engine_watch import MAX_SILENCE_S
 
@@ -14,7 +14,7 @@ MIN_SILENCE_S = 3.0
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """What to load, and onto what. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere."""
+    """The model's folder and device. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere."""
 
     folder: str
     fingerprint_hex: str
@@ -47,9 +47,9 @@ class PageSettings:
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """Where the node's directory listens, which knows the arena; and the cold tier, if there is one.
+    """The socket of the node's directory, which knows the arena; and the cold tier, if there is one.
 
-    redis_timeout_s: as of `kv_store.redis_tier.RedisTier`.
+    redis_timeout_s: as of `kv_store.tiers.redis_tier.RedisTier`.
     """
 
     directory_path: str
@@ -62,7 +62,7 @@ class StoreSettings:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where the router finds the worker. Port 0 takes a free one; `token` is the cluster's."""
+    """The port of the worker, a free port for 0; `token` is the cluster's."""
 
     token: str
     host: str = "127.0.0.1"
@@ -90,11 +90,12 @@ class BatchSettings:
 
 
 @dataclass(frozen=True)
-class WorkerConfig:
-    """`num_threads`: of torch, in this process. `max_silence_s`: the longest that a step of the engine may take."""
+class WorkerTemplate:
+    """The configuration that all workers of a cluster share.
 
-    worker_id: str
-    role: str
+    num_threads: of torch, in each process. max_silence_s: the longest that a step of the engine may take.
+    """
+
     model: CheckpointSettings
     pool: PageSettings
     store: StoreSettings
@@ -104,17 +105,32 @@ class WorkerConfig:
     max_silence_s: float = MAX_SILENCE_S
 
     def __post_init__(self) -> None:
-        _require(self.worker_id, "worker_id", "must not be empty")
-        _require(self.role in {one.value for one in Role}, "role", "must be prefill or decode")
         _require(self.num_threads > 0, "num_threads", "must be positive")
         _require(self.max_silence_s >= MIN_SILENCE_S, "max_silence_s", f"must be at least {MIN_SILENCE_S}")
+
+    def config_of(self, worker: Worker) -> "WorkerConfig":
+        """Returns the configuration that one worker is started with."""
+        return WorkerConfig(**vars(self), worker_id=worker.id, role=worker.role.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(WorkerTemplate):
+    """The configuration of one worker."""
+
+    worker_id: str
+    role: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.worker_id, "worker_id", "must not be empty")
+        _require(self.role in {one.value for one in Role}, "role", "must be prefill or decode")
 
     def to_json(self) -> str:
         return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "WorkerConfig":
-        """Raises ConfigError for anything missing, unknown, of another type or out of range, and names it."""
+        """Reads a configuration. Raises ConfigError for a missing, unknown or impossible key, and names it."""
         return from_json(cls, text, "worker")
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any
 
 import grpc.aio
@@ -45,11 +45,12 @@ class ArrivalLimit:
 async def take_one(parse: Any, arriving: Arriving, context: Context) -> Any:
     """The only message of a call. Raises InvalidRequest, or DeadlineExceeded if it does not come."""
     with arriving():
-        first = await _read(context)
-        if first is grpc.aio.EOF:
-            raise errors.InvalidRequest("message", "missing")
-        if await _read(context) is not grpc.aio.EOF:
-            raise errors.InvalidRequest("message", "more than the one that this method takes")
+        async with _in_time():
+            first = await context.read()
+            if first is grpc.aio.EOF:
+                raise errors.InvalidRequest("message", "missing")
+            if await context.read() is not grpc.aio.EOF:
+                raise errors.InvalidRequest("message", "more than the one that this method takes")
         return _parse(parse, first)
 
 
@@ -65,15 +66,17 @@ async def _each(parse: Any, arriving: Arriving, context: Context) -> AsyncIterat
 
 async def _next(parse: Any, arriving: Arriving, context: Context) -> Any:
     with arriving():
-        data = await _read(context)
+        async with _in_time():
+            data = await context.read()
         return data if data is grpc.aio.EOF else _parse(parse, data)
 
 
-async def _read(context: Context) -> Any:
-    """The next message as bytes, or EOF. gRPC itself would wait for ever for one that never comes."""
+@asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    """Bounds the wait for a message; gRPC itself would wait for ever for one that never comes."""
     try:
         async with asyncio.timeout(MAX_ARRIVAL_S):
-            return await context.read()
+            yield
     except TimeoutError as error:
         raise errors.DeadlineExceeded("the message has not arrived in time") from error
 

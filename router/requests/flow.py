@@ -35,6 +35,8 @@ from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import WorkerState
 
+MAX_SHORT_PROMPT = 256
+"""Characters or tokens that are made ready in less time than a thread takes to begin."""
 MAX_NUMBERS = 1 << 32
 """That a message has room for."""
 
@@ -123,11 +125,14 @@ class Flow:
                 step = self._after(failure.error)
 
     async def _prepare(self) -> None:
-        """Tokenizes and names the blocks, beside the event loop."""
+        """Tokenizes and names the blocks, beside the event loop unless that takes longer than the way there."""
         services, order, clock = self._services, self._order, self._loop.time
-        began_s, self._prepared = await self._loop.run_in_executor(
-            services.threads, lambda: (clock(), prepare(order.valid, services.codec, order.limits, order.root))
-        )
+
+        def work() -> tuple[float, Prepared]:
+            return clock(), prepare(order.valid, services.codec, order.limits, order.root)
+
+        is_short = len(order.valid.prompt) <= MAX_SHORT_PROMPT
+        began_s, self._prepared = work() if is_short else await self._loop.run_in_executor(services.threads, work)
         self.timeline.reached("wait_tokenizer", began_s)
         self._reached("tokenize")
         if services.quarantine.holds(self.prepared.keys[-1], self._loop.time()):

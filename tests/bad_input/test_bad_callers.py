@@ -1,29 +1,35 @@
 """Whoever is not of the cluster, at the ports of workers and operator; and what even the cluster may not say there."""
 
 import math
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import grpc.aio
 import pytest
 
-from tests.bad_input.ports import CLUSTER_TOKEN, GENERATE, Metadata, Ports
+from tests.bad_input.ports import CLUSTER_TOKEN, GENERATE, MAX_CALL_S, Metadata, Ports
 from tests.bad_input.raw_http2 import raw_http2
 from tests.local_worker import TOKEN
-from tests.worker.workers import decode_request, greedy, prefill_request
-from wire.pb import worker_pb2
+from wire.convert import error_from_pb, sampling_to_pb
+from wire.errors import InvalidRequest
+from wire.pb import inference_pb2, worker_pb2
+from wire.pb.worker_pb2_grpc import WorkerStub
 from wire.rpc import TOKEN_METADATA
+from wire.sampling import SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GET_STATUS = "/baton.v1.Cluster/GetStatus"
-PREFILL, DECODE = "/baton.v1.Worker/Prefill", "/baton.v1.Worker/Decode"
+CONNECT = "/baton.v1.Worker/Connect"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 GUARDED = {
     "operator": [f"/baton.v1.Cluster/{name}" for name in ("GetStatus", "Scale", "Drain", "Shutdown", "Unknown")]
     + [REFLECT, GENERATE],
-    "p0": [f"/baton.v1.Worker/{name}" for name in ("GetInfo", "GetStatus", "Renew", "Release", "StartDrain")]
-    + [PREFILL],
-    "d0": [DECODE, PREFILL, REFLECT],
+    "p0": [CONNECT, "/baton.v1.Worker/Unknown"],
+    "d0": [CONNECT, REFLECT],
 }
 WRONG_TOKENS: dict[str, Metadata] = {
     "none": (),
@@ -66,60 +72,102 @@ async def test_a_token_of_strange_bytes_is_none(ports: Ports, token: bytes) -> N
 
 
 async def test_the_token_does_not_open_at_the_public_port_what_is_not_there(ports: Ports) -> None:
-    for method in (GET_STATUS, DECODE, PREFILL, "/grpc.channelz.v1.Channelz/GetServers", "/envoy.admin.v3/x"):
+    for method in (GET_STATUS, CONNECT, "/grpc.channelz.v1.Channelz/GetServers", "/envoy.admin.v3/x"):
         assert (await ports.refusal("public", method, b"")).code == "UNIMPLEMENTED"
     await ports.require_unharmed()
 
 
-FOR_DECODE = {
-    "nothing": b"",
-    "bytes that are no message": b"\xff\xff\xff",
-    "an id that is not UTF-8": b"\x0a\x02\xff\xfe",
-    "no request id": decode_request(request_id="").SerializeToString(),
-    "no prompt": decode_request(prompt=()).SerializeToString(),
-    "no choices": decode_request(outputs=()).SerializeToString(),
-    "seventeen choices": decode_request(outputs=((),) * 17).SerializeToString(),
-    "a choice that comes twice": decode_request(outputs=((),)).SerializeToString() + b"\x32\x00",
-    "a token of the prompt beyond the vocabulary": decode_request(prompt=(1, 301)).SerializeToString(),
-    "a token of the output beyond the vocabulary": decode_request(outputs=((301,),)).SerializeToString(),
-    "more than the context": decode_request(sampling=greedy(1 << 40)).SerializeToString(),
-    "a root of other length": decode_request().SerializeToString() + b"\x1a\x03abc",
+def begin(
+    prompt: Sequence[int] = range(1, 101), sampling: SamplingParams = GREEDY, outputs: Sequence[Sequence[int]] = ((),)
+) -> worker_pb2.Begin:
+    return worker_pb2.Begin(
+        id=worker_pb2.AttemptId(request_id="r", attempt=1),
+        namespace_root=bytes(32),
+        prompt=inference_pb2.TokenIds(ids=prompt),
+        sampling_params=sampling_to_pb(sampling),
+        choices=[
+            worker_pb2.ChoiceSoFar(index=index, output=inference_pb2.TokenIds(ids=output))
+            for index, output in enumerate(outputs)
+        ],
+        time_left_s=20.0,
+    )
+
+
+def spoilt(**fields: Any) -> worker_pb2.Begin:
+    """A Begin with these fields added, or put in the place of what was there."""
+    spoilt = begin()
+    spoilt.MergeFrom(worker_pb2.Begin(**fields))
+    return spoilt
+
+
+WRONG = {
+    "nothing": worker_pb2.Begin(),
+    "no request id": worker_pb2.Begin(prompt=begin().prompt),
+    "no prompt": begin(prompt=()),
+    "no choices": begin(outputs=()),
+    "seventeen choices": begin(outputs=((),) * 17),
+    "a choice that comes twice": spoilt(choices=[worker_pb2.ChoiceSoFar(index=0)]),
+    "a choice of too high a number": spoilt(choices=[worker_pb2.ChoiceSoFar(index=2**31)]),
+    "a token of the prompt beyond the vocabulary": begin(prompt=(1, 301)),
+    "a token of the output beyond the vocabulary": begin(outputs=((301,),)),
+    "more than the context": begin(sampling=replace(GREEDY, max_tokens=1 << 40)),
+    "a root of other length": spoilt(namespace_root=b"abc"),
 }
 
 
-@pytest.mark.parametrize("what", FOR_DECODE)
-async def test_what_would_upset_an_engine_is_refused(ports: Ports, what: str) -> None:
-    refusal = await ports.refusal("d0", DECODE, FOR_DECODE[what])
-    assert (refusal.code, refusal.reason) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
-    refusal.require_discreet()
+async def end_of(ports: Ports, worker: str, *requests: worker_pb2.ConnectRequest) -> worker_pb2.End:
+    """What a worker says at the end of the attempt that these orders begin, on a line of their own."""
+    connect = WorkerStub(ports.channels[worker]).Connect(metadata=CLUSTER_TOKEN, timeout=MAX_CALL_S)
+    for request in requests:
+        await connect.write(request)
+    async for response in connect:
+        for update in response.updates:
+            if update.HasField("end"):
+                connect.cancel()
+                end: worker_pb2.End = update.end
+                return end
+    raise AssertionError("the line ended before the attempt")
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("worker", ["p0", "d0"])
+async def test_what_would_upset_an_engine_is_refused(ports: Ports, worker: str, what: str) -> None:
+    end = await end_of(ports, worker, worker_pb2.ConnectRequest(begin=WRONG[what]))
+    error = error_from_pb(end.error)
+    assert type(error) is InvalidRequest
+    assert len(error.message) < 200
     await ports.require_unharmed()
 
 
-async def test_choices_without_number_are_refused_before_they_are_made(ports: Ports) -> None:
-    for n in (0, -1, 17, 2**31 - 1):
-        refusal = await ports.refusal("p0", PREFILL, prefill_request(sampling=greedy(4, n=n)).SerializeToString())
-        assert (refusal.code, refusal.param) == ("INVALID_ARGUMENT", "n")
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"], ids=["no message", "an id that is not UTF-8"])
+async def test_a_begin_in_pieces_that_make_no_message_is_refused(ports: Ports, data: bytes) -> None:
+    piece = worker_pb2.Piece(id=worker_pb2.AttemptId(request_id="r", attempt=1), data=data, last=True)
+    end = await end_of(ports, "d0", worker_pb2.ConnectRequest(piece=piece))
+    assert type(error_from_pb(end.error)) is InvalidRequest
+    await ports.require_unharmed()
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x04\x0a\x02\xff\xfe"], ids=["no message", "not UTF-8"])
+async def test_bytes_that_are_no_order_end_the_line_and_what_was_begun_on_it(ports: Ports, data: bytes) -> None:
+    connect = ports.channels["d0"].stream_stream(CONNECT, bytes, bytes)(metadata=CLUSTER_TOKEN, timeout=MAX_CALL_S)
+    await connect.write(worker_pb2.ConnectRequest(begin=begin()).SerializeToString())
+    await connect.write(data)
+    with suppress(grpc.aio.AioRpcError):
+        while await connect.read() is not grpc.aio.EOF:
+            pass
+    assert "DecodeError" not in (await connect.details() or "")
     await ports.require_unharmed()
 
 
 @pytest.mark.parametrize("setting", ["temperature", "top_p", "repetition_penalty"])
 async def test_a_setting_that_is_no_number_harms_but_its_request(ports: Ports, setting: str) -> None:
-    settings: dict[str, Any] = {"temperature": 1.0, setting: math.nan}
-    message = decode_request(sampling=replace(greedy(4), **settings)).SerializeToString()
-    call = ports.channels["d0"].unary_stream(DECODE, bytes, bytes)(message, metadata=CLUSTER_TOKEN, timeout=20)
-    assert [one async for one in call]
+    settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": 4, setting: math.nan}
+    await end_of(ports, "d0", worker_pb2.ConnectRequest(begin=begin(sampling=replace(GREEDY, **settings))))
     await ports.require_unharmed()
 
 
-async def test_a_worker_serves_its_role_only(ports: Ports) -> None:
-    assert (await ports.refusal("d0", PREFILL, prefill_request().SerializeToString())).code == "UNIMPLEMENTED"
-    assert (await ports.refusal("p0", DECODE, decode_request().SerializeToString())).code == "UNIMPLEMENTED"
-    await ports.require_unharmed()
-
-
-async def test_holds_of_nobody_are_released_in_vain(ports: Ports) -> None:
-    message = worker_pb2.ReleaseRequest(request_ids=["nobody's", "", "x" * 10_000]).SerializeToString()
-    for method in ("Renew", "Release"):
-        call = ports.channels["d0"].unary_unary(f"/baton.v1.Worker/{method}", bytes, bytes)
-        assert await call(message, metadata=CLUSTER_TOKEN, timeout=20) == b""
+async def test_releasing_holds_that_are_not_there_does_nothing(ports: Ports) -> None:
+    attempts = [worker_pb2.AttemptId(request_id=name) for name in ("nobody's", "", "x" * 10_000)]
+    orders = worker_pb2.ConnectRequest(renewals=attempts, releases=attempts, aborts=attempts, begin=begin())
+    assert not (await end_of(ports, "d0", orders)).HasField("error")
     await ports.require_unharmed()

@@ -19,7 +19,7 @@ def questions(model: str) -> list[Question]:
     return make_questions(model, number=8, prompt_len=20, max_tokens=60, seed=3)
 
 
-def test_answers_are_those_of_the_engine(model: str, questions: list[Question]) -> None:
+def test_answers_equal_the_engines(model: str, questions: list[Question]) -> None:
     engine = Engine.load(model)
     for question in questions:
         [completion] = engine.generate([question.prompt], question.sampling)

@@ -15,7 +15,7 @@ class TestPoisson:
         assert poisson(5, 10, 20, 8, seed=1) == poisson(5, 10, 20, 8, seed=1)
         assert poisson(5, 10, 20, 8, seed=1) != poisson(5, 10, 20, 8, seed=2)
 
-    def test_rate_and_spread_are_those_of_a_poisson_process(self) -> None:
+    def test_rate_and_spread_fit_a_poisson_process(self) -> None:
         times = [arrival.at_s for arrival in poisson(10, 400, 1, 1, seed=3)]
         gaps = [after - before for before, after in pairwise(times)]
         mean = sum(gaps) / len(gaps)

@@ -10,7 +10,7 @@ NUM_TOKENS = 64
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 700])
-def test_tokens_are_those_of_transformers_and_decode_computes_no_prompt(
+def test_tokens_equal_transformers_and_decode_computes_no_prompt(
     cluster: ServedCluster, checkpoint: Path, length: int
 ) -> None:
     expected = choose_prompt(checkpoint, length, NUM_TOKENS)

@@ -43,7 +43,7 @@ def test_no_sentence_is_in_both_splits() -> None:
     assert {split_of_sentence(sentence) for sentence in held_out} == {Split.HELD_OUT}
 
 
-def test_sentences_name_nobody() -> None:
+def test_sentences_hold_no_names() -> None:
     rng = random.Random(3)
     spoken = {word for _ in range(2000) for word in make_sentence(rng, Split.TRAIN).rstrip(".").split()}
     assert not spoken & set(words.NAMES)

@@ -1,5 +1,6 @@
-"""The examples run as they stand."""
+"""The examples, and the programs of README.md, run as they stand."""
 
+import re
 import runpy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,19 +39,39 @@ class Parrot(pb_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, context: Any
     ) -> Iterator[pb.GenerateResponse]:
         words = request.text.split()
-        for word in words[: request.sampling_params.max_tokens]:
+        for word in words[: request.sampling_params.max_tokens or None]:
             yield pb.GenerateResponse(chunk=pb.Chunk(text=f"{word}!"))
         usage = pb.Usage(prompt_tokens=len(words), completion_tokens=2)
-        yield pb.GenerateResponse(complete=pb.Complete(usage=usage, timeline=pb.Timeline(total_ms=7.2)))
+        timeline = pb.Timeline(total_ms=7.2)
+        yield pb.GenerateResponse(complete=pb.Complete(choices=[pb.Choice()], usage=usage, timeline=timeline))
 
 
-def test_client(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def address() -> Iterator[str]:
     server = grpc.server(ThreadPoolExecutor(1))
     pb_grpc.add_InferenceServicer_to_server(Parrot(), server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    try:
-        run("client.py", "one two three", "--address", address, "--max-tokens", "2", monkeypatch=monkeypatch)
-    finally:
-        server.stop(None).wait(10)
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait(10)
+
+
+def test_client(address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("client.py", "one two three", "--address", address, "--max-tokens", "2", monkeypatch=monkeypatch)
     assert capsys.readouterr().out == "one!two!\n3 tokens in, 2 out, 7 ms\n"
+
+
+def programs_of_readme() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
+
+
+def test_programs_of_the_readme(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    client, engine = programs_of_readme()
+    assert "127.0.0.1:50051" in client
+    exec(client.replace("127.0.0.1:50051", address))
+    assert capsys.readouterr().out.startswith("The!old!farmer!walks!to!the!Pets:!Tom!")
+    exec(engine)
+    assert "41" in capsys.readouterr().out

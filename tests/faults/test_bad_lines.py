@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_store.redis_tier import RedisTier
+from kv_store.tiers.redis_tier import RedisTier
 from router.workers import grpc_transport
 from tests.faults.answer import Reader, ask
 from tests.faults.known_model import MODEL, prompt_of
@@ -89,7 +89,7 @@ async def test_a_line_that_loses_what_workers_say(monkeypatch: pytest.MonkeyPatc
         await reader.read_tokens(20)
         cluster.line.loses_answers = True
         cluster.models["d0"].pause()
-        await until(lambda: cluster.router.membership._members[WorkerId("d0")].state is WorkerState.LOST)
+        await until(lambda: cluster.router.members[WorkerId("d0")].state is WorkerState.LOST)
         cluster.models["d0"].go_on()
         cluster.line.loses_answers = False
         await expect_answers([reader], 1000)

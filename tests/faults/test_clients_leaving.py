@@ -44,15 +44,15 @@ async def test_while_waiting_for_a_turn() -> None:
         others = [cluster.open(ask((0, *PROMPT), 8))]
         await until(lambda: cluster.models["d0"].num_steps)  # from here on it fetches nothing
         others += [cluster.open(ask((number, *PROMPT), 8)) for number in (1, 2)]
-        queue = cluster.router.holds.budget._waiting
+        budget = cluster.router.holds.budget
         num_computed = 2 * (len(PROMPT) + 1)
         prefill = cluster.workers["p0"].engine
-        await until(lambda: len(queue) == 1 and prefill.stats().computed_prompt_tokens == num_computed)
+        await until(lambda: budget.num_waiting == 1 and prefill.stats().computed_prompt_tokens == num_computed)
         waiting = asyncio.create_task(ends_with(cluster, Cancelled))
-        await until(lambda: len(queue) == 2)
+        await until(lambda: budget.num_waiting == 2)
         await leave(cluster)
         await waiting
-        assert len(queue) == 1
+        assert budget.num_waiting == 1
         cluster.models["d0"].go_on()
         for number, reader in enumerate(others):
             [choice] = await reader.read_all()
@@ -66,9 +66,9 @@ async def test_while_queued_at_the_prefill_worker() -> None:
     async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
         cluster.models["p0"].pause()
         other = cluster.open(ask((1, *PROMPT), 8))
-        await until(lambda: cluster.workers["p0"].service._calls)
+        await until(lambda: cluster.workers["p0"].service.num_calls)
         waiting = asyncio.create_task(ends_with(cluster, Cancelled))
-        await until(lambda: len(cluster.workers["p0"].service._calls) == 2)
+        await until(lambda: cluster.workers["p0"].service.num_calls == 2)
         await leave(cluster)
         await waiting
         cluster.models["p0"].go_on()
@@ -171,7 +171,7 @@ async def test_the_deadline_ends_the_work_on_both_sides(where: str) -> None:
         assert cluster.models[where].num_steps <= 2
 
 
-async def test_nothing_of_one_that_left_disturbs_those_that_stay() -> None:
+async def test_a_request_that_left_disturbs_no_other() -> None:
     async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
         others = [asyncio.create_task(cluster.answer(ask((number, *PROMPT), 60))) for number in range(3)]
         for num_tokens in (0, 1, 2, 17, 33):

@@ -48,7 +48,7 @@ async def test_a_worker_whose_process_does_not_end_is_not_chosen_again() -> None
         await until(lambda: WorkerId("d0") in cluster.port.lost)
         model.go_on()
         await until(lambda: not cluster.workers["d0"].engine.has_requests)
-        assert cluster.router.membership._members[WorkerId("d0")].state is WorkerState.LOST
+        assert cluster.router.members[WorkerId("d0")].state is WorkerState.LOST
         cluster.crash("d0")
         await at_rest(cluster)
 
@@ -83,7 +83,7 @@ def much_to_do(cluster: FaultyCluster, name: str) -> Iterator[None]:
 async def look_on(cluster: FaultyCluster, name: str, duration_s: float) -> None:
     """A worker looks after its engine, then as often again as it does in so much time, and tells the router."""
     for _ in range(1 + round(duration_s / LOOK_EVERY_S)):
-        cluster.workers[name].service._watch.look()
+        cluster.workers[name].service.watch.look()
     await cluster.router.watch.read()
 
 

@@ -43,7 +43,7 @@ async def test_both_pools_die_and_are_replaced_in_time(num_tokens: int) -> None:
         await at_rest(cluster)
 
 
-async def test_nobody_replaces_them() -> None:
+async def test_without_replacements_requests_are_told_so() -> None:
     bounds = StreamBounds(max_worker_wait_s=0.2)
     async with faulty_cluster(MODEL, 1, 1, Sizes(streams=bounds)) as cluster:
         reader = cluster.open(ask(prompt_of(0), 3000))

@@ -39,7 +39,7 @@ def arrivals(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     add = engine.add
 
     def note(request: EngineRequest) -> None:
-        order.append(int(request.request_id))
+        order.append(int(request.request_id.partition("/")[0]))
         add(request)
 
     monkeypatch.setattr(engine, "add", note)
@@ -73,7 +73,7 @@ async def test_an_arena_that_holds_next_to_nothing(num_slots: int) -> None:
         await at_rest(cluster)
 
 
-async def test_an_arena_full_of_holds_that_nobody_releases() -> None:
+async def test_an_arena_full_of_holds_that_are_never_released() -> None:
     """Their requests are over, but word of it was lost; publishing goes on without room, and prefill with it."""
     async with faulty_cluster(MODEL, 1, 1, Sizes(num_blocks=24, num_slots=8)) as cluster:
         cluster.hold_all_slots()

@@ -3,10 +3,11 @@
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 
+from kv_store.node_store import NodeStore
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.known_model import LAYOUT, MODEL
@@ -136,7 +137,7 @@ async def test_a_lease_runs_out_while_it_is_read_under(where: str, is_given_away
         await at_rest(cluster)
 
 
-async def test_a_slow_cold_tier_holds_nobody_up_who_runs() -> None:
+async def test_a_slow_cold_tier_delays_no_running_request() -> None:
     """One request waits for a block; those in the batch go on to their end."""
     async with faulty_cluster(MODEL, 0, 1, SIZES) as cluster:
         await serve(cluster)
@@ -146,13 +147,13 @@ async def test_a_slow_cold_tier_holds_nobody_up_who_runs() -> None:
         model, worker = cluster.models["d1"], cluster.workers["d1"]
         model.pause()
         mates = [asyncio.create_task(serve(cluster, (number, *PROMPT))) for number in range(4)]
-        await until(lambda: len(worker.service._calls) == 4)
+        await until(lambda: worker.service.num_calls == 4)
         model.on_step = lambda _: model.pause() if worker.engine.stats().num_running == 4 else None
         model.go_on()
         await until(lambda: worker.engine.stats().num_running == 4)
         cluster.colds["d1"].pause()
         waiting = asyncio.create_task(serve(cluster))
-        await until(lambda: len(worker.service._calls) == 5)
+        await until(lambda: worker.service.num_calls == 5)
         model.on_step = lambda _: None
         model.go_on()
         await asyncio.gather(*mates)
@@ -172,13 +173,12 @@ async def test_a_cold_tier_that_is_too_slow_is_given_up_for_this_prompt(monkeypa
     async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
         await serve(cluster)
         cluster.move_to_cold()
+        monkeypatch.setattr("worker.assembly.NodeStore", partial(NodeStore, clock=lambda: now))
         await fresh_workers(cluster)
-        monkeypatch.setattr("kv_store.node_store.time", SimpleNamespace(monotonic=lambda: now))
         cluster.colds["p1"].on_get = be_slow
         assert tiers_from_pb((await serve(cluster)).usage.cached_tokens).get("redis", 0) == 16 * 2, (
             "after 0.6 seconds it is computed"
         )
-        monkeypatch.undo()
         await at_rest(cluster)
 
 

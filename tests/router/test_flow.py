@@ -14,6 +14,7 @@ from router.config import RouterConfig
 from router.requests import validator
 from router.requests.answer import Answer
 from router.requests.dispatch import OpenRequest
+from router.requests.flow import MAX_SHORT_PROMPT
 from router.requests.replay import MAX_ATTEMPTS, MIN_PROGRESS
 from router.requests.validator import Prepared
 from tests.router.fake_cluster import CONFIG, FakeCluster, request, running, until
@@ -576,7 +577,7 @@ async def tokenizing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         return prepare(*arguments)
 
     monkeypatch.setattr("router.requests.flow.prepare", wait)
-    client = stage.open()
+    client = stage.open(text="x" * (MAX_SHORT_PROMPT + 1))
     await until(has_begun.is_set)
     yield client
     may_end.set()

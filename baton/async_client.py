@@ -1,0 +1,79 @@
+"""The client for asyncio."""
+
+from collections.abc import AsyncIterator
+from typing import Any, Self, Unpack
+
+import grpc.aio
+
+from baton.request import TIMEOUT_S, Options, Prompt, make_request, typed_errors
+from baton.results import Chunk, Completion, Draft, Model, read_models
+from wire.pb import inference_pb2 as pb
+from wire.pb.inference_pb2_grpc import InferenceStub
+from wire.rpc import CHANNEL_OPTIONS
+
+
+class AsyncStream:
+    """An answer under way. Leaving the `async with` block early, or cancelling the reading task, ends the request."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._draft = Draft()
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer, once all chunks are read; WireError before."""
+        return self._draft.require_completion()
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        with typed_errors():
+            async for response in self._call:
+                for chunk in self._draft.accept(response):
+                    yield chunk
+        self._draft.require_completion()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._call.cancel()
+
+
+class AsyncClient:
+    """A connection to a cluster's public port, HOST:PORT, of one event loop. `timeout_s` bounds each call."""
+
+    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = InferenceStub(self._channel)
+        self._timeout_s = timeout_s
+
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """Returns the whole answer to a prompt. Raises BatonError."""
+        async with self.stream(prompt, **options) as stream:
+            async for _ in stream:
+                pass
+            return stream.completion
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
+        """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""
+        timeout_s = options.get("timeout_s", self._timeout_s)
+        return AsyncStream(self._stub.Generate(make_request(prompt, options), timeout=timeout_s))
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
+        with typed_errors():
+            await self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s)
+
+    async def list_models(self) -> tuple[Model, ...]:
+        """Lists the models that the cluster serves."""
+        with typed_errors():
+            return read_models(await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
+
+    async def close(self) -> None:
+        """Closes the connection, which ends the calls on it."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

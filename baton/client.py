@@ -1,0 +1,78 @@
+"""The client for threads: calls block, up to their timeout."""
+
+from collections.abc import Iterator
+from typing import Any, Self, Unpack
+
+import grpc
+
+from baton.request import TIMEOUT_S, Options, Prompt, make_request, typed_errors
+from baton.results import Chunk, Completion, Draft, Model, read_models
+from wire.pb import inference_pb2 as pb
+from wire.pb.inference_pb2_grpc import InferenceStub
+from wire.rpc import CHANNEL_OPTIONS
+
+
+class Stream:
+    """An answer under way. Iterating blocks for each chunk; leaving the `with` block early ends the request."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._draft = Draft()
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer, once all chunks are read; WireError before."""
+        return self._draft.require_completion()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        with typed_errors():
+            for response in self._call:
+                yield from self._draft.accept(response)
+        self._draft.require_completion()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._call.cancel()
+
+
+class Client:
+    """A connection to a cluster's public port, HOST:PORT. Threads may share it. `timeout_s` bounds each call."""
+
+    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = InferenceStub(self._channel)
+        self._timeout_s = timeout_s
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """Returns the whole answer to a prompt. Raises BatonError."""
+        with self.stream(prompt, **options) as stream:
+            for _ in stream:
+                pass
+            return stream.completion
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
+        """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""
+        timeout_s = options.get("timeout_s", self._timeout_s)
+        return Stream(self._stub.Generate(make_request(prompt, options), timeout=timeout_s))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
+        with typed_errors():
+            self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s)
+
+    def list_models(self) -> tuple[Model, ...]:
+        """Lists the models that the cluster serves."""
+        with typed_errors():
+            return read_models(self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
+
+    def close(self) -> None:
+        """Closes the connection, which ends the calls on it."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,150 @@
+"""Results of calls, as frozen values without protobuf."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from wire.convert import reason_from_pb, tiers_from_pb
+from wire.errors import WireError
+from wire.pb import inference_pb2 as pb
+from wire.sampling import FinishReason, Logprobs
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A choice's gain since its last chunk. `logprobs` has an entry for each token id, or none."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An answer of a request's n. `matched_stop` is the stop string or the stop token's id that ended it."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...]
+    finish_reason: FinishReason | None
+    matched_stop: str | int | None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a request. `cached_tokens` counts prompt tokens by the tier that had their KV; no tier has 0."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A step of a request, in milliseconds since its arrival at the router. docs/timeline.md lists the names."""
+
+    name: str
+    worker: str
+    start_ms: float
+    duration_ms: float
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans in order of their start. A role that had no part in the request has no worker."""
+
+    prefill_worker: str | None
+    decode_worker: str | None
+    spans: tuple[Span, ...]
+    total_ms: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer. `choices` has one entry for each of the n, in order; `seed` repeats the answer."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    usage: Usage
+    seed: int
+    timeline: Timeline
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that the cluster serves. `max_context_len` counts prompt and output tokens."""
+
+    name: str
+    max_context_len: int
+    dtype: str
+    fingerprint: str
+
+
+class Draft:
+    """A completion in the making; grows with each response."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, list[Chunk]] = {}
+        self._completion: Completion | None = None
+
+    def require_completion(self) -> Completion:
+        """Raises WireError before the last response has come."""
+        if self._completion is None:
+            raise WireError("the stream ended, or was left, before the answer was complete")
+        return self._completion
+
+    def accept(self, response: pb.GenerateResponse) -> tuple[Chunk, ...]:
+        """Adds a response; returns its chunk, and none for the last response."""
+        if response.WhichOneof("event") == "complete":
+            self._completion = self._complete(response.request_id, response.complete)
+            return ()
+        chunk = _read_chunk(response.request_id, response.chunk)
+        self._chunks.setdefault(chunk.index, []).append(chunk)
+        return (chunk,)
+
+    def _complete(self, request_id: str, complete: pb.Complete) -> Completion:
+        choices = tuple(self._choice(choice) for choice in complete.choices)
+        return Completion(request_id, choices, _read_usage(complete.usage), complete.seed, _read_timeline(complete))
+
+    def _choice(self, choice: pb.Choice) -> Choice:
+        chunks = self._chunks.get(choice.index, [])
+        stop = choice.WhichOneof("matched_stop")
+        return Choice(
+            index=choice.index,
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+            logprobs=tuple(one for chunk in chunks for one in chunk.logprobs),
+            finish_reason=reason_from_pb(choice.finish_reason),
+            matched_stop=None if stop is None else getattr(choice, stop),
+        )
+
+
+def read_models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
+    return tuple(Model(one.name, one.max_context_len, one.dtype, one.fingerprint) for one in response.models)
+
+
+def _read_chunk(request_id: str, chunk: pb.Chunk) -> Chunk:
+    logprobs = tuple(
+        Logprobs(token.logprob, tuple((other.token_id, other.logprob) for other in token.top))
+        for token in chunk.logprobs
+    )
+    return Chunk(request_id, chunk.index, chunk.text, tuple(chunk.token_ids), logprobs)
+
+
+def _read_usage(usage: pb.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.completion_tokens, tiers_from_pb(usage.cached_tokens))
+
+
+def _read_timeline(complete: pb.Complete) -> Timeline:
+    timeline = complete.timeline
+    spans = tuple(
+        Span(span.name, span.worker, span.start_ms, span.duration_ms, dict(span.counts)) for span in timeline.spans
+    )
+    return Timeline(timeline.prefill_worker or None, timeline.decode_worker or None, spans, timeline.total_ms)

@@ -1,0 +1,229 @@
+"""Both clients over real gRPC, before a server that answers by a script."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from baton import AsyncClient, BatonError, Client
+from tests.baton.scripted_service import WAIT_S, ScriptedService, served
+from tests.baton.threaded import ThreadedAsyncClient
+from wire.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    RequestNotFound,
+    Unavailable,
+    WireError,
+)
+from wire.pb import inference_pb2 as pb
+from wire.sampling import FinishReason, Logprobs
+
+Connect = Callable[[ScriptedService], Any]
+
+
+CLIENTS: list[Callable[..., Any]] = [Client, ThreadedAsyncClient]
+
+
+@pytest.fixture(params=CLIENTS, ids=["client", "async client"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    """Serves a script; returns a client of it."""
+    with ExitStack() as stack:
+
+        def open_client(service: ScriptedService) -> Any:
+            client = request.param(stack.enter_context(served(service)), timeout_s=WAIT_S)
+            stack.callback(client.close)
+            return client
+
+        yield open_client
+
+
+def chunk(text: str, index: int = 0, **fields: Any) -> pb.GenerateResponse:
+    return pb.GenerateResponse(request_id="r1", chunk=pb.Chunk(index=index, text=text, **fields))
+
+
+def complete(*choices: pb.Choice) -> pb.GenerateResponse:
+    timeline = pb.Timeline(
+        decode_worker="decode-0",
+        spans=[
+            pb.Span(name="decode.fetch", worker="decode-0", start_ms=1.5, duration_ms=2.5, counts={"tokens_host": 4})
+        ],
+        total_ms=7.5,
+    )
+    usage = pb.Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=[pb.TierTokens(tier="host", tokens=4)])
+    event = pb.Complete(choices=choices or [pb.Choice()], usage=usage, seed=11, timeline=timeline)
+    return pb.GenerateResponse(request_id="r1", complete=event)
+
+
+def test_sends_settings_that_are_given_and_no_others(connect: Connect) -> None:
+    service = ScriptedService([complete()])
+    connect(service).generate("hello", temperature=0, max_tokens=3, stop=["."], request_id="r1", model="small")
+    sampling = pb.SamplingParams(temperature=0, max_tokens=3, stop=["."])
+    assert service.requests == [
+        pb.GenerateRequest(request_id="r1", model="small", text="hello", sampling_params=sampling)
+    ]
+
+
+def test_sends_token_ids(connect: Connect) -> None:
+    service = ScriptedService([complete()])
+    connect(service).generate([1, 2, 3])
+    assert service.requests == [
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3]), sampling_params=pb.SamplingParams())
+    ]
+
+
+def test_gathers_the_whole_answer(connect: Connect) -> None:
+    service = ScriptedService(
+        [
+            chunk("a", token_ids=[1], logprobs=[pb.TokenLogprobs(token_id=1, logprob=-0.5)]),
+            chunk("x", index=1, token_ids=[7]),
+            chunk(
+                "b",
+                token_ids=[2],
+                logprobs=[
+                    pb.TokenLogprobs(token_id=2, logprob=-0.25, top=[pb.TopLogprob(token_id=9, logprob=-1.5)]),
+                ],
+            ),
+            complete(
+                pb.Choice(index=0, finish_reason=pb.FINISH_REASON_LENGTH),
+                pb.Choice(index=1, finish_reason=pb.FINISH_REASON_STOP, stop_string="."),
+            ),
+        ]
+    )
+    answer = connect(service).generate("hello", n=2)
+    first, second = answer.choices
+    assert (answer.request_id, answer.text, answer.seed) == ("r1", "ab", 11)
+    assert (first.text, first.token_ids, first.finish_reason) == ("ab", (1, 2), FinishReason.LENGTH)
+    assert first.logprobs == (Logprobs(-0.5, ()), Logprobs(-0.25, ((9, -1.5),)))
+    assert (second.index, second.text, second.matched_stop) == (1, "x", ".")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 3)
+    assert dict(answer.usage.cached_tokens) == {"host": 4}
+    assert (answer.timeline.prefill_worker, answer.timeline.decode_worker) == (None, "decode-0")
+    assert (answer.timeline.total_ms, dict(answer.timeline.spans[0].counts)) == (7.5, {"tokens_host": 4})
+
+
+def test_streams_each_chunk_as_it_comes(connect: Connect) -> None:
+    may_go = threading.Event()
+    with connect(ScriptedService([chunk("a"), may_go, chunk("b"), complete()])).stream("hello") as stream:
+        texts = [next(iter(stream)).text]
+        may_go.set()
+        texts += [one.text for one in stream]
+    assert texts == ["a", "b"]
+    assert stream.completion.text == "ab"
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("n", "too many"), ModelNotFound("none"), BatonError("a bug")])
+def test_raises_the_error_of_the_server(connect: Connect, error: BatonError) -> None:
+    with pytest.raises(type(error)) as raised:
+        connect(ScriptedService([error])).generate("hello")
+    assert (type(raised.value), raised.value.message, raised.value.ids) == (type(error), error.message, error.ids)
+
+
+def test_raises_an_error_amid_the_stream(connect: Connect) -> None:
+    with connect(ScriptedService([chunk("a"), Overloaded("full")])).stream("hello") as stream:
+        assert next(iter(stream)).text == "a"
+        with pytest.raises(Overloaded):
+            list(stream)
+        with pytest.raises(WireError):
+            _ = stream.completion
+
+
+def test_a_stream_without_its_last_message_is_an_error(connect: Connect) -> None:
+    with pytest.raises(WireError):
+        connect(ScriptedService([chunk("a")])).generate("hello")
+
+
+def test_a_call_ends_at_its_timeout(connect: Connect) -> None:
+    may_go = threading.Event()
+    with pytest.raises(DeadlineExceeded):
+        connect(ScriptedService([may_go])).generate("hello", timeout_s=0.1)
+    may_go.set()
+
+
+def test_without_a_server_calls_are_unavailable(connect: Connect) -> None:
+    client = connect(ScriptedService())
+    other = type(client)("127.0.0.1:1", timeout_s=WAIT_S)
+    with pytest.raises(Unavailable):
+        other.generate("hello")
+    with pytest.raises(Unavailable):
+        other.list_models()
+    other.close()
+
+
+def test_leaving_a_stream_early_cancels_the_request(connect: Connect) -> None:
+    may_go = threading.Event()
+    service = ScriptedService([chunk("a"), may_go])
+    with connect(service).stream("hello") as stream:
+        assert next(iter(stream)).text == "a"
+    assert service.is_over.wait(WAIT_S)
+    may_go.set()
+
+
+async def test_a_cancelled_task_cancels_its_request() -> None:
+    may_go = threading.Event()
+    service = ScriptedService([chunk("a"), may_go])
+    with served(service) as address:
+        async with AsyncClient(address) as client:
+            reading = asyncio.Event()
+
+            async def read() -> None:
+                async for _ in client.stream("hello"):
+                    reading.set()
+
+            task = asyncio.create_task(read())
+            async with asyncio.timeout(WAIT_S):
+                await reading.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await asyncio.to_thread(service.is_over.wait, WAIT_S)
+        may_go.set()
+
+
+def test_a_client_closes_its_connection() -> None:
+    with served(ScriptedService()) as address:
+        with Client(address) as client:
+            client.list_models()
+        with pytest.raises(ValueError, match="closed"):
+            client.list_models()
+
+
+def test_aborts_by_request_id(connect: Connect) -> None:
+    service = ScriptedService()
+    connect(service).abort("r1")
+    assert service.aborted == ["r1"]
+
+
+def test_aborting_a_request_that_does_not_run_is_an_error(connect: Connect) -> None:
+    with pytest.raises(RequestNotFound):
+        connect(ScriptedService([RequestNotFound("none")])).abort("r1")
+
+
+def test_lists_models(connect: Connect) -> None:
+    (model,) = connect(ScriptedService()).list_models()
+    assert (model.name, model.max_context_len, model.dtype, model.fingerprint) == ("small", 2048, "float32", "ab12")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "param"),
+    [
+        ([-1], {}, "prompt"),
+        ([1.5], {}, "prompt"),
+        ("\ud800", {}, "prompt"),
+        ("hello", {"top_k": 1 << 40}, "sampling"),
+        ("hello", {"temperature": "warm"}, "sampling"),
+        ("hello", {"heat": 1.0}, "sampling"),
+    ],
+)
+def test_a_value_that_no_message_can_hold_is_refused_before_sending(
+    connect: Connect, prompt: Any, sampling: Any, param: str
+) -> None:
+    service = ScriptedService([complete()])
+    with pytest.raises(InvalidRequest) as raised:
+        connect(service).generate(prompt, **sampling)
+    assert raised.value.ids == {"param": param}
+    assert service.requests == []

@@ -1,0 +1,113 @@
+"""The lint of words: docstrings, pages and names of tests name the thing (CONTRIBUTING.md says how).
+
+python tests/docs/words.py
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (
+    "baton",
+    "benchmarks",
+    "decode_worker",
+    "demo_model",
+    "deploy",
+    "engine",
+    "examples",
+    "kernels",
+    "kv_store",
+    "prefill_worker",
+    "router",
+    "text",
+    "wire",
+    "worker",
+)
+NOT_REWORDED = (
+    "decode_worker",
+    "demo_model",
+    "deploy",
+    "prefill_worker",
+    "router",
+    "wire",
+    "worker",
+    "docs/architecture.md",
+    "tests/decode_worker",
+    "tests/deploy",
+    "tests/router",
+    "tests/wire",
+    "tests/worker",
+)
+"""Packages, pages and folders of tests that the lint passes by until their words are changed."""
+MAX_CLAUSE_WORDS = 25
+_NO_NOUN = re.compile(r"\b(who|whom|whoever|whomever|those|(?:no|any|some|every)(?:body|one)|no one)\b", re.IGNORECASE)
+_NO_SUBJECT = re.compile(r"(what|whatever|who|whoever|whose|one|those|that which|nobody)\b", re.IGNORECASE)
+_CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n\s*\n")
+_CLAUSE_END = re.compile(r"[;:()]")
+
+
+def check_docstring(text: str) -> Iterator[str]:
+    """Yields the faults of a docstring, or of the string below a constant."""
+    yield from check_prose(text)
+    first = _SENTENCE_END.split(_CODE.sub("code", text).strip(), maxsplit=1)[0]
+    if _NO_SUBJECT.match(first):
+        yield f"begins with {first.split()[0]!r} in place of a noun or a verb"
+    for clause in _CLAUSE_END.split(first):
+        if len(clause.split()) > MAX_CLAUSE_WORDS:
+            yield f"a first clause of {len(clause.split())} words: {clause.strip()[:40]}..."
+
+
+def check_page(text: str) -> Iterator[str]:
+    yield from check_prose(text)
+    for heading in re.findall(r"^#+ (.+)$", _CODE.sub("code", text), re.MULTILINE):
+        if _NO_SUBJECT.match(heading):
+            yield f"the heading {heading!r} begins with {heading.split()[0]!r}"
+
+
+def check_test_name(name: str) -> Iterator[str]:
+    yield from (f"{problem} in {name}" for problem in check_prose(name.replace("_", " ")))
+
+
+def check_prose(text: str) -> Iterator[str]:
+    for word in _NO_NOUN.findall(_CODE.sub("code", text)):
+        yield f"{word!r} where the thing has a name"
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each string that stands as a statement."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def find_problems() -> Iterator[str]:
+    for path in _files():
+        name = str(path.relative_to(ROOT))
+        if any(name == one or name.startswith(f"{one}/") for one in NOT_REWORDED):
+            continue
+        text = path.read_text()
+        if path.suffix == ".md":
+            yield from (f"{name}: {problem}" for problem in check_page(text))
+        elif name.startswith("tests/"):
+            yield from (
+                f"{name}: {one}" for test in re.findall(r"def (test_\w+)", text) for one in check_test_name(test)
+            )
+        else:
+            yield from (f"{name}:{line}: {one}" for line, string in docstrings(text) for one in check_docstring(string))
+
+
+def _files() -> Iterator[Path]:
+    sources = chain.from_iterable((ROOT / package).rglob("*.py") for package in (*PACKAGES, "tests"))
+    pages = chain.from_iterable(
+        (ROOT / folder).glob("*.md") for folder in (".", "benchmarks", "docs", "docs/decisions")
+    )
+    return (path for path in sorted(chain(sources, pages)) if "wire/pb" not in str(path))
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(find_problems()) or 0)

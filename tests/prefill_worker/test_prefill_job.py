@@ -1,0 +1,134 @@
+from hypothesis import given
+
+from engine.events import (
+    Emitted,
+    Event,
+    Failed,
+    Fetched,
+    Finished,
+    HandedOff,
+    HeldUp,
+    Preempted,
+    Scheduled,
+    Started,
+    TierTokens,
+)
+from engine.request import ChoiceSoFar, HandOff
+from engine.schedule.batcher import Gate
+from prefill_worker.job import PrefillJob
+from tests.worker.engine_events import ID, Script, Withdrawn, assert_spans_tile, end_of, hand_offs, outputs, run
+from wire.errors import BatonError, DeadlineExceeded
+from wire.ids import NamespaceRoot
+from wire.sampling import FinishReason, SamplingParams
+from worker.stopwatch import Span
+from worker.update import ChoiceTokens, End, Update
+
+TIERS = TierTokens({"device": 16, "host": 20}, computed=4)
+
+
+def request(num_choices: int = 1) -> HandOff:
+    choices = tuple(ChoiceSoFar(index) for index in range(num_choices))
+    return HandOff(ID, NamespaceRoot(bytes(32)), tuple(range(40)), SamplingParams(), choices)
+
+
+def job(num_choices: int = 1) -> PrefillJob:
+    return PrefillJob(request(num_choices), arrived_s=0.0, block_size=16)
+
+
+def test_answers_with_the_first_token_once_the_blocks_are_held() -> None:
+    (answer,) = run(
+        job(),
+        [
+            [Scheduled(ID, 0)],
+            [Fetched(ID, 0, TIERS)],
+            [Started(ID, 0)],
+            [Emitted(ID, 0, 0, 77, None)],
+            [],
+            [HandedOff(ID, 3)],
+        ],
+    )
+    spans = (
+        Span("prefill.queue", 0.0, 1000.0),
+        Span(
+            "prefill.fetch",
+            1000.0,
+            1000.0,
+            {"tokens_device": 16, "blocks_device": 1, "tokens_host": 20, "blocks_host": 2},
+        ),
+        Span("prefill.wait_turn", 2000.0, 1000.0),
+        Span("prefill.compute", 3000.0, 1000.0, {"tokens_computed": 4}),
+        Span("prefill.publish", 4000.0, 2000.0, {"blocks": 3}),
+    )
+    assert answer == Update((ChoiceTokens(0, 0, (77,)),), prompt=TIERS, num_held=3, end=End(spans=spans))
+
+
+def test_answers_at_once_if_every_choice_ends_with_its_first_token() -> None:
+    steps: list[list[Event]] = [
+        [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0)],
+        [Emitted(ID, 0, 0, 7, None), Finished(ID, 0, FinishReason.STOP, 7)],
+        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), Started(ID, 1)],
+        [Emitted(ID, 1, 0, 8, None), Finished(ID, 1, FinishReason.LENGTH)],
+    ]
+    (answer,) = run(job(2), steps)
+    assert answer.choices == (
+        ChoiceTokens(0, 0, (7,), (), FinishReason.STOP, 7),
+        ChoiceTokens(1, 0, (8,), (), FinishReason.LENGTH),
+    )
+    assert answer.num_held == 0
+    phases = ["prefill.queue", "prefill.fetch", "prefill.wait_turn", "prefill.compute"]
+    assert [span.name for span in end_of([answer]).spans] == phases
+
+
+def test_names_the_gate_at_which_it_waited() -> None:
+    steps: list[list[Event]] = [
+        [HeldUp(ID, 0, Gate.SLOT)],
+        [],
+        [HeldUp(ID, 0, Gate.PAGES)],
+        [HeldUp(ID, 0, Gate.SLOT)],
+        [Scheduled(ID, 0), Fetched(ID, 0, TIERS)],
+        [Started(ID, 0), Emitted(ID, 0, 0, 7, None)],
+        [HandedOff(ID, 3)],
+    ]
+    end = end_of(run(job(), steps))
+    assert [(span.name, span.duration_ms) for span in end.spans] == [
+        ("prefill.queue", 1000.0),
+        ("prefill.wait_slot", 2000.0),
+        ("prefill.wait_pages", 2000.0),
+        ("prefill.fetch", 0.0),
+        ("prefill.wait_turn", 1000.0),
+        ("prefill.compute", 0.0),
+        ("prefill.publish", 1000.0),
+    ]
+
+
+def test_usage_is_what_the_leader_first_found() -> None:
+    steps: list[list[Event]] = [
+        [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0), Preempted(ID, 0)],
+        [Scheduled(ID, 0), Fetched(ID, 0, TierTokens({"device": 40})), Emitted(ID, 0, 0, 7, None)],
+        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), Emitted(ID, 1, 0, 8, None)],
+        [HandedOff(ID, 3)],
+    ]
+    (answer,) = run(job(2), steps)
+    assert answer.prompt == TIERS
+    assert dict(end_of([answer]).spans[3].counts) == {"tokens_computed": 4, "preemptions": 1}
+
+
+def test_a_withdrawn_request_tells_no_token_and_holds_nothing() -> None:
+    error = DeadlineExceeded("too late")
+    told = run(job(), [[Scheduled(ID, 0)], [Emitted(ID, 0, 0, 77, None)], [Withdrawn(error)]])
+    assert told == [Update(releases_hold=True, end=End(error))]
+
+
+def test_a_failed_request_ends_with_the_engines_error_and_holds_nothing() -> None:
+    error = BatonError("no number")
+    assert run(job(), [[Failed(ID, error)]]) == [Update(releases_hold=True, end=End(error))]
+
+
+@given(hand_offs())
+def test_whatever_the_engine_reports_there_is_one_update_and_it_is_the_end(script: Script) -> None:
+    (answer,) = run(job(script.num_choices), script.steps)
+    end = end_of([answer])
+    assert answer.releases_hold == (end.error is not None)
+    if end.error is None:
+        assert outputs([answer]) == script.outputs
+        assert_spans_tile(end, end_s=len(script.steps))

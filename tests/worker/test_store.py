@@ -1,0 +1,88 @@
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kv_store.block_store import StoreStatus
+from wire.errors import StoreError
+from wire.ids import PageId, RequestId
+from wire.keys import BlockName
+from wire.tier import Tier
+from worker import store as store_module
+from worker.store import AsyncStore
+
+ID = RequestId("r")
+
+
+class SlowStore:
+    """A BlockStore that has nothing; it answers what the tests ask once it may."""
+
+    def __init__(self) -> None:
+        self.may_answer = threading.Event()
+        self.released: list[RequestId] = []
+
+    def fence(self) -> None: ...
+
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
+        return []
+
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
+        return 0
+
+    def withdraw(self, names: Sequence[BlockName]) -> None: ...
+
+    def renew(self, request_ids: Sequence[RequestId]) -> None: ...
+
+    def release_holds(self, request_ids: Sequence[RequestId]) -> None:
+        assert self.may_answer.wait(20.0)
+        self.released += request_ids
+
+    def status(self) -> StoreStatus:
+        assert self.may_answer.wait(20.0)
+        return StoreStatus(None, None, 4096)
+
+    def check(self) -> list[str]:
+        return []
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowStore]:
+    store = SlowStore()
+    yield store
+    store.may_answer.set()
+
+
+async def test_a_store_that_does_not_answer_is_an_error_in_bounded_time(
+    slow: SlowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "TIMEOUT_S", 0.01)
+    store = AsyncStore(slow)
+    with pytest.raises(StoreError):
+        await store.status()
+    store.release_soon([ID])
+    await store.close()
+    assert slow.released == []
+
+
+async def test_closing_waits_for_releases_under_way(slow: SlowStore) -> None:
+    store = AsyncStore(slow)
+    store.release_soon([ID])
+    slow.may_answer.set()
+    await store.close()
+    assert slow.released == [ID]
+
+
+async def test_a_cancellation_that_comes_with_the_answer_is_obeyed(
+    slow: SlowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that goes on in spite of it would be waited for without end."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[StoreStatus] = loop.create_future()
+    monkeypatch.setattr(loop, "run_in_executor", lambda *_: answer)
+    asking = asyncio.create_task(AsyncStore(slow).status())
+    await asyncio.sleep(0)
+    answer.set_result(StoreStatus(None, None, 4096))
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
