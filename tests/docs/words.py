@@ -38,7 +38,6 @@ NOT_REWORDED = (
     "docs/architecture.md",
     "tests/decode_worker",
     "tests/deploy",
-    "tests/router",
     "tests/wire",
     "tests/worker",
 )

@@ -55,7 +55,7 @@ class ScriptedWorker(FakeWorker):
         ends: bool = False,
         error: BatonError | None = None,
     ) -> None:
-        """Sends an update of the latest attempt, or of the one that has this number of those at its request here.
+        """Sends an update of the latest attempt, or of the attempt with this number among its request's here.
 
         prompt: tokens by tier. error: the attempt ends with it.
         """
