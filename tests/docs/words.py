@@ -35,7 +35,6 @@ NOT_REWORDED = (
     "router",
     "wire",
     "worker",
-    "docs/architecture.md",
     "tests/decode_worker",
     "tests/deploy",
     "tests/wire",
