@@ -108,7 +108,7 @@ async def time_per_token_us(num_workers: int, num_requests: int, num_tokens: int
     opened = [router.dispatcher.open(_request(), 600.0) for _ in range(num_requests)]
     reading = [asyncio.create_task(_read(request)) for request in opened]
     lines = [line for worker in workers.values() for line in worker.lines]
-    while sum(line.num_requests for line in lines) < num_requests:
+    while sum(line.num_requests for line in lines) < num_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     began_s, workers_s, num_sent = time.process_time(), 0.0, 0
     while num_sent < num_tokens:
