@@ -47,8 +47,7 @@ class SteppingLine:
         self._changed = asyncio.Event()
 
     def take(self, request: worker_pb2.ConnectRequest) -> None:
-        if request.HasField("begin"):
-            self._positions[attempt_of(request.begin.id)] = 0
+        self._positions.update((attempt_of(begin.id), 0) for begin in request.begins)
         for attempt in map(attempt_of, request.aborts):
             self._positions.pop(attempt, None)
         for ask in request.asks:

@@ -84,16 +84,27 @@ class Outgoing:
         return request
 
     def next(self) -> worker_pb2.ConnectRequest | None:
-        """The next message to be written, if there is one."""
-        if self._short.ByteSize():
-            short, self._short = self._short, worker_pb2.ConnectRequest()
-            return short
-        if not self._pieces and self._begins:
-            _, begin = self._begins.popitem(last=False)
-            if begin.ByteSize() <= MAX_PIECE_BYTES:
-                return worker_pb2.ConnectRequest(begin=begin)
-            self._pieces.extend(_pieces_of(begin))
-        return worker_pb2.ConnectRequest(piece=self._pieces.popleft()) if self._pieces else None
+        """The next message, if there is one: all short orders, and attempts to begin or a piece of one."""
+        message, self._short = self._short, worker_pb2.ConnectRequest()
+        num_bytes = message.ByteSize()
+        if not self._pieces:
+            self._add_begins(message, num_bytes)
+        if self._pieces and not num_bytes:
+            message.piece.CopyFrom(self._pieces.popleft())
+        return message if message.ByteSize() else None
+
+    def _add_begins(self, message: worker_pb2.ConnectRequest, num_bytes: int) -> None:
+        """Adds attempts to begin as far as a message takes them; cuts the next one in pieces if no message does."""
+        while self._begins:
+            begin = next(iter(self._begins.values()))
+            num_bytes += begin.ByteSize()
+            if num_bytes > MAX_PIECE_BYTES and message.ByteSize():
+                return
+            self._begins.popitem(last=False)
+            if num_bytes > MAX_PIECE_BYTES:
+                self._pieces.extend(_pieces_of(begin))
+                return
+            message.begins.append(begin)
 
 
 class Line:
