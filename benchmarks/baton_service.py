@@ -12,9 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from deploy import process_record, redis_server
-from deploy.config import RedisSettings
-from deploy.state import ClusterState, StateFile
+from deploy.local import redis_server
+from deploy.local.state import ClusterState, StateFile
+from deploy.plan.config import RedisSettings
+from deploy.processes import process_record
 
 _UP_TIMEOUT_S = 300.0
 _CALL_TIMEOUT_S = 60.0

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.batch import Batch
 from engine.engine import Engine
+from engine.model.batch import Batch
 from kv_store.device_pool import DevicePool
 from wire.sampling import SamplingParams
 

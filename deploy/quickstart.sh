@@ -39,7 +39,7 @@ if [ "$keep" = yes ]; then
 fi
 
 # shellcheck disable=SC2207
-ports=($(python -m deploy.ports "$name"))
+ports=($(python -c "import sys; from deploy.local.state import StateFile; print(*StateFile(sys.argv[1]).read().ports)" "$name"))
 say "\$ baton down"
 baton down --name "$name"
 bash deploy/nothing_left.sh "$name" "${ports[@]}"

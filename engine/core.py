@@ -8,11 +8,10 @@ WAITING -> FETCHING -> RUNNING -> ENDED
 from collections import Counter
 from collections.abc import Iterable
 
-from engine.batch import Model
-from engine.batcher import Batcher, Gate, Plan
 from engine.events import (
     Abandoned,
     Emitted,
+    EngineStats,
     Event,
     Failed,
     Fetched,
@@ -23,15 +22,14 @@ from engine.events import (
     Scheduled,
     Started,
 )
-from engine.forward import Forward, Gain
 from engine.kv_cache import FetchedInto, KVCache
+from engine.model.batch import Model
 from engine.request import EngineRequest, HandOff
 from engine.roster import Roster
-from engine.runner import Chunk
+from engine.runner import Chunk, Gain, Runner
 from engine.sampler import Drawn
+from engine.schedule.batcher import Batcher, Gate, Plan
 from engine.sequence import Sequence, State
-from engine.stats import EngineStats
-from engine.stop import end_of
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
 from wire.errors import BatonError, InvalidRequest, RequestExists
@@ -39,7 +37,7 @@ from wire.ids import RequestId
 
 
 class EngineCore:
-    """Runs a model for many requests at once.
+    """A model that runs many requests at once.
 
     Not thread-safe: one thread calls it. `transfers` may work on others; `step` polls it.
     """
@@ -49,7 +47,7 @@ class EngineCore:
         self.pool = pool
         self._cache = KVCache(pool, transfers)
         self._batcher = batcher
-        self._forward = Forward(model, pool.kv, self._cache)
+        self._runner = Runner(model, pool.kv, self._cache)
         self._roster = Roster()
         self._num_held: dict[RequestId, int] = {}
         self._events: list[Event] = []
@@ -77,11 +75,10 @@ class EngineCore:
         self._is_stalled = False
 
     def step(self) -> list[Event]:
-        """One iteration: finish transfers, plan, run, sample, report. Cheap when there is nothing to do.
+        """Runs one iteration: finish transfers, plan, run, sample, report. Cheap without work.
 
-        What transfers bring is reported at once, by a step that does no more, so that nobody waits for a run to hear
-        of it. A request that cannot be run fails alone. A step that raises reports nothing, then or later; its requests
-        can be aborted.
+        The ends of transfers are reported at once, by a step that does no more, so that they need not wait for a run.
+        A faulty request fails alone. A step that raises reports nothing, then or later; its requests can be aborted.
         """
         self._events = []
         num_finished = self._finish_transfers()
@@ -91,7 +88,7 @@ class EngineCore:
         plan = self._plan()
         chunks = self._make_room(plan)
         if chunks:
-            self._collect(chunks, self._forward.run(chunks))
+            self._collect(chunks, self._runner.run(chunks))
         self._is_stalled = not (num_finished or chunks or self._events)
         return self._events
 
@@ -107,7 +104,7 @@ class EngineCore:
         )
 
     def check(self) -> list[str]:
-        """What is wrong with the pool's books; nothing, if all is well."""
+        """Lists the faults of the pool's books; an empty list is a clean bill."""
         problems = self.pool.ledger.check()
         counts = self.pool.ledger.counts()
         if not self.has_requests and not self._cache.num_in_flight and counts.owned + counts.published:
@@ -159,7 +156,7 @@ class EngineCore:
                 self._events.append(HeldUp(sequence.request.request_id, sequence.choice, gate))
 
     def _make_room(self, plan: Plan) -> list[Chunk]:
-        """Carries out a plan up to the run: those that decode come first, as the runner wants them."""
+        """Carries out a plan up to the run; chunks of one token come first, as the runner wants them."""
         for handle in plan.preempt:
             self._preempt(self._roster[handle])
         chunks = [Chunk(self._roster[handle], num_tokens) for handle, num_tokens in plan.run.items()]
@@ -205,7 +202,7 @@ class EngineCore:
     def _emit(self, sequence: Sequence, token_id: int, drawn: Drawn) -> None:
         request_id, position = sequence.request.request_id, len(sequence.output_ids)
         sequence.append(token_id)
-        end = end_of(sequence, self.model)
+        end = sequence.end(self.model)
         self._num["generated"] += 1
         self._events.append(Emitted(request_id, sequence.choice, position, token_id, drawn.logprobs))
         if end is not None:
@@ -216,7 +213,7 @@ class EngineCore:
         self._close_if_over(request_id)
 
     def _hand_off(self, sequence: Sequence) -> None:
-        """After its first token: the first of the siblings that goes on elsewhere publishes the prompt for all."""
+        """Hands off a sequence after its first token; the first sibling to do so publishes the prompt for all."""
         request_id = sequence.request.request_id
         if request_id in self._num_held:
             self._end(sequence)

@@ -1,4 +1,4 @@
-"""The engine as a program of one's own uses it: load a model, generate, read the text. In process, without Ray.
+"""The engine as a library: load a model, generate, read the text. In process, without Ray.
 
 >>> engine = Engine.load("path/to/a/checkpoint")
 >>> for completion in engine.generate(["Once upon a time"], SamplingParams(max_tokens=20)):
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from engine.batcher import Batcher
-from engine.continuous_batcher import ContinuousBatcher
+from engine.checkpoint.hub import find_folder
 from engine.core import EngineCore
-from engine.decoder import Decoder
 from engine.events import Emitted, Event, Failed, Finished
-from engine.hub import find_folder
+from engine.model.decoder import Decoder
 from engine.request import ChoiceSoFar, EngineRequest
+from engine.schedule.batcher import Batcher
+from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from text.incremental import IncrementalText, Piece
@@ -31,7 +31,7 @@ _ROOT = NamespaceRoot(bytes(32))
 
 @dataclass
 class ChoiceOutput:
-    """One of the n answers to a prompt."""
+    """An answer to a prompt, out of n."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -74,7 +74,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
     ) -> list[Completion]:
-        """Answers all prompts, text or token ids. Raises what `EngineCore.add` raises, or why a request failed."""
+        """Answers all prompts, text or token ids. Raises as `EngineCore.add`, or the error of a failed request."""
         runs = [_Run(self.tokenizer, prompt, sampling or SamplingParams()) for prompt in prompts]
         by_id = {run.request.request_id: run for run in runs}
         try:
@@ -93,7 +93,7 @@ class Engine:
 
 
 class _Run:
-    """One prompt on its way."""
+    """A prompt under way."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: str | Sequence[int], sampling: SamplingParams) -> None:
         prompt_ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)

@@ -1,9 +1,13 @@
-"""What an engine reports from a step. Every request ends with one Finished per choice, one HandedOff, or one Failed."""
+"""An engine's reports: the events of a step, and statistics.
+
+Every request ends with one Finished per choice, one HandedOff, or one Failed.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine.batcher import Gate
+from engine.schedule.batcher import Gate
+from wire.block_counts import BlockCounts
 from wire.errors import BatonError
 from wire.ids import RequestId
 from wire.sampling import FinishReason, Logprobs
@@ -11,7 +15,7 @@ from wire.sampling import FinishReason, Logprobs
 
 @dataclass(frozen=True)
 class TierTokens:
-    """Prompt tokens by the tier that had their KV, without tiers that had none; `computed` counts those left over."""
+    """Prompt tokens by the tier that had their KV, without empty tiers; `computed` counts the rest."""
 
     found: Mapping[str, int] = field(default_factory=dict)
     computed: int = 0
@@ -22,68 +26,64 @@ class TierTokens:
 
 
 @dataclass(frozen=True)
-class HeldUp:
-    """A choice in the queue was not admitted to this step. Told again only when it waits for something else."""
+class ChoiceEvent:
+    """An event of one choice of a request."""
 
     request_id: RequestId
     choice: int
+
+
+@dataclass(frozen=True)
+class HeldUp(ChoiceEvent):
+    """A choice of the queue was not admitted to this step. Repeated only when its gate changes."""
+
     gate: Gate
 
 
-@dataclass(frozen=True)
-class Scheduled:
+class Scheduled(ChoiceEvent):
     """A choice left the queue: it has pages, and its fetch, if any, starts."""
 
-    request_id: RequestId
-    choice: int
-
 
 @dataclass(frozen=True)
-class Fetched:
-    """A choice has from the store what it will get, and joins the running batch; `tokens` covers prompt tokens only.
+class Fetched(ChoiceEvent):
+    """A choice's fetch has ended, and it joins the running batch; `tokens` covers prompt tokens only.
 
-    Reported again, with what was found then, each time the choice comes back from preemption.
+    Reported again, with the tokens found then, each time the choice comes back from preemption.
     """
 
-    request_id: RequestId
-    choice: int
     tokens: TierTokens
 
 
-@dataclass(frozen=True)
-class Started:
-    """A choice has the first turn of its life in this step: until then others of the running batch came before it."""
-
-    request_id: RequestId
-    choice: int
+class Started(ChoiceEvent):
+    """A choice takes the first turn of its life; until then other sequences of the running batch came first."""
 
 
 @dataclass(frozen=True)
-class Emitted:
+class Emitted(ChoiceEvent):
     """A choice gained one token, its `position`-th output token counted from 0."""
 
-    request_id: RequestId
-    choice: int
     position: int
     token_id: int
     logprobs: Logprobs | None
 
 
 @dataclass(frozen=True)
-class Finished:
+class Finished(ChoiceEvent):
     """A choice ended with the token just emitted, a stop token if `stop_token_id` is set; its pages are free."""
 
-    request_id: RequestId
-    choice: int
     reason: FinishReason
     stop_token_id: int | None = None
 
 
+class Preempted(ChoiceEvent):
+    """A choice lost its pages to an older one and went back to the queue."""
+
+
 @dataclass(frozen=True)
 class HandedOff:
-    """Every unfinished choice has its first token, and all blocks of the prompt are in the store under a hold.
+    """Every unfinished choice has its first token, and the store holds the blocks of the prompt for the request.
 
-    `num_held` may be less than the prompt's blocks where the store had no room; what is missing will be recomputed.
+    `num_held` may be less than the prompt's blocks where the store had no room; the rest will be recomputed.
     """
 
     request_id: RequestId
@@ -92,20 +92,12 @@ class HandedOff:
 
 @dataclass(frozen=True)
 class Abandoned:
-    """The blocks of a request that was aborted meanwhile are in the store, under a hold that nobody will use.
+    """The store holds the blocks of a request that was aborted meanwhile: the hold is of no use.
 
-    The only thing ever said of a request after its end.
+    The only event of a request after its end.
     """
 
     request_id: RequestId
-
-
-@dataclass(frozen=True)
-class Preempted:
-    """A choice lost its pages to an older one and went back to the queue."""
-
-    request_id: RequestId
-    choice: int
 
 
 @dataclass(frozen=True)
@@ -117,3 +109,16 @@ class Failed:
 
 
 Event = HeldUp | Scheduled | Fetched | Started | Emitted | Finished | HandedOff | Abandoned | Preempted | Failed
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts since the start, and pages and sequences as they are."""
+
+    blocks: BlockCounts
+    num_running: int
+    num_waiting: int
+    computed_prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    num_preemptions: int

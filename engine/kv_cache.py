@@ -1,6 +1,6 @@
-"""The pages of an engine's sequences: who gets them, what is found in the store, what is published there.
+"""The pages of an engine's sequences: their allocation, the fetch of known blocks, the publishing of new ones.
 
-The only place of the engine that touches the pool's ledger and the transfers. All of it runs on the engine's thread.
+No other module of the engine touches the pool's ledger and the transfers. All of it runs on the engine's thread.
 """
 
 from collections import Counter
@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 
-from engine.batcher import Pages
 from engine.events import TierTokens
+from engine.schedule.batcher import Pages
 from engine.sequence import Sequence, State
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
-from kv_store.transfers import FetchDone, PublishDone, Transfers
+from kv_store.transfers import Done, Fetch, Publish, Transfer, Transfers, Withdraw
 from wire.ids import PageId
 from wire.keys import BlockName
 from wire.tier import Tier
@@ -22,7 +23,7 @@ from wire.tier import Tier
 
 @dataclass(frozen=True)
 class FetchedInto:
-    """A sequence got from pool and store what there was, and can run."""
+    """A sequence has the blocks that pool and store had for it, and can run."""
 
     sequence: Sequence
     tokens: TierTokens
@@ -30,24 +31,18 @@ class FetchedInto:
 
 @dataclass(frozen=True)
 class PublishedFor:
-    """The blocks of a sequence to hand off are in the store: so many of them."""
+    """The store holds `num_held` blocks of a sequence to hand off."""
 
     sequence: Sequence
     num_held: int
 
 
 @dataclass(frozen=True)
-class _Fetch:
-    sequence: Sequence
-    names: list[BlockName]
-    pages: list[PageId]
-    num_device: int
+class _Job:
+    """A transfer under way, and the sequence that waits for its end, if one does."""
 
-
-@dataclass(frozen=True)
-class _Publish:
-    pages: list[PageId]
-    hand_off: Sequence | None
+    transfer: Transfer
+    sequence: Sequence | None = None
 
 
 class KVCache:
@@ -58,8 +53,8 @@ class KVCache:
         self._ledger = pool.ledger
         self._transfers = transfers
         self._block_size = pool.layout.block_size
-        self._in_flight: dict[int, _Fetch | _Publish] = {}
-        self._next_ticket = 0
+        self._in_flight: dict[int, _Job] = {}
+        self._tickets = count()
 
     @property
     def pages(self) -> Pages:
@@ -70,9 +65,9 @@ class KVCache:
         return len(self._in_flight)
 
     def admit(self, sequence: Sequence) -> bool:
-        """Gives a waiting sequence the pages of its known prefix and starts the fetch of those it must fill.
+        """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
 
-        False, and nothing changed, if there are not enough. At most known - 1 tokens are covered: one is always run.
+        False, and nothing changed, if too few pages are free. Covers at most known - 1 tokens: the last is always run.
         """
         names = sequence.cover(sequence.num_known - 1)
         hits = self._ledger.index.longest([name.key for name in names if not name.is_tail])
@@ -85,8 +80,7 @@ class KVCache:
             return False
         sequence.pages = [*hits, *to_fill]
         sequence.state = State.FETCHING
-        fetch = _Fetch(sequence, names[len(hits) :], to_fill, len(hits))
-        self._transfers.start_fetch(self._begin(fetch), fetch.names, fetch.pages)
+        self._begin(_Job(Fetch(next(self._tickets), names[len(hits) :], to_fill), sequence))
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -113,60 +107,63 @@ class KVCache:
         self._publish(names, sequence.pages[: len(names)], sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
-        """Takes a sequence's pages away; what it has computed can be found again, its tail in the store."""
+        """Takes a sequence's pages away; its computed blocks can be found again, its tail in the store."""
         tail = sequence.tail(sequence.num_computed)
         if tail is not None and sequence.num_computed == sequence.num_known - 1:
             self._publish([tail], [sequence.pages[sequence.num_computed // self._block_size]], None)
         self.free(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """What a sequence has computed or found so far is not to be found again, here or in the store."""
+        """Makes the blocks of a sequence unfindable, here and in the store."""
         names = sequence.cover(sequence.num_computed)
         for page in sequence.pages:
             self._ledger.withdraw(page)
         if names:
-            self._transfers.start_withdraw(self._begin(_Publish([], None)), names)
+            self._begin(_Job(Withdraw(next(self._tickets), names)))
 
     @contextmanager
     def borrowed_page(self) -> Iterator[PageId | None]:
-        """A page that is nobody's meanwhile; None if there is none."""
+        """Lends a page without an owner; None if none is free."""
         pages = self._ledger.allocate(min(1, self._ledger.num_allocatable))
         yield pages[0] if pages else None
         self._free(pages)
 
     def free(self, sequence: Sequence) -> None:
-        """Gives a sequence's pages back; those with a transfer under way drain first."""
+        """Gives a sequence's pages back; pages with a transfer under way drain first."""
         self._free(sequence.pages)
         sequence.pages = []
         sequence.num_computed = 0
 
     def poll(self) -> list[FetchedInto | PublishedFor]:
-        """What transfers have finished since the last time."""
+        """Collects the transfers that have ended since the last call."""
         done: list[FetchedInto | PublishedFor] = []
         for result in self._transfers.poll():
             job = self._in_flight.pop(result.ticket)
-            for page in job.pages:
+            for page in job.transfer.pages:
                 self._ledger.end_transfer(page)
-            if isinstance(job, _Fetch) and isinstance(result, FetchDone):
-                if job.sequence.state is State.FETCHING:
-                    done.append(self._fetched(job, result.tiers))
-            elif isinstance(job, _Publish) and isinstance(result, PublishDone) and job.hand_off is not None:
-                done.append(PublishedFor(job.hand_off, result.num_resident))
+            if job.sequence is not None:
+                done += self._ended(job.sequence, job.transfer, result)
         return done
 
-    def _fetched(self, job: _Fetch, tiers: Seq[Tier]) -> FetchedInto:
-        sequence, num_hits = job.sequence, job.num_device + len(tiers)
+    def _ended(self, sequence: Sequence, transfer: Transfer, done: Done) -> list[FetchedInto | PublishedFor]:
+        if isinstance(transfer, Publish):
+            return [PublishedFor(sequence, done.num_resident)]
+        return [self._fetched(sequence, transfer.names, done.tiers)] if sequence.state is State.FETCHING else []
+
+    def _fetched(self, sequence: Sequence, names: Seq[BlockName], tiers: Seq[Tier]) -> FetchedInto:
+        num_device = len(sequence.pages) - len(names)
+        num_hits = num_device + len(tiers)
         self._free(sequence.pages[num_hits:])
         sequence.pages = sequence.pages[:num_hits]
         sequence.num_computed = min(num_hits * self._block_size, sequence.num_known - 1)
         sequence.state = State.RUNNING
-        for name, page in zip(job.names, sequence.pages[job.num_device :], strict=False):
+        for name, page in zip(names, sequence.pages[num_device:], strict=False):
             if not name.is_tail:
                 self._ledger.publish(page, name.key)
-        return FetchedInto(sequence, self._prompt_tokens(sequence, [Tier.DEVICE] * job.num_device + list(tiers)))
+        return FetchedInto(sequence, self._prompt_tokens(sequence, [Tier.DEVICE] * num_device + list(tiers)))
 
     def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> TierTokens:
-        """Prompt tokens by the tier of their block; the covered length ends at num_computed or the prompt's end."""
+        """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end."""
         covered = min(sequence.num_computed, sequence.num_prompt)
         found = Counter[str]()
         for index, tier in enumerate(tiers[: -(-covered // self._block_size)]):
@@ -176,16 +173,15 @@ class KVCache:
     def _publish(self, names: list[BlockName], pages: list[PageId], hand_off: Sequence | None) -> None:
         hold = None if hand_off is None else hand_off.request.request_id
         if names:
-            self._transfers.start_publish(self._begin(_Publish(pages, hand_off)), names, pages, hold)
+            self._begin(_Job(Publish(next(self._tickets), names, pages, hold), hand_off))
 
-    def _begin(self, job: _Fetch | _Publish) -> int:
-        for page in job.pages:
+    def _begin(self, job: _Job) -> None:
+        for page in job.transfer.pages:
             self._ledger.begin_transfer(page)
-        self._next_ticket += 1
-        self._in_flight[self._next_ticket] = job
-        return self._next_ticket
+        self._in_flight[job.transfer.ticket] = job
+        self._transfers.begin(job.transfer)
 
     def _free(self, pages: Seq[PageId]) -> None:
-        """Last page first, so that a prefix's end is evicted before its start."""
+        """Frees the last page first, so that a prefix's end is evicted before its start."""
         for page in reversed(pages):
             self._ledger.free(page)

@@ -1,4 +1,4 @@
-"""What an engine is asked to do."""
+"""A request to an engine."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from wire.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class ChoiceSoFar:
-    """A choice to go on with: its index among the request's n, and what was emitted for it already."""
+    """A choice to go on with: its index among the request's n, and its tokens so far."""
 
     index: int
     output_ids: tuple[int, ...] = ()
@@ -19,8 +19,8 @@ class ChoiceSoFar:
 class EngineRequest:
     """A prompt and its unfinished choices.
 
-    An engine that is to hand the request over after one more token per choice is told so by `HandOff`, a subclass: it
-    then publishes all blocks of the prompt, the partly filled last one included, and holds them for the request.
+    `HandOff`, a subclass, asks for one more token per choice only: the engine then publishes all blocks of the prompt,
+    the partly filled last one included, and holds them for the request.
     """
 
     request_id: RequestId
@@ -35,7 +35,7 @@ class EngineRequest:
         return len(self.prompt_ids) + self.sampling.max_tokens
 
     def require_runnable(self, vocab_size: int, max_context_len: int) -> None:
-        """Raises InvalidRequest for what a model of that vocabulary and context cannot run."""
+        """Raises InvalidRequest if a model of that vocabulary and context cannot run the request."""
         if not self.prompt_ids or not self.choices:
             raise InvalidRequest("prompt", "must have a token and a choice to make")
         if not all(0 <= token < vocab_size for token in self.prompt_ids):
@@ -48,4 +48,4 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class HandOff(EngineRequest):
-    """A request whose prompt is computed here and whose choices go on elsewhere after their first token."""
+    """A request for the prompt and one token per choice; another worker continues the choices."""

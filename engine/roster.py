@@ -1,10 +1,10 @@
-"""Who is here: the sequences of all requests, in order of arrival."""
+"""The sequences of all requests of an engine, in order of arrival."""
 
 from collections.abc import Iterator
 from itertools import count
 
-from engine.batcher import Candidate
 from engine.request import EngineRequest
+from engine.schedule.batcher import Candidate
 from engine.sequence import Sequence, State
 from wire.ids import RequestId
 
@@ -14,7 +14,7 @@ _WITH_PAGES = (State.FETCHING, State.RUNNING)
 class Roster:
     """Sequences by request and by handle; handles grow with arrival, so that a preempted one keeps its place.
 
-    The first of a request's sequences is its leader: it computes or fetches the prompt, and the others find it.
+    The first of a request's sequences is its leader: it computes or fetches the prompt, and its siblings find it.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Roster:
 
     @property
     def admissible(self) -> list[Candidate]:
-        """Those that wait and would find their prompt, with what they share of it; or be the ones to compute it."""
+        """Waiting leaders, and waiting followers that would find their prompt, with the blocks that they share."""
         return [one.candidate if self._leads(one) else one.follower for one in self.waiting if self._finds_prompt(one)]
 
     @property
@@ -51,7 +51,7 @@ class Roster:
         self._by_handle |= {sequence.handle: sequence for sequence in sequences}
 
     def siblings(self, request_id: RequestId) -> Iterator[Sequence]:
-        """A request's sequences that have not ended; none if the request is not here."""
+        """Yields a request's sequences that have not ended; none for an unknown request."""
         return (one for one in self._by_request.get(request_id, ()) if one.state is not State.ENDED)
 
     def remove(self, request_id: RequestId) -> list[Sequence]:

@@ -1,18 +1,29 @@
-"""Turns what is planned for a step into tensors, and runs the model on them."""
+"""A step's plan, run: the model on the tensors of a batch, then the sampler. A sequence's fault fails that one only."""
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from engine.batch import Batch, Model
+from engine.kv_cache import KVCache
+from engine.model.batch import Batch, Model
+from engine.sampler import Draw, Drawn, sample
 from engine.sequence import Sequence
+from wire import incident
+from wire.errors import BatonError
+from wire.ids import PageId
+
+log = logging.getLogger(__name__)
+
+Gain = Drawn | BatonError | None
+"""Of a chunk: its sequence's next token, or why there is none; None if the last known token is not reached yet."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next `num_tokens` known tokens of a sequence that has no KV for them yet, but pages to put it."""
+    """The next `num_tokens` known tokens of a sequence; they have pages, and no KV yet."""
 
     sequence: Sequence
     num_tokens: int
@@ -23,24 +34,60 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether this chunk ends with the last known token, so that the next one can be chosen."""
+        """True if the chunk ends with the last known token: the next one can then be sampled."""
         return self.context_len == self.sequence.num_known
 
 
 class Runner:
-    """A model and the KV it reads and writes."""
+    """A model, the KV that it reads and writes, and the sampler behind it."""
 
-    def __init__(self, model: Model, kv: torch.Tensor) -> None:
+    def __init__(self, model: Model, kv: torch.Tensor, cache: KVCache) -> None:
         self._model = model
         self._kv = kv
+        self._cache = cache
+
+    def run(self, chunks: Seq[Chunk]) -> list[Gain]:
+        """Runs the chunks, ordered with one-token chunks first, and returns the gain of each.
+
+        A run that fails is repeated chunk by chunk, so that it fails for the faulty ones only: to compute KV once more
+        does no harm. Raises if all of them fail, and a probe of one token too: then the fault is the model's.
+        """
+        try:
+            return self._run(chunks)
+        except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
+            gains = [self._run_alone(chunk) for chunk in chunks]
+            if all(isinstance(gain, BatonError) for gain in gains) and not self._is_sound():
+                raise
+            log.warning("a step failed, and was done for each sequence alone: %r", failure)
+            return gains
 
     @torch.inference_mode()
-    def run(self, chunks: Seq[Chunk]) -> torch.Tensor:
-        """Computes the KV of all chunks; returns float32 logits [R, V], a row for each chunk that samples, in order.
+    def _run(self, chunks: Seq[Chunk]) -> list[Gain]:
+        logits = self._model.forward(self._batch(chunks), self._kv)
+        draws = [_draw(chunk.sequence, self._model) for chunk in chunks if chunk.samples]
+        drawn = iter(sample(logits, draws) if draws else ())
+        return [_checked(next(drawn)) if chunk.samples else None for chunk in chunks]
 
-        Chunks of one token must come first.
-        """
-        return self._model.forward(self._batch(chunks), self._kv)
+    def _run_alone(self, chunk: Chunk) -> Gain:
+        try:
+            [gain] = self._run([chunk])
+        except Exception as failure:  # as above
+            return incident.report(failure, request_id=chunk.sequence.request.request_id)
+        return gain
+
+    def _is_sound(self) -> bool:
+        """Probes the model with one token; without a free page it counts as unsound."""
+        with self._cache.borrowed_page() as page:
+            try:
+                return page is not None and bool(self._model.forward(self._probe(page), self._kv).numel())
+            except Exception:  # as above
+                return False
+
+    def _probe(self, page: PageId) -> Batch:
+        """Makes a batch of one token, at the start of a page."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self._model.device)
+        slot = zero + page * self._model.layout.block_size
+        return Batch(zero, zero, slot, self._int32([page]).unsqueeze(0), self._int32([1]), self._int32([0, 1]), 1, zero)
 
     def _batch(self, chunks: Seq[Chunk]) -> Batch:
         ends = list(accumulate(chunk.num_tokens for chunk in chunks))
@@ -70,3 +117,12 @@ class Runner:
 
     def _int32(self, values: Seq[object]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._model.device)
+
+
+def _draw(sequence: Sequence, model: Model) -> Draw:
+    request = sequence.request
+    return Draw(request.sampling, sequence.choice, request.prompt_ids, sequence.output_ids, sequence.banned_ids(model))
+
+
+def _checked(drawn: Drawn) -> Drawn | BatonError:
+    return BatonError("the model's output is not a number") if drawn.token_id is None else drawn

@@ -1,5 +1,5 @@
 """From logits to tokens. Random numbers come from a counter, never from a state: the same seed, choice and position
-give the same draw in whatever batch, process or attempt it is made.
+give the same draw in every batch, process and attempt.
 
 Order: penalties, min_tokens, temperature, top_k, top_p, min_p. Log-probabilities are of the model's own distribution,
 before all of these. Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC '11).
@@ -18,7 +18,7 @@ _NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class Draw:
-    """One row of logits and how to choose from it. `banned` are the tokens that may not come yet (min_tokens)."""
+    """A row of logits and the way to choose from it. `banned` are the tokens that may not come yet (min_tokens)."""
 
     params: SamplingParams
     choice: int
@@ -42,7 +42,7 @@ class Drawn:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    """One token per row of `logits` [R, V] float32, which may be modified. Rows do not influence one another."""
+    """Draws a token for each row of `logits` [R, V] float32, which it may modify. Rows do not influence one another."""
     is_finite = torch.isfinite(logits).all(dim=-1).tolist()
     logprobs = _logprobs_wanted(logits, draws)
     _penalize(logits, draws)
@@ -54,7 +54,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """The random number in [0, 1) of a seed, a choice and an absolute position (Philox 4x64)."""
+    """Draws the number in [0, 1) of a seed, a choice and an absolute position (Philox 4x64)."""
     bits = int(np.random.Philox(key=[seed, choice], counter=position).random_raw())
     return (bits >> 11) * 2.0**-53
 
@@ -72,7 +72,7 @@ def _mixed(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _random(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Inverse of the cumulative distribution in the order of token ids.
+    """Inverts the cumulative distribution in the order of token ids.
 
     In any other order, such as that of probability, two tokens that are nearly as likely may trade places by rounding.
     """
@@ -87,7 +87,7 @@ def _random(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _cut(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Probabilities [R, V] with zeros where top_k, then top_p of what is left, then min_p cut; not normalized."""
+    """Zeroes probabilities [R, V] by top_k, then top_p of the rest, then min_p; the result is not normalized."""
     if not any(one.top_k > 0 or one.top_p < 1 or one.min_p > 0 for one in params):
         return probs
     falling, order = probs.sort(dim=-1, descending=True, stable=True)
@@ -113,7 +113,7 @@ def _penalize(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
 
 
 def _penalize_row(row: torch.Tensor, draw: Draw) -> None:
-    """Repetition over prompt and output (Keskar et al., 2019); presence and frequency over output only."""
+    """Penalizes repetition over prompt and output (Keskar et al., 2019), presence and frequency over output only."""
     params = draw.params
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*draw.prompt_ids, *draw.output_ids}), device=row.device)

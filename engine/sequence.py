@@ -1,21 +1,32 @@
-"""One choice of a request while an engine has it: its tokens, its pages, how far its KV is computed."""
+"""A choice of a request while an engine has it: its tokens, its pages, how far its KV is computed."""
 
+from dataclasses import dataclass
 from enum import Enum
 
-from engine.batcher import Candidate, Gate
+from engine.model.batch import Model
 from engine.request import ChoiceSoFar, EngineRequest
+from engine.schedule.batcher import Candidate, Gate
 from wire.ids import PageId
 from wire.keys import BlockName, KeyChain
+from wire.sampling import FinishReason
 
 
 class State(Enum):
-    """Where a sequence stands. HANDING_OFF has its first token, and its pages until the store has them."""
+    """The state of a sequence. HANDING_OFF has its first token, and its pages until the store has them."""
 
     WAITING = "waiting"
     FETCHING = "fetching"
     RUNNING = "running"
     HANDING_OFF = "handing_off"
     ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class End:
+    """The reason of a choice's end, and the token that ended it, if one did."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
 
 
 class Sequence:
@@ -46,13 +57,13 @@ class Sequence:
 
     @property
     def candidate(self) -> Candidate:
-        """As batchers see it: a sequence that fetches has nothing to run and nothing to yield."""
+        """The sequence as batchers see it: while it fetches, it has no token to run and no page to yield."""
         missing = 0 if self.state is State.FETCHING else self.num_known - self.num_computed
         return Candidate(self.handle, self.num_known, self.num_known - missing, len(self.pages))
 
     @property
     def follower(self) -> Candidate:
-        """As batchers see it while it waits and a sibling has pages with the prompt: full blocks of it are there."""
+        """The sequence as batchers see it while it waits for a sibling's prompt: it shares the full blocks."""
         num_shared = min(self.num_prompt, self.num_known - 1) // self._block_size
         return Candidate(self.handle, self.num_known, num_shared * self._block_size, num_shared)
 
@@ -60,25 +71,41 @@ class Sequence:
         self.output_ids.append(token_id)
         self._keys.extend((token_id,))
 
+    def end(self, model: Model) -> End | None:
+        """Tells the end that the last token makes: an end or stop token, max_tokens, or a full context."""
+        sampling, last = self.request.sampling, self.output_ids[-1]
+        if last in sampling.stop_token_ids or (last in model.eos_token_ids and not sampling.ignore_eos):
+            return End(FinishReason.STOP, last)
+        if len(self.output_ids) >= sampling.max_tokens or self.num_known >= model.max_context_len:
+            return End(FinishReason.LENGTH)
+        return None
+
+    def banned_ids(self, model: Model) -> tuple[int, ...]:
+        """Lists the tokens that would end the choice before min_tokens."""
+        sampling = self.request.sampling
+        if len(self.output_ids) >= sampling.min_tokens:
+            return ()
+        return (*sampling.stop_token_ids, *model.eos_token_ids)
+
     def tokens(self, start: int, num_tokens: int) -> list[int]:
-        """`num_tokens` known tokens from position `start` on."""
+        """Slices `num_tokens` known tokens from position `start` on."""
         from_prompt = self.request.prompt_ids[start : start + num_tokens]
         first_output = max(0, start - self.num_prompt)
         return [*from_prompt, *self.output_ids[first_output : first_output + num_tokens - len(from_prompt)]]
 
     def cover(self, num_tokens: int) -> list[BlockName]:
-        """Names of the blocks of the first `num_tokens` known tokens, a partly filled last one included."""
+        """Names the blocks of the first `num_tokens` known tokens, a partly filled last one included."""
         return self._keys.cover(num_tokens)
 
     def tail(self, num_tokens: int) -> BlockName | None:
-        """Name of the last block of the first `num_tokens` known tokens if they fill it partly."""
+        """Names the last block of the first `num_tokens` known tokens if they fill it partly."""
         return self._keys.tail(num_tokens)
 
     def full_blocks(self, start: int, stop: int) -> list[tuple[BlockName, PageId]]:
-        """Blocks that became full as the computed tokens went from `start` to `stop`."""
+        """Lists the blocks that became full as the computed tokens went from `start` to `stop`."""
         first, last = start // self._block_size, stop // self._block_size
         return list(zip(self._keys.full(stop)[first:], self.pages[first:last], strict=True))
 
     def slot(self, position: int) -> int:
-        """Where the KV of a position goes: page * block_size + offset."""
+        """Locates the KV of a position: page * block_size + offset."""
         return self.pages[position // self._block_size] * self._block_size + position % self._block_size

@@ -1,4 +1,4 @@
-"""Which kernels a device computes with, as one value that the engine is given."""
+"""The kernels of a device, as one value that the engine is given."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class KernelBackend:
     """The three kernels of one implementation; `kernels.reference` holds their contracts.
 
     `version` is part of the model fingerprint: it changes whenever the numbers may, so that KV of other kernels is
-    never taken for this one's.
+    never mistaken for that of these.
     """
 
     name: str
@@ -29,7 +29,7 @@ class KernelBackend:
 
 
 def select_backend(device: torch.device) -> KernelBackend:
-    """Triton on a CUDA device, the torch reference elsewhere. Raises ImportError on a CUDA device without Triton."""
+    """Selects Triton on a CUDA device, the torch reference elsewhere. ImportError on a CUDA device without Triton."""
     return _triton_backend() if device.type == "cuda" else _reference_backend()
 
 

@@ -48,7 +48,7 @@ def write_token(
 
 
 def write_kv(key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
-    """`kernels.reference.write_kv`, on the current GPU.
+    """Does as `kernels.reference.write_kv`, on the current GPU.
 
     `key`, `value` and `kv_layer` may have any strides in front of a contiguous head_dim; `slot_mapping` is contiguous.
     """

@@ -140,7 +140,7 @@ def paged_decode_attention(
     scale: float,
     sliding_window: int | None,
 ) -> Tensor:
-    """`kernels.reference.paged_decode_attention`, on the current GPU, accumulating in float32.
+    """Does as `kernels.reference.paged_decode_attention`, on the current GPU, accumulating in float32.
 
     `query`, `kv_layer` and `block_tables` may have any strides in front of a contiguous last dimension. The number of
     splits follows from the shapes alone, never from the contexts' lengths: nothing waits for the GPU.

@@ -1,8 +1,8 @@
-"""The three kernels in plain torch: what a CPU serves with, and the oracle of the Triton kernels.
+"""The three kernels in plain torch: a CPU serves with them, and they are the oracle of the Triton kernels.
 
 They share their signatures with `kernels.kv_write` and `kernels.paged_decode`. KV is read a sequence at a time, cut to
-the tokens that a query may see before anything is computed: what stands in the rest of a page, or in other pages, is
-never an operand, so not even NaN leaks out of it. docs/decisions/0005-attention-on-a-cpu.md has the figures.
+the tokens that a query may see before anything is computed: the rest of a page, and other pages, are never operands,
+so not even NaN leaks out of them. docs/decisions/0005-attention-on-a-cpu.md has the figures.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def write_kv(key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
-    """Write the K and V of new tokens into their slots of one layer, in place.
+    """Writes the K and V of new tokens into their slots of one layer, in place.
 
     `key` and `value` [num_tokens, num_kv_heads, head_dim] have the dtype of `kv_layer` [num_pages, 2, num_kv_heads,
     block_size, head_dim], which may have any strides. `slot_mapping` [num_tokens] int64 holds page * block_size +
@@ -35,7 +35,7 @@ def paged_decode_attention(
     scale: float,
     sliding_window: int | None,
 ) -> Tensor:
-    """Attention of one new token per sequence over that sequence's pages.
+    """Attends with one new token per sequence over that sequence's pages.
 
     `query` [num_seqs, num_heads, head_dim]; `kv_layer` as in `write_kv`, already holding the new tokens; query head h
     reads KV head h // (num_heads // num_kv_heads). `block_tables` [num_seqs, max_blocks] int32 holds each sequence's
@@ -65,7 +65,7 @@ def paged_prefill_attention(
     scale: float,
     sliding_window: int | None,
 ) -> Tensor:
-    """Causal attention of each sequence's last tokens over its pages, in one ragged batch.
+    """Attends causally with each sequence's last tokens over its pages, in one ragged batch.
 
     `query` [num_tokens, num_heads, head_dim] is cut into sequences by `cu_query_lens` [num_seqs + 1] int32: token j of
     sequence s stands at position context_lens[s] - query_len[s] + j, so a chunk attends to the chunks before it. The
@@ -90,7 +90,7 @@ def _first_visible(position: int, sliding_window: int | None) -> int:
 
 
 def _gather_kv(kv_layer: Tensor, block_table: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """K and V [num_kv_heads, end - begin, head_dim] of the positions begin to end - 1 of one sequence."""
+    """Gathers K and V [num_kv_heads, end - begin, head_dim] of the positions begin to end - 1 of one sequence."""
     _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
     first_block, last_block = begin // block_size, (end - 1) // block_size
     pages = kv_layer.index_select(0, block_table[first_block : last_block + 1])
@@ -100,7 +100,7 @@ def _gather_kv(kv_layer: Tensor, block_table: Tensor, begin: int, end: int) -> t
 
 
 def _attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
-    """Attention [query_len, num_heads, head_dim] of queries that stand at the last positions of `keys`."""
+    """Attends with queries [query_len, num_heads, head_dim] at the last positions of `keys`."""
     query_len, num_heads, head_dim = query.shape
     num_kv_heads, num_keys, _ = keys.shape
     group_size = num_heads // num_kv_heads
@@ -118,7 +118,7 @@ def _attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float, 
 
 
 def _causal_mask(query_len: int, num_keys: int, sliding_window: int | None, device: torch.device) -> Tensor:
-    """[query_len, num_keys], true where the query may look; the last query stands at the last key."""
+    """Makes [query_len, num_keys], true where a query may look; the last query stands at the last key."""
     seen = torch.ones(query_len, num_keys, dtype=torch.bool, device=device)
     visible = seen.tril(num_keys - query_len)
     return visible if sliding_window is None else visible.triu(num_keys - query_len - sliding_window + 1)

@@ -1,28 +1,14 @@
-"""What an engine sees below its own pages: find, fetch and publish blocks by name."""
+"""The store as an engine sees it below its own pages: it finds, fetches and publishes blocks by name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from kv_store.cold_tier import ColdStatus
+from kv_store.tiers.cold_tier import ColdStatus
 from wire.directory import DirectoryStatus
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName
 from wire.tier import Tier
-
-
-@dataclass(frozen=True)
-class FetchedBlocks:
-    """The first `len(tiers)` blocks asked for were copied and verified; where each came from."""
-
-    tiers: list[Tier] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class PublishedBlocks:
-    """How many of the blocks given are in the host tier now, whoever wrote them."""
-
-    num_resident: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,24 +26,27 @@ class BlockStore(Protocol):
     """Blocking; one thread fetches, publishes and withdraws. A tier at fault is a miss and never an error."""
 
     def fence(self) -> None:
-        """Called by the thread that computes, before it has pages fetched into or published."""
+        """Puts later copies after the work queued so far. For the thread that computes, before each transfer."""
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
-        """Copies the longest verified prefix of `names` into the caller's own device pages, one for each name."""
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
+        """Copies the longest verified prefix of `names` into the caller's own pages; returns the tier of each block."""
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> PublishedBlocks:
-        """Copies device pages into the host tier where they are not yet; with `hold`, keeps them for that request."""
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
+        """Copies pages into the host tier where they are missing; with `hold`, keeps them for that request.
+
+        Returns how many of the blocks are in the host tier now, of whichever writer.
+        """
 
     def withdraw(self, names: Sequence[BlockName]) -> None:
-        """Lets these blocks be found in no tier any more."""
+        """Makes blocks unfindable in every tier."""
 
     def renew(self, request_ids: Sequence[RequestId]) -> None:
-        """Holds of these requests live on."""
+        """Prolongs the holds of requests."""
 
     def release_holds(self, request_ids: Sequence[RequestId]) -> None:
-        """Holds of these requests end."""
+        """Ends the holds of requests."""
 
     def status(self) -> StoreStatus: ...
 
     def check(self) -> list[str]:
-        """What is wrong with the books of the host tier; nothing, if all is well."""
+        """Lists the faults of the host tier's books; an empty list is a clean bill."""

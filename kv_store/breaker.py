@@ -1,10 +1,10 @@
-"""When to stop asking a service that does not answer."""
+"""A circuit breaker before a service that does not answer."""
 
 from collections.abc import Callable
 
 
 class Breaker:
-    """Opens after `max_errors` in a row; then lets one call through every `probe_every_s` until one succeeds.
+    """A switch that opens after `max_errors` in a row, and then lets one call through every `probe_every_s`.
 
     Around each call: `allows()` before, then `succeeded()` or `failed()`. `clock` is monotonic, in seconds.
     """
@@ -21,7 +21,7 @@ class Breaker:
         return self._num_errors >= self._max_errors
 
     def allows(self) -> bool:
-        """Whether to call now. While open, a True is the probe: the next one comes no sooner than its time."""
+        """Tells whether to call now. While open, a True is the probe: the next one comes no sooner than its time."""
         if not self.is_open:
             return True
         if self._clock() < self._next_probe:

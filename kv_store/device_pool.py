@@ -27,11 +27,11 @@ class DevicePool:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def page_bytes(self, page: PageId) -> torch.Tensor:
-        """View `uint8[layout.payload_bytes]` of a page."""
+        """Views a page as `uint8[layout.payload_bytes]`."""
         return self._pages[page]
 
     def fence(self) -> None:
-        """Copies from now on wait for what is queued so far on the calling thread's stream. Does not block.
+        """Makes later copies wait for the work queued so far on the calling thread's stream. Does not block.
 
         To be called by the thread that computes, before it lets another one copy to or from pages that it has used.
         """
@@ -56,5 +56,5 @@ class DevicePool:
 
 
 def _as_tensor(data: memoryview) -> torch.Tensor:
-    """The same memory as `uint8`. Read-only memory is copied, as torch has no tensors over it."""
+    """Wraps memory as `uint8`. Read-only memory is copied, as torch has no tensors over it."""
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)

@@ -1,12 +1,12 @@
-"""The host tier as one process uses it: the arena's bytes, by leave of its directory."""
+"""The host tier as a process uses it: the arena's bytes, by leave of its directory."""
 
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from kv_store.arena import Arena
-from kv_store.directory_port import DirectoryPort
+from kv_store.node.arena import Arena
+from kv_store.node.directory_port import DirectoryPort
 from wire.directory import Block, Entry, Hold, Lease, Reservation
 from wire.errors import ConfigError, StoreError
 from wire.frame import checksum_of
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class HostTier:
-    """Raises StoreError when the directory cannot be asked. For one thread, but for `lose`."""
+    """Reads and writes of slots. StoreError if the directory is out of reach. For one thread, but for `lose`."""
 
     def __init__(self, layout: KVLayout, arena: Arena, directory: DirectoryPort) -> None:
         if arena.block_bytes != layout.block_bytes:
@@ -34,11 +34,11 @@ class HostTier:
         self._me = secrets.token_hex(8)
 
     def lose(self) -> None:
-        """The directory has restarted: what is mapped is the arena of another epoch."""
+        """Notes a restart of the directory: the mapped arena is that of another epoch."""
         self._is_lost = True
 
     def attach(self) -> None:
-        """Maps the directory's arena if the one that was mapped is lost. To be called before anything below."""
+        """Maps the directory's arena anew if it was lost. To be called before the methods below."""
         if not self._is_lost:
             return
         info = self._directory.attach()
@@ -54,7 +54,7 @@ class HostTier:
         return self._arena.slot(slot)[: self._payload_bytes]
 
     def lease(self, names: Sequence[BlockName]) -> Lease:
-        """For long enough to copy these blocks."""
+        """Leases blocks for long enough to copy them."""
         ttl_s = _LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(names)
         return self._directory.lease(self._me, [name.key for name in names], ttl_s)
 
@@ -62,7 +62,7 @@ class HostTier:
         return self._directory.release(lease.lease_id)
 
     def read(self, name: BlockName, entry: Entry) -> memoryview | None:
-        """A leased block's payload if it is what its checksum says; else the block is withdrawn."""
+        """Reads a leased block's payload if its checksum is right; else withdraws the block."""
         payload = self.payload(entry.slot)
         if checksum_of(payload) == entry.checksum:
             return payload
@@ -72,7 +72,7 @@ class HostTier:
         return None
 
     def withdraw(self, names: Sequence[BlockName]) -> None:
-        """Lets blocks be found no more, whatever their bytes."""
+        """Makes blocks unfindable, with any bytes."""
         self.attach()
         lease = self.lease(names)
         try:
@@ -89,7 +89,7 @@ class HostTier:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around all that reserves: gives back what was reserved if it fails before the commit."""
+        """Gives back the reserved slots if the body fails before its commit."""
         try:
             yield
         except BaseException:
@@ -98,7 +98,7 @@ class HostTier:
             raise
 
     def promote(self, blocks: Sequence[Block]) -> None:
-        """Commits what came from the cold tier, and gives back what else was reserved for that."""
+        """Commits blocks from the cold tier, and gives back the other slots reserved for them."""
         self.commit(blocks, None)
         self._directory.mark_cold([block.name.key for block in blocks])
         self._directory.abandon(self._me)

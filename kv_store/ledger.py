@@ -1,4 +1,4 @@
-"""Who has which page of a pool: counts of references and of transfers, and what follows from them.
+"""The books of a pool's pages: counts of references and of transfers, and the states that follow from them.
 
                       findable by key    not findable
 references            PUBLISHED          OWNED
@@ -10,10 +10,10 @@ arena's slots alike.
 """
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from enum import Enum, IntEnum
 from itertools import islice
 
-from kv_store.prefix_index import PrefixIndex
 from wire.block_counts import BlockCounts
 from wire.errors import StoreError
 from wire.ids import BlockKey, PageId
@@ -34,18 +34,59 @@ class PageState(Enum):
 
 
 class Worth(IntEnum):
-    """What is lost with a cached page. The cheapest are evicted first, within a worth the least recently used."""
+    """The cost of losing a cached page. The cheapest are evicted first, within a worth the least recently used."""
 
     TAIL = 0
     COPIED = 1
     ONLY_COPY = 2
 
 
+class PrefixIndex:
+    """A bijection between keys and pages."""
+
+    def __init__(self) -> None:
+        self._key_to_page: dict[BlockKey, PageId] = {}
+        self._page_to_key: dict[PageId, BlockKey] = {}
+
+    def __len__(self) -> int:
+        return len(self._key_to_page)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._key_to_page
+
+    def add(self, key: BlockKey, page: PageId) -> None:
+        """Ties a key to a page. ValueError if one of them is tied already."""
+        if key in self._key_to_page or page in self._page_to_key:
+            raise ValueError(f"page {page} or its key is indexed already")
+        self._key_to_page[key] = page
+        self._page_to_key[page] = key
+
+    def remove(self, page: PageId) -> None:
+        """Unties a page and its key. KeyError if it has none."""
+        del self._key_to_page[self._page_to_key.pop(page)]
+
+    def find(self, key: BlockKey) -> PageId | None:
+        return self._key_to_page.get(key)
+
+    def key_of(self, page: PageId) -> BlockKey | None:
+        return self._page_to_key.get(page)
+
+    def longest(self, keys: Iterable[BlockKey]) -> list[PageId]:
+        """Finds the pages of the longest prefix of `keys` without a hole."""
+        pages: list[PageId] = []
+        for key in keys:
+            page = self._key_to_page.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+
 class Ledger:
     """The books of `num_pages` pages. Not thread-safe.
 
-    A page joins the least-recently-used order when its last reference goes, so whoever frees the pages of a sequence
-    frees the last page first: a prefix's end is then evicted before its start.
+    A page joins the least-recently-used order when its last reference goes, so callers free the last page of a sequence
+    first: a prefix's end is then evicted before its start.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -66,7 +107,7 @@ class Ledger:
         return self._num[PageState.FREE] + self._num[PageState.CACHED] - len(self._busy)
 
     def allocate(self, num_pages: int) -> list[PageId]:
-        """Pages with one reference each: free ones, then evicted ones. OutOfBlocks if there are fewer."""
+        """Gives out pages with one reference each: free ones, then evicted ones. OutOfBlocks if there are fewer."""
         if num_pages > self.num_allocatable:
             raise OutOfBlocks(f"{num_pages} pages wanted, {self.num_allocatable} to be had")
         for page in self._victims(num_pages - len(self._free)):
@@ -78,13 +119,13 @@ class Ledger:
         return pages
 
     def acquire(self, page: PageId) -> None:
-        """One more reference to a page that somebody has or that can be found."""
+        """Adds a reference to a page that is referenced or findable."""
         if self.state(page) in (PageState.FREE, PageState.DRAINING):
             raise ValueError(f"page {page} is {self.state(page).value}: nothing to share")
         self._change(page, self._references, 1)
 
     def free(self, page: PageId) -> None:
-        """One reference less. The last one leaves a page cached, draining or free."""
+        """Takes a reference away. The last one leaves a page cached, draining or free."""
         if not self._references[page]:
             raise ValueError(f"page {page} has no reference to give back")
         self._change(page, self._references, -1)
@@ -111,35 +152,35 @@ class Ledger:
         self._settle(page, before)
 
     def find(self, key: BlockKey) -> PageId | None:
-        """The page of a key, without a reference and without counting as a use."""
+        """Finds the page of a key, without a reference and without counting a use."""
         return self.index.find(key)
 
     def begin_transfer(self, page: PageId) -> None:
-        """Something copies to or from a page: it is not given out before `end_transfer`, whoever frees it."""
+        """Notes a copy to or from a page: even freed, the page is not given out before `end_transfer`."""
         if self.state(page) is PageState.FREE:
             raise ValueError(f"page {page} is free: nothing to transfer")
         self._change(page, self._transfers, 1)
 
     def end_transfer(self, page: PageId) -> None:
-        """One transfer less."""
+        """Ends a transfer of a page."""
         if not self._transfers[page]:
             raise ValueError(f"page {page} has no transfer to end")
         self._change(page, self._transfers, -1)
 
     def touch(self, page: PageId) -> None:
-        """Counts as a use: a cached page becomes the last of its worth to be evicted."""
+        """Counts a use: a cached page becomes the last of its worth to be evicted."""
         if self.state(page) is PageState.CACHED:
             self._cached[self._worth[page]].move_to_end(page)
 
     def revalue(self, page: PageId, worth: Worth) -> None:
-        """Changes what is lost with a findable page."""
+        """Changes the worth of a findable page."""
         if self.state(page) is PageState.CACHED:
             del self._cached[self._worth[page]][page]
             self._cached[worth][page] = None
         self._worth[page] = worth
 
     def oldest(self, worth: Worth, num_pages: int) -> list[PageId]:
-        """Up to `num_pages` cached pages of a worth that no transfer touches, least recently used first."""
+        """Lists up to `num_pages` cached pages of a worth that no transfer touches, least recently used first."""
         return list(islice((page for page in self._cached[worth] if page not in self._busy), num_pages))
 
     def num_cached(self, worth: Worth) -> int:
@@ -152,7 +193,7 @@ class Ledger:
         return self._transfers[page]
 
     def state(self, page: PageId) -> PageState:
-        """A page's state, from its counts."""
+        """Derives a page's state from its counts."""
         findable = self.index.key_of(page) is not None
         if self._references[page]:
             return PageState.PUBLISHED if findable else PageState.OWNED
@@ -164,7 +205,7 @@ class Ledger:
         return BlockCounts(**{state.value: self._num[state] for state in PageState}, total=self.num_pages)
 
     def check(self) -> list[str]:
-        """What is wrong with the books, recounted page by page; nothing, if all is well."""
+        """Recounts the books page by page and lists their faults; an empty list is a clean bill."""
         pages = [PageId(page) for page in range(self.num_pages)]
         states = {page: self.state(page) for page in pages}
         cached = [page for order in self._cached.values() for page in order]

@@ -1,7 +1,7 @@
-"""The store as one process sees it: arena and cold tier under one lookup, around the process's device pages.
+"""The store as a process sees it: arena and cold tier under one lookup, around the process's device pages.
 
-A block is copied to a device only from bytes whose checksum is right, and what was read from the arena counts only if
-its lease held to the end.
+A block is copied to a device only from bytes with the right checksum, and a read from the arena counts only if its
+lease held to the end.
 """
 
 import logging
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kv_store.arena import Arena
-from kv_store.block_store import FetchedBlocks, PublishedBlocks, StoreStatus
-from kv_store.cold_tier import ColdTier
+from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
-from kv_store.directory_port import DirectoryPort, EpochChanged
 from kv_store.host_tier import HostTier
+from kv_store.node.arena import Arena
+from kv_store.node.directory_port import DirectoryPort, EpochChanged
+from kv_store.tiers.cold_tier import ColdTier
 from wire.directory import Block, DirectoryStatus, Entry, Hold
 from wire.errors import StoreError
 from wire.frame import checksum_of
@@ -34,19 +34,26 @@ log = logging.getLogger(__name__)
 
 
 class NodeStore:
-    """A BlockStore. `fetch`, `publish` and `withdraw` are for one thread, all else for any.
+    """A BlockStore. `fetch`, `publish` and `withdraw` are for one thread, the rest for any.
 
     directory: the arena's. While it is out of reach everything is a miss; after its restart the new arena is mapped.
     cold: None for no cold tier.
     """
 
     def __init__(
-        self, layout: KVLayout, arena: Arena, directory: DirectoryPort, cold: ColdTier | None, pool: DevicePool
+        self,
+        layout: KVLayout,
+        arena: Arena,
+        directory: DirectoryPort,
+        cold: ColdTier | None,
+        pool: DevicePool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = HostTier(layout, arena, directory)
         self._directory = directory
         self._cold = cold
         self._pool = pool
+        self._clock = clock
         self._block_bytes = layout.block_bytes
         self._scratch = memoryview(bytearray(layout.payload_bytes))
         self._num_failed = 0
@@ -55,11 +62,11 @@ class NodeStore:
     def fence(self) -> None:
         self._pool.fence()
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
-        return self._or_else(FetchedBlocks(), lambda: self._fetch(names, pages))
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
+        return self._or_else([], lambda: self._fetch(names, pages))
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> PublishedBlocks:
-        return self._or_else(PublishedBlocks(), lambda: self._publish(names, pages, hold))
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
+        return self._or_else(0, lambda: self._publish(names, pages, hold))
 
     def withdraw(self, names: Sequence[BlockName]) -> None:
         self._or_else(None, lambda: self._host.withdraw(names))
@@ -85,7 +92,7 @@ class NodeStore:
     def check(self) -> list[str]:
         return self._or_else(["the directory is out of reach"], self._directory.check)
 
-    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
+    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
         self._host.attach()
         lease = self._host.lease(names)
         try:
@@ -93,11 +100,9 @@ class NodeStore:
                 tiers = self._copy_in(names, lease.entries, pages)
         finally:
             held = self._host.release(lease)
-        return FetchedBlocks(tiers if held else [])
+        return tiers if held else []
 
-    def _publish(
-        self, names: Sequence[BlockName], pages: Sequence[PageId], request_id: RequestId | None
-    ) -> PublishedBlocks:
+    def _publish(self, names: Sequence[BlockName], pages: Sequence[PageId], request_id: RequestId | None) -> int:
         self._host.attach()
         hold = None if request_id is None else Hold(request_id, HOLD_TTL_S)
         with self._host.writing():
@@ -107,10 +112,10 @@ class NodeStore:
                 for name, page, slot in zip(names, pages, reservation.slots, strict=True)
                 if slot is not None
             ]
-            return PublishedBlocks(reservation.num_resident + self._host.commit(blocks, hold))
+            return reservation.num_resident + self._host.commit(blocks, hold)
 
     def _prefix_len(self, names: Sequence[BlockName], in_arena: Sequence[bool]) -> int:
-        """How many of `names` are there without a hole, over both tiers."""
+        """Measures the longest prefix of `names` without a hole, over both tiers."""
         holes = [index for index, there in enumerate(in_arena) if not there]
         for start in range(0, len(holes), _COLD_LOOKUPS_AT_ONCE):
             asked = holes[start : start + _COLD_LOOKUPS_AT_ONCE]
@@ -128,12 +133,12 @@ class NodeStore:
     def _copy_in(
         self, names: Sequence[BlockName], entries: Sequence[Entry | None], pages: Sequence[PageId]
     ) -> list[Tier]:
-        """Copies the longest prefix that proves good; what comes from the cold tier goes into the arena on the way."""
+        """Copies the longest prefix that proves good; blocks from the cold tier go into the arena on the way."""
         num_blocks = self._prefix_len(names, [entry is not None for entry in entries])
         cold_names = [name for name, entry in zip(names[:num_blocks], entries, strict=False) if entry is None]
         slots = iter(self._host.reserve(cold_names, None).slots if cold_names else [])
         copied: list[_Source] = []
-        deadline = time.monotonic() + _COLD_BUDGET_S + _COLD_BUDGET_PER_BLOCK_S * len(cold_names)
+        deadline = self._clock() + _COLD_BUDGET_S + _COLD_BUDGET_PER_BLOCK_S * len(cold_names)
         for name, entry, page in zip(names[:num_blocks], entries, pages, strict=False):
             source = self._from_cold(name, next(slots), deadline) if entry is None else self._from_arena(name, entry)
             if source is None:
@@ -149,8 +154,8 @@ class NodeStore:
         return None if payload is None else _Source(Tier.HOST, payload, None)
 
     def _from_cold(self, name: BlockName, slot: PageId | None, deadline: float) -> "_Source | None":
-        """None too once the tier has been slow for so long that computing is quicker, and others wait behind this."""
-        if time.monotonic() > deadline:
+        """Reads a block from the cold tier; None also after the deadline, when computing is quicker."""
+        if self._clock() > deadline:
             return None
         into = self._scratch if slot is None else self._host.payload(slot)
         checksum = None if self._cold is None else self._cold.get(name, into)
@@ -164,7 +169,7 @@ class NodeStore:
         return Block(slot, name, checksum_of(payload))
 
     def _or_else(self, otherwise: T, action: Callable[[], T]) -> T:
-        """What the action gives, or `otherwise` and a counted failure if the directory cannot be asked."""
+        """Runs an action; returns `otherwise` and counts a failure if the directory is out of reach."""
         try:
             answer = action()
         except EpochChanged:
@@ -183,7 +188,7 @@ class NodeStore:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a block's verified payload lies for now, and what is to be committed if it stays there."""
+    """The verified payload of a block, its tier, and the block to commit if the payload stays in the arena."""
 
     tier: Tier
     payload: memoryview

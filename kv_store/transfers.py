@@ -1,10 +1,11 @@
-"""Copies between an engine's pages and the store, beside the engine: it starts them, and polls for their ends.
+"""Copies between an engine's pages and the store, beside the engine: it begins them, and polls for their ends.
 
 An engine brackets each in `begin_transfer` and `end_transfer` of its own ledger; nothing here touches that.
 """
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,61 +19,82 @@ from wire.tier import Tier
 
 log = logging.getLogger(__name__)
 
+_CLOSE_TIMEOUT_S = 10.0
+
 
 @dataclass(frozen=True)
-class FetchDone:
-    """The first `len(tiers)` blocks asked for are in their pages. With an `error`, none are."""
+class Done:
+    """The end of a transfer. With an `error`, a fetch filled no page, and the rest may have done nothing.
+
+    tiers: of a fetch; the first `len(tiers)` blocks are in their pages. num_resident: blocks of a publish in the host
+    tier.
+    """
 
     ticket: int
     tiers: list[Tier] = field(default_factory=list)
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class PublishDone:
-    """`num_resident` of the blocks given are in the host tier. With an `error`, none may be."""
-
-    ticket: int
     num_resident: int = 0
     error: str | None = None
 
 
 @dataclass(frozen=True)
-class WithdrawDone:
-    """The blocks are found nowhere in the store any more. With an `error`, some may be."""
+class Transfer(ABC):
+    """An order about blocks and pages of their names; its ticket is that of its end."""
 
     ticket: int
-    error: str | None = None
+    names: Sequence[BlockName]
+    pages: Sequence[PageId] = ()
+
+    @abstractmethod
+    def run(self, store: BlockStore) -> Done:
+        """Carries out the order. Blocks; raises the errors of the store."""
+
+    def unmet(self, error: str | None = None) -> Done:
+        return Done(self.ticket, error=error)
 
 
-Done = FetchDone | PublishDone | WithdrawDone
+class Fetch(Transfer):
+    """An order to fill pages with blocks of the store."""
 
-_CLOSE_TIMEOUT_S = 10.0
+    def run(self, store: BlockStore) -> Done:
+        return Done(self.ticket, tiers=store.fetch(self.names, self.pages))
+
+
+@dataclass(frozen=True)
+class Publish(Transfer):
+    """An order to copy pages into the store, under a hold if a request is named."""
+
+    hold: RequestId | None = None
+
+    def run(self, store: BlockStore) -> Done:
+        return Done(self.ticket, num_resident=store.publish(self.names, self.pages, self.hold))
+
+
+class Withdraw(Transfer):
+    """An order to make blocks unfindable in the store."""
+
+    def run(self, store: BlockStore) -> Done:
+        store.withdraw(self.names)
+        return Done(self.ticket)
 
 
 class Transfers(Protocol):
-    """No call blocks. Each ticket started is handed over by `poll` exactly once."""
+    """A way to the store. No call blocks, except `close` within bounds; `poll` hands over each end exactly once."""
 
     @property
     def pending(self) -> int:
-        """Tickets started and not yet handed over."""
+        """Transfers begun and not yet handed over."""
 
-    def start_fetch(self, ticket: int, names: Sequence[BlockName], pages: Sequence[PageId]) -> None: ...
-
-    def start_publish(
-        self, ticket: int, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None
-    ) -> None: ...
-
-    def start_withdraw(self, ticket: int, names: Sequence[BlockName]) -> None: ...
+    def begin(self, transfer: Transfer) -> None:
+        """Takes an order. For the thread that computes: the work that it has queued so far comes first."""
 
     def poll(self) -> list[Done]: ...
 
     def close(self) -> None:
-        """Starts nothing more and ends what is under way, within bounds."""
+        """Begins nothing more and ends the transfer under way."""
 
 
-class _DoneAtOnce:
-    """What transfers without a thread share: each is done when it is started."""
+class NoStore:
+    """The transfers of an engine without a store: they find and publish nothing."""
 
     def __init__(self) -> None:
         self._done: list[Done] = []
@@ -80,6 +102,9 @@ class _DoneAtOnce:
     @property
     def pending(self) -> int:
         return len(self._done)
+
+    def begin(self, transfer: Transfer) -> None:
+        self._done.append(transfer.unmet())
 
     def poll(self) -> list[Done]:
         done, self._done = self._done, []
@@ -89,47 +114,22 @@ class _DoneAtOnce:
         self._done.clear()
 
 
-class InlineTransfers(_DoneAtOnce):
-    """Does the work on the caller's thread; `poll` hands it over. An error of the store is raised at the start."""
+class InlineTransfers(NoStore):
+    """Transfers on the caller's thread; `begin` raises an error of the store."""
 
     def __init__(self, store: BlockStore) -> None:
         super().__init__()
         self._store = store
 
-    def start_fetch(self, ticket: int, names: Sequence[BlockName], pages: Sequence[PageId]) -> None:
+    def begin(self, transfer: Transfer) -> None:
         self._store.fence()
-        self._done.append(FetchDone(ticket, self._store.fetch(names, pages).tiers))
-
-    def start_publish(
-        self, ticket: int, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None
-    ) -> None:
-        self._store.fence()
-        self._done.append(PublishDone(ticket, self._store.publish(names, pages, hold).num_resident))
-
-    def start_withdraw(self, ticket: int, names: Sequence[BlockName]) -> None:
-        self._store.withdraw(names)
-        self._done.append(WithdrawDone(ticket))
-
-
-class NoStore(_DoneAtOnce):
-    """For an engine without a store: finds nothing, publishes nothing."""
-
-    def start_fetch(self, ticket: int, names: Sequence[BlockName], pages: Sequence[PageId]) -> None:
-        self._done.append(FetchDone(ticket))
-
-    def start_publish(
-        self, ticket: int, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None
-    ) -> None:
-        self._done.append(PublishDone(ticket))
-
-    def start_withdraw(self, ticket: int, names: Sequence[BlockName]) -> None:
-        self._done.append(WithdrawDone(ticket))
+        self._done.append(transfer.run(self._store))
 
 
 class ThreadTransfers:
-    """Does the work in order on one thread of its own, and calls `wake` from there after each; `close` ends it.
+    """Transfers in order on one thread, between `start` and `close`; `wake` is called from there after each.
 
-    max_pending: beyond it a transfer is refused at once, and found done with an error.
+    max_pending: bound beyond which a transfer is refused at once, and ends with an error.
     """
 
     def __init__(self, store: BlockStore, wake: Callable[[], None], max_pending: int = 4096) -> None:
@@ -137,47 +137,38 @@ class ThreadTransfers:
         self._wake = wake
         self._max_pending = max_pending
         self._num_pending = 0
-        self._jobs: SimpleQueue[Callable[[], Done] | None] = SimpleQueue()
+        self._orders: SimpleQueue[Transfer | None] = SimpleQueue()
         self._done: deque[Done] = deque()
-        self._is_closing = threading.Event()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="transfers", daemon=True)
-        self._thread.start()
 
     @property
     def pending(self) -> int:
         return self._num_pending
 
-    def start_fetch(self, ticket: int, names: Sequence[BlockName], pages: Sequence[PageId]) -> None:
-        def fetch() -> Done:
-            try:
-                return FetchDone(ticket, self._store.fetch(names, pages).tiers)
-            except Exception as error:  # an engine waits for each ticket, with its pages: all of them are answered
-                log.exception("a fetch failed by a fault of its own; its blocks are computed instead")
-                return FetchDone(ticket, error=repr(error))
+    @property
+    def is_closing(self) -> bool:
+        return self._is_closing
 
-        self._start(fetch, FetchDone(ticket, error="too many transfers"))
+    def start(self) -> None:
+        self._thread.start()
 
-    def start_publish(
-        self, ticket: int, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None
-    ) -> None:
-        def publish() -> Done:
-            try:
-                return PublishDone(ticket, self._store.publish(names, pages, hold).num_resident)
-            except Exception as error:  # as above
-                log.exception("a publish failed by a fault of its own; its blocks are missing for others")
-                return PublishDone(ticket, error=repr(error))
+    def begin(self, transfer: Transfer) -> None:
+        self._store.fence()
+        self._num_pending += 1
+        if self._num_pending > self._max_pending:
+            self._done.append(transfer.unmet("too many transfers"))
+        else:
+            self._orders.put(transfer)
 
-        self._start(publish, PublishDone(ticket, error="too many transfers"))
-
-    def start_withdraw(self, ticket: int, names: Sequence[BlockName]) -> None:
-        def withdraw() -> Done:
-            try:
-                self._store.withdraw(names)
-                return WithdrawDone(ticket)
-            except Exception as error:  # as above
-                return WithdrawDone(ticket, error=repr(error))
-
-        self._start(withdraw, WithdrawDone(ticket, error="too many transfers"))
+    def run_one(self) -> bool:
+        """Carries out the oldest order, or blocks until there is one; False once closed."""
+        transfer = self._orders.get()
+        if transfer is None or self._is_closing:
+            return False
+        self._done.append(self._end_of(transfer))
+        self._wake()
+        return True
 
     def poll(self) -> list[Done]:
         done = [self._done.popleft() for _ in range(len(self._done))]
@@ -185,19 +176,18 @@ class ThreadTransfers:
         return done
 
     def close(self) -> None:
-        self._is_closing.set()
-        self._jobs.put(None)
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._is_closing = True
+        self._orders.put(None)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _start(self, job: Callable[[], Done], refused: Done) -> None:
-        self._store.fence()
-        self._num_pending += 1
-        if self._num_pending > self._max_pending:
-            self._done.append(refused)
-        else:
-            self._jobs.put(job)
+    def _end_of(self, transfer: Transfer) -> Done:
+        try:
+            return transfer.run(self._store)
+        except Exception as error:  # an engine waits for each ticket, with its pages: all of them are answered
+            log.exception("a %s failed by a fault of its own; its blocks count as misses", type(transfer).__name__)
+            return transfer.unmet(repr(error))
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None and not self._is_closing.is_set():
-            self._done.append(job())
-            self._wake()
+        while self.run_one():
+            pass

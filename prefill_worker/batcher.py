@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.batcher import Candidate, Pages, Plan
-from engine.fit import fit_running
+from engine.schedule.batcher import Candidate, Pages, Plan
+from engine.schedule.fit import fit_running
 
 
 @dataclass(frozen=True)

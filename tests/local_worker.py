@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from decode_worker.actor import decode_behaviour
-from engine.batch import Model
+from engine.model.batch import Model
 from prefill_worker.actor import prefill_behaviour
 from wire.pools import Role
 from worker.assembly import Assembly, Tiers, assemble_on

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.batch import Batch, Model
+from engine.model.batch import Batch, Model
 
 
 @dataclass

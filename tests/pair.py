@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from engine.batch import Model
-from engine.batcher import Batcher
-from engine.continuous_batcher import ContinuousBatcher
 from engine.core import EngineCore
 from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, TierTokens
+from engine.model.batch import Model
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
-from kv_store.arena import Arena
-from kv_store.cold_writer import ColdWriter
+from engine.schedule.batcher import Batcher
+from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
-from kv_store.directory import Directory
-from kv_store.memory_tier import MemoryTier
+from kv_store.node.arena import Arena
+from kv_store.node.cold_writer import ColdWriter
+from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
+from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.transfers import InlineTransfers, NoStore, Transfers
 from wire.ids import NamespaceRoot, RequestId
 from wire.sampling import SamplingParams

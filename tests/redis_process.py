@@ -8,7 +8,7 @@ from pathlib import Path
 
 import redis
 
-from deploy.redis_server import find_program
+from deploy.local.redis_server import find_program
 
 _START_TIMEOUT_S = 20.0
 

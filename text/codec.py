@@ -1,4 +1,4 @@
-"""Between text and token ids: what the router and incremental text need of a tokenizer."""
+"""The seam of tokenizers, between text and token ids."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class TokenKind(Enum):
-    """What one token adds to text."""
+    """The contribution of a token to text."""
 
     TEXT = "text"
     BYTE = "byte"
@@ -19,7 +19,7 @@ class Detokenizer(Protocol):
     """Token ids to text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens; ids that no token has add nothing."""
+        """Decodes ids without special tokens; ids that no token has add nothing."""
 
     def kind(self, token_id: int) -> TokenKind: ...
 
@@ -29,7 +29,7 @@ class TextCodec(Detokenizer, Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest token id; the model's output may be wider."""
+        """The highest token id plus one; the model's output may be wider."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that belong around a text. Raises InvalidRequest for lone surrogates."""
+        """Encodes a text, with the special tokens that belong around it. Raises InvalidRequest for lone surrogates."""

@@ -10,7 +10,7 @@ from text.window import Window
 
 @dataclass(frozen=True)
 class Piece:
-    """What a choice gained: its next text, the stop string that ended it, and how many of the tokens fed are output."""
+    """The gain of a choice: its next text, the stop string that ended it, and how many of the tokens fed are output."""
 
     text: str
     matched_stop: str | None
@@ -18,10 +18,10 @@ class Piece:
 
 
 class IncrementalText:
-    """Turns tokens into text that is never taken back: no part of a character, nothing of a stop string.
+    """The text of tokens, never taken back: no part of a character, nothing of a stop string.
 
     The pieces and the flush together are `decode` of all tokens, up to the stop string if one is met. How the tokens
-    are split between calls makes no difference. Stop strings are looked for in what follows the first `min_tokens`.
+    are split between calls makes no difference. Stop strings count after the first `min_tokens` only.
     """
 
     def __init__(self, tokenizer: Detokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
@@ -31,7 +31,7 @@ class IncrementalText:
         self._matched_stop: str | None = None
 
     def feed(self, token_ids: Sequence[int]) -> Piece:
-        """Tokens after the one that made a stop string complete are not output, and neither is anything fed later."""
+        """Feeds tokens. After the token that completes a stop string, nothing is output."""
         texts: list[str] = []
         num_tokens = 0
         for token_id in token_ids:
@@ -42,7 +42,7 @@ class IncrementalText:
         return Piece("".join(texts), self._matched_stop, num_tokens)
 
     def flush(self) -> Piece:
-        """The text held back, at the end of the stream; it may complete a stop string."""
+        """Releases the text held back, at the end of the stream; it may complete a stop string."""
         if self._matched_stop is not None:
             return Piece("", self._matched_stop, 0)
         text = self._scan(self._window.flush())

@@ -1,6 +1,6 @@
 """Files of a model folder, opened with care.
 
-Hub snapshots are links, so links are followed, but what stands at their end must be a regular file of a sensible size:
+Hub snapshots are links, so links are followed, but their end must be a regular file of a sensible size:
 a pipe or a device could block for ever or never end.
 """
 
@@ -28,7 +28,7 @@ def open_regular(path: Path) -> FileIO:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """The whole content. Raises ModelError as `open_regular` does, and for more than `max_bytes`."""
+    """Reads the whole content. Raises ModelError as `open_regular` does, and for more than `max_bytes`."""
     with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -37,7 +37,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int) -> str | None:
-    """The whole content as text, or None where there is no file. Raises ModelError as above, and if it is not UTF-8."""
+    """Reads the whole content as text, None where there is no file. ModelError as above, and if it is not UTF-8."""
     if not os.path.lexists(path):
         return None
     try:

@@ -23,7 +23,7 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> Scanned:
-        """Once a stop string was reported, the matcher is done: neither this nor `flush` may follow."""
+        """Feeds text. After a reported stop string the matcher is done: no `feed` or `flush` may follow."""
         known = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             stop = self._step(char)
@@ -34,7 +34,7 @@ class StopMatcher:
         return Scanned(known[:certain], None)
 
     def flush(self) -> str:
-        """The text held back: it is output after all, as nothing follows."""
+        """Releases the text held back: it is output after all, as nothing follows."""
         held, self._held = self._held, ""
         return held
 
@@ -52,7 +52,7 @@ class _Pattern:
         self._borders = _borders(text)
 
     def step(self, char: str) -> bool:
-        """Whether the string is complete with this character."""
+        """Tells whether the string is complete with this character."""
         while self.num_matched and self.text[self.num_matched] != char:
             self.num_matched = self._borders[self.num_matched - 1]
         self.num_matched += self.text[self.num_matched] == char
@@ -60,7 +60,7 @@ class _Pattern:
 
 
 def _borders(text: str) -> list[int]:
-    """For each prefix of `text`, the length of the longest proper prefix that also ends it."""
+    """Computes for each prefix of `text` the length of the longest proper prefix that also ends it."""
     borders = [0] * len(text)
     length = 0
     for i in range(1, len(text)):

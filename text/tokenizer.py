@@ -1,16 +1,61 @@
 """A model folder's tokenizer, on the `tokenizers` library alone."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from text.codec import TokenKind
 from text.model_file import read_text
-from text.tokenizer_config import TokenizerConfig
 from wire.errors import InvalidRequest, ModelError
 
 MAX_TOKENIZER_BYTES = 64 << 20
+MAX_CONFIG_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """The tokens that tokenizer_config.json adds to tokenizer.json, as transformers 5 takes them."""
+
+    declared_tokens: tuple[AddedToken, ...] = ()
+    """In order of their ids."""
+    special_tokens: tuple[AddedToken, ...] = ()
+    """Tokens with a role (`eos_token`, ...), and extra ones."""
+
+    @classmethod
+    def load(cls, folder: Path) -> "TokenizerConfig":
+        """Reads the file; empty where there is none. Raises ModelError if it is malformed."""
+        content = read_text(folder / "tokenizer_config.json", MAX_CONFIG_BYTES)
+        if content is None:
+            return cls()
+        try:
+            return cls._parse(json.loads(content))
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            raise ModelError("tokenizer_config.json: malformed") from error
+
+    @classmethod
+    def _parse(cls, raw: dict[str, Any]) -> "TokenizerConfig":
+        declared = {int(index): _token(value) for index, value in raw.get("added_tokens_decoder", {}).items()}
+        extra = raw.get("extra_special_tokens") or raw.get("additional_special_tokens") or []
+        named = {
+            role: value for role, value in raw.items() if role.endswith("_token") and isinstance(value, str | dict)
+        }
+        named |= extra if isinstance(extra, dict) else {}
+        unnamed = [] if isinstance(extra, dict) else extra
+        return cls(
+            declared_tokens=tuple(token for _, token in sorted(declared.items())),
+            special_tokens=tuple(_token(value) for value in [*named.values(), *unnamed]),
+        )
+
+
+def _token(value: str | dict[str, Any]) -> AddedToken:
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    return AddedToken(**{name: field for name, field in value.items() if name != "__type"})
 
 
 class Tokenizer:

@@ -8,7 +8,7 @@ _MAX_CHARACTER_BYTES = 4
 
 
 class Window:
-    """The last tokens, decoded together, because what a token adds depends on its neighbours.
+    """The last tokens, decoded together, because a token's text depends on its neighbours.
 
     ```
     tokens   ... | context: text is out | pending: part of a character, or of a run of raw bytes |
@@ -24,7 +24,7 @@ class Window:
         self._num_emitted = 0  # characters of the window's text
 
     def append(self, token_id: int) -> str:
-        """Text that is certain now and was not before."""
+        """Appends a token; returns the text that has become certain."""
         kind = self._tokenizer.kind(token_id)
         if kind is TokenKind.SILENT:
             return ""
@@ -43,13 +43,13 @@ class Window:
         return piece
 
     def flush(self) -> str:
-        """The text not yet emitted, at the end of the stream."""
+        """Releases the text not yet emitted, at the end of the stream."""
         text = self._tokenizer.decode(self._ids)[self._num_emitted :]
         self._num_emitted += len(text)
         return text
 
     def _drop_context(self) -> None:
-        """All text is out: what was pending becomes the context of what comes."""
+        """Makes the pending tokens, now that all text is out, the context of the next ones."""
         del self._ids[: self._num_context]
         self._num_context = len(self._ids)
         self._num_emitted = len(self._tokenizer.decode(self._ids))

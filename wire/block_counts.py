@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """The five states sum to `total`; what each means is told in `kv_store.ledger`."""
+    """The number of pages in each of the five states of `kv_store.ledger`; they sum to `total`."""
 
     free: int
     owned: int

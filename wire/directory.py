@@ -1,27 +1,35 @@
-"""What is said to the directory of an arena, and what it answers. Each request has the answer named beside it.
+"""Types in the calls to an arena's directory; `kv_store.node.directory_port` declares the calls.
 
-A process says Hello first. Times are durations in seconds, counted by the directory's monotonic clock from arrival.
+Times are durations in seconds, counted by the directory's monotonic clock from arrival.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from wire.block_counts import BlockCounts
 from wire.errors import WireError
-from wire.ids import BlockKey, PageId, RequestId
+from wire.ids import PageId, RequestId
 from wire.keys import BlockName
 
 MAX_TTL_S = 3600.0
 
 
+def check_ttl(ttl_s: float) -> None:
+    """Raises WireError for a time to live that is not positive or too long."""
+    if not 0 < ttl_s <= MAX_TTL_S:
+        raise WireError(f"a time to live of {ttl_s} s")
+
+
+TtlS = Annotated[float, check_ttl]
+ClientName = Annotated[str, "a name that a process gives to one of its writers or readers"]
+
+
 @dataclass(frozen=True)
 class Hold:
-    """Keeps blocks for a request; renewed, or given up after `ttl_s`."""
+    """A claim of a request on blocks; it ends `ttl_s` after its last renewal."""
 
     request_id: RequestId
-    ttl_s: float
-
-    def __post_init__(self) -> None:
-        _check_ttl(self.ttl_s)
+    ttl_s: TtlS
 
 
 @dataclass(frozen=True)
@@ -35,123 +43,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a reader finds a block, and what its payload's xxh3-128 must be."""
+    """The slot of a found block, and the xxh3-128 that its payload must have."""
 
     slot: PageId
     checksum: bytes
-
-
-# Requests
-
-
-@dataclass(frozen=True)
-class Hello:
-    """-> DirectoryInfo, or Refused. Of one client only the connection with the highest number is heard."""
-
-    protocol_version: int
-    client_id: str
-    connection: int
-
-
-@dataclass(frozen=True)
-class GetInfo:
-    """-> DirectoryInfo"""
-
-
-@dataclass(frozen=True)
-class GetExisting:
-    """-> Flags"""
-
-    keys: list[BlockKey]
-
-
-@dataclass(frozen=True)
-class Reserve:
-    """-> Reservation"""
-
-    writer: str
-    names: list[BlockName]
-    hold: Hold | None
-
-
-@dataclass(frozen=True)
-class Commit:
-    """-> Count, of those whose keys are found now"""
-
-    writer: str
-    blocks: list[Block]
-    hold: Hold | None
-
-
-@dataclass(frozen=True)
-class Abandon:
-    """-> Count, of slots given back"""
-
-    writer: str
-
-
-@dataclass(frozen=True)
-class TakeLease:
-    """-> Lease"""
-
-    reader: str
-    keys: list[BlockKey]
-    ttl_s: float
-
-    def __post_init__(self) -> None:
-        _check_ttl(self.ttl_s)
-
-
-@dataclass(frozen=True)
-class ReleaseLease:
-    """-> Flags, one: False if the lease had run out"""
-
-    lease_id: int
-
-
-@dataclass(frozen=True)
-class WithdrawBlocks:
-    """-> Count, of blocks no longer found"""
-
-    blocks: list[Block]
-
-
-@dataclass(frozen=True)
-class RenewHolds:
-    """-> Count, of requests that hold something"""
-
-    request_ids: list[RequestId]
-    ttl_s: float
-
-    def __post_init__(self) -> None:
-        _check_ttl(self.ttl_s)
-
-
-@dataclass(frozen=True)
-class ReleaseHolds:
-    """-> Count, of requests that held something"""
-
-    request_ids: list[RequestId]
-
-
-@dataclass(frozen=True)
-class MarkCold:
-    """-> Count, of those keys found"""
-
-    keys: list[BlockKey]
-
-
-@dataclass(frozen=True)
-class GetStatus:
-    """-> DirectoryStatus"""
-
-
-@dataclass(frozen=True)
-class Check:
-    """-> Problems"""
-
-
-# Answers
 
 
 @dataclass(frozen=True)
@@ -166,7 +61,7 @@ class DirectoryInfo:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A slot to write for each name, or None: the block is there, or there is no room. And how many are there."""
+    """For each name a slot to write, or None if the block is there or no room is left; `num_resident` are there."""
 
     slots: list[PageId | None]
     num_resident: int
@@ -174,7 +69,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Lease:
-    """For each key its entry, or None. Slots stay what they are until the release or the end of the lease's time."""
+    """For each key its entry, or None. The slots keep their blocks until the release or the end of the lease."""
 
     lease_id: int
     entries: list[Entry | None]
@@ -192,56 +87,3 @@ class DirectoryStatus:
     misses: int
     evictions: int
     copied: int
-
-
-@dataclass(frozen=True)
-class Flags:
-    values: list[bool]
-
-
-@dataclass(frozen=True)
-class Count:
-    value: int
-
-
-@dataclass(frozen=True)
-class Problems:
-    lines: list[str]
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The request was refused; nothing was changed."""
-
-    message: str
-
-
-MESSAGES = (
-    Hello,
-    GetInfo,
-    GetExisting,
-    Reserve,
-    Commit,
-    Abandon,
-    TakeLease,
-    ReleaseLease,
-    WithdrawBlocks,
-    RenewHolds,
-    ReleaseHolds,
-    MarkCold,
-    GetStatus,
-    Check,
-    DirectoryInfo,
-    Reservation,
-    Lease,
-    DirectoryStatus,
-    Flags,
-    Count,
-    Problems,
-    Refused,
-)
-
-
-def _check_ttl(ttl_s: float) -> None:
-    if not 0 < ttl_s <= MAX_TTL_S:
-        raise WireError(f"a time to live of {ttl_s} s")

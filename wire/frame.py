@@ -1,4 +1,4 @@
-"""A block as a value of the cold tier: a front that says whose block it is, and the payload as it is in memory.
+"""A block as a value of the cold tier: a front that names the block, and the payload as it is in memory.
 
 front   = "BTKV" || length of the header (u32, little-endian) || header
 header  = msgpack of [version, key, parent, digest of the token ids, digest of the root, layout, codec, checksum]
@@ -24,25 +24,25 @@ _CODEC = "raw"
 
 
 def checksum_of(payload: memoryview) -> bytes:
-    """xxh3-128 of a payload."""
+    """Computes the xxh3-128 of a payload."""
     return xxhash.xxh3_128_digest(payload)
 
 
 def frame_len(name: BlockName, layout: KVLayout) -> int:
-    """Length in bytes of this block's frame."""
+    """Computes the length in bytes of a block's frame."""
     return len(_front(name, layout, bytes(CHECKSUM_BYTES))) + layout.payload_bytes
 
 
 def seal(name: BlockName, layout: KVLayout, payload: memoryview, checksum: bytes) -> bytes:
-    """The frame of a block."""
+    """Makes the frame of a block."""
     return b"".join((_front(name, layout, checksum), payload))
 
 
 def unseal(frame: bytes, name: BlockName, layout: KVLayout, into: memoryview) -> bytes:
     """Copies the payload of a frame into `into`, `layout.payload_bytes` long, and returns its checksum.
 
-    WireError if the frame is anything but that of this block, or its payload is not what the checksum says; `into` is
-    then undefined.
+    WireError if the frame is not that of this block, or its payload does not match the checksum; `into` is then
+    undefined.
     """
     front_len = frame_len(name, layout) - layout.payload_bytes
     checksum = frame[front_len - CHECKSUM_BYTES : front_len]

@@ -7,7 +7,7 @@ WorkerId = NewType("WorkerId", str)
 
 
 class AttemptId(NamedTuple):
-    """One try at a request, numbered from 1. Workers, engines and holds know each attempt by its own name."""
+    """One try at a request, by a number that its router uses once. Workers, engines and holds know its name."""
 
     request_id: RequestId
     number: int

@@ -1,4 +1,4 @@
-"""Names of KV blocks: who computed what from which tokens. The only module that makes keys.
+"""Names of KV blocks, from the tokens and the namespace of their KV. The only module that makes keys.
 
 root   = HMAC-SHA-256(secret, tenant, fingerprint, layout, adapter)
 key[i] = SHA-256(key[i-1] || tokens of block i as little-endian u32),  key[-1] = root
@@ -22,7 +22,7 @@ from wire.ids import BlockKey, NamespaceRoot
 
 @dataclass(frozen=True)
 class BlockName:
-    """A block's key and what vouches for it: its parent's key, and digests of its own token ids and of its root.
+    """A block's key and its proofs: its parent's key, and digests of its own token ids and of its root.
 
     A tail is a last block that is partly filled: it is never indexed on a device, never sent to Redis, evicted first.
     """
@@ -35,7 +35,7 @@ class BlockName:
 
 
 def namespace_root(secret: bytes, tenant: str, fingerprint: bytes, layout: bytes, adapter: str) -> NamespaceRoot:
-    """The root under which all keys of one tenant, model, layout and adapter stand. Fields are length-prefixed."""
+    """Derives the root of all keys of one tenant, model, layout and adapter. Fields are length-prefixed."""
     return NamespaceRoot(hmac.digest(secret, msgpack.packb([tenant, fingerprint, layout, adapter]), "sha256"))
 
 
@@ -61,11 +61,11 @@ class KeyChain:
             self._full.append(self._name(self._parent(len(self._full)), data, data))
 
     def full(self, num_tokens: int) -> list[BlockName]:
-        """Names of the full blocks of the first `num_tokens` tokens."""
+        """Names the full blocks of the first `num_tokens` tokens."""
         return self._full[: num_tokens // self._block_size]
 
     def tail(self, num_tokens: int) -> BlockName | None:
-        """Name of the last block of the first `num_tokens` tokens if they fill it partly."""
+        """Names the last block of the first `num_tokens` tokens if they fill it partly."""
         index, num_in_tail = divmod(num_tokens, self._block_size)
         if num_in_tail == 0:
             return None
@@ -74,7 +74,7 @@ class KeyChain:
         return replace(self._name(self._parent(index), covered, data), is_tail=True)
 
     def cover(self, num_tokens: int) -> list[BlockName]:
-        """Names of all blocks of the first `num_tokens` tokens, a partly filled last one included."""
+        """Names all blocks of the first `num_tokens` tokens, a partly filled last one included."""
         tail = self.tail(num_tokens)
         return self.full(num_tokens) if tail is None else [*self.full(num_tokens), tail]
 
@@ -88,14 +88,14 @@ class KeyChain:
 
 
 def cover(root: NamespaceRoot, tokens: Sequence[int], block_size: int) -> list[BlockName]:
-    """Names of all blocks of `tokens`, a partly filled last one included."""
+    """Names all blocks of `tokens`, a partly filled last one included."""
     keys = KeyChain(root, block_size)
     keys.extend(tokens)
     return keys.cover(len(tokens))
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian u32. Raises OverflowError for ids outside of that."""
+    """Packs token ids as little-endian u32. Raises OverflowError for ids outside of that."""
     ids = array("I", tokens)
     if sys.byteorder == "big":
         ids.byteswap()

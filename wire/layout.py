@@ -40,7 +40,7 @@ class KVLayout:
         return -(-self.payload_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
     def encode(self) -> bytes:
-        """The same bytes for equal layouts, on every machine."""
+        """Encodes equal layouts as the same bytes on every machine."""
         return bytes(msgpack.packb(sorted(asdict(self).items())))
 
     @classmethod

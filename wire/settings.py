@@ -1,10 +1,12 @@
-"""Frozen dataclasses of settings, nested as deep as may be, to JSON and strictly back."""
+"""Frozen dataclasses to JSON and strictly back: nested, with enums by their values and `tuple[X, ...]` as lists."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
+from enum import Enum
+from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from wire.errors import ConfigError
 
@@ -14,7 +16,7 @@ MAX_WHOLE_NUMBER = 1 << 64
 
 
 def to_json(settings: Any) -> str:
-    return json.dumps(asdict(settings))
+    return json.dumps(asdict(settings), default=attrgetter("value"))
 
 
 def from_json(cls: type[T], text: str, where: str) -> T:
@@ -39,11 +41,18 @@ def from_object(cls: type[T], raw: object, path: str) -> T:
 
 
 def _read_value(hint: Any, value: object, path: str) -> object:
-    if is_dataclass(hint) and isinstance(hint, type):
-        return from_object(hint, value, path)
-    allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    allowed = [
+        getattr(one, "__supertype__", one) for one in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
+    ]
     if type(value) in allowed:
         return value
     if float in allowed and type(value) is int and abs(value) < MAX_WHOLE_NUMBER:
         return float(value)
+    for one in allowed:
+        if is_dataclass(one) and isinstance(one, type) and (isinstance(value, Mapping) or len(allowed) == 1):
+            return from_object(one, value, path)
+        if get_origin(one) is tuple and isinstance(value, list):
+            return tuple(_read_value(get_args(one)[0], item, f"{path}.{index}") for index, item in enumerate(value))
+        if isinstance(one, type) and issubclass(one, Enum) and value in [member.value for member in one]:
+            return one(value)
     raise ConfigError(f"{path}: must be {' or '.join(one.__name__ for one in allowed if one is not NoneType)}")

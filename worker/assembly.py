@@ -8,20 +8,19 @@ from pathlib import Path
 
 import torch
 
-from engine.batch import Model
-from engine.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.core import EngineCore
-from engine.decoder import Decoder
-from engine.digest_cache import DigestCache
-from engine.fingerprint import fingerprint
+from engine.model.batch import Model
+from engine.model.decoder import Decoder
 from kernels.backend import select_backend
-from kv_store.arena import Arena
-from kv_store.cold_tier import ColdTier
 from kv_store.device_pool import DevicePool
-from kv_store.directory_client import DirectoryClient
-from kv_store.directory_port import DirectoryPort
+from kv_store.node.arena import Arena
+from kv_store.node.directory_client import DirectoryClient
+from kv_store.node.directory_port import DirectoryPort
 from kv_store.node_store import NodeStore
-from kv_store.redis_tier import RedisTier
+from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.redis_tier import RedisTier
 from kv_store.transfers import ThreadTransfers, Transfers
 from wire.errors import ModelError
 from wire.ids import PROTOCOL_VERSION
@@ -80,6 +79,7 @@ def assemble_on(
     store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool)
     inbox = Inbox()
     transfers = ThreadTransfers(store, inbox.ring)
+    transfers.start()
     engine = EngineCore(model, pool, behaviour.batcher, transfers)
     info = _describe(config, model, tiers.arena.num_slots)
     service = WorkerService(info, behaviour, engine, inbox, store, on_broken, config.max_silence_s)

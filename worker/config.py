@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from wire.errors import ConfigError
-from wire.pools import Role
+from wire.pools import Role, Worker
 from wire.settings import from_json, to_json
 from worker.engine_watch import MAX_SILENCE_S
 
@@ -49,7 +49,7 @@ class PageSettings:
 class StoreSettings:
     """The socket of the node's directory, which knows the arena; and the cold tier, if there is one.
 
-    redis_timeout_s: as of `kv_store.redis_tier.RedisTier`.
+    redis_timeout_s: as of `kv_store.tiers.redis_tier.RedisTier`.
     """
 
     directory_path: str
@@ -90,11 +90,12 @@ class BatchSettings:
 
 
 @dataclass(frozen=True)
-class WorkerConfig:
-    """The whole configuration. `num_threads`: of torch, here. `max_silence_s`: the longest that a step may take."""
+class WorkerTemplate:
+    """The configuration that all workers of a cluster share.
 
-    worker_id: str
-    role: str
+    num_threads: of torch, in each process. max_silence_s: the longest that a step of the engine may take.
+    """
+
     model: CheckpointSettings
     pool: PageSettings
     store: StoreSettings
@@ -104,10 +105,25 @@ class WorkerConfig:
     max_silence_s: float = MAX_SILENCE_S
 
     def __post_init__(self) -> None:
-        _require(self.worker_id, "worker_id", "must not be empty")
-        _require(self.role in {one.value for one in Role}, "role", "must be prefill or decode")
         _require(self.num_threads > 0, "num_threads", "must be positive")
         _require(self.max_silence_s >= MIN_SILENCE_S, "max_silence_s", f"must be at least {MIN_SILENCE_S}")
+
+    def config_of(self, worker: Worker) -> "WorkerConfig":
+        """Returns the configuration that one worker is started with."""
+        return WorkerConfig(**vars(self), worker_id=worker.id, role=worker.role.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(WorkerTemplate):
+    """The configuration of one worker."""
+
+    worker_id: str
+    role: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.worker_id, "worker_id", "must not be empty")
+        _require(self.role in {one.value for one in Role}, "role", "must be prefill or decode")
 
     def to_json(self) -> str:
         return to_json(self)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.batcher import Batcher, Gate
 from engine.events import Event, Fetched, HeldUp, Preempted, Scheduled, Started, TierTokens
 from engine.request import EngineRequest
+from engine.schedule.batcher import Batcher, Gate
 from wire.errors import BatonError
 from wire.pools import Role
 from worker.stopwatch import Phase, Stopwatch

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
+from engine.events import EngineStats
 from engine.request import ChoiceSoFar, EngineRequest
-from engine.stats import EngineStats
 from kv_store.block_store import StoreStatus
 from wire.block_counts import BlockCounts
 from wire.convert import (

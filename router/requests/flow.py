@@ -10,10 +10,11 @@ then, without waiting for anybody; what an old attempt still says finds nobody w
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 
 from router.observe.metrics import RequestMetrics, TokenTiming
 from router.observe.record import RequestSummary
@@ -36,11 +37,16 @@ from wire.pools import WorkerState
 
 MAX_SHORT_PROMPT = 256
 """Characters or tokens that are made ready in less time than a thread takes to begin."""
+MAX_NUMBERS = 1 << 32
+"""That a message has room for."""
 
 
 @dataclass(frozen=True)
 class Services:
-    """What all requests share. `suspect` is told of a worker that broke off an attempt."""
+    """What all requests share. `suspect` is told of a worker that broke off an attempt.
+
+    attempt_numbers: none comes twice, for a client may use a request's id again while workers still speak of the first.
+    """
 
     codec: TextCodec
     threads: Executor
@@ -50,6 +56,7 @@ class Services:
     quarantine: Quarantine
     suspect: Callable[[WorkerId], None]
     metrics: RequestMetrics
+    attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBERS for number in count(1)))
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,7 @@ class Flow:
         self._stop = stop
         self._loop = asyncio.get_running_loop()
         self._attempts = Attempts()
+        self._attempt_id = AttemptId(order.request_id, 0)
         self._prepared: Prepared | None = None
         self._answer: Answer | None = None
         self._cached: Mapping[str, int] | None = None
@@ -133,6 +141,7 @@ class Flow:
 
     async def _attempt(self) -> None:
         """One way through prefill and decode, with prefill left out where any token is out or no worker does it."""
+        self._attempt_id = AttemptId(self._order.request_id, next(self._services.attempt_numbers))
         if not self.answer.num_tokens:
             self._prefill_worker = self._cached = None
         if self.answer.num_tokens or not self._services.placement.has_prefill:
@@ -262,10 +271,6 @@ class Flow:
             self._decode_worker,
             self._attempts.number,
         )
-
-    @property
-    def _attempt_id(self) -> AttemptId:
-        return AttemptId(self._order.request_id, self._attempts.number)
 
     def _reached(self, name: str) -> None:
         self.timeline.reached(name, self._loop.time())

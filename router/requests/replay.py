@@ -92,6 +92,10 @@ class Suspects:
         self._turns.pop(request_id, None)
         self._let_first_go()
 
+    def check(self) -> list[str]:
+        """Turns, and waits for one; none, once no request is open."""
+        return [f"request {request_id} is tried alone, or waits for it" for request_id in self._turns]
+
     def _let_first_go(self) -> None:
         for turn in self._turns.values():
             turn.set()

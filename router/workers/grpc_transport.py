@@ -12,12 +12,15 @@ from wire.pb.worker_pb2_grpc import WorkerStub
 from wire.rpc import LINE_OPTIONS, TOKEN_METADATA
 from wire.rpc_status import from_rpc_error
 
+_OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
+"""Else gRPC shares a connection, and the growing time between two tries at it, with lines that have ended."""
+
 
 class GrpcTransport:
     """A Transport: one channel with one call on it, until `close`."""
 
     def __init__(self, address: str, token: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=LINE_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(address, options=(*LINE_OPTIONS, _OWN_CONNECTION))
         self._call = WorkerStub(self._channel).Connect(metadata=((TOKEN_METADATA, token),))
 
     async def write(self, request: worker_pb2.ConnectRequest) -> None:

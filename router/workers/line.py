@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any, Protocol
 
+from wire import incident
 from wire.convert import attempt_of, attempt_to_pb, error_from_pb
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import AttemptId
@@ -77,12 +78,13 @@ class Outgoing:
 
     async def take(self) -> worker_pb2.ConnectRequest:
         """The next message to be written, once there is one."""
-        while (request := self._next()) is None:
+        while (request := self.next()) is None:
             self._changed.clear()
             await self._changed.wait()
         return request
 
-    def _next(self) -> worker_pb2.ConnectRequest | None:
+    def next(self) -> worker_pb2.ConnectRequest | None:
+        """The next message to be written, if there is one."""
         if self._short.ByteSize():
             short, self._short = self._short, worker_pb2.ConnectRequest()
             return short
@@ -153,6 +155,16 @@ class Line:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._transport.close()
 
+    @property
+    def num_attempts(self) -> int:
+        """Attempts that are under way."""
+        return len(self._attempts)
+
+    @property
+    def num_questions(self) -> int:
+        """Questions that have no answer yet."""
+        return len(self._questions)
+
     async def _ask(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.Answer:
         self._require_open()
         self._num_asked = question.number = self._num_asked + 1
@@ -171,8 +183,8 @@ class Line:
         try:
             while True:
                 await self._transport.write(await self._outgoing.take())
-        except BatonError as error:
-            self._end(error)
+        except Exception as error:
+            self._end(_reason_of(error))
 
     async def _read_all(self) -> None:
         try:
@@ -182,8 +194,8 @@ class Line:
                 for answer in response.answers:
                     self._answer(answer)
             self._end(Unavailable("the worker has closed the line"))
-        except BatonError as error:
-            self._end(error)
+        except Exception as error:
+            self._end(_reason_of(error))
 
     def _deliver(self, update: worker_pb2.Update) -> None:
         """Hands an update to its attempt. One of an attempt that is over here has nobody to go to."""
@@ -230,15 +242,22 @@ class _Attempt:
         self.has_ended = update.HasField("end")
         if self.over.done():
             return
+        error: Exception | None = error_from_pb(update.end.error) if update.end.HasField("error") else None
         try:
             wants_more = self._take(update)
-        except Exception as error:  # raised again in `run`: a bug in one request ends that one alone
+        except Exception as bug:  # raised again in `run`: a bug in one request ends that one alone
+            error = bug
+        if self.over.done():
+            return  # the request was stopped from within `take`
+        if error is not None:
             self.over.set_exception(error)
-            return
-        if update.end.HasField("error"):
-            self.over.set_exception(error_from_pb(update.end.error))
         elif self.has_ended or not wants_more:
             self.over.set_result(None)
+
+
+def _reason_of(error: Exception) -> BatonError:
+    """What a line ends with: a bug ends it as a loss does, since a line that stands still would hold up all on it."""
+    return error if isinstance(error, BatonError) else Unavailable(incident.report(error).message)
 
 
 def _pieces_of(begin: worker_pb2.Begin) -> Iterator[worker_pb2.Piece]:

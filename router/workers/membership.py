@@ -105,7 +105,7 @@ class Membership:
         self._on_change()
 
     async def _ask_state(self, member: Member) -> WorkerState:
-        """What the worker says it is, on a new line if the old one broke. A BROKEN worker is as good as LOST."""
+        """Asks a worker for its state, on a new line if the old one broke. A BROKEN one is as good as LOST."""
         if not member.line.is_open:
             await member.line.close(Unavailable("the line has ended"))
             member.line = self._open(member.worker)
@@ -114,7 +114,8 @@ class Membership:
         except BatonError:
             return WorkerState.LOST
         state = WorkerState(status.state)
-        return state if state in (WorkerState.READY, WorkerState.DRAINING) else WorkerState.LOST
+        is_fit = member.line.is_open and state in (WorkerState.READY, WorkerState.DRAINING)
+        return state if is_fit else WorkerState.LOST
 
     async def _report(self, worker_id: WorkerId) -> bool:
         log.warning("worker %s is lost", worker_id)

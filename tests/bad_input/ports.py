@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from engine.hash_model import HashModel
+from engine.model.hash_model import HashModel
 from router.ports.server import RouterServer
 from tests.bad_input.refusal import Refusal, refused
 from tests.faults.answer import ChoiceAnswer, Reader, ask

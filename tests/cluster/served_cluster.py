@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from deploy import process_record
+from deploy.processes import process_record
 
 COMMAND_TIMEOUT_S = 110
 SHARED_MEMORY = Path("/dev/shm")

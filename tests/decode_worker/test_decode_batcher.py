@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.batcher import DecodeBatcher
-from engine.batcher import Candidate, Gate, Pages
+from engine.schedule.batcher import Candidate, Gate, Pages
 
 BLOCK = 16
 BATCHER = DecodeBatcher(max_step_tokens=100, max_running=8, max_chunk_tokens=32)

@@ -1,9 +1,9 @@
 from hypothesis import given
 
 from decode_worker.job import DecodeJob
-from engine.batcher import Gate
 from engine.events import Emitted, Event, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
 from engine.request import ChoiceSoFar, EngineRequest
+from engine.schedule.batcher import Gate
 from tests.worker.engine_events import ID, Script, Withdrawn, assert_spans_tile, decodes, end_of, outputs, run
 from wire.errors import BatonError, Cancelled
 from wire.ids import NamespaceRoot

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ports import ports_of
-from deploy.processes import ProcessRef
-from deploy.state import ClusterPhase, ClusterState
+from deploy.local.state import ClusterPhase, ClusterState
+from deploy.processes.process import ProcessRef
 
 NAME = f"left{os.getpid()}"
 
@@ -58,8 +57,8 @@ def test_a_port_on_which_something_listens_is_left() -> None:
 def test_ports_of_a_cluster() -> None:
     me = ProcessRef(1, 1.0, "none")
     state = ClusterState("a", ClusterPhase.RUNNING, me, "/tmp/baton-a", "t", "m", "h:1", "h:2", "", "h:4")
-    assert ports_of(state) == [1, 2]
-    assert ports_of(replace(state, metrics_address="h:3", head=me)) == [1, 2, 3, 4]
+    assert state.ports == [1, 2]
+    assert replace(state, metrics_address="h:3", head=me).ports == [1, 2, 3, 4]
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint import Checkpoint
-from engine.decoder import Decoder
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.model.decoder import Decoder
 from tests.checkpoints import shard
 from wire.errors import ModelError
 

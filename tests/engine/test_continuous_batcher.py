@@ -1,9 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batcher import Candidate, Gate, Pages
-from engine.continuous_batcher import ContinuousBatcher
-from engine.fit import fit_running
+from engine.schedule.batcher import Candidate, Gate, Pages
+from engine.schedule.continuous_batcher import ContinuousBatcher
+from engine.schedule.fit import fit_running
 
 BLOCK = 16
 
@@ -49,13 +49,13 @@ def test_youngest_yields_to_a_decode_that_needs_a_page() -> None:
     assert plan.run == {0: 1, 1: 1}
 
 
-def test_nobody_yields_while_pages_drain() -> None:
+def test_no_sequence_yields_while_pages_drain() -> None:
     plan = ContinuousBatcher().plan((), (decoding(0, BLOCK + 1), decoding(1, 40)), pages(0, num_draining=1))
     assert plan.preempt == ()
     assert plan.run == {1: 1}
 
 
-def test_nobody_yields_to_a_younger_one() -> None:
+def test_no_sequence_yields_to_a_younger_one() -> None:
     plan = ContinuousBatcher().plan((), (decoding(0, 40), decoding(1, BLOCK + 1)), pages(0))
     assert plan.preempt == ()
     assert plan.run == {0: 1}
@@ -72,7 +72,7 @@ def test_admits_in_order_and_stops_at_the_first_that_does_not_fit() -> None:
     assert ContinuousBatcher().plan(waiting, (), pages(10)).admit == (5,)
 
 
-def test_admits_nobody_while_somebody_must_yield() -> None:
+def test_admits_no_sequence_while_another_must_yield() -> None:
     plan = ContinuousBatcher().plan((prompt(9, 1),), (decoding(0, BLOCK + 1), decoding(1, 40)), pages(0))
     assert plan.preempt == (1,)
     assert plan.admit == ()

@@ -3,13 +3,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Batch
-from engine.batcher import Gate
-from engine.continuous_batcher import ContinuousBatcher
 from engine.events import Emitted, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started
-from engine.hash_model import HashModel
+from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
-from kv_store.memory_tier import MemoryTier
+from engine.schedule.batcher import Gate
+from engine.schedule.continuous_batcher import ContinuousBatcher
+from kv_store.tiers.memory_tier import MemoryTier
 from tests.pair import ROOT, Node, drive, make_core, request, serve
 from wire.errors import InvalidRequest, RequestExists
 from wire.ids import RequestId
@@ -232,7 +232,7 @@ def test_a_request_that_cannot_be_run_fails_alone() -> None:
     assert core.check() == []
 
 
-def test_a_request_that_cannot_be_run_fails_even_if_nobody_is_with_it() -> None:
+def test_a_request_that_cannot_be_run_fails_even_alone() -> None:
     core = make_core(Fallible(LAYOUT, 997))
     core.add(request((13, 1, 2), greedy(5)))
     events = [event for _ in range(4) for event in core.step()]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.decoder import Decoder
+from engine.model.decoder import Decoder
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, choose_prompt, make_checkpoint, shard
 from tests.paged_run import PagedRun, generate
 from wire.errors import ConfigError
@@ -92,7 +92,7 @@ def test_dtype_is_float32_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None
         load(folder, "int4")
 
 
-def test_layout_and_limits_are_those_of_the_model(checkpoint: Checkpoints) -> None:
+def test_layout_and_limits_come_from_the_model(checkpoint: Checkpoints) -> None:
     model = load(checkpoint("llama-mqa"))
     assert model.layout.shape == (2, 2, 1, 16, 32)
     assert (model.vocab_size, model.max_context_len, model.eos_token_ids) == (VOCAB_SIZE, 1024, ())

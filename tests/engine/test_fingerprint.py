@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.digest_cache import DigestCache
-from engine.fingerprint import fingerprint
+from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from wire.errors import ModelError
 
 

@@ -1,12 +1,12 @@
 import pytest
 
-from engine.continuous_batcher import ContinuousBatcher
 from engine.core import EngineCore
 from engine.events import Abandoned, Emitted, Event, HandedOff
-from engine.hash_model import HashModel
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, HandOff
+from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
-from kv_store.transfers import Done, FetchDone, NoStore
+from kv_store.transfers import Done, Fetch, NoStore, Transfer
 from tests.pair import ROOT, make_core
 from wire.ids import RequestId
 from wire.layout import KVLayout
@@ -17,18 +17,24 @@ ID = RequestId("request")
 
 
 class HeldBack(NoStore):
-    """Transfers that end when they are told to."""
+    """Transfers of which fetches end at once, and the rest only when they may."""
 
     def __init__(self) -> None:
         super().__init__()
         self.may_end = False
+        self.fetches: set[int] = set()
+
+    def begin(self, transfer: Transfer) -> None:
+        super().begin(transfer)
+        if isinstance(transfer, Fetch):
+            self.fetches.add(transfer.ticket)
 
     def poll(self) -> list[Done]:
         done = super().poll()
         if self.may_end:
             return done
-        self._done = [one for one in done if not isinstance(one, FetchDone)]
-        return [one for one in done if isinstance(one, FetchDone)]
+        self._done = [one for one in done if one.ticket not in self.fetches]
+        return [one for one in done if one.ticket in self.fetches]
 
 
 @pytest.fixture

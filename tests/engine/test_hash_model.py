@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.batch import Batch
-from engine.hash_model import HashModel
+from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
 from tests.paged_run import PagedRun, generate
 from wire.layout import KVLayout
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.hub import find_folder
+from engine.checkpoint.hub import find_folder
 from wire.errors import ModelError
 
 
@@ -11,7 +11,7 @@ def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing", "/no/such/folder", "a/b/c", "../up", "owner/model@main"])
-def test_what_is_neither_path_nor_hub_name_is_refused_without_asking_anyone(name: str) -> None:
+def test_a_name_of_neither_path_nor_hub_is_refused_without_a_request(name: str) -> None:
     with pytest.raises(ModelError, match="neither a folder nor a name on the hub"):
         find_folder(name)
 
@@ -28,5 +28,5 @@ def test_hub_is_asked_for_nothing_but_configuration_weights_and_tokenizer(monkey
         assert not [pattern for pattern in allow_patterns if pattern.endswith((".py", ".bin", ".pt", "*"))]
         return f"/cache/{name}"
 
-    monkeypatch.setattr("engine.hub.snapshot_download", snapshot)
+    monkeypatch.setattr("engine.checkpoint.hub.snapshot_download", snapshot)
     assert find_folder("owner/model") == Path("/cache/owner/model")

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import ModelConfig
-from engine.rope_scaling import Unscaled
+from engine.checkpoint.config import ModelConfig
+from engine.checkpoint.rope import Unscaled
 from tests.checkpoints import ARCHITECTURES
 from wire.errors import ModelError
 
@@ -87,7 +87,7 @@ def test_end_of_text_is_none_one_or_several_tokens(eos: object, ids: tuple[int, 
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_defaults_are_those_of_transformers(arch: str) -> None:
+def test_defaults_equal_the_ones_of_transformers(arch: str) -> None:
     """What a configuration saved by transformers leaves out means the same here."""
     config_class, _ = ARCHITECTURES[arch]
     name = config_class.__name__.replace("Config", "ForCausalLM")

@@ -5,8 +5,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from engine.json_fields import JsonFields
-from engine.rope import Rope, RopeConfig
+from engine.checkpoint.json_fields import JsonFields
+from engine.checkpoint.rope import RopeConfig
+from engine.model.decoder import Rope
 from wire.errors import ModelError
 
 HEAD_DIM = 32
@@ -52,7 +53,7 @@ def peer(parameters: dict[str, Any]) -> LlamaRotaryEmbedding:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_angles_are_those_of_transformers_bit_by_bit(name: str, dtype: torch.dtype) -> None:
+def test_angles_equal_the_ones_of_transformers_bit_by_bit(name: str, dtype: torch.dtype) -> None:
     positions = torch.arange(0, MAX_LEN, 7)
     rotation = rope(PARAMETERS[name], dtype).rotation(positions)
     cos, sin = peer(PARAMETERS[name])(torch.empty(0, dtype=dtype), positions[None])

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from engine.tensor_file import TensorFile
+from engine.checkpoint.tensor_file import TensorFile
 from wire.errors import ModelError
 
 TENSORS = {

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.decoder import Decoder
 from engine.events import Emitted, TierTokens
-from kv_store.memory_tier import MemoryTier
+from engine.model.decoder import Decoder
+from kv_store.tiers.memory_tier import MemoryTier
 from tests.checkpoints import ARCHITECTURES, Continuation, choose_prompt, make_checkpoint
 from tests.pair import Node, Run, drive, make_core, prefill, request, rest_of, resume, serve
 from wire.sampling import SamplingParams

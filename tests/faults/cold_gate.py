@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from kv_store.cold_tier import ColdStatus, ColdTier
+from kv_store.tiers.cold_tier import ColdStatus, ColdTier
 from wire.ids import BlockKey
 from wire.keys import BlockName
 

@@ -3,19 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
-from kv_store.directory_port import DirectoryPort
+from kv_store.node.directory_port import DirectoryPort
 from wire.errors import StoreError
 
 Hook = Callable[[str, tuple[Any, ...]], None]
-"""Told of a call by its name and arguments, on the thread that makes it; may wait, and may raise StoreError."""
+"""Hears of a call by its name and arguments, on the thread that makes it; may wait, and may raise StoreError."""
 
 
 def nothing(name: str, arguments: tuple[Any, ...]) -> None:
     """The hook that does nothing."""
 
 
-class DirectoryGate:
-    """A DirectoryPort. `before` and `after` are called around each call; once cut, all calls fail."""
+class DirectoryGate(DirectoryPort):
+    """A port before a port. `before` and `after` are called around each call; once cut, all calls fail."""
 
     def __init__(self, directory: DirectoryPort) -> None:
         self.before: Hook = nothing
@@ -25,23 +25,20 @@ class DirectoryGate:
         self._is_cut = False
 
     def cut(self) -> None:
-        """The worker's process has ended: nothing that it would still do is done."""
+        """Ends the worker's process, as its directory sees it: nothing more of it is done."""
         self._is_cut = True
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._directory, name)
+    def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        self._require_open()
+        if method in ("reserve", "lease"):
+            self.names.add(arguments[0])
+        self.before(method, arguments)
+        self._require_open()
+        answer = getattr(self._directory, method)(*arguments)
+        self.after(method, arguments)
+        return answer
 
-        def call(*arguments: Any) -> Any:
-            self._require_open()
-            if name in ("reserve", "lease"):
-                self.names.add(arguments[0])
-            self.before(name, arguments)
-            self._require_open()
-            answer = method(*arguments)
-            self.after(name, arguments)
-            return answer
-
-        return call
+    _ask_same_epoch = _ask
 
     def _require_open(self) -> None:
         if self._is_cut:

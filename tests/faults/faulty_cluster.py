@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from engine.batch import Model
+from engine.model.batch import Model
 from kv_store.node_store import HOLD_TTL_S
 from router.workers.line import Transport
 from router.workers.local_transport import Faults, LocalTransport

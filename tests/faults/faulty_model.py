@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.batch import Batch, Model
+from engine.model.batch import Batch, Model
 from wire.layout import KVLayout
 
 MAX_WAIT_S = 10.0

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from engine.batch import Model
+from engine.model.batch import Model
 from router.workers.grpc_transport import GrpcTransport
 from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.toxic_proxy import Line, toxic_proxy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_store.redis_tier import RedisTier
+from kv_store.tiers.redis_tier import RedisTier
 from router.workers import grpc_transport
 from tests.faults.answer import Reader, ask
 from tests.faults.known_model import MODEL, prompt_of

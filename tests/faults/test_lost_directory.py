@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kv_store.arena import Arena
-from kv_store.directory import Directory
-from kv_store.directory_client import DirectoryClient
-from kv_store.directory_server import DirectoryServer
+from kv_store.node.arena import Arena
+from kv_store.node.directory import Directory
+from kv_store.node.directory_client import DirectoryClient
+from kv_store.node.directory_server import DirectoryServer
 from tests.faults.answer import ask
 from tests.faults.directory_gate import DirectoryGate
 from tests.faults.faulty_cluster import FaultyCluster

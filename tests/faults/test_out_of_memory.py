@@ -5,8 +5,8 @@ import asyncio
 import pytest
 import torch
 
-from engine.batch import Batch
-from engine.hash_model import HashModel
+from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import faulty_cluster
 from tests.faults.known_model import LAYOUT, MODEL

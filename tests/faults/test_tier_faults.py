@@ -3,10 +3,11 @@
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 
+from kv_store.node_store import NodeStore
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.known_model import LAYOUT, MODEL
@@ -172,13 +173,12 @@ async def test_a_cold_tier_that_is_too_slow_is_given_up_for_this_prompt(monkeypa
     async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
         await serve(cluster)
         cluster.move_to_cold()
+        monkeypatch.setattr("worker.assembly.NodeStore", partial(NodeStore, clock=lambda: now))
         await fresh_workers(cluster)
-        monkeypatch.setattr("kv_store.node_store.time", SimpleNamespace(monotonic=lambda: now))
         cluster.colds["p1"].on_get = be_slow
         assert tiers_from_pb((await serve(cluster)).usage.cached_tokens).get("redis", 0) == 16 * 2, (
             "after 0.6 seconds it is computed"
         )
-        monkeypatch.undo()
         await at_rest(cluster)
 
 

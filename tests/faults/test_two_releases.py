@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import redis
 
-from engine.hash_model import HashModel
-from kv_store.redis_tier import RedisTier
+from engine.model.hash_model import HashModel
+from kv_store.tiers.redis_tier import RedisTier
 from tests import local_worker
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster

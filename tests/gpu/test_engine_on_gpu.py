@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.decoder import Decoder
-from kv_store.memory_tier import MemoryTier
+from engine.model.decoder import Decoder
+from kv_store.tiers.memory_tier import MemoryTier
 from tests.checkpoints import choose_prompt, make_checkpoint
 from tests.pair import Node, drive, make_core, prefill, request, resume
 from wire.sampling import SamplingParams

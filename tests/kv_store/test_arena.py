@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kv_store import arena as arena_module
-from kv_store.arena import Arena
-from kv_store.directory import Directory
+from kv_store.node import arena as arena_module
+from kv_store.node.arena import Arena
+from kv_store.node.directory import Directory
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.errors import ConfigError, StoreError
@@ -28,7 +28,7 @@ def path() -> Iterator[str]:
     Path(path).unlink(missing_ok=True)
 
 
-def test_who_maps_it_sees_what_others_write(path: str) -> None:
+def test_each_process_that_maps_it_sees_the_writes_of_others(path: str) -> None:
     arena = Arena.create(path, BLOCK, 3)
     other = Arena.open(path)
     assert (other.block_bytes, other.num_slots) == (BLOCK, 3)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import pytest
 import redis
 
-from kv_store.cold_tier import ColdTier
-from kv_store.memory_tier import MemoryTier
-from kv_store.redis_tier import RedisTier
+from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.memory_tier import MemoryTier
+from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.names import LAYOUT, names_of, payload_of
 from wire.frame import checksum_of
 from wire.keys import BlockName

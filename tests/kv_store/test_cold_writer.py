@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kv_store.arena import Arena
-from kv_store.cold_writer import ColdWriter
-from kv_store.directory import Directory
-from kv_store.memory_tier import MemoryTier
+from kv_store.node.arena import Arena
+from kv_store.node.cold_writer import ColdWriter
+from kv_store.node.directory import Directory
+from kv_store.tiers.memory_tier import MemoryTier
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.keys import BlockName
@@ -143,7 +143,10 @@ def test_stopping_does_not_wait_for_a_whole_batch(node: Node) -> None:
     assert begun.wait(WAIT_S)
     stopping = threading.Thread(target=node.writer.stop)
     stopping.start()
-    assert node.writer._is_stopping.wait(WAIT_S)
+    deadline = time.monotonic() + WAIT_S
+    while not node.writer.is_stopping:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     go_on.set()
     stopping.join(WAIT_S)
     assert node.cold.status().written == 1

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kv_store.directory import Directory
-from kv_store.directory_client import DirectoryClient
-from kv_store.directory_port import DirectoryPort
-from kv_store.directory_server import DirectoryServer
+from kv_store.node.directory import Directory
+from kv_store.node.directory_client import DirectoryClient
+from kv_store.node.directory_port import DirectoryPort
+from kv_store.node.directory_server import DirectoryServer
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import committed, names_of
 from wire.directory import Block, Entry, Hold

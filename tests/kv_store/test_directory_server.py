@@ -15,15 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from kv_store.arena import Arena
-from kv_store.directory import Directory
-from kv_store.directory_calls import CODEC
-from kv_store.directory_client import DirectoryClient
-from kv_store.directory_port import EpochChanged
-from kv_store.directory_server import DirectoryServer
+from kv_store.node.arena import Arena
+from kv_store.node.directory import Directory
+from kv_store.node.directory_client import DirectoryClient
+from kv_store.node.directory_port import CALLS, GREETING, EpochChanged
+from kv_store.node.directory_server import DirectoryServer
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
-from wire.codec import LENGTH
-from wire.directory import Count, GetStatus, Hello, Refused, Reserve
+from wire.codec import LENGTH, Refused
 from wire.errors import ConfigError, StoreError
 from wire.ids import PROTOCOL_VERSION, PageId
 
@@ -120,7 +118,7 @@ def test_the_slots_of_a_killed_writer_come_back(node: Node, start_writer: Start)
     assert survivor.tell("commit") == "2"
 
 
-def test_a_stopped_writer_keeps_its_slots_and_harms_nobody_when_it_wakes(node: Node, start_writer: Start) -> None:
+def test_a_stopped_writer_keeps_its_slots_and_does_no_harm_when_it_wakes(node: Node, start_writer: Start) -> None:
     writer = start_writer(0)
     its_slots = writer.slots()
     os.kill(writer.process.pid, signal.SIGSTOP)
@@ -181,12 +179,17 @@ class Line:
         self.socket.settimeout(WAIT_S)
         self.socket.connect(path)
 
-    def send(self, message: object) -> None:
-        self.socket.sendall(CODEC.encode(message))
+    def send(self, message: bytes) -> None:
+        self.socket.sendall(message)
 
     def answer(self) -> object:
+        """An answer to `hello`, or a refusal."""
         length = self.socket.recv(LENGTH.size, socket.MSG_WAITALL)
-        return CODEC.decode(self.socket.recv(LENGTH.unpack(length)[0], socket.MSG_WAITALL))
+        return GREETING.decode_answer("hello", self.socket.recv(LENGTH.unpack(length)[0], socket.MSG_WAITALL))
+
+    def skip_answer(self) -> None:
+        length = self.socket.recv(LENGTH.size, socket.MSG_WAITALL)
+        self.socket.recv(LENGTH.unpack(length)[0], socket.MSG_WAITALL)
 
     def read_to_end(self) -> bytes:
         """What comes before the other side hangs up."""
@@ -202,7 +205,13 @@ class Line:
         self.socket.close()
 
 
-HELLO = Hello(PROTOCOL_VERSION, "client", 1)
+def hello(version: int = PROTOCOL_VERSION, connection: int = 1) -> bytes:
+    return GREETING.encode_call("hello", (version, "client", connection))
+
+
+HELLO = hello()
+STATUS = CALLS.encode_call("status", ())
+RESERVE = CALLS.encode_call("reserve", ("writer", names_of(8), None))
 
 
 NONSENSE = [
@@ -210,12 +219,15 @@ NONSENSE = [
     b"GET / HTTP/1.1\r\n\r\n",
     LENGTH.pack(3) + b"\xc1\xc1\xc1",
     LENGTH.pack(1 << 31),
-    CODEC.encode(Count(1)),
-    CODEC.encode(GetStatus())[:-1] + b"\xff",
+    CALLS.encode_answer(1),
+    CALLS.encode_call("__init__", ()),
+    CALLS.encode_call("writer_died", ("good",)),
+    CALLS.encode_call("_ask", ("status", [])),
+    STATUS[:-1] + b"\xff",
 ]
 
 
-@pytest.mark.parametrize("sent", [*NONSENSE, *(CODEC.encode(HELLO) + nonsense for nonsense in NONSENSE)])
+@pytest.mark.parametrize("sent", [*NONSENSE, *(HELLO + nonsense for nonsense in NONSENSE)])
 def test_nonsense_ends_its_own_connection_only(node: Node, sent: bytes) -> None:
     with closing(DirectoryClient(node.path)) as good, closing(Line(node.path)) as bad:
         good.reserve("good", names_of(4), None)
@@ -226,7 +238,7 @@ def test_nonsense_ends_its_own_connection_only(node: Node, sent: bytes) -> None:
 
 def test_another_version_is_told_so(node: Node) -> None:
     with closing(Line(node.path)) as line:
-        line.send(Hello(PROTOCOL_VERSION + 1, "client", 1))
+        line.send(hello(PROTOCOL_VERSION + 1))
         assert isinstance(line.answer(), Refused)
         assert line.read_to_end() == b""
 
@@ -235,28 +247,28 @@ def test_what_was_sent_before_a_reconnect_is_not_done_after_it(node: Node) -> No
     with closing(Line(node.path)) as old, closing(Line(node.path)) as new:
         old.send(HELLO)
         old.answer()
-        new.send(Hello(PROTOCOL_VERSION, "client", 2))
+        new.send(hello(connection=2))
         new.answer()
-        old.send(Reserve("writer", names_of(8), None))
+        old.send(RESERVE)
         assert old.read_to_end() == b""
         assert node.directory.status().counts.draining == 0
-        new.send(Reserve("writer", names_of(8), None))
-        new.answer()
+        new.send(RESERVE)
+        new.skip_answer()
         assert node.directory.status().counts.draining == 2
 
 
 def test_a_message_may_come_byte_by_byte(node: Node) -> None:
     with closing(Line(node.path)) as line:
-        for byte in CODEC.encode(HELLO):
+        for byte in HELLO:
             line.socket.sendall(bytes([byte]))
         assert line.answer() == node.directory.info()
 
 
 def test_a_message_cut_off_does_no_harm(node: Node) -> None:
     with closing(DirectoryClient(node.path)) as good:
-        for length in range(len(CODEC.encode(HELLO))):
+        for length in range(len(HELLO)):
             with closing(Line(node.path)) as line:
-                line.socket.sendall(CODEC.encode(HELLO)[:length])
+                line.socket.sendall(HELLO[:length])
         assert good.check() == []
 
 
@@ -357,7 +369,7 @@ def test_the_socket_is_for_its_user_only_and_gone_at_the_end(tmp_path: Path) -> 
     assert not os.path.exists(node.path)
 
 
-def test_a_socket_that_nobody_serves_is_replaced(tmp_path: Path) -> None:
+def test_a_socket_without_a_server_is_replaced(tmp_path: Path) -> None:
     with closing(socket.socket(socket.AF_UNIX)) as dead:
         dead.bind(str(tmp_path / "socket"))
     Node(tmp_path).stop()

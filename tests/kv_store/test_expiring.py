@@ -1,4 +1,4 @@
-from kv_store.expiring import Expiring
+from kv_store.node.claims import Expiring
 from tests.kv_store.fake_clock import FakeClock
 
 

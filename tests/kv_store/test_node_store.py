@@ -8,17 +8,17 @@ import pytest
 import redis
 import torch
 
-from kv_store.arena import Arena
-from kv_store.cold_tier import ColdTier
-from kv_store.cold_writer import ColdWriter
 from kv_store.device_pool import DevicePool
-from kv_store.directory import Directory
-from kv_store.directory_client import DirectoryClient
-from kv_store.directory_port import DirectoryPort
-from kv_store.directory_server import DirectoryServer
-from kv_store.memory_tier import MemoryTier
+from kv_store.node.arena import Arena
+from kv_store.node.cold_writer import ColdWriter
+from kv_store.node.directory import Directory
+from kv_store.node.directory_client import DirectoryClient
+from kv_store.node.directory_port import DirectoryPort
+from kv_store.node.directory_server import DirectoryServer
 from kv_store.node_store import HOLD_TTL_S, NodeStore
-from kv_store.redis_tier import RedisTier
+from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.memory_tier import MemoryTier
+from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from tests.kv_store.pools import filled_pool, page_of, pages_from
@@ -51,13 +51,13 @@ class Node:
         """By a store of its own."""
         store = self.store(filled_pool(names))
         published = store.publish(names, pages_from(0, len(names)), hold)
-        assert published.num_resident == len(names)
+        assert published == len(names)
         return store
 
     def fetch(self, names: list[BlockName]) -> list[Tier]:
         """By a store of its own; what was fetched is what was asked for, and the rest of the pool is untouched."""
         pool = filled_pool([])
-        tiers = self.store(pool).fetch(names, pages_from(FIRST_FETCHED, len(names))).tiers
+        tiers = self.store(pool).fetch(names, pages_from(FIRST_FETCHED, len(names)))
         for page, name in zip(pages_from(FIRST_FETCHED, len(tiers)), names, strict=False):
             assert page_of(pool, page) == payload_of(name)
         assert not any(any(page_of(pool, page)) for page in pages_from(0, FIRST_FETCHED))
@@ -141,7 +141,7 @@ def test_a_prefix_ends_at_the_first_hole(node: Node) -> None:
 def test_what_is_there_is_not_written_again(node: Node) -> None:
     names = names_of(16)
     store = node.publish(names[:2])
-    assert store.publish(names, pages_from(0, 4), None).num_resident == 4
+    assert store.publish(names, pages_from(0, 4), None) == 4
     assert node.directory.status().counts.cached == 4
 
 
@@ -189,7 +189,7 @@ def test_without_room_publishing_does_what_it_can(node: Node) -> None:
     node.publish(names_of(4 * (NUM_SLOTS - 2), first=1000), REQUEST)
     names = names_of(16)
     store = node.store(filled_pool(names))
-    assert store.publish(names, pages_from(0, 4), RequestId("other")).num_resident == 2
+    assert store.publish(names, pages_from(0, 4), RequestId("other")) == 2
     assert node.fetch(names) == [Tier.HOST] * 2
 
 
@@ -207,7 +207,7 @@ def test_a_hold_keeps_a_prompt_until_released(node: Node) -> None:
     assert node.directory.status().num_holds == 1
     store.release_holds([REQUEST])
     assert node.directory.status().num_holds == 0
-    assert store.publish(names, pages_from(0, 5), REQUEST).num_resident == 5
+    assert store.publish(names, pages_from(0, 5), REQUEST) == 5
     assert node.directory.status().num_holds == 1
     node.clock.now += HOLD_TTL_S
     assert node.directory.status().num_holds == 0
@@ -222,7 +222,7 @@ def test_a_corrupt_block_in_the_arena_is_never_used_and_leaves(node: Node) -> No
     node.clock.now += 2.0
     pool = filled_pool([])
     store = node.store(pool)
-    assert store.fetch(names, pages_from(0, 4)).tiers == [Tier.HOST] * 2
+    assert store.fetch(names, pages_from(0, 4)) == [Tier.HOST] * 2
     assert not any(page_of(pool, PageId(2)))
     assert store.status().num_corrupt == 1
     assert node.directory.exists([name.key for name in names]) == [True, True, False, True]
@@ -258,8 +258,8 @@ class SlowPool(DevicePool):
 def test_a_lease_that_runs_out_while_reading_gives_nothing(node: Node) -> None:
     names = names_of(16)
     node.publish(names)
-    assert node.store(SlowPool(node.clock, 100.0)).fetch(names, pages_from(0, 4)).tiers == []
-    assert node.store(SlowPool(node.clock, 0.5)).fetch(names, pages_from(0, 4)).tiers == [Tier.HOST] * 4
+    assert node.store(SlowPool(node.clock, 100.0)).fetch(names, pages_from(0, 4)) == []
+    assert node.store(SlowPool(node.clock, 0.5)).fetch(names, pages_from(0, 4)) == [Tier.HOST] * 4
 
 
 class BrokenPool(DevicePool):
@@ -330,14 +330,14 @@ def test_when_the_directory_is_gone_all_is_a_miss_and_after_its_restart_nothing_
     with closing(DirectoryClient(service.socket, timeout_s=10.0)) as client:
         names = names_of(8)
         store = NodeStore(LAYOUT, Arena.open(client.info().arena_path), client, None, filled_pool(names))
-        assert store.publish(names, pages_from(0, 2), REQUEST).num_resident == 2
+        assert store.publish(names, pages_from(0, 2), REQUEST) == 2
         service.stop()
-        assert store.fetch(names, pages_from(8, 2)).tiers == []
+        assert store.fetch(names, pages_from(8, 2)) == []
         assert store.check() == ["the directory is out of reach"]
         service.start()
-        assert store.fetch(names, pages_from(8, 2)).tiers == []
-        assert store.publish(names, pages_from(0, 2), REQUEST).num_resident == 2
-        assert store.fetch(names, pages_from(8, 2)).tiers == [Tier.HOST] * 2
+        assert store.fetch(names, pages_from(8, 2)) == []
+        assert store.publish(names, pages_from(0, 2), REQUEST) == 2
+        assert store.fetch(names, pages_from(8, 2)) == [Tier.HOST] * 2
         assert store.check() == []
         assert bytes(service.arena.slot(PageId(0))[:8]) == payload_of(names[0])[:8]
         assert store.status().num_failed == 3
@@ -349,8 +349,8 @@ def test_all_at_once_and_nothing_of_it_raises(tmp_path: Path) -> None:
     with closing(Arena.anonymous(LAYOUT.block_bytes, 4)) as arena:
         store = NodeStore(LAYOUT, arena, DirectoryClient(str(tmp_path / "nobody")), MemoryTier(LAYOUT), filled_pool([]))
         names = names_of(8)
-        assert store.fetch(names, pages_from(0, 2)).tiers == []
-        assert store.publish(names, pages_from(0, 2), REQUEST).num_resident == 0
+        assert store.fetch(names, pages_from(0, 2)) == []
+        assert store.publish(names, pages_from(0, 2), REQUEST) == 0
         store.renew([REQUEST])
         store.release_holds([REQUEST])
         assert store.status().directory is None

@@ -1,6 +1,6 @@
 import pytest
 
-from kv_store.prefix_index import PrefixIndex
+from kv_store.ledger import PrefixIndex
 from wire.ids import BlockKey, PageId
 
 A, B, C, D = (BlockKey(letter) for letter in (b"a", b"b", b"c", b"d"))

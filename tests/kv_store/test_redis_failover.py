@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_store.redis_tier import RedisTier
+from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.names import LAYOUT, names_of, payload_of
 from tests.redis_process import RedisProcess
 from wire.frame import checksum_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from kv_store.redis_tier import RedisTier
+from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, names_of, payload_of
 from tests.redis_process import RedisProcess
@@ -113,7 +113,7 @@ def test_stopped_it_costs_one_timeout_and_then_none(launch: Launch) -> None:
     tier.close()
 
 
-def test_while_it_is_stopped_its_probes_cost_nobody_anything(launch: Launch) -> None:
+def test_while_it_is_stopped_its_probes_cost_callers_nothing(launch: Launch) -> None:
     server, clock = launch(), FakeClock()
     tier = tier_of(server, clock, timeout_s=0.3)
     assert put(tier)
@@ -242,7 +242,7 @@ def test_a_wrong_password_is_told_at_the_start(launch: Launch) -> None:
         assert "wrong" not in caught.value.message
 
 
-def test_a_user_who_may_not_write_is_told_at_the_start(launch: Launch) -> None:
+def test_a_user_without_the_right_to_write_is_told_at_the_start(launch: Launch) -> None:
     server = launch()
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@read")

@@ -1,18 +1,19 @@
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kv_store.block_store import FetchedBlocks, PublishedBlocks, StoreStatus
+from kv_store.block_store import StoreStatus
 from kv_store.transfers import (
     Done,
-    FetchDone,
+    Fetch,
     InlineTransfers,
     NoStore,
-    PublishDone,
+    Publish,
     ThreadTransfers,
     Transfers,
-    WithdrawDone,
+    Withdraw,
 )
 from tests.kv_store.names import names_of
 from tests.kv_store.pools import pages_from
@@ -38,13 +39,13 @@ class FakeStore:
     def fence(self) -> None:
         self.fenced_by.append(threading.current_thread())
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
         self._work("fetch", names, pages)
-        return FetchedBlocks([Tier.HOST] * len(names))
+        return [Tier.HOST] * len(names)
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> PublishedBlocks:
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
         self._work("publish", names, pages, hold)
-        return PublishedBlocks(len(names))
+        return len(names)
 
     def withdraw(self, names: Sequence[BlockName]) -> None:
         self._work("withdraw", names)
@@ -96,44 +97,52 @@ def waker() -> Waker:
 @pytest.fixture
 def threaded(store: FakeStore, waker: Waker) -> Iterator[ThreadTransfers]:
     transfers = ThreadTransfers(store, waker.wake, max_pending=3)
+    transfers.start()
     yield transfers
     store.gate.set()
     transfers.close()
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.005)
+
+
 def test_inline_is_done_when_started(store: FakeStore) -> None:
     transfers: Transfers = InlineTransfers(store)
-    transfers.start_fetch(1, NAMES, PAGES)
-    transfers.start_publish(2, NAMES, PAGES, REQUEST)
-    transfers.start_withdraw(3, NAMES)
+    transfers.begin(Fetch(1, NAMES, PAGES))
+    transfers.begin(Publish(2, NAMES, PAGES, REQUEST))
+    transfers.begin(Withdraw(3, NAMES))
     assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST), ("withdraw", NAMES)]
-    assert (len(store.fenced_by), transfers.pending) == (2, 3)
-    assert transfers.poll() == [FetchDone(1, [Tier.HOST] * 2), PublishDone(2, 2), WithdrawDone(3)]
+    assert (len(store.fenced_by), transfers.pending) == (3, 3)
+    assert transfers.poll() == [Done(1, [Tier.HOST] * 2), Done(2, num_resident=2), Done(3)]
     assert (transfers.poll(), transfers.pending) == ([], 0)
 
 
 def test_without_a_store_nothing_is_found_or_published() -> None:
     transfers: Transfers = NoStore()
-    transfers.start_fetch(1, NAMES, PAGES)
-    transfers.start_publish(2, NAMES, PAGES, None)
-    transfers.start_withdraw(3, NAMES)
+    transfers.begin(Fetch(1, NAMES, PAGES))
+    transfers.begin(Publish(2, NAMES, PAGES, None))
+    transfers.begin(Withdraw(3, NAMES))
     assert transfers.pending == 3
-    assert transfers.poll() == [FetchDone(1), PublishDone(2), WithdrawDone(3)]
+    assert transfers.poll() == [Done(1), Done(2), Done(3)]
     assert (transfers.poll(), transfers.pending) == ([], 0)
 
 
 def test_a_thread_does_it_in_order_and_wakes(store: FakeStore, waker: Waker, threaded: ThreadTransfers) -> None:
-    threaded.start_fetch(1, NAMES, PAGES)
-    threaded.start_publish(2, NAMES, PAGES, REQUEST)
-    threaded.start_withdraw(3, NAMES)
-    assert waker.poll(threaded, 3) == [FetchDone(1, [Tier.HOST] * 2), PublishDone(2, 2), WithdrawDone(3)]
+    threaded.begin(Fetch(1, NAMES, PAGES))
+    threaded.begin(Publish(2, NAMES, PAGES, REQUEST))
+    threaded.begin(Withdraw(3, NAMES))
+    assert waker.poll(threaded, 3) == [Done(1, [Tier.HOST] * 2), Done(2, num_resident=2), Done(3)]
     assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST), ("withdraw", NAMES)]
     assert threaded.pending == 0
 
 
 def test_the_engines_thread_fences_and_never_waits(store: FakeStore, threaded: ThreadTransfers, waker: Waker) -> None:
     store.gate.clear()
-    threaded.start_fetch(1, NAMES, PAGES)
+    threaded.begin(Fetch(1, NAMES, PAGES))
     assert (threaded.poll(), threaded.pending) == ([], 1)
     assert store.fenced_by == [threading.current_thread()]
     store.gate.set()
@@ -142,25 +151,25 @@ def test_the_engines_thread_fences_and_never_waits(store: FakeStore, threaded: T
 
 def test_an_error_is_an_answer_and_not_the_end(store: FakeStore, threaded: ThreadTransfers, waker: Waker) -> None:
     store.error = RuntimeError("the device is lost")
-    threaded.start_fetch(1, NAMES, PAGES)
-    threaded.start_publish(2, NAMES, PAGES, None)
-    threaded.start_withdraw(3, NAMES)
+    threaded.begin(Fetch(1, NAMES, PAGES))
+    threaded.begin(Publish(2, NAMES, PAGES, None))
+    threaded.begin(Withdraw(3, NAMES))
     for done in waker.poll(threaded, 3):
         assert done.error is not None
         assert "the device is lost" in done.error
-        assert done in [kind(done.ticket, error=done.error) for kind in (FetchDone, PublishDone, WithdrawDone)]
+        assert done == Done(done.ticket, error=done.error)
     store.error = None
-    threaded.start_fetch(3, NAMES, PAGES)
-    assert waker.poll(threaded, 1) == [FetchDone(3, [Tier.HOST] * 2)]
+    threaded.begin(Fetch(3, NAMES, PAGES))
+    assert waker.poll(threaded, 1) == [Done(3, [Tier.HOST] * 2)]
 
 
 def test_too_many_are_refused_and_answered(store: FakeStore, threaded: ThreadTransfers, waker: Waker) -> None:
     store.gate.clear()
     for ticket in range(3):
-        threaded.start_fetch(ticket, NAMES, PAGES)
-    threaded.start_fetch(3, NAMES, PAGES)
-    threaded.start_publish(4, NAMES, PAGES, None)
-    assert threaded.poll() == [FetchDone(3, error="too many transfers"), PublishDone(4, error="too many transfers")]
+        threaded.begin(Fetch(ticket, NAMES, PAGES))
+    threaded.begin(Fetch(3, NAMES, PAGES))
+    threaded.begin(Publish(4, NAMES, PAGES, None))
+    assert threaded.poll() == [Done(3, error="too many transfers"), Done(4, error="too many transfers")]
     assert threaded.pending == 3
     store.gate.set()
     assert [done.ticket for done in waker.poll(threaded, 3)] == [0, 1, 2]
@@ -168,13 +177,25 @@ def test_too_many_are_refused_and_answered(store: FakeStore, threaded: ThreadTra
 
 def test_closing_starts_nothing_more(store: FakeStore, waker: Waker) -> None:
     transfers = ThreadTransfers(store, waker.wake)
+    transfers.start()
     store.gate.clear()
     for ticket in range(20):
-        transfers.start_fetch(ticket, NAMES, PAGES)
+        transfers.begin(Fetch(ticket, NAMES, PAGES))
     closing = threading.Thread(target=transfers.close)
     closing.start()
-    assert transfers._is_closing.wait(WAIT_S)
+    until(lambda: transfers.is_closing)
     store.gate.set()
     closing.join(WAIT_S)
     assert not closing.is_alive()
     assert len(store.asked) <= 1
+
+
+def test_a_transfer_is_a_plain_call_of_any_thread(store: FakeStore, waker: Waker) -> None:
+    transfers = ThreadTransfers(store, waker.wake)
+    transfers.begin(Fetch(1, NAMES, PAGES))
+    transfers.begin(Withdraw(2, NAMES))
+    assert transfers.run_one()
+    assert (transfers.poll(), transfers.pending) == ([Done(1, [Tier.HOST] * 2)], 1)
+    transfers.close()
+    assert not transfers.run_one()
+    assert (transfers.poll(), store.asked) == ([], [("fetch", NAMES, PAGES)])

@@ -7,7 +7,7 @@ line; each is answered with one line. Light to start: it maps the arena by hand.
 import mmap
 import sys
 
-from kv_store.directory_client import DirectoryClient
+from kv_store.node.directory_client import DirectoryClient
 from tests.kv_store.names import committed, names_of, payload_of
 from wire.ids import PageId
 

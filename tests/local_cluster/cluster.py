@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from engine.batch import Model
-from kv_store.arena import Arena
-from kv_store.directory import Directory
-from kv_store.memory_tier import MemoryTier
+from engine.model.batch import Model
+from kv_store.node.arena import Arena
+from kv_store.node.directory import Directory
+from kv_store.tiers.memory_tier import MemoryTier
 from router.config import AdmissionBounds, ClusterAccess, RouterConfig, ServedModel, StreamBounds
 from router.router import Router
 from router.workers.controller_port import LocalController

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from engine.hash_model import HashModel
+from engine.model.hash_model import HashModel
 from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster
 from tests.router.fake_cluster import Output
 from wire.convert import status_of, tiers_from_pb

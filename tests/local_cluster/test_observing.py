@@ -11,8 +11,8 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.batch import Batch
-from engine.hash_model import HashModel
+from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
 from router.observe.record import GATES
 from router.ports.server import MetricsServer
 from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batcher import Candidate, Gate, Pages
+from engine.schedule.batcher import Candidate, Gate, Pages
 from prefill_worker.batcher import PrefillBatcher
 
 BLOCK = 16

@@ -1,6 +1,5 @@
 from hypothesis import given
 
-from engine.batcher import Gate
 from engine.events import (
     Emitted,
     Event,
@@ -15,6 +14,7 @@ from engine.events import (
     TierTokens,
 )
 from engine.request import ChoiceSoFar, HandOff
+from engine.schedule.batcher import Gate
 from prefill_worker.job import PrefillJob
 from tests.worker.engine_events import ID, Script, Withdrawn, assert_spans_tile, end_of, hand_offs, outputs, run
 from wire.errors import BatonError, DeadlineExceeded

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from engine.batcher import Gate
 from engine.events import (
     Emitted,
     Event,
@@ -19,6 +18,7 @@ from engine.events import (
     Started,
     TierTokens,
 )
+from engine.schedule.batcher import Gate
 from wire.errors import BatonError, Cancelled
 from wire.ids import RequestId
 from wire.sampling import FinishReason

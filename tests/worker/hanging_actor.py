@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from decode_worker.actor import DecodeActor
-from engine.batcher import Batcher, Candidate, Pages, Plan
+from engine.schedule.batcher import Batcher, Candidate, Pages, Plan
 from worker.config import WorkerConfig
 from worker.job import Behaviour
 

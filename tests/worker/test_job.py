@@ -1,7 +1,7 @@
 import pytest
 
-from engine.batcher import Gate
 from engine.events import Event, Fetched, HeldUp, Preempted, Scheduled, Started, TierTokens
+from engine.schedule.batcher import Gate
 from wire.ids import RequestId
 from wire.pools import Role
 from worker.job import PromptProgress

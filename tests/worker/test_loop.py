@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from decode_worker.job import DecodeJob
-from engine.batch import Batch, Model
 from engine.core import EngineCore
 from engine.events import Emitted, Event
-from engine.hash_model import HashModel
+from engine.model.batch import Batch, Model
+from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from tests.kv_store.fake_clock import FakeClock
 from tests.pair import ROOT, make_core

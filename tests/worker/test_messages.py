@@ -1,10 +1,9 @@
 import pytest
 
-from engine.events import TierTokens
+from engine.events import EngineStats, TierTokens
 from engine.request import EngineRequest, HandOff
-from engine.stats import EngineStats
 from kv_store.block_store import StoreStatus
-from kv_store.cold_tier import ColdStatus
+from kv_store.tiers.cold_tier import ColdStatus
 from tests.worker.workers import PROMPT, VOCAB_SIZE, begin_of
 from wire.block_counts import BlockCounts
 from wire.convert import tiers_to_pb

@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.hash_model import HashModel
+from engine.model.hash_model import HashModel
 from router.workers.grpc_transport import GrpcTransport
 from router.workers.line import Line
 from tests.worker.workers import (

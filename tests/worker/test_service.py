@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from engine.hash_model import HashModel
+from engine.model.hash_model import HashModel
 from tests.worker.workers import (
     LAYOUT,
     POISON,

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kv_store.block_store import FetchedBlocks, PublishedBlocks, StoreStatus
+from kv_store.block_store import StoreStatus
 from wire.errors import StoreError
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName
+from wire.tier import Tier
 from worker import store as store_module
 from worker.store import AsyncStore
 
@@ -23,11 +24,11 @@ class SlowStore:
 
     def fence(self) -> None: ...
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> FetchedBlocks:
-        return FetchedBlocks()
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
+        return []
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> PublishedBlocks:
-        return PublishedBlocks()
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
+        return 0
 
     def withdraw(self, names: Sequence[BlockName]) -> None: ...
 

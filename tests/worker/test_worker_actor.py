@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from decode_worker.actor import DecodeActor
-from engine.checkpoint import Checkpoint
-from engine.decoder import Decoder
-from engine.digest_cache import DigestCache
-from engine.fingerprint import fingerprint
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.fingerprint import DigestCache, fingerprint
+from engine.model.decoder import Decoder
 from kernels.backend import select_backend
-from kv_store.arena import Arena
-from kv_store.directory import Directory
-from kv_store.directory_server import DirectoryServer
+from kv_store.node.arena import Arena
+from kv_store.node.directory import Directory
+from kv_store.node.directory_server import DirectoryServer
 from prefill_worker.actor import PrefillActor
 from router.workers.grpc_transport import GrpcTransport
 from router.workers.line import Line

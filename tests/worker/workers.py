@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from engine.batch import Batch
-from engine.hash_model import HashModel
-from kv_store.arena import Arena
-from kv_store.directory import Directory
+from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
+from kv_store.node.arena import Arena
+from kv_store.node.directory import Directory
 from kv_store.node_store import HOLD_TTL_S
 from router.workers.line import Line
 from router.workers.local_transport import Faults, LocalTransport

@@ -1,0 +1,84 @@
+"""The seam between the controller and the processes of actors, and its in-memory twin. `RayHost` is the real one."""
+
+import asyncio
+import json
+from typing import Protocol
+
+from deploy.actors.liveness import Liveness
+from deploy.plan.cluster_plan import Resources
+from wire.errors import Unavailable
+
+
+class ActorHost(Protocol):
+    """The actors of a cluster on this node, by name. Every call is bounded in time."""
+
+    def adopt(self, name: str) -> bool:
+        """Takes over an actor that an earlier controller has left, started or not; returns whether it is there."""
+        ...
+
+    def launch(self, name: str, target: str, resources: Resources) -> None:
+        """Begins an actor's process, unless there is one; `start` makes it work. `target` is MODULE:CLASS."""
+        ...
+
+    async def start(self, name: str, config_json: str, timeout_s: float) -> str:
+        """Returns the answer of the actor's object, started now or earlier.
+
+        Raises what the object raises if that is ours, ConfigError for another failure, Unavailable for no answer.
+        """
+        ...
+
+    async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
+        """Raises as `start` does."""
+        ...
+
+    async def probe(self, name: str) -> Liveness: ...
+
+    async def end(self, name: str) -> None:
+        """Lets the object stop, then ends the process, by force if need be; returns when it is gone, or never was."""
+        ...
+
+
+class LocalHost:
+    """Actors that are entries in a table. The next starts raise `failures`; busy actors drain on `finish`."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, Liveness] = {}
+        self.launched: list[str] = []
+        self.failures: list[Exception] = []
+        self.drained: list[str] = []
+        self._busy: dict[str, asyncio.Event] = {}
+
+    def keep_busy(self, name: str) -> None:
+        self._busy[name] = asyncio.Event()
+
+    def finish(self, name: str) -> None:
+        self._busy[name].set()
+
+    def adopt(self, name: str) -> bool:
+        return name in self.actors
+
+    def launch(self, name: str, target: str, resources: Resources) -> None:
+        if name not in self.actors:
+            self.actors[name] = Liveness.ANSWERING
+            self.launched.append(name)
+
+    async def start(self, name: str, config_json: str, timeout_s: float) -> str:
+        await asyncio.sleep(0)
+        if self.failures:
+            raise self.failures.pop(0)
+        return json.dumps({"address": f"local:{name}"})
+
+    async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
+        """Knows `drain` only."""
+        if name in self._busy:
+            await self._busy[name].wait()
+        if self.actors.get(name) is not Liveness.ANSWERING:
+            raise Unavailable(f"{name} died")
+        self.drained.append(name)
+        return json.dumps({"unfinished": 0})
+
+    async def probe(self, name: str) -> Liveness:
+        return self.actors.get(name, Liveness.DEAD)
+
+    async def end(self, name: str) -> None:
+        self.actors.pop(name, None)

@@ -1,0 +1,156 @@
+"""Ray's actors from both sides: `RayHost` in the controller, `ActorShell` in each actor's process."""
+
+import asyncio
+import logging
+import pkgutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deploy.actors.liveness import Liveness
+from deploy.plan.cluster_plan import Resources
+from deploy.processes import process_record
+from deploy.processes.logs import start_logging
+from deploy.processes.process import wait_or_kill
+from wire.errors import BatonError, ConfigError, Unavailable
+
+STOP_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class ActorShell:
+    """A process of a cluster as Ray sees it: makes one object of ours, and passes calls on to it.
+
+    It imports the object's module here: the controller needs no torch. The import begins with the process, and `start`
+    makes the object, so that both may overlap with other work.
+    """
+
+    def __init__(self, name: str, target: str, run_dir: str) -> None:
+        """`name` is that of the process in its log, and in the cluster's folder; `target` is MODULE:CLASS."""
+        start_logging(name)
+        process_record.write_own(Path(run_dir), name)
+        self._class: Any = pkgutil.resolve_name(target)
+        self._object: Any = None
+        self._starting: asyncio.Task[str] | None = None
+
+    async def start(self, config_json: str) -> str:
+        """Makes the object and starts it, once: every later call gets the same answer. Raises what that raises."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(config_json))
+        return await asyncio.shield(self._starting)
+
+    async def call(self, method: str, *arguments: str | int) -> str:
+        """Calls a method of the started object. Raises Unavailable before that."""
+        if self._object is None:
+            raise Unavailable("the actor has not started")
+        answer: str = await getattr(self._object, method)(*arguments)
+        return answer
+
+    async def _start(self, config_json: str) -> str:
+        self._object = await asyncio.to_thread(self._class, config_json)
+        answer: str = await self._object.start()
+        return answer
+
+    async def ping(self) -> str:
+        """Answers as long as the event loop turns."""
+        return ""
+
+
+class RayHost:
+    """An ActorHost over detached actors, which Ray never restarts. `run_dir` is the cluster's folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._handles: dict[str, Any] = {}
+
+    def adopt(self, name: str) -> bool:
+        with suppress(ValueError):
+            self._handles[name] = ray.get_actor(name)
+        return name in self._handles
+
+    def launch(self, name: str, target: str, resources: Resources) -> None:
+        if name in self._handles:
+            return
+        shell = type(target.partition(":")[2], (ActorShell,), {})  # for the name under which `ps` shows the process
+        options = actor_options(name, resources)
+        self._handles[name] = ray.remote(shell).options(**options).remote(name, target, str(self._run_dir))
+
+    async def start(self, name: str, config_json: str, timeout_s: float) -> str:
+        return await self._ask(name, "start", self._handle(name).start.remote(config_json), timeout_s)
+
+    async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
+        return await self._ask(name, method, self._handle(name).call.remote(method, *arguments), timeout_s)
+
+    async def probe(self, name: str) -> Liveness:
+        if name not in self._handles:
+            return Liveness.DEAD
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await self._handles[name].ping.remote()
+        except RayActorError:
+            return Liveness.DEAD
+        except (RayError, TimeoutError):
+            return Liveness.SILENT
+        return Liveness.ANSWERING
+
+    async def end(self, name: str) -> None:
+        if name not in self._handles:
+            return
+        if await self.probe(name) is Liveness.ANSWERING:
+            try:
+                await self.call(name, "stop", timeout_s=STOP_TIMEOUT_S)
+            except BatonError as error:
+                log.info("%s did not stop by itself: %s", name, error.message)
+        await asyncio.to_thread(ray.kill, self._handles[name])
+        process = process_record.read(self._run_dir, name)
+        if process and process.is_alive and not await asyncio.to_thread(wait_or_kill, process, END_TIMEOUT_S):
+            log.error("process %d of %s does not end", process.pid, name)
+        # Only now: an actor whose end was broken off is to be ended again.
+        self._handles.pop(name, None)
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._handles:
+            raise Unavailable(f"{name} is not there")
+        return self._handles[name]
+
+    async def _ask(self, name: str, what: str, answer: Any, timeout_s: float) -> str:
+        try:
+            async with asyncio.timeout(timeout_s):
+                result: str = await answer
+                return result
+        except TimeoutError as error:
+            raise Unavailable(f"{name} did not answer {what} within {timeout_s:.0f} s") from error
+        except RayTaskError as error:
+            if isinstance(error.cause, BatonError):
+                raise error.cause from error
+            log.exception("%s failed in %s", name, what)
+            raise ConfigError(f"{name} failed in {what}: {error.cause!r}") from error
+        except RayError as error:
+            raise Unavailable(f"{name} died: {_last_line(error)}") from error
+
+
+def actor_options(name: str, resources: Resources) -> dict[str, Any]:
+    """Returns the options of a detached actor on this node that Ray never restarts."""
+    context = ray.get_runtime_context()
+    return {
+        "name": name,
+        "namespace": context.namespace,
+        "lifetime": "detached",
+        "num_cpus": resources.num_cpus,
+        "num_gpus": resources.num_gpus,
+        "max_restarts": 0,
+        "max_concurrency": 1000,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
+    }
+
+
+def _last_line(error: RayError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,110 @@
+"""The status of a cluster, for people."""
+
+from collections.abc import Iterator, Sequence
+
+from deploy.cli.table import NOT_KNOWN, render
+from deploy.plan.byte_size import format_bytes
+from wire.block_counts import BLOCK_STATES
+from wire.convert import status_of
+from wire.pb import cluster_pb2, worker_pb2
+from wire.tier import Tier
+
+NUM_EVENTS = 10
+WORKER_HEAD = ("worker", "pid", "state", "running", "waiting", "preempted", "computed", "cached", "hits", "generated")
+WORKER_NOTE = """\
+(running, waiting, preempted: answers; computed, cached: tokens of prompts; hits: the share that was cached;
+generated: tokens; since the start of each worker)"""
+BLOCK_HEAD = ("KV blocks", "total", "in use", *BLOCK_STATES)
+MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
+
+
+def render_status(status: cluster_pb2.ClusterStatus) -> str:
+    """Renders queue and hits, workers, blocks by state, tiers, last events, problems."""
+    events = status.events[-NUM_EVENTS:]
+    parts = [
+        "\n".join(_summary(status)),
+        _render_workers(_sorted(status.workers)),
+        _render_blocks(status),
+        _render_tiers(status),
+        "\n".join(["last events", *(f"  {_age(event.age_s):>10}  {event.text}" for event in events)]) if events else "",
+        "\n".join(["problems", *(f"  {problem}" for problem in status.problems)]) if status.problems else "",
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _summary(status: cluster_pb2.ClusterStatus) -> Iterator[str]:
+    yield f"{status.model} at {status.address}"
+    yield f"requests  {status.num_running} running, {status.num_queued} waiting for their first token"
+    cache = status.prefix_cache
+    by_tier = ", ".join(f"{hits.tier} {_share(hits.tokens, cache.queries)}" for hits in cache.hits)
+    found = _share(sum(hits.tokens for hits in cache.hits), cache.queries)
+    yield f"hits      {f'{found} of {cache.queries} prompt tokens ({by_tier})' if cache.queries else 'no prompts yet'}"
+    if status.metrics_address:
+        yield f"metrics   http://{status.metrics_address}/metrics"
+
+
+def _render_workers(workers: Sequence[worker_pb2.WorkerStatus]) -> str:
+    if not workers:
+        return "no workers"
+    return f"{render(WORKER_HEAD, [_worker_row(worker) for worker in workers])}\n{WORKER_NOTE}"
+
+
+def _worker_row(worker: worker_pb2.WorkerStatus) -> tuple[str, ...]:
+    known = (worker.worker_id, str(worker.pid), worker.state or "no answer")
+    if not worker.HasField("blocks"):
+        return (*known, *[NOT_KNOWN] * (len(WORKER_HEAD) - len(known)))
+    num_prompt = worker.computed_prompt_tokens + worker.cached_prompt_tokens
+    return (
+        *known,
+        str(worker.num_running),
+        str(worker.num_waiting),
+        str(worker.num_preemptions),
+        str(worker.computed_prompt_tokens),
+        str(worker.cached_prompt_tokens),
+        _share(worker.cached_prompt_tokens, num_prompt),
+        str(worker.generated_tokens),
+    )
+
+
+def _render_blocks(status: cluster_pb2.ClusterStatus) -> str:
+    workers = [(worker.worker_id, worker.blocks) for worker in _sorted(status.workers) if worker.HasField("blocks")]
+    host = status_of(Tier.HOST, status.tiers)
+    arena = [("arena", host.blocks)] if host.blocks.total else []
+    rows = [_block_row(name, blocks) for name, blocks in [*workers, *arena]]
+    return render(BLOCK_HEAD, rows) if rows else ""
+
+
+def _block_row(name: str, blocks: worker_pb2.BlockCounts) -> tuple[str, ...]:
+    in_use = _share(blocks.total - blocks.free - blocks.cached, blocks.total)
+    return (name, str(blocks.total), in_use, *(str(getattr(blocks, state)) for state in BLOCK_STATES))
+
+
+def _render_tiers(status: cluster_pb2.ClusterStatus) -> str:
+    host, redis = status_of(Tier.HOST, status.tiers), status_of(Tier.REDIS, status.tiers)
+    counts = ", ".join(f"{redis.counts[name]} {name}" for name in ("hits", "misses", "errors", "corrupt", "written"))
+    size = format_bytes(host.blocks.total * host.block_bytes)
+    arena = f"{size}, {host.counts['leases']} being read, {host.counts['holds']} prompts held for decode"
+    state = "does not answer, and is left alone" if redis.state == "broken" else redis.state
+    has_redis = redis.state not in ("", "off")
+    return "\n".join(
+        [
+            f"arena  {arena if host.blocks.total else NOT_KNOWN}",
+            f"redis  {f'{state}: {counts} (blocks)' if has_redis else state or NOT_KNOWN}",
+        ]
+    )
+
+
+def _sorted(workers: Sequence[worker_pb2.WorkerStatus]) -> list[worker_pb2.WorkerStatus]:
+    """Sorts prefill workers first, then by number."""
+    return sorted(workers, key=lambda worker: (worker.role != "prefill", len(worker.worker_id), worker.worker_id))
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else NOT_KNOWN
+
+
+def _age(age_s: float) -> str:
+    for unit_s, unit in ((DAY_S, "d"), (HOUR_S, "h"), (MINUTE_S, "min")):
+        if age_s >= unit_s:
+            return f"{age_s / unit_s:.0f} {unit} ago"
+    return f"{age_s:.0f} s ago"

@@ -1,0 +1,1 @@
+"""The controller: pools, the fleet of workers, the singletons."""

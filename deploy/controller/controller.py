@@ -1,0 +1,140 @@
+"""The controller: one detached actor that starts a cluster, keeps it whole, resizes it and ends it.
+
+It is the only actor that Ray restarts. A new controller finds the other actors by their names and in its predecessor's
+records, and goes on with them: no request notices.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import ray
+
+from deploy.actors.ray_host import RayHost
+from deploy.controller.event_log import EventLog
+from deploy.controller.fleet import Fleet
+from deploy.controller.pools import Pools, PoolsRecord
+from deploy.controller.singleton import Singleton
+from deploy.controller.tasks import Tasks, persist
+from deploy.plan.cluster_plan import CONTROLLER, ClusterPlan
+from deploy.processes import process_record
+from deploy.processes.atomic_file import AtomicFile
+from deploy.processes.logs import start_logging
+from wire.ids import WorkerId
+
+START_TIMEOUT_S = 1800.0
+SCALE_TIMEOUT_S = 570.0
+"""Less than the router waits for an answer."""
+MAX_FAILED_STARTS = 3
+
+
+class Controller:
+    """The actor's object. Its calls carry text only: JSON, or the id of a worker."""
+
+    def __init__(self, plan_json: str) -> None:
+        """Raises ConfigError."""
+        start_logging(CONTROLLER)
+        plan = ClusterPlan.from_json(plan_json)
+        self._router_config = plan.router
+        self._events = EventLog(time.monotonic)
+        self._node_is_up = asyncio.Event()
+        run_dir = Path(plan.run_dir)
+        process_record.write_own(run_dir, CONTROLLER)
+        self._host = host = RayHost(run_dir)
+        self._node = Singleton(host, "node", "deploy.actors.node:NodeActor", plan.node.to_json(), run_dir, self._events)
+        self._router = Singleton(
+            host, "router", "router.actor:RouterActor", plan.router.to_json(), run_dir, self._events
+        )
+        self._keep_ports()
+        record = AtomicFile(run_dir / "pools.json")
+        earlier = record.read()
+        pools = Pools(PoolsRecord(plan.pools)) if earlier is None else Pools.from_json(earlier.decode())
+        self._fleet = Fleet(pools, host, plan, self._node_is_up, self._events, record)
+        self._tasks = Tasks()
+        if earlier is not None:
+            self._tasks.begin(self._take_over())
+
+    async def start(self) -> str:
+        """Returns `{"address", "operator_address", "metrics_address"}` when the cluster serves.
+
+        Raises BatonError, with the reason, if any part does not start; `shutdown` ends the parts that did.
+        """
+        self._tasks.begin(self._fleet.run())
+        addresses = await self._bring_up(self._node.start(), self._router.start())
+        await self._fleet.settle(START_TIMEOUT_S, max_failures=1)
+        self._watch()
+        self._events.note("the cluster serves")
+        return addresses
+
+    async def scale(self, sizes_json: str) -> str:
+        """Takes `{"prefill", "decode"}`, null leaving a pool as it is; returns the same when both have their size."""
+        self._fleet.resize(**json.loads(sizes_json))
+        return json.dumps(asdict(await self._fleet.settle(SCALE_TIMEOUT_S, MAX_FAILED_STARTS)))
+
+    async def drain(self, worker_id: str) -> str:
+        """Returns `{}` when the worker has finished its requests and is gone. No other takes its place."""
+        await self._fleet.drain(WorkerId(worker_id), SCALE_TIMEOUT_S)
+        return "{}"
+
+    async def worker_lost(self, worker_id: str) -> str:
+        """Probes a worker that the router cannot reach, and replaces it if it is dead. Returns `{}`."""
+        await self._fleet.suspect(WorkerId(worker_id))
+        return "{}"
+
+    async def events(self) -> str:
+        """Returns `[{"age_s", "text"}]`, newest last."""
+        return self._events.encode()
+
+    async def shutdown(self) -> str:
+        """Returns `{}`, then ends every actor of the cluster, this one last."""
+        self._tasks.cancel()
+        self._tasks.begin(self._end())
+        return "{}"
+
+    async def _take_over(self) -> None:
+        """Goes on where an earlier controller has begun."""
+        self._events.note("the controller was lost, and is back")
+        await persist("the care for the workers", self._fleet.take_over, self._events)
+        self._tasks.begin(self._fleet.run())
+        await self._bring_up(self._node.take_over(), self._router.take_over())
+        self._watch()
+
+    def _watch(self) -> None:
+        self._tasks.begin(self._node.watch(on_restart=lambda: None))
+        self._tasks.begin(self._router.watch(on_restart=self._fleet.introduce))
+
+    async def _bring_up(self, node: Awaitable[str], router: Awaitable[str]) -> str:
+        """Waits for both starts, side by side; workers go to work once the node is up. Returns the router's answer."""
+
+        async def node_is_up() -> None:
+            await node
+            self._node_is_up.set()
+
+        _, addresses = await asyncio.gather(node_is_up(), router)
+        self._keep_ports()
+        return addresses
+
+    def _keep_ports(self) -> None:
+        """Gives a router that has started once the same ports again."""
+        if self._router.answer is None:
+            return
+        answer = json.loads(self._router.answer)
+        listeners = replace(
+            self._router_config.listeners,
+            grpc_port=_port(answer["address"]),
+            operator_port=_port(answer["operator_address"]),
+            metrics_port=_port(answer["metrics_address"]) if answer["metrics_address"] else None,
+        )
+        self._router.config_json = replace(self._router_config, listeners=listeners).to_json()
+
+    async def _end(self) -> None:
+        await self._fleet.end()
+        await asyncio.gather(self._host.end("node"), self._host.end("router"))
+        ray.kill(ray.get_runtime_context().current_actor)
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -1,0 +1,157 @@
+"""The pools, and the actions that bring them to their sizes. Pure: events in, actions out.
+
+starting -> ready -> draining -> gone
+    \\----------\\-----------\\---> lost, and replaced unless it was to go anyway
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wire.errors import ConfigError, InvalidRequest, WorkerNotFound
+from wire.ids import WorkerId
+from wire.pools import PoolSizes, Role, Worker, WorkerState
+from wire.settings import from_json, to_json
+
+MAX_PAUSE_S = 30.0
+VERSION = 1
+NONE = PoolSizes(0, 0)
+
+
+@dataclass(frozen=True)
+class PoolsRecord:
+    """The knowledge of the pools that a controller needs to take over from a dead one.
+
+    A controller writes it ahead of its actions, so that it names every worker that there may be; some may have died, or
+    not started yet. num_named: of each role, the number of names given so far; no name is given twice.
+    """
+
+    sizes: PoolSizes
+    workers: tuple[Worker, ...] = ()
+    num_named: PoolSizes = NONE
+    version: int = VERSION
+
+
+class Pools:
+    """Both pools. Has no clock: `now_s` are readings of one monotonic clock."""
+
+    def __init__(self, record: PoolsRecord) -> None:
+        self.sizes = record.sizes
+        self._workers = {worker.id: worker for worker in record.workers}
+        self._num_named = record.num_named
+        self._num_failures = Counter[Role]()
+        self._paused_until_s: dict[Role, float] = {}
+
+    @classmethod
+    def from_json(cls, text: str) -> "Pools":
+        """Reads a PoolsRecord. Raises ConfigError for another version, or for no record at all."""
+        record = from_json(PoolsRecord, text, "pools")
+        if record.version != VERSION:
+            raise ConfigError(f"pools.version: must be {VERSION}")
+        return cls(record)
+
+    def to_json(self) -> str:
+        return to_json(PoolsRecord(self.sizes, tuple(self), self._num_named))
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._workers.values()))
+
+    def __contains__(self, worker_id: WorkerId) -> bool:
+        return worker_id in self._workers
+
+    def __getitem__(self, worker_id: WorkerId) -> Worker:
+        """Raises WorkerNotFound."""
+        if worker_id not in self._workers:
+            raise WorkerNotFound("no worker of that id", worker_id=worker_id[:64])
+        return self._workers[worker_id]
+
+    def has(self, worker_id: WorkerId, state: WorkerState) -> bool:
+        """True if the worker is there, and in this state."""
+        return worker_id in self and self[worker_id].state is state
+
+    @property
+    def are_as_asked(self) -> bool:
+        """True when each pool has its size, all workers are ready, and no worker is left that should go."""
+        are_ready = all(worker.state is WorkerState.READY for worker in self)
+        return are_ready and all(len(self._of(role)) == self.sizes[role] for role in Role)
+
+    def resize(self, prefill: int | None, decode: int | None) -> None:
+        """Sets the sizes; None leaves a pool as it is. Raises InvalidRequest, and then changes nothing."""
+        given = {role: size for role, size in (("prefill", prefill), ("decode", decode)) if size is not None}
+        resized = replace(self.sizes, **given)
+        if resized.prefill < 0:
+            raise InvalidRequest("prefill", "must not be negative")
+        if resized.decode < 1:
+            raise InvalidRequest("decode", "at least one decode worker must stay")
+        self.sizes = resized
+
+    def release(self, worker_id: WorkerId) -> Worker | None:
+        """Shrinks a worker's pool by that worker; returns it to be dismissed, or None if it drains already.
+
+        Raises WorkerNotFound, or InvalidRequest if the pool cannot spare it.
+        """
+        worker = self[worker_id]
+        if worker.state is WorkerState.DRAINING:
+            return None
+        if worker.role is Role.PREFILL:
+            self.resize(max(0, self.sizes.prefill - 1), None)
+        else:
+            self.resize(None, self.sizes.decode - 1)
+        return self._change(worker, state=WorkerState.DRAINING)
+
+    def became_ready(self, worker_id: WorkerId, address: str) -> None:
+        """Marks a worker READY, and clears the failures of its role. A worker that was to go meanwhile still goes."""
+        worker = self[worker_id]
+        self._num_failures[worker.role] = 0
+        if worker.state is WorkerState.STARTING:
+            self._change(worker, state=WorkerState.READY, address=address)
+
+    def finished(self, worker_id: WorkerId) -> None:
+        """Marks a draining worker as one without requests: it has no address any more."""
+        self._change(self[worker_id], address="")
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """Drops a worker that is gone, and counts no failure of its role."""
+        self._workers.pop(worker_id, None)
+
+    def lost(self, worker_id: WorkerId, now_s: float) -> None:
+        """Drops a worker that died, or did not start. Repeated failures make the next start wait longer each time."""
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None and worker.state is WorkerState.STARTING:
+            self._num_failures[worker.role] += 1
+            pause_s = min(MAX_PAUSE_S, 2.0 ** (self._num_failures[worker.role] - 1))
+            self._paused_until_s[worker.role] = now_s + pause_s
+
+    def plan(self, now_s: float) -> list[Worker]:
+        """Returns the workers to act on now, as they are to be: STARTING ones to start, DRAINING ones to dismiss.
+
+        The pools have it as done: the next plan is empty if all is as asked or under way.
+        """
+        return [worker for role in Role for worker in self._plan(role, now_s)]
+
+    def _plan(self, role: Role, now_s: float) -> list[Worker]:
+        surplus = len(self._of(role)) - self.sizes[role]
+        if surplus > 0:
+            return [self._change(worker, state=WorkerState.DRAINING) for worker in self._dispensable(role)[:surplus]]
+        if now_s < self._paused_until_s.get(role, now_s):
+            return []
+        return [self._hire(role) for _ in range(-surplus)]
+
+    def _of(self, role: Role) -> list[Worker]:
+        """Returns the workers that count for a pool's size."""
+        return [worker for worker in self if worker.role is role and worker.state is not WorkerState.DRAINING]
+
+    def _dispensable(self, role: Role) -> list[Worker]:
+        """Sorts the workers that can go, the least knowing first: not yet ready, then the youngest."""
+        return sorted(self._of(role), key=lambda worker: worker.state is not WorkerState.READY)[::-1]
+
+    def _hire(self, role: Role) -> Worker:
+        number = self._num_named[role]
+        self._num_named = replace(self._num_named, **{role.value: number + 1})
+        worker_id = WorkerId(f"{role.value}-{number}")
+        return self._change(Worker(worker_id, role))
+
+    def _change(self, worker: Worker, **changes: Any) -> Worker:
+        self._workers[worker.id] = replace(worker, **changes)
+        return self._workers[worker.id]

@@ -1,0 +1,100 @@
+"""An actor of which a cluster has one: the node's service, the router. When it dies, another takes its place."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from deploy.actors.actor_host import ActorHost
+from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector
+from deploy.controller.event_log import EventLog
+from deploy.controller.tasks import repeat
+from deploy.plan.cluster_plan import Resources
+from deploy.processes.atomic_file import AtomicFile
+from wire.errors import BatonError
+
+START_TIMEOUT_S = 300.0
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class Singleton:
+    """An actor under a fixed name; takes over one that an earlier controller has left. `target` is MODULE:CLASS.
+
+    config_json: what the next start is given. answer: that of the last start, even to an earlier controller; None
+    before.
+    """
+
+    def __init__(
+        self,
+        host: ActorHost,
+        name: str,
+        target: str,
+        config_json: str,
+        run_dir: Path,
+        events: EventLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config_json = config_json
+        self.name = name
+        self._host = host
+        self._target = target
+        self._record = AtomicFile(run_dir / f"{name}.json")
+        content = self._record.read()
+        self.answer = None if content is None else content.decode()
+        self._events = events
+        self._clock = clock
+        self._detector = FailureDetector()
+        if not host.adopt(name):
+            host.launch(name, target, Resources())
+
+    async def start(self) -> str:
+        """Returns the object's answer. Raises as `ActorHost.start` does."""
+        self.answer = await self._host.start(self.name, self.config_json, START_TIMEOUT_S)
+        self._record.try_write(self.answer.encode())
+        self._detector = FailureDetector()
+        return self.answer
+
+    async def take_over(self) -> str:
+        """Returns the answer of the actor that was left behind, or of another in its place if that does not start."""
+        return await self._attempt(self.start) or await self._replace()
+
+    async def watch(self, on_restart: Callable[[], None]) -> None:
+        """Replaces the actor whenever it dies, until cancelled; calls `on_restart` when the service is there again."""
+        await repeat(f"the care for the {self.name}", lambda: self._step(on_restart), self._events)
+
+    async def _step(self, on_restart: Callable[[], None]) -> None:
+        await asyncio.sleep(PROBE_EVERY_S)
+        reason = self._detector.judge(await self._host.probe(self.name), self._clock())
+        if reason is not None:
+            self._events.note(f"the {self.name} {reason}")
+            await self._replace()
+            on_restart()
+
+    async def _replace(self) -> str:
+        """Tries until it succeeds, after longer and longer pauses; returns the object's answer."""
+        await self._host.end(self.name)
+        pause_s = FIRST_PAUSE_S
+        while not (answer := await self._attempt(self._start_another)):
+            await self._host.end(self.name)  # a process whose object did not start would answer a probe all the same
+            await asyncio.sleep(pause_s)
+            pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+        self._events.note(f"the {self.name} is back")
+        return answer
+
+    async def _start_another(self) -> str:
+        self._host.launch(self.name, self._target, Resources())
+        return await self.start()
+
+    async def _attempt(self, start: Callable[[], Awaitable[str]]) -> str:
+        """Returns the answer, or nothing after a failure, which it notes."""
+        try:
+            return await start()
+        except Exception as error:
+            log.info("the %s did not start again", self.name, exc_info=error)
+            reason = error.message if isinstance(error, BatonError) else repr(error)
+            self._events.note(f"the {self.name} did not start again: {reason}")
+            return ""

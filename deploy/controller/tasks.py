@@ -1,0 +1,55 @@
+"""Tasks that outlive the calls that began them, and steps that are tried until they succeed."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+
+from deploy.controller.event_log import EventLog
+
+PAUSE_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Tasks:
+    """The tasks begun here that have not ended yet. A failure is logged; waiting for the tasks does not raise it."""
+
+    def __init__(self) -> None:
+        self._unended: set[asyncio.Task[None]] = set()
+
+    def begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._unended.add(task)
+        task.add_done_callback(self._ended)
+
+    def cancel(self) -> None:
+        """Cancels all tasks. Does not wait for their end."""
+        for task in self._unended:
+            task.cancel()
+
+    async def wait(self) -> None:
+        """Returns when all tasks that are under way now have ended, in whatever way."""
+        if self._unended:
+            await asyncio.wait(self._unended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._unended.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task failed", exc_info=task.exception())
+
+
+async def repeat(what: str, step: Callable[[], Awaitable[None]], events: EventLog) -> None:
+    """Takes one step after another, until cancelled; notes a failure as an event, and goes on a second later."""
+    while True:
+        await persist(what, step, events)
+
+
+async def persist(what: str, step: Callable[[], Awaitable[None]], events: EventLog) -> None:
+    """Takes the same step until it succeeds; notes each failure as an event, and tries again a second later."""
+    while True:
+        try:
+            return await step()
+        except Exception as error:
+            log.exception("%s failed", what)
+            events.note(f"{what} failed, and goes on: {error!r}")
+            await asyncio.sleep(PAUSE_S)

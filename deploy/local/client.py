@@ -1,0 +1,62 @@
+"""The command line's side of gRPC: finds a cluster by its state, and calls its router."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from baton.request import typed_errors
+from deploy.local.state import ClusterPhase, ClusterState, StateFile
+from wire.errors import Unavailable
+from wire.pb.cluster_pb2_grpc import ClusterStub
+from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
+
+
+def find_cluster(name: str) -> ClusterState:
+    """Returns the state of a cluster that serves. Raises Unavailable, with advice, if there is none."""
+    state = StateFile(name).read()
+    if state is None:
+        raise Unavailable(f"no cluster named {name} is running: start one with `{_command('up', name)}`")
+    if state.phase is ClusterPhase.STARTING:
+        what = "is still starting" if state.command.is_alive else f"has not come up: {_clean_up(name)}"
+        raise Unavailable(f"the cluster {name} {what}")
+    return state
+
+
+@contextmanager
+def explained(state: ClusterState) -> Iterator[None]:
+    """Says of a cluster that cannot be reached what the user can do about it. Raises BatonError."""
+    try:
+        yield
+    except Unavailable as error:
+        failure = error.__cause__
+        if not state.is_alive:
+            raise Unavailable(f"the cluster {state.name} has crashed: {_clean_up(state.name)}") from failure
+        if isinstance(failure, grpc.aio.AioRpcError) and not failure.trailing_metadata():  # no server has said so
+            status = _command("status", state.name)
+            raise Unavailable(f"the router went away or is not back yet ({error.message}): see `{status}`") from failure
+        raise
+
+
+def call_operator(state: ClusterState, method: str, request: Message, timeout_s: float) -> Any:
+    """Calls a method of the operator's service, and blocks until its answer. Raises BatonError."""
+    with explained(state), typed_errors():
+        return asyncio.run(_call_operator(state, method, request, timeout_s))
+
+
+async def _call_operator(state: ClusterState, method: str, request: Message, timeout_s: float) -> Any:
+    async with grpc.aio.insecure_channel(state.operator_address, options=CHANNEL_OPTIONS) as channel:
+        call = getattr(ClusterStub(channel), method)
+        return await call(request, metadata=((TOKEN_METADATA, state.token),), timeout=timeout_s)
+
+
+def _clean_up(name: str) -> str:
+    return f"clean up with `{_command('down', name)}`"
+
+
+def _command(verb: str, name: str) -> str:
+    return f"baton {verb}" if name == "default" else f"baton {verb} --name {name}"

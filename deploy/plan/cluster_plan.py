@@ -1,0 +1,110 @@
+"""The plan of a cluster, which starts its controller: made of settings, model, sizes and the node's paths. Pure."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.plan.config import ClusterConfig
+from deploy.plan.model import ModelFacts
+from deploy.plan.sizing import Sizes
+from router.config import ClusterAccess, RouterConfig
+from wire.layout import KVLayout
+from wire.pools import PoolSizes
+from wire.settings import from_json, to_json
+from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerTemplate
+from worker.engine_watch import MAX_SILENCE_S
+
+CONTROLLER = "controller"
+MAX_SILENCE_ON_GPU_S = 30.0
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The resources that an actor asks Ray for."""
+
+    num_cpus: float = 0.0
+    num_gpus: float = 0.0
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """The configuration of a node's service. The workers of the node share `store`."""
+
+    store: StoreSettings
+    arena_path: str
+    layout_hex: str
+    num_slots: int
+
+    @property
+    def layout(self) -> KVLayout:
+        return KVLayout.decode(bytes.fromhex(self.layout_hex))
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.num_slots * self.layout.block_bytes
+
+    def to_json(self) -> str:
+        return to_json(self)
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """All decisions of `baton up`. `resources` are those of each worker.
+
+    run_dir: the cluster's folder, where the controller keeps its records for a successor.
+    """
+
+    pools: PoolSizes
+    node: NodeConfig
+    router: RouterConfig
+    worker: WorkerTemplate
+    resources: Resources
+    drain_grace_s: int
+    run_dir: str
+
+    def to_json(self) -> str:
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ClusterPlan":
+        """Raises ConfigError."""
+        return from_json(cls, text, "plan")
+
+
+def namespace(cluster: str) -> str:
+    """Returns the Ray namespace of all actors of a cluster."""
+    return f"baton-{cluster}"
+
+
+def make_plan(
+    config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeConfig, token: str, secret: bytes
+) -> ClusterPlan:
+    return ClusterPlan(
+        pools=PoolSizes(config.pools.prefill, config.pools.decode),
+        node=node,
+        router=RouterConfig(
+            model=model.served,
+            cluster=ClusterAccess(token, secret.hex(), CONTROLLER, namespace(config.name)),
+            listeners=config.router.listeners,
+            admission=config.router.admission,
+            streams=config.router.streams,
+        ),
+        worker=_worker(config, model, sizes, node, token),
+        resources=Resources(config.worker.num_cpus, sizes.num_gpus),
+        drain_grace_s=config.worker.drain_grace_s,
+        run_dir=str(Path(node.store.directory_path).parent),
+    )
+
+
+def _worker(config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeConfig, token: str) -> WorkerTemplate:
+    served = model.served
+    # On a GPU only the first steps take more than a second, which compile kernels.
+    default_silence_s = MAX_SILENCE_S if model.device == "cpu" else MAX_SILENCE_ON_GPU_S
+    return WorkerTemplate(
+        model=CheckpointSettings(served.folder, served.fingerprint_hex, served.dtype, model.device),
+        pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
+        store=node.store,
+        server=ServerSettings(token),
+        batch=config.batch,
+        num_threads=sizes.num_threads,
+        max_silence_s=config.worker.max_silence_s or default_silence_s,
+    )

@@ -1,0 +1,216 @@
+"""All settings of a cluster, from a TOML file and the command line. `baton.example.toml` explains each of them."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deploy.plan.byte_size import parse_bytes
+from router.config import AdmissionBounds, Listeners, StreamBounds
+from wire.errors import ConfigError
+from wire.settings import from_object
+from worker.config import MIN_SILENCE_S, BatchSettings
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+MAX_WORKERS = 64
+MIB = 1 << 20
+MAX_FILE_BYTES = MIB
+MAX_ECHO_CHARS = 64
+Part = TypeVar("Part", AdmissionBounds, StreamBounds)
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,15}")
+_REDIS_URL = re.compile(r"own|off|(redis|rediss|unix)://.+")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model to serve. Without a path it is the demo model."""
+
+    path: str | None = None
+    dtype: str = "auto"
+    block_size: int = 16
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """The number of workers of each role. Without prefill workers, decode workers prefill."""
+
+    prefill: int = 1
+    decode: int = 1
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """The share of each worker. The machine decides where a setting is None."""
+
+    pool_bytes: int | None = None
+    num_threads: int | None = None
+    num_gpus: float | None = None
+    num_cpus: float = 0.0
+    drain_grace_s: int = 30
+    max_silence_s: float | None = None
+
+
+@dataclass(frozen=True)
+class ArenaSettings:
+    """The host tier: blocks in shared memory, one arena a node."""
+
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class RedisSettings:
+    """The cold tier: `own` starts a server, `off` goes without, a URL uses a server that is there."""
+
+    url: str = "own"
+    max_bytes: int = 256 * MIB
+    timeout_ms: int = 50
+
+
+@dataclass(frozen=True)
+class PortSettings:
+    """The router's ports for clients and Prometheus, on 127.0.0.1: port 0 is any free one, `off` serves no metrics."""
+
+    grpc_port: int = 50051
+    metrics_port: int | str = 0
+    max_connections: int = 2048
+    reflection: bool = True
+
+    @property
+    def listeners(self) -> Listeners:
+        return Listeners(
+            grpc_port=self.grpc_port,
+            metrics_port=self.metrics_port if isinstance(self.metrics_port, int) else None,
+            max_connections=self.max_connections,
+            reflection=self.reflection,
+        )
+
+
+@dataclass(frozen=True)
+class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
+    """The settings of three parts of the router, which share a table of the file."""
+
+    @property
+    def admission(self) -> AdmissionBounds:
+        return _part(AdmissionBounds, self)
+
+    @property
+    def streams(self) -> StreamBounds:
+        return _part(StreamBounds, self)
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """The Ray cluster to join. Without an address, one is started on this machine and belongs to the Baton cluster."""
+
+    address: str | None = None
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    "pools.prefill": (0, MAX_WORKERS),
+    "pools.decode": (1, MAX_WORKERS),
+    "worker.pool_bytes": (MIB, 1 << 50),
+    "worker.num_threads": (1, 1024),
+    "worker.num_gpus": (0, 1),
+    "worker.num_cpus": (0, 1024),
+    "worker.drain_grace_s": (0, 3600),
+    "worker.max_silence_s": (MIN_SILENCE_S, 3600),
+    "arena.size_bytes": (MIB, 1 << 50),
+    "redis.max_bytes": (16 * MIB, 1 << 50),
+    "redis.timeout_ms": (1, 10_000),
+    "router.grpc_port": (0, 65535),
+    "router.max_queued_bytes": (MIB, 1 << 40),
+    **{f"router.max_{each}": (1, 1 << 20) for each in ("connections", "open_requests", "queued_requests")},
+    "router.max_buffered_events": (1, 1 << 20),
+    **{f"router.{each}_s": (0.1, 86400) for each in ("retry_after", "max_deadline", "max_stall", "max_worker_wait")},
+}
+"""Least and most of each number. None, which stands for a default that is not decided yet, is in every range."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The settings of a cluster: valid once made, and never changed afterwards."""
+
+    name: str = "default"
+    model: ModelSettings = field(default_factory=ModelSettings)
+    pools: PoolSettings = field(default_factory=PoolSettings)
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    batch: BatchSettings = field(default_factory=BatchSettings)
+    arena: ArenaSettings = field(default_factory=ArenaSettings)
+    redis: RedisSettings = field(default_factory=RedisSettings)
+    router: RouterSettings = field(default_factory=RouterSettings)
+    ray: RaySettings = field(default_factory=RaySettings)
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        for name, choices in (("model.dtype", DTYPES), ("model.block_size", BLOCK_SIZES)):
+            value = attrgetter(name)(self)
+            _require(value in choices, name, f"one of {', '.join(map(str, choices))}", value)
+        for name, bounds in RANGES.items():
+            _require_range(attrgetter(name)(self), name, *bounds)
+        is_redis_url = _REDIS_URL.fullmatch(self.redis.url)
+        _require(is_redis_url, "redis.url", "own, off, or a redis://, rediss:// or unix:// URL", "")
+        port = self.router.metrics_port
+        if isinstance(port, int):
+            _require_range(port, "router.metrics_port", 0, 65535)
+        else:
+            _require(port == "off", "router.metrics_port", "a port or `off`", port[:16])
+
+    @classmethod
+    def load(cls, file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
+        """Reads a TOML file, if there is one, with the nested table `flags` over it. Raises ConfigError."""
+        table = _merge(_read(file) if file is not None else {}, flags)
+        return from_object(cls, _count_bytes(table), "settings")
+
+
+def _part(cls: type[Part], settings: RouterSettings) -> Part:
+    return cls(**{one.name: getattr(settings, one.name) for one in fields(cls)})
+
+
+def check_name(name: str) -> str:
+    """Returns the name of a cluster, which is part of paths. Raises ConfigError if it is none."""
+    _require(_NAME.fullmatch(name), "name", "1 to 16 of a-z, 0-9 and -, beginning with a letter or digit", name[:64])
+    return name
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as content:
+            data = content.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    _require(len(data) <= MAX_FILE_BYTES, str(file), f"a file of at most {MAX_FILE_BYTES} bytes", "")
+    try:
+        return tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from error
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Unites nested tables; where both have a value, `over` has its way."""
+    merged = dict(base)
+    for key, value in over.items():
+        is_table = isinstance(merged.get(key), Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(merged[key], value) if is_table else value
+    return merged
+
+
+def _count_bytes(value: Any, key: str = "") -> Any:
+    """Turns each text under a name that ends in `_bytes` into a number. Raises ConfigError for any other text."""
+    if isinstance(value, Mapping):
+        return {key: _count_bytes(below, key) for key, below in value.items()}
+    return parse_bytes(value) if key.endswith("_bytes") and isinstance(value, str) else value
+
+
+def _require(holds: object, name: str, what: str, value: object) -> None:
+    if not holds:
+        given = f", not {repr(value)[:MAX_ECHO_CHARS]}" if value != "" else ""
+        raise ConfigError(f"{name} must be {what}{given}")
+
+
+def _require_range(value: float | None, name: str, least: float, most: float) -> None:
+    if value is not None:
+        _require(least <= value <= most, name, f"between {least} and {most}", value)

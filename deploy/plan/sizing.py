@@ -1,0 +1,104 @@
+"""Memory and threads of each part. Pure: from the settings, the model and the machine to numbers."""
+
+from dataclasses import dataclass, replace
+
+from deploy.plan.byte_size import format_bytes
+from deploy.plan.config import ClusterConfig
+from deploy.plan.machine import Machine
+from deploy.plan.model import ModelFacts
+from wire.errors import ConfigError
+
+MAX_DEFAULT_ARENA_BYTES = 1 << 30
+MAX_DEFAULT_POOL_BYTES = 512 << 20
+MAX_DEFAULT_CONTEXTS = 64
+"""More full contexts than this are not kept by default: a small model then takes little memory, and starts quickly."""
+GPU_RESERVE_BYTES = 2 << 30
+"""Of each GPU, for activations and libraries."""
+MIN_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The share of each worker and of the node; `notes` are for the user who starts the cluster."""
+
+    num_pool_blocks: int
+    num_arena_slots: int
+    num_threads: int
+    num_gpus: float
+    notes: tuple[str, ...] = ()
+
+
+def size(config: ClusterConfig, model: ModelFacts, machine: Machine) -> Sizes:
+    """Divides the machine among the parts. Raises ConfigError for what cannot fit, saying what to change."""
+    num_workers = config.pools.prefill + config.pools.decode
+    num_gpus = (1.0 if machine.gpus else 0.0) if config.worker.num_gpus is None else config.worker.num_gpus
+    _require_gpus(num_gpus * num_workers, machine)
+    pool_bytes = config.worker.pool_bytes or _default_pool_bytes(num_gpus, num_workers, model, machine)
+    arena_bytes = config.arena.size_bytes or _default_arena_bytes(model, machine)
+    _require_memory(arena_bytes + (0 if num_gpus else num_workers * (pool_bytes + model.weight_bytes)), machine)
+    _require(arena_bytes <= machine.shared_bytes, "the arena", arena_bytes, "/dev/shm", machine.shared_bytes)
+    sizes = Sizes(
+        num_pool_blocks=_num_blocks(pool_bytes, model, "worker.pool_bytes"),
+        num_arena_slots=_num_blocks(arena_bytes, model, "arena.size_bytes"),
+        num_threads=config.worker.num_threads or max(1, machine.num_cores // num_workers),
+        num_gpus=num_gpus,
+    )
+    return replace(sizes, notes=_notes(sizes, model))
+
+
+def _default_pool_bytes(num_gpus: float, num_workers: int, model: ModelFacts, machine: Machine) -> int:
+    """Takes what weights and activations leave of a GPU, and a small share of memory: a laptop stays usable."""
+    if num_gpus:
+        return int(min(machine.gpus) * num_gpus) - model.weight_bytes - GPU_RESERVE_BYTES
+    share = machine.memory_bytes // (8 * num_workers)
+    return min(MAX_DEFAULT_POOL_BYTES, share, MAX_DEFAULT_CONTEXTS * model.context_bytes)
+
+
+def _default_arena_bytes(model: ModelFacts, machine: Machine) -> int:
+    share = min(machine.shared_bytes, machine.memory_bytes) // 4
+    return min(MAX_DEFAULT_ARENA_BYTES, share, MAX_DEFAULT_CONTEXTS * model.context_bytes)
+
+
+def _num_blocks(num_bytes: int, model: ModelFacts, setting: str) -> int:
+    num_blocks = num_bytes // model.served.layout.block_bytes
+    if num_blocks < MIN_BLOCKS:
+        least = format_bytes(MIN_BLOCKS * model.served.layout.block_bytes)
+        raise ConfigError(f"{setting}: {format_bytes(max(0, num_bytes))} is too little, it takes at least {least}")
+    return num_blocks
+
+
+def _require_gpus(num_gpus: float, machine: Machine) -> None:
+    if num_gpus > len(machine.gpus):
+        raise ConfigError(
+            f"the workers take {num_gpus:g} GPUs, but there are {len(machine.gpus)}: "
+            "start fewer workers, or set worker.num_gpus"
+        )
+
+
+def _require_memory(num_bytes: int, machine: Machine) -> None:
+    _require(num_bytes <= machine.memory_bytes, "weights, pools and arena", num_bytes, "memory", machine.memory_bytes)
+
+
+def _require(fits: bool, what: str, num_bytes: int, where: str, free_bytes: int) -> None:
+    if not fits:
+        raise ConfigError(
+            f"{what} take {format_bytes(num_bytes)}, but only {format_bytes(free_bytes)} of {where} are free: "
+            "start fewer workers, or set worker.pool_bytes and arena.size_bytes"
+        )
+
+
+def _notes(sizes: Sizes, model: ModelFacts) -> tuple[str, ...]:
+    """Tells the user of limits that else only a refused request would show."""
+    rooms = {"worker.pool_bytes": sizes.num_pool_blocks, "arena.size_bytes": sizes.num_arena_slots}
+    return tuple(
+        f"{setting} has room for {num_blocks * model.served.layout.block_size} tokens, "
+        f"less than the model's context of {model.served.max_context_len}: {_CONSEQUENCES[setting]}"
+        for setting, num_blocks in rooms.items()
+        if num_blocks * model.served.layout.block_bytes < model.context_bytes
+    )
+
+
+_CONSEQUENCES = {
+    "worker.pool_bytes": "longer requests are refused",
+    "arena.size_bytes": "of longer prompts a part is computed twice",
+}

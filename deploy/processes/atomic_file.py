@@ -1,0 +1,61 @@
+"""A small file of which readers never see a part."""
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+class AtomicFile:
+    """A file that only its owner can read, replaced or created in one step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> bytes | None:
+        """Returns the content, or None where there is no file. Raises OSError."""
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, content: bytes) -> None:
+        """Replaces the content. Raises OSError, and then leaves the file as it was."""
+        temporary = self._write_temporary(content)
+        try:
+            temporary.replace(self.path)
+        except OSError:
+            temporary.unlink()
+            raise
+
+    def try_write(self, content: bytes) -> bool:
+        """Replaces the content, for files that work goes on without; returns whether the disk has taken it."""
+        try:
+            self.write(content)
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self.path, error)
+            return False
+        return True
+
+    def create(self, content: bytes) -> bool:
+        """Writes the file unless there is one; returns whether it did. Raises OSError."""
+        temporary = self._write_temporary(content)
+        try:
+            os.link(temporary, self.path)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink()
+        return True
+
+    def _write_temporary(self, content: bytes) -> Path:
+        descriptor, path = tempfile.mkstemp(dir=self.path.parent, prefix=".")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+        except OSError:
+            os.unlink(path)
+            raise
+        return Path(path)

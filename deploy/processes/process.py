@@ -1,0 +1,127 @@
+"""Processes that outlive the command that started them, told apart from later ones with the same number."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import psutil
+
+POLL_S = 0.02
+ORPHANS_GRACE_S = 1.0
+KILL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class ProcessRef:
+    """A process: its number, its start time in seconds of the epoch, and the boot of the machine it belongs to."""
+
+    pid: int
+    started: float
+    boot: str
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessRef":
+        """Refers to a running process. Raises psutil.NoSuchProcess."""
+        return cls(pid, psutil.Process(pid).create_time(), _boot())
+
+    @property
+    def is_alive(self) -> bool:
+        """False also for a zombie, and for another process that has the number now."""
+        return self._same() and _runs(self.pid)
+
+    def session(self) -> list[int]:
+        """Returns the living processes of the session that this process leads or led, itself among them.
+
+        The system gives a number to no other process while a session of that number has members: a stranger under it
+        means that the session is empty.
+        """
+        if self.boot != _boot() or (psutil.pid_exists(self.pid) and not self._same()):
+            return []
+        return [pid for pid in psutil.pids() if _session_of(pid) == self.pid and _runs(pid)]
+
+    def _same(self) -> bool:
+        try:
+            return self.boot == _boot() and abs(psutil.Process(self.pid).create_time() - self.started) < 0.1
+        except psutil.NoSuchProcess:
+            return False
+
+
+def spawn_leader(
+    command: list[str], log: Path, env: Mapping[str, str] = MappingProxyType({}), stdin: int | None = None
+) -> ProcessRef:
+    """Starts a program, found on PATH, that leads a session of its own and outlives its parent. It writes to `log`.
+
+    env: over that of this process. stdin: the program's own, in place of /dev/null.
+    """
+    with log.open("ab") as output, open(os.devnull, "rb") as nothing:
+        files = (nothing.fileno() if stdin is None else stdin, output.fileno(), output.fileno())
+        actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(files)]
+        pid = os.posix_spawnp(command[0], command, {**os.environ, **env}, file_actions=actions, setsid=True)
+    return ProcessRef.of(pid)
+
+
+def end_session(leader: ProcessRef, grace_s: float) -> None:
+    """Ends a session: SIGTERM to its leader, SIGKILL to all that outlive it, or the grace. Blocks until it is empty.
+
+    Raises TimeoutError if something survives SIGKILL for 10 s.
+    """
+    if leader.is_alive:
+        _signal(leader.pid, signal.SIGTERM)
+        wait_for_end(leader.pid, grace_s)
+        _wait(lambda: not leader.session(), ORPHANS_GRACE_S)
+    for pid in leader.session():
+        _signal(pid, signal.SIGKILL)
+    if not _wait(lambda: not leader.session(), KILL_TIMEOUT_S):
+        raise TimeoutError(f"processes {leader.session()} cannot be ended")
+
+
+def wait_or_kill(process: ProcessRef, grace_s: float) -> bool:
+    """Waits for a process that heard its end, and kills it after the grace; returns whether it is gone.
+
+    A stopped process (SIGSTOP) hears nothing, but does not survive this.
+    """
+    if wait_for_end(process.pid, grace_s) or not process.is_alive:
+        return True
+    _signal(process.pid, signal.SIGKILL)
+    return wait_for_end(process.pid, grace_s)
+
+
+def wait_for_end(pid: int, timeout_s: float) -> bool:
+    """Waits for a process; returns whether it is gone."""
+    return _wait(lambda: not _runs(pid), timeout_s)
+
+
+def _wait(holds: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _runs(pid: int) -> bool:
+    """False for a zombie too, which only its parent can remove: psutil's own wait would wait for that."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
+
+
+def _session_of(pid: int) -> int | None:
+    with suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return None
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,1 @@
+"""A model folder: its configuration, its tensors, where it comes from, and its fingerprint."""

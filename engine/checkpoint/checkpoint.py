@@ -1,0 +1,108 @@
+"""A model folder in Hugging Face's layout: config.json, generation_config.json, and one or more .safetensors files.
+
+Nothing in it is ever executed: Python files, pickles (.bin, .pt) and `auto_map` are not read.
+"""
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from engine.checkpoint.config import ModelConfig, parse_eos
+from engine.checkpoint.json_fields import JsonFields, parse_object
+from engine.checkpoint.tensor_file import TensorFile
+from text.model_file import read_regular
+from wire.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_INDEX_BYTES = 1 << 25
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """A folder with checked configuration and weight headers. Weights are read one tensor at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError for a folder that cannot be served, saying why."""
+        if not folder.is_dir():
+            raise ModelError("the model folder does not exist, or is not a folder", folder=str(folder))
+        self.folder = folder
+        self.config = _read_config(folder)
+        self._tensor_to_file = _open_weights(folder)
+        self._unread = set(self._tensor_to_file)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensor_to_file
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that distinguish this model: configuration, weights and, if there is one, tokenizer.json."""
+        tokenizer = self.folder / "tokenizer.json"
+        weights = sorted({file.path for file in self._tensor_to_file.values()})
+        return (self.folder / "config.json", *weights, *([tokenizer] if os.path.lexists(tokenizer) else []))
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Names of the tensors not read yet."""
+        return frozenset(self._unread)
+
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Reads and converts a tensor. Raises ModelError if it is missing, of another shape or not of floats."""
+        if name not in self:
+            raise ModelError(f"the weights lack the tensor {name}", folder=str(self.folder))
+        file = self._tensor_to_file[name]
+        entry = file.entries[name]
+        if entry.shape != shape:
+            raise ModelError(f"tensor {name} has shape {list(entry.shape)}, config.json makes it {list(shape)}")
+        if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
+            raise ModelError(f"tensor {name} is {entry.dtype}: quantized weights are not supported")
+        self._unread.discard(name)
+        return file.read(name).to(device, dtype)
+
+
+def _read_config(folder: Path) -> ModelConfig:
+    values = parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
+    if "auto_map" in values:
+        logger.warning("config.json names code of its own (auto_map), which is ignored")
+    config = ModelConfig.parse(values)
+    eos_token_ids = _read_generation_eos(folder) or config.eos_token_ids
+    # An id that is no token can never come; it must not be looked up among the logits either.
+    return replace(config, eos_token_ids=tuple(one for one in eos_token_ids if one < config.vocab_size))
+
+
+def _read_generation_eos(folder: Path) -> tuple[int, ...]:
+    if not os.path.lexists(folder / "generation_config.json"):
+        return ()
+    data = read_regular(folder / "generation_config.json", MAX_CONFIG_BYTES)
+    return parse_eos(JsonFields(parse_object(data, "generation_config.json"), "generation_config.json"))
+
+
+def _open_weights(folder: Path) -> dict[str, TensorFile]:
+    """Maps each tensor to its file."""
+    if os.path.lexists(folder / SINGLE_FILE):
+        file = TensorFile(folder / SINGLE_FILE)
+        return dict.fromkeys(file.entries, file)
+    if os.path.lexists(folder / INDEX_FILE):
+        return _open_shards(folder)
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise ModelError("the weights are pickles (.bin, .pt), which are never read: convert them to safetensors")
+    raise ModelError(f"the model folder has neither {SINGLE_FILE} nor {INDEX_FILE}", folder=str(folder))
+
+
+def _open_shards(folder: Path) -> dict[str, TensorFile]:
+    weight_map = parse_object(read_regular(folder / INDEX_FILE, MAX_INDEX_BYTES), INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{INDEX_FILE} has no weight_map")
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ModelError(f"{INDEX_FILE} names {str(shard)[:64]}, which is no .safetensors file of the folder")
+    shards = {shard: TensorFile(folder / shard) for shard in sorted(set(weight_map.values()))}
+    for tensor, shard in weight_map.items():
+        if tensor not in shards[shard].entries:
+            raise ModelError(f"{INDEX_FILE} places {tensor[:64]} in {shard[:64]}, which lacks it")
+    return {tensor: shards[shard] for tensor, shard in weight_map.items()}

@@ -1,0 +1,183 @@
+"""A model's configuration, from its config.json.
+
+One decoder serves four architectures, which differ in data only:
+
+| architecture       | biases                                     | q/k norm | sliding window                          |
+|--------------------|--------------------------------------------|----------|-----------------------------------------|
+| LlamaForCausalLM   | `attention_bias`: q, k, v, o; `mlp_bias`   | no       | no layer                                |
+| MistralForCausalLM | none                                       | no       | all layers                              |
+| Qwen2ForCausalLM   | q, k, v                                    | no       | by `layer_types` or `max_window_layers` |
+| Qwen3ForCausalLM   | `attention_bias`: q, k, v, o               | yes      | by `layer_types` or `max_window_layers` |
+
+Keys are read as transformers 4 and 5 spell them; an absent key has the default of transformers' configuration class.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.checkpoint.json_fields import JsonFields
+from engine.checkpoint.rope import RopeConfig
+from wire.errors import ModelError
+from wire.layout import KVLayout
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_LAYERS = 1024
+
+_MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "eos_token_id": None}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"eos_token_id": 2},
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2},
+    "Qwen2ForCausalLM": _QWEN_DEFAULTS,
+    "Qwen3ForCausalLM": _QWEN_DEFAULTS | {"head_dim": 128},
+}
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Attention of all layers. `windows`: a layer each, how many tokens one sees, itself included, or None."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def parse(cls, architecture: str, fields: JsonFields, hidden_size: int, num_layers: int) -> "AttentionConfig":
+        num_heads = fields.count("num_attention_heads")
+        num_kv_heads = fields.count("num_key_value_heads", num_heads)
+        head_dim = fields.count("head_dim", max(1, hidden_size // num_heads))
+        if num_heads % num_kv_heads:
+            raise fields.wrong("num_key_value_heads", f"a divisor of {num_heads} attention heads")
+        if head_dim % 2:
+            raise ModelError(f"a head of {head_dim} dimensions cannot be rotated: it must be even")
+        has_bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.flag("attention_bias", False)
+        return cls(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            qkv_bias=has_bias or architecture == "Qwen2ForCausalLM",
+            output_bias=has_bias,
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            windows=_parse_windows(architecture, fields, num_layers),
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only model. `dtype` is that of its authors; generation_config.json may overrule `eos_token_ids`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    max_context_len: int
+    rms_norm_eps: float
+    mlp_bias: bool
+    tied_embeddings: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    attention: AttentionConfig
+    rope: RopeConfig
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> "ModelConfig":
+        """Parses the object in config.json. Raises ModelError, naming the key, for a wrong or unsupported value."""
+        architecture = _parse_architecture(JsonFields(config, "config.json"))
+        fields = JsonFields({**_DEFAULTS[architecture], **config}, "config.json")
+        _refuse_unsupported(fields)
+        hidden_size = fields.count("hidden_size")
+        num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
+        max_context_len = fields.count("max_position_embeddings")
+        return cls(
+            architecture=architecture,
+            vocab_size=fields.count("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.count("intermediate_size"),
+            num_layers=num_layers,
+            max_context_len=max_context_len,
+            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+            mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
+            tied_embeddings=fields.flag("tie_word_embeddings", False),
+            dtype=_parse_dtype(fields),
+            eos_token_ids=parse_eos(fields),
+            attention=AttentionConfig.parse(architecture, fields, hidden_size, num_layers),
+            rope=RopeConfig.parse(fields, max_context_len),
+        )
+
+    def kv_layout(self, dtype: str, block_size: int) -> KVLayout:
+        """Describes a block of this model's KV in a compute dtype."""
+        return KVLayout(self.num_layers, self.attention.num_kv_heads, self.attention.head_dim, block_size, dtype)
+
+
+def parse_eos(fields: JsonFields) -> tuple[int, ...]:
+    """Reads the ids of `eos_token_id`: none, one or a list."""
+    value = fields.raw("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0 for token_id in ids):
+        raise fields.wrong("eos_token_id", "a token id or a list of them")
+    return tuple(ids)
+
+
+def _parse_architecture(fields: JsonFields) -> str:
+    named = fields.raw("architectures")
+    if isinstance(named, list) and named:
+        architecture = str(named[0])
+    else:
+        model_type = fields.text("model_type", "unknown")
+        architecture = _MODEL_TYPES.get(model_type, model_type)
+    if architecture not in _DEFAULTS:
+        raise ModelError(f"architecture {architecture[:64]} is not supported; supported: {', '.join(_DEFAULTS)}")
+    return architecture
+
+
+def _refuse_unsupported(fields: JsonFields) -> None:
+    if fields.text("hidden_act", "silu") not in ("silu", "swish"):
+        raise fields.wrong("hidden_act", "silu")
+    if "quantization_config" in fields:
+        raise ModelError("quantized weights (quantization_config) are not supported")
+
+
+def _parse_dtype(fields: JsonFields) -> str:
+    dtype = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise fields.wrong("dtype" if "dtype" in fields else "torch_dtype", " or ".join(DTYPES))
+    return dtype
+
+
+def _parse_windows(architecture: str, fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
+    if architecture == "LlamaForCausalLM":
+        return (None,) * num_layers
+    if architecture == "MistralForCausalLM":
+        return (_parse_window(fields),) * num_layers
+    window = _parse_window(fields) if fields.flag("use_sliding_window", False) else None
+    return tuple(window if sliding else None for sliding in _parse_sliding_layers(fields, num_layers, window))
+
+
+def _parse_window(fields: JsonFields) -> int | None:
+    return fields.count("sliding_window") if "sliding_window" in fields else None
+
+
+def _parse_sliding_layers(fields: JsonFields, num_layers: int, window: int | None) -> list[bool]:
+    layer_types = fields.raw("layer_types")
+    if layer_types is None:
+        first = fields.raw("max_window_layers")
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise fields.wrong("max_window_layers", "an integer")
+        return [layer >= first for layer in range(num_layers)]
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers or any(t not in known for t in layer_types):
+        raise fields.wrong("layer_types", f"full_attention or sliding_attention for each of {num_layers} layers")
+    if window is None and "sliding_attention" in layer_types:
+        raise ModelError("config.json: layer_types names sliding_attention, but no sliding window is in use")
+    return [layer_type == "sliding_attention" for layer_type in layer_types]

@@ -1,0 +1,79 @@
+"""The fingerprint of a model, as far as its KV goes, over digests of its files."""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from text.model_file import open_regular
+
+logger = logging.getLogger(__name__)
+
+
+class DigestCache:
+    """SHA-256 of large files, each computed once as long as its path, size and time stay the same.
+
+    Digests kept in a JSON file, which may be lost or damaged at any time: that costs reading the files again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of_user(cls) -> "DigestCache":
+        """Opens the cache in $XDG_CACHE_HOME/baton, by default ~/.cache/baton."""
+        root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return cls(Path(root).expanduser() / "baton" / "digests.json")
+
+    def digest(self, file: Path) -> str:
+        """Computes or recalls the hex SHA-256 of a file's content. Raises ModelError if it cannot be read."""
+        with open_regular(file) as content:
+            name, stamp = str(file.resolve()), _stamp(content)
+            match self._load().get(name):
+                case [size, mtime_ns, str(digest)] if [size, mtime_ns] == stamp:
+                    return digest
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+            if _stamp(content) == stamp:
+                self._store(name, [*stamp, digest])
+        return digest
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            known = json.loads(self.path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+    def _store(self, name: str, entry: list[int | str]) -> None:
+        """Replaces the file in one step: a reader sees the old file or the new one."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=self.path.parent)
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(self._load() | {name: entry}, file)
+            os.replace(temporary, self.path)
+        except OSError as error:
+            logger.warning("digests of the weights cannot be kept: %s", error)
+
+
+def fingerprint(files: Iterable[Path], dtype: str, backend_version: str, cache: DigestCache) -> bytes:
+    """Digests a model's files, compute dtype and kernel version into 32 bytes (SHA-256).
+
+    files: configuration (rope is in it), weights and tokenizer; their order does not matter. Blocks while it reads the
+    files that `cache` does not know. Raises ModelError for a file that cannot be read.
+    """
+    total = hashlib.sha256()
+    for file in sorted(files, key=lambda path: path.name):
+        total.update(f"{file.name}\0{cache.digest(file)}\0".encode())
+    total.update(f"{dtype}\0{backend_version}".encode())
+    return total.digest()
+
+
+def _stamp(file: FileIO) -> list[int]:
+    """Tells size and time of the last change."""
+    found = os.fstat(file.fileno())
+    return [found.st_size, found.st_mtime_ns]

@@ -1,0 +1,49 @@
+"""The place of a model: a folder, or the Hugging Face hub.
+
+Apart from engine/checkpoint/checkpoint.py, because workers get a folder and the hub's client takes long to import.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from wire.errors import ModelError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_FILES = [
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+]
+
+
+def find_folder(model: str) -> Path:
+    """Finds the folder of a model by its path, else by its name on the hub. Raises ModelError if it is neither."""
+    folder = Path(model).expanduser()
+    return folder if os.path.lexists(folder) else _download(model)
+
+
+def _download(name: str) -> Path:
+    """Finds `owner/model` in the hub's cache, or fetches configuration, weights and tokenizer into it.
+
+    Blocks meanwhile. Raises ModelError where there is no such model, or no way to it.
+    """
+    if not _NAME.fullmatch(name):
+        raise ModelError(f"{name[:64]} is neither a folder nor a name on the hub (owner/model)")
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except GatedRepoError as error:
+        raise ModelError(f"{name[:64]} is gated on the hub: ask for access, then set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"{name[:64]} is no folder here, and the hub knows no such model") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(f"{name[:64]} is no folder here, and the hub cannot be reached") from error
+    except Exception as error:  # of the hub client's HTTP library, which is another in each of its major versions
+        raise ModelError(f"{name[:64]} could not be fetched from the hub: {type(error).__name__}") from error

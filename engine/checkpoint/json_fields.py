@@ -1,0 +1,95 @@
+"""A JSON object from a model folder, read field by field with types and bounds."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from wire.errors import ModelError
+
+MAX_COUNT = 1 << 31
+MAX_NUMBER = math.ldexp(1.0, 100)
+"""Keeps values derived from a number finite in float32."""
+
+
+def parse_object(data: bytes, source: str) -> dict[str, Any]:
+    """Parses an object; `source` names it in errors. Raises ModelError for anything else."""
+    return _parse(data, source, dict)
+
+
+def parse_strict_object(data: bytes, source: str) -> dict[str, Any]:
+    """Does as `parse_object`, and refuses an object, nested ones included, that names a key twice."""
+    return _parse(data, source, _distinct)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    named = dict(pairs)
+    if len(named) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return named
+
+
+def _parse(data: bytes, source: str, make_object: Callable[[list[tuple[str, Any]]], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        parsed = json.loads(data, object_pairs_hook=make_object)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{source} is not valid JSON") from error
+    if not isinstance(parsed, dict):
+        raise ModelError(f"{source} is not a JSON object")
+    return parsed
+
+
+class JsonFields:
+    """Typed reads from a JSON object. A field that is absent or null has the default; a wrong one raises ModelError."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = values
+        self._source = source
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def raw(self, name: str) -> Any:
+        """Reads a field as JSON gave it, None where absent."""
+        return self._values.get(name)
+
+    def wrong(self, name: str, expected: str) -> ModelError:
+        """Makes the error for a wrong field."""
+        found = "is missing" if name not in self else f"is {str(self._values[name])[:64]}"
+        return ModelError(f"{self._source}: {name} {found}, expected {expected}")
+
+    def count(self, name: str, default: int | None = None, most: int = MAX_COUNT) -> int:
+        """Reads an integer from 1 to `most`; required where there is no default."""
+        value = self._or(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self.wrong(name, f"an integer from 1 to {most}")
+        return value
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """Reads a finite number above 0, as the int or float that it is; required where there is no default."""
+        value = self._or(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+            raise self.wrong(name, "a number above 0")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._or(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self._or(name, default)
+        if not isinstance(value, str):
+            raise self.wrong(name, "a string")
+        return value
+
+    def section(self, name: str) -> "JsonFields":
+        """Reads the object of that name, empty where absent."""
+        value = self._or(name, {})
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return JsonFields(value, f"{self._source}: {name}")
+
+    def _or(self, name: str, default: Any) -> Any:
+        return self._values[name] if name in self else default

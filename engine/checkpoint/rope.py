@@ -1,0 +1,185 @@
+"""Rotary position embedding as config.json asks for it.
+
+A scaling turns the periods of the unscaled embedding, `theta ** (2i / head_dim)` for i in [0, head_dim / 2), into the
+inverse frequencies of positions. The order of operations is that of transformers, so that angles are equal bit by bit.
+Scalings that depend on a request's final length are refused: with them a key is no function of the tokens before it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.checkpoint.json_fields import JsonFields
+from wire.errors import ModelError
+
+DEFAULT_THETA = 10_000.0
+
+
+class RopeScaling(Protocol):
+    """Kinds: `Unscaled`, `LinearScaling`, `Llama3Scaling`, `YarnScaling`."""
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor of cosines and sines."""
+        ...
+
+    def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
+        """Maps float32 [head_dim / 2] to the same shape."""
+        ...
+
+
+@dataclass(frozen=True)
+class Unscaled:
+    """Rotary embedding as it was proposed. Source: RoFormer, arXiv 2104.09864."""
+
+    attention_factor: float = 1.0
+
+    def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
+        return 1.0 / periods
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by a factor. Source: position interpolation, arXiv 2306.15595."""
+
+    factor: float
+    attention_factor: float = 1.0
+
+    def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
+        return (1.0 / periods) / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Long wavelengths divided by a factor, short ones kept, a passage between. Source: Llama 3.1's model code."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    trained_len: int
+    attention_factor: float = 1.0
+
+    def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
+        plain = 1.0 / periods
+        wavelengths = 2 * math.pi / plain
+        smooth = (self.trained_len / wavelengths - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        passage = (1 - smooth) * plain / self.factor + smooth * plain
+        is_long = wavelengths > self.trained_len / self.low_freq_factor
+        is_short = wavelengths < self.trained_len / self.high_freq_factor
+        return torch.where(is_long, plain / self.factor, torch.where(is_short, plain, passage))
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Fast dimensions kept, slow ones interpolated, a linear ramp between. Source: YaRN, arXiv 2309.00071.
+
+    beta_fast, beta_slow: rotations over the trained length at which the ramp begins and ends.
+    truncate: whether the ramp's ends are rounded outwards to whole dimensions.
+    """
+
+    factor: float
+    trained_len: int
+    attention_factor: float
+    beta_fast: float = 32
+    beta_slow: float = 1
+    truncate: bool = True
+
+    def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
+        kept = 1 - self._ramp(len(periods), theta)
+        return 1.0 / (self.factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+    def _ramp(self, num_frequencies: int, theta: float) -> torch.Tensor:
+        """Weighs each frequency: 0 keeps it, 1 interpolates it."""
+        head_dim = 2 * num_frequencies
+        first = self._dimension(self.beta_fast, head_dim, theta)
+        last = self._dimension(self.beta_slow, head_dim, theta)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        width = last - first if last != first else 0.001
+        return ((torch.arange(num_frequencies, dtype=torch.float32) - first) / width).clamp(0, 1)
+
+    def _dimension(self, rotations: float, head_dim: int, theta: float) -> float:
+        """Finds the dimension that makes so many rotations over the trained length."""
+        return head_dim * math.log(self.trained_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """Computes the attention factor of a yarn configuration that names none."""
+    if mscale and mscale_all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """theta: the longest period, in units of 2 pi positions, as head_dim grows."""
+
+    theta: float
+    scaling: RopeScaling
+
+    @classmethod
+    def parse(cls, config: JsonFields, max_context_len: int) -> "RopeConfig":
+        """Parses `rope_scaling` and `rope_theta` (transformers 4) or `rope_parameters` (5) of a whole config.json.
+
+        Raises ModelError for kinds that cannot be served.
+        """
+        fields = config.section("rope_scaling" if config.raw("rope_scaling") else "rope_parameters")
+        for name in ("full_attention", "sliding_attention"):
+            if name in fields:
+                raise ModelError("rotary embeddings that differ from layer to layer are not supported")
+        for source in (fields, config):
+            if source.positive("partial_rotary_factor", 1.0) != 1.0:
+                raise ModelError("rotary embedding of a part of the head (partial_rotary_factor) is not supported")
+        trained_len = config.count("original_max_position_embeddings", max_context_len)
+        if "original_max_position_embeddings" not in config:
+            trained_len = fields.count("original_max_position_embeddings", max_context_len)
+        theta = fields.positive("rope_theta", config.positive("rope_theta", DEFAULT_THETA))
+        return cls(theta, _parse_scaling(fields, max_context_len, trained_len))
+
+
+def _parse_scaling(fields: JsonFields, max_context_len: int, trained_len: int) -> RopeScaling:
+    kind = fields.text("rope_type", fields.text("type", "default"))
+    match kind:
+        case "default":
+            return Unscaled()
+        case "linear":
+            return LinearScaling(fields.positive("factor"))
+        case "llama3":
+            return _parse_llama3(fields, trained_len)
+        case "yarn":
+            return _parse_yarn(fields, max_context_len, trained_len)
+        case "dynamic" | "longrope" | "su":
+            raise ModelError(
+                f"rope type {kind} cannot be served: its angles depend on a request's total length, "
+                "so a token's KV is no function of the tokens before it"
+            )
+    raise ModelError(f"rope type {kind[:64]} is not supported; supported: default, linear, llama3, yarn")
+
+
+def _parse_llama3(fields: JsonFields, trained_len: int) -> Llama3Scaling:
+    low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
+    if low >= high:
+        raise fields.wrong("high_freq_factor", "more than low_freq_factor")
+    return Llama3Scaling(fields.positive("factor"), low, high, trained_len)
+
+
+def _parse_yarn(fields: JsonFields, max_context_len: int, trained_len: int) -> YarnScaling:
+    factor = fields.positive("factor", max_context_len / trained_len)
+    mscale, mscale_all_dim = (
+        fields.positive(name) if fields.raw(name) else None for name in ("mscale", "mscale_all_dim")
+    )
+    attention_factor = fields.positive("attention_factor", yarn_attention_factor(factor, mscale, mscale_all_dim))
+    beta_fast, beta_slow = (
+        fields.positive(name, default) if fields.raw(name) else default
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
+    return YarnScaling(factor, trained_len, attention_factor, beta_fast, beta_slow, fields.flag("truncate", True))

@@ -1,0 +1,122 @@
+"""A .safetensors file: its header checked in full, its tensors read one at a time.
+
+Layout: u64 little-endian length of the header, the header (a JSON object from tensor name to dtype, shape and the
+bounds of its bytes), then the bytes of all tensors without gap or overlap. Source: the format's specification in the
+safetensors repository. Ours is stricter in two things: a header has at most 25 MB, and no name occurs twice.
+"""
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint.json_fields import parse_strict_object
+from text.model_file import open_regular
+from wire.errors import ModelError
+
+MAX_HEADER_BYTES = 25_000_000
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """The place of a tensor. `begin` and `end` are bytes from the start of the data."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class TensorFile:
+    """Raises ModelError on construction if the header is not that of a whole, well-formed file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open_regular(path) as file:
+            header, self._data_start = _read_header(file, path.name)
+            data_bytes = os.fstat(file.fileno()).st_size - self._data_start
+        header.pop("__metadata__", None)
+        self.entries = {name: _parse_entry(path.name, name, entry) for name, entry in header.items()}
+        if not _tiles(self.entries.values(), data_bytes):
+            raise ModelError(f"{path.name}: the tensors do not fill the file without gap or overlap")
+
+    def read(self, name: str) -> torch.Tensor:
+        """Reads a tensor into the CPU's memory, in the file's dtype. ModelError if the file has been cut meanwhile."""
+        entry = self.entries[name]
+        raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+        with open_regular(self.path) as file:
+            file.seek(self._data_start + entry.begin)
+            if not _fill(file, raw.numpy().data):
+                raise ModelError(f"{self.path.name} ended while {name[:64]} was being read")
+        return raw.view(entry.dtype).view(entry.shape)
+
+
+def _read_header(file: FileIO, source: str) -> tuple[dict[str, Any], int]:
+    """Reads the header; returns it with the offset at which the data begins."""
+    size = os.fstat(file.fileno()).st_size
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if not 0 < header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+        raise ModelError(f"{source}: a header of {header_bytes} bytes in a file of {size}")
+    data = file.read(header_bytes)
+    if not data.startswith(b"{"):
+        raise ModelError(f"{source}: the header is not a JSON object")
+    return parse_strict_object(data, f"the header of {source}"), 8 + header_bytes
+
+
+def _parse_entry(source: str, name: str, entry: Any) -> TensorEntry:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end], **rest} if not rest:
+            sizes = (*shape, begin, end)
+        case _:
+            raise ModelError(f"{source}: tensor {name[:64]} is not described by dtype, shape and data_offsets")
+    if dtype not in _DTYPES:
+        raise ModelError(f"{source}: tensor {name[:64]} has the unknown dtype {dtype[:64]}")
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
+        raise ModelError(f"{source}: tensor {name[:64]} has a size that is not a whole number")
+    if end - begin != math.prod(shape) * _DTYPES[dtype].itemsize:
+        raise ModelError(f"{source}: the shape of tensor {name[:64]} does not fit its bytes")
+    return TensorEntry(_DTYPES[dtype], tuple(shape), begin, end)
+
+
+def _tiles(entries: Iterable[TensorEntry], data_bytes: int) -> bool:
+    """Tells whether the entries cover [0, data_bytes) without gap or overlap."""
+    position = 0
+    for begin, end in sorted((entry.begin, entry.end) for entry in entries):
+        if begin != position:
+            return False
+        position = end
+    return position == data_bytes
+
+
+def _fill(file: FileIO, view: memoryview) -> bool:
+    """Fills the view from the file; false if the file ends first."""
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])
+        if not count:
+            return False
+        done += count
+    return True

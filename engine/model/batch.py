@@ -1,0 +1,48 @@
+"""The tensors of one step."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from wire.layout import KVLayout
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of several sequences, one after another; decoding sequences, of one token each, come first.
+
+    T tokens, S sequences, N the most blocks of any of them; all on the model's device.
+    """
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    slot_mapping: torch.Tensor  # int64 [T]: page * block_size + offset
+    block_tables: torch.Tensor  # int32 [S, N], rows padded with 0
+    context_lens: torch.Tensor  # int32 [S]: tokens with KV once this step has run
+    cu_query_lens: torch.Tensor  # int32 [S + 1]: where each sequence's tokens start
+    num_decodes: int
+    sample_rows: torch.Tensor  # int64 [R]: rows of T whose next token is wanted
+
+
+class Model(Protocol):
+    """A model as an engine runs it. Twins: `Decoder` and `HashModel`."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context_len(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        """Writes the KV of the batch's tokens into `kv` [num_pages, *layout.shape]; returns float32 logits [R, V]."""
+        ...

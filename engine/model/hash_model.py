@@ -1,0 +1,124 @@
+"""A model of hashes; its next token tells whether every block of its KV is the right one.
+
+    state[p]  = mix(sum[p-1], token[p])                            sum[-1] = mix(seed)
+    stored    = state[p] * FACTOR[w]                               in every 64-bit word w of position p, in all layers
+    sum[p]    = sum[p-1] + PLACE[p] * (WEIGHT . stored at p)
+    next      = mix(sum[p]) % vocab_size                           the likeliest token; the other logits are noise
+
+All modulo 2**64. No sum outlives its step: all earlier positions are read back through the block tables. So KV is a
+pure function of the prefix (and of layout and seed), and a block that is wrong, stale or out of place changes all that
+follows.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.model.batch import Batch
+from wire.layout import KVLayout
+
+_MASK = (1 << 64) - 1
+_TOP_LOGIT = 5.0
+_NOISE = 4.0
+
+
+class HashModel:
+    """A `Model` that costs next to nothing, on a CPU. Its twin is `engine.model.decoder.Decoder`."""
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        vocab_size: int,
+        max_context_len: int = 4096,
+        eos_token_ids: tuple[int, ...] = (),
+        seed: int = 0,
+    ) -> None:
+        """Models of different seeds are different models. A head must fill whole 64-bit words; ValueError if not."""
+        num_words, rest = divmod(layout.head_dim * layout.item_bytes, 8)
+        if rest:
+            raise ValueError("a head must fill whole 64-bit words")
+        shape = (layout.num_layers, 2, layout.num_kv_heads, num_words)
+        self.layout = layout
+        self.vocab_size = vocab_size
+        self.max_context_len = max_context_len
+        self.eos_token_ids = eos_token_ids
+        self._empty = _mix(seed)
+        self._places = [_odd(1, position) for position in range(max_context_len)]
+        self._place_words = _words(self._places)
+        self._token_words = _words([_odd(2, token) for token in range(vocab_size)])
+        factors = [_odd(3, index) for index in range(2 * layout.num_layers * layout.num_kv_heads * num_words)]
+        # One odd weight and the rest even, so that their sum keeps all bits of a state.
+        weights = [_odd(4, index) - (index > 0) for index in range(len(factors))]
+        self._factors, self._weights = _words(factors).view(shape), _words(weights).view(shape)
+        self._gain = sum(factor * weight for factor, weight in zip(factors, weights, strict=True)) & _MASK
+
+    def oracle(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """Computes the greedy continuation of a prompt without any KV."""
+        known, total = list(prompt_ids), self._empty
+        for position in range(len(known) + num_tokens):
+            if position >= len(prompt_ids):
+                known.append(self._next_token(total))
+            total = self._absorb(position, total, self._state(total, known[position]))
+        return known[len(prompt_ids) :]
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        """Does as `engine.model.batch.Model`."""
+        words = kv.view(torch.int64)
+        bounds, positions = batch.cu_query_lens.tolist(), batch.positions.tolist()
+        states: list[int] = []
+        totals: list[int] = []
+        for row, context_len in enumerate(batch.context_lens.tolist()):
+            begin, end = bounds[row], bounds[row + 1]
+            total = self._read(words, batch.block_tables[row], context_len - (end - begin))
+            for position, token in zip(positions[begin:end], batch.token_ids[begin:end].tolist(), strict=True):
+                states.append(self._state(total, token))
+                total = self._absorb(position, total, states[-1])
+                totals.append(total)
+        self._write(words, batch.slot_mapping, _words(states))
+        return self._logits([totals[row] for row in batch.sample_rows.tolist()])
+
+    def _state(self, total: int, token: int) -> int:
+        return _mix(total ^ _mix(token))
+
+    def _absorb(self, position: int, total: int, state: int) -> int:
+        return (total + self._places[position] * self._gain * state) & _MASK
+
+    def _next_token(self, total: int) -> int:
+        return _mix(total) % self.vocab_size
+
+    def _read(self, words: torch.Tensor, block_table: torch.Tensor, length: int) -> int:
+        """Sums up the first `length` positions, from the bytes of their pages."""
+        pages = block_table[: -(-length // self.layout.block_size)]
+        stored = (words[pages] * self._weights.unsqueeze(3)).sum((1, 2, 3, 5)).flatten()[:length]
+        return (self._empty + int((stored * self._place_words[:length]).sum())) & _MASK
+
+    def _write(self, words: torch.Tensor, slot_mapping: torch.Tensor, states: torch.Tensor) -> None:
+        pages, offsets = slot_mapping // self.layout.block_size, slot_mapping % self.layout.block_size
+        words[pages, :, :, :, offsets] = states.view(-1, 1, 1, 1, 1) * self._factors
+
+    def _logits(self, totals: Sequence[int]) -> torch.Tensor:
+        noise = (_words(totals)[:, None] * self._token_words >> 32 & 0xFFFF).float() * (_NOISE / 0x10000)
+        for row, total in enumerate(totals):
+            noise[row, self._next_token(total)] = _TOP_LOGIT
+        return noise
+
+
+def _mix(value: int) -> int:
+    """Mixes 64 bits well. Source: the finalizer of SplitMix64."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31
+
+
+def _odd(table: int, index: int) -> int:
+    """Draws a constant of a table."""
+    return _mix(table << 32 | index) | 1
+
+
+def _words(values: Sequence[int]) -> torch.Tensor:
+    """Packs unsigned 64-bit numbers into int64 [len(values)] of the same bits."""
+    return torch.tensor([value - ((value >> 63) << 64) for value in values], dtype=torch.int64)

@@ -1,0 +1,91 @@
+"""The common part of all batchers: fit running sequences into a step, and admit from the queue. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.schedule.batcher import Candidate, Gate, Pages, Plan
+
+
+@dataclass(frozen=True)
+class StepFit:
+    """Tokens to run by handle, sequences to preempt for them, and the pages left."""
+
+    run: dict[int, int]
+    preempt: tuple[int, ...]
+    num_allocatable: int
+
+    def plan_admitting(self, waiting: Sequence[Candidate], pages: Pages, *, num_slots: int, num_spare: int) -> Plan:
+        """Makes a plan that also admits from the head of the queue, unless a sequence must yield.
+
+        num_slots: sequences to admit at most. num_spare: pages for their known tokens and the next one.
+        """
+        if self.preempt:
+            return Plan(self.preempt, (), self.run)
+        room = max(0, num_slots)
+        admitted = _admissible(waiting[:room], pages, num_spare)
+        return Plan((), admitted, self.run, Gate.SLOT if len(admitted) == room else Gate.PAGES)
+
+
+def fit_running(running: Sequence[Candidate], pages: Pages, max_step_tokens: int) -> StepFit:
+    """Gives tokens to decoding sequences first and pages to older ones first; a chunk shrinks before a preemption.
+
+    While pages drain no sequence is preempted: the pages that come free may do.
+    """
+    for_chunks = max(0, max_step_tokens - sum(candidate.num_missing == 1 for candidate in running))
+    sharing = _Sharing(pages)
+    run: dict[int, int] = {}
+    for age, candidate in enumerate(running):
+        if candidate in sharing.yielding:
+            continue
+        decodes = candidate.num_missing == 1
+        wanted = 1 if decodes else min(candidate.num_missing, for_chunks)
+        granted = sharing.grant(candidate, wanted, running[age + 1 :])
+        if granted:
+            run[candidate.handle] = granted
+            for_chunks -= 0 if decodes else granted
+    return StepFit(run, tuple(victim.handle for victim in sharing.yielding), sharing.num_left)
+
+
+class _Sharing:
+    """The pages of a pool while a step gives them out, and the sequences that yield theirs."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self.num_left = pages.num_allocatable
+        self.yielding: list[Candidate] = []
+
+    def grant(self, candidate: Candidate, num_tokens: int, younger: Sequence[Candidate]) -> int:
+        """Grants as many of these tokens as there are pages; for the first of them, younger sequences yield."""
+        if num_tokens and self._pages.affordable(candidate, self.num_left) < 1 and not self._pages.num_draining:
+            self._preempt(younger, self._pages.needed(candidate, 1) - self.num_left)
+        granted = max(0, min(num_tokens, self._pages.affordable(candidate, self.num_left)))
+        if granted:
+            self.num_left -= self._pages.needed(candidate, granted)
+        return granted
+
+    def _preempt(self, younger: Sequence[Candidate], num_pages: int) -> None:
+        victims = _youngest(younger, self.yielding, num_pages)
+        self.yielding += victims
+        self.num_left += sum(victim.num_blocks for victim in victims)
+
+
+def _youngest(younger: Sequence[Candidate], yielding: Sequence[Candidate], num_pages: int) -> list[Candidate]:
+    """Picks the youngest sequences that together hold `num_pages`, or all."""
+    victims: list[Candidate] = []
+    for candidate in reversed(younger):
+        if sum(victim.num_blocks for victim in victims) >= num_pages:
+            break
+        if candidate not in yielding and candidate.num_missing and candidate.num_blocks:
+            victims.append(candidate)
+    return victims
+
+
+def _admissible(waiting: Sequence[Candidate], pages: Pages, num_spare: int) -> tuple[int, ...]:
+    """Picks sequences from the head of the queue while their known tokens, and the next one, find pages."""
+    admitted = []
+    for candidate in waiting:
+        num_spare -= pages.needed(candidate, candidate.num_missing + 1)
+        if num_spare < 0:
+            break
+        admitted.append(candidate.handle)
+    return tuple(admitted)

@@ -1,0 +1,176 @@
+"""A node's host tier: slots for blocks in memory that every process of the node maps.
+
+The file is `num_slots` slots of `block_bytes`, then one page with the geometry. It is allocated and touched when it is
+made, so that a full machine is an error at start and not a SIGBUS later.
+"""
+
+import errno
+import logging
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from wire.errors import ConfigError, StoreError
+from wire.ids import PageId
+from wire.layout import PAGE_ALIGNMENT
+
+_MAGIC = b"BATONKV1"
+_TRAILER = struct.Struct("<8sQQ")
+_STEP_BYTES = 256 << 20
+_PORTABLE = 1
+GPU_CONTROL = Path("/dev/nvidiactl")
+
+log = logging.getLogger(__name__)
+
+
+class Arena:
+    """Slots by number. `path` is None for an anonymous arena."""
+
+    def __init__(self, memory: mmap.mmap, block_bytes: int, num_slots: int, path: Path | None) -> None:
+        self.block_bytes = block_bytes
+        self.num_slots = num_slots
+        self.path = path
+        self._memory = memory
+        self._view = memoryview(memory)
+        self._address = _pin(memory, block_bytes * num_slots)
+
+    @classmethod
+    def create(
+        cls, path: str, block_bytes: int, num_slots: int, on_progress: Callable[[int, int], None] | None = None
+    ) -> "Arena":
+        """Makes the file, readable for this user only, and touches all of it.
+
+        on_progress: called now and then with the bytes done and the bytes in all.
+        Raises ConfigError if it does not fit, or if there is such a file.
+        """
+        size = _size(block_bytes, num_slots)
+        free = psutil.virtual_memory().available
+        if size > free:  # /dev/shm may claim to be larger than the memory that is left
+            raise ConfigError(f"an arena of {size} bytes does not fit: {free} bytes of memory are free")
+        descriptor = _make(path)
+        try:
+            memory = _allocate(descriptor, size, on_progress or (lambda done, total: None))
+        except BaseException as error:
+            os.unlink(path)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise ConfigError(f"an arena of {size} bytes does not fit: {os.strerror(error.errno)}") from error
+            raise
+        finally:
+            os.close(descriptor)
+        _TRAILER.pack_into(memory, block_bytes * num_slots, _MAGIC, block_bytes, num_slots)
+        return cls(memory, block_bytes, num_slots, Path(path))
+
+    @classmethod
+    def open(cls, path: str) -> "Arena":
+        """Maps an arena that another process has made. StoreError if there is none."""
+        try:
+            with open(path, "r+b") as file:
+                memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except (OSError, ValueError) as error:
+            raise StoreError("the arena cannot be mapped", reason=str(error)) from error
+        geometry = _geometry(memory)
+        if geometry is None:
+            memory.close()
+            raise StoreError("the file is not an arena")
+        return cls(memory, *geometry, Path(path))
+
+    @staticmethod
+    def discard(path: str) -> None:
+        """Removes the file of an arena with a dead owner and frees its memory, though other processes still map it.
+
+        They read zeros from now on, and their writes are lost: none reaches a later arena. Does nothing if there is no
+        file. Memory that is pinned for a GPU stays until they close it.
+        """
+        try:
+            with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+                memory.madvise(mmap.MADV_REMOVE)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:  # empty, or not in shared memory
+            log.warning("the memory of arena %s stays until nobody maps it: %s", path, error)
+        Path(path).unlink(missing_ok=True)
+
+    @classmethod
+    def anonymous(cls, block_bytes: int, num_slots: int) -> "Arena":
+        """Makes an arena without a file."""
+        return cls(mmap.mmap(-1, _size(block_bytes, num_slots)), block_bytes, num_slots, None)
+
+    def slot(self, page: PageId) -> memoryview:
+        """Views the `block_bytes` bytes of a slot. Not to be used after `close`."""
+        if not 0 <= page < self.num_slots:
+            raise StoreError(f"slot {page} of an arena of {self.num_slots}")
+        return self._view[page * self.block_bytes : (page + 1) * self.block_bytes]
+
+    def close(self) -> None:
+        """Unmaps the arena, or leaves that to the last view of a slot that is still in use."""
+        if self._address is not None:
+            _unpin(self._address)
+            self._address = None
+        self._view.release()
+        try:
+            self._memory.close()
+        except BufferError:
+            log.debug("a slot of arena %s is still in use", self.path)
+
+    def unlink(self) -> None:
+        """Removes the file, if it is there; processes that map it keep the memory."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def _size(block_bytes: int, num_slots: int) -> int:
+    return block_bytes * num_slots + PAGE_ALIGNMENT
+
+
+def _geometry(memory: mmap.mmap) -> tuple[int, int] | None:
+    """Reads block size and number of slots from the file's last page; None if the file is not an arena."""
+    if len(memory) < PAGE_ALIGNMENT:
+        return None
+    magic, block_bytes, num_slots = _TRAILER.unpack_from(memory, len(memory) - PAGE_ALIGNMENT)
+    return (block_bytes, num_slots) if (magic, _size(block_bytes, num_slots)) == (_MAGIC, len(memory)) else None
+
+
+def _make(path: str) -> int:
+    try:
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    except OSError as error:
+        raise ConfigError(f"the arena's file cannot be made: {os.strerror(error.errno or 0)}") from error
+
+
+def _allocate(descriptor: int, size: int, on_progress: Callable[[int, int], None]) -> mmap.mmap:
+    """Takes the memory from the system step by step; then touches it, page by page, in this process's mapping."""
+    for start in range(0, size, _STEP_BYTES):
+        os.posix_fallocate(descriptor, start, min(_STEP_BYTES, size - start))
+    memory = mmap.mmap(descriptor, size)
+    with memoryview(memory) as view:
+        for start in range(0, size, _STEP_BYTES):
+            end = min(size, start + _STEP_BYTES)
+            view[start:end:PAGE_ALIGNMENT] = bytes(-(-(end - start) // PAGE_ALIGNMENT))
+            on_progress(end, size)
+    return memory
+
+
+def _pin(memory: mmap.mmap, size: int) -> int | None:
+    """Pins the memory for direct copies of a GPU, and returns its address; None where copies must be slower."""
+    if not GPU_CONTROL.exists():
+        return None
+    import torch  # here, since the node's service needs it for nothing else, and starts a second sooner without
+
+    if not torch.cuda.is_available():
+        return None
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    error = torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)
+    if int(error) != 0:
+        log.warning("an arena of %d bytes could not be pinned (%s): copies to the GPU will be slower", size, error)
+        return None
+    return address
+
+
+def _unpin(address: int) -> None:
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(address)

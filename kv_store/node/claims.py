@@ -1,0 +1,196 @@
+"""Claims on the slots of an arena: leases of readers, holds of requests, reservations of writers.
+
+A lease or a reservation is a transfer on its slots, so that none is given out meanwhile; a hold is a reference.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import count
+from typing import Generic, TypeVar
+
+from kv_store.ledger import Ledger
+from wire.directory import Hold
+from wire.ids import PageId, RequestId
+from wire.keys import BlockName
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Expiring(Generic[K, V]):
+    """Values by key, each until its end by `clock`; only `expire` takes out values past their end."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._values: dict[K, tuple[V, float]] = {}
+        self._order: list[tuple[float, int, K]] = []
+        self._counter = count()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def items(self) -> list[tuple[K, V]]:
+        return [(key, value) for key, (value, _) in self._values.items()]
+
+    def get(self, key: K) -> V | None:
+        return self._values[key][0] if key in self._values else None
+
+    def put(self, key: K, value: V, ttl_s: float) -> None:
+        """Stores a value. A known key keeps its end if that is later."""
+        end = self._clock() + ttl_s
+        if key in self._values:
+            end = max(end, self._values[key][1])
+        self._values[key] = (value, end)
+        heapq.heappush(self._order, (end, next(self._counter), key))
+
+    def pop(self, key: K) -> V | None:
+        value = self.get(key)
+        self._values.pop(key, None)
+        return value
+
+    def expire(self) -> list[V]:
+        """Takes out the values past their end, in the order of their ends."""
+        now, expired = self._clock(), []
+        while self._order and self._order[0][0] <= now:
+            end, _, key = heapq.heappop(self._order)
+            if key in self._values and self._values[key][1] == end:
+                expired.append(self._values.pop(key)[0])
+        return expired
+
+
+@dataclass(frozen=True)
+class _Reading:
+    reader: str
+    slots: list[PageId]
+
+
+class Leases:
+    """Leases over a ledger's slots, by id."""
+
+    def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
+        self._ledger = ledger
+        self._readings: Expiring[int, _Reading] = Expiring(clock)
+        self._num_taken = 0
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    @property
+    def transfers(self) -> Counter[PageId]:
+        """Leases on each slot."""
+        return Counter(slot for _, reading in self._readings.items() for slot in reading.slots)
+
+    def take(self, reader: str, slots: list[PageId], ttl_s: float) -> int:
+        """Takes a lease and returns its id. Ids are never used twice."""
+        for slot in slots:
+            self._ledger.begin_transfer(slot)
+        self._num_taken += 1
+        self._readings.put(self._num_taken, _Reading(reader, slots), ttl_s)
+        return self._num_taken
+
+    def end(self, lease_id: int) -> bool:
+        """Ends a lease; False if it has ended before."""
+        reading = self._readings.pop(lease_id)
+        if reading is not None:
+            self._stop(reading)
+        return reading is not None
+
+    def end_all_of(self, reader: str) -> None:
+        for lease_id, reading in self._readings.items():
+            if reading.reader == reader:
+                self.end(lease_id)
+
+    def expire(self) -> None:
+        for reading in self._readings.expire():
+            self._stop(reading)
+
+    def _stop(self, reading: _Reading) -> None:
+        for slot in reading.slots:
+            self._ledger.end_transfer(slot)
+
+
+class Holds:
+    """Holds over a ledger's slots, by request."""
+
+    def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
+        self._ledger = ledger
+        self._held: Expiring[RequestId, dict[PageId, None]] = Expiring(clock)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def references(self) -> Counter[PageId]:
+        """Holds on each slot."""
+        return Counter(slot for _, held in self._held.items() for slot in held)
+
+    def keep(self, hold: Hold, slots: Iterable[PageId]) -> None:
+        """Adds slots to a request's hold, and prolongs it."""
+        held = self._held.get(hold.request_id) or {}
+        for slot in slots:
+            if slot not in held:
+                self._ledger.acquire(slot)
+                held[slot] = None
+        if held:
+            self._held.put(hold.request_id, held, hold.ttl_s)
+
+    def renew(self, request_id: RequestId, ttl_s: float) -> bool:
+        """Prolongs a request's hold; False if there is none."""
+        held = self._held.get(request_id)
+        if held is not None:
+            self._held.put(request_id, held, ttl_s)
+        return held is not None
+
+    def release(self, request_id: RequestId) -> bool:
+        """Ends a request's hold; False if there is none."""
+        held = self._held.pop(request_id)
+        self._let_go(held or {})
+        return held is not None
+
+    def expire(self) -> None:
+        for held in self._held.expire():
+            self._let_go(held)
+
+    def _let_go(self, held: dict[PageId, None]) -> None:
+        for slot in reversed(held):  # a prefix's end is evicted before its start
+            self._ledger.free(slot)
+
+
+class Reservations:
+    """Slots under writing, by writer. They never run out: only a writer, or its death, ends them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._writing: dict[str, dict[PageId, BlockName]] = {}
+
+    @property
+    def transfers(self) -> Counter[PageId]:
+        """Writers of each slot."""
+        return Counter(slot for names in self._writing.values() for slot in names)
+
+    def take(self, writer: str, names: list[BlockName]) -> list[PageId]:
+        """Reserves a slot for each of the first of `names`, as many as can be had. The slots drain meanwhile."""
+        slots = self._ledger.allocate(min(len(names), self._ledger.num_allocatable))
+        for slot in slots:
+            self._ledger.begin_transfer(slot)
+            self._ledger.free(slot)
+        self._writing.setdefault(writer, {}).update(zip(slots, names, strict=False))
+        return slots
+
+    def name_of(self, writer: str, slot: PageId) -> BlockName | None:
+        """Names the block that a writer writes to a slot; None if the slot is not reserved by it."""
+        return self._writing.get(writer, {}).get(slot)
+
+    def end(self, writer: str, slot: PageId) -> None:
+        """Ends the reservation of one slot."""
+        del self._writing[writer][slot]
+        self._ledger.end_transfer(slot)
+
+    def end_all_of(self, writer: str) -> int:
+        """Ends and counts the reservations of a writer."""
+        slots = self._writing.pop(writer, {})
+        for slot in slots:
+            self._ledger.end_transfer(slot)
+        return len(slots)

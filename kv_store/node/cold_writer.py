@@ -1,0 +1,78 @@
+"""Copies cold blocks from the arena to the cold tier, in the background of the node's service."""
+
+import logging
+import threading
+
+from kv_store.node.arena import Arena
+from kv_store.node.directory import Directory
+from kv_store.tiers.cold_tier import ColdTier
+from wire.directory import Block
+from wire.ids import BlockKey
+from wire.layout import KVLayout
+
+_LEASE_TTL_S = 10.0
+_JOIN_TIMEOUT_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class ColdWriter:
+    """A thread between `start` and `stop`. It asks the directory for some blocks at a time, and never holds it up."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        arena: Arena,
+        directory: Directory,
+        cold: ColdTier,
+        max_blocks: int = 32,
+        interval_s: float = 0.1,
+    ) -> None:
+        self._payload_bytes = layout.payload_bytes
+        self._arena = arena
+        self._directory = directory
+        self._cold = cold
+        self._max_blocks = max_blocks
+        self._interval_s = interval_s
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cold-writer", daemon=True)
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._is_stopping.is_set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops the thread after the block under way is written or has failed."""
+        self._is_stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_TIMEOUT_S)
+
+    def write_some(self) -> int:
+        """Writes blocks that the directory offers, up to the first failure, and counts them."""
+        batch = self._directory.cold_candidates(self._max_blocks, _LEASE_TTL_S)
+        written: list[BlockKey] = []
+        try:
+            for block in batch.blocks:
+                if self.is_stopping or not self._write(block):
+                    break
+                written.append(block.name.key)
+        finally:
+            held = self._directory.release(batch.lease_id)
+        return self._directory.mark_cold(written) if held else 0
+
+    def _write(self, block: Block) -> bool:
+        payload = self._arena.slot(block.slot)[: self._payload_bytes]
+        return self._cold.put(block.name, payload, block.checksum)
+
+    def _run(self) -> None:
+        while not self.is_stopping:
+            try:
+                num_written = self.write_some()
+            except Exception:
+                log.exception("writing to the cold tier failed")
+                num_written = 0
+            if not num_written:
+                self._is_stopping.wait(self._interval_s)

@@ -1,0 +1,222 @@
+"""The books of a node's arena: slots and their blocks, and the claims of readers, writers and requests on them.
+
+writing   reserve -> commit    a slot that is not found and not given to another writer
+reading   lease -> release     a found slot that keeps its block until release or the lease's end
+keeping   hold -> release      a slot that is not evicted until release or the hold's end
+
+Two writers of one block get a slot each; the first commit is found, and the other's slot is free again.
+"""
+
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+from kv_store.ledger import Ledger, PageState, Worth
+from kv_store.node.claims import Holds, Leases, Reservations
+from kv_store.node.directory_port import DirectoryPort
+from wire.directory import Block, DirectoryInfo, DirectoryStatus, Entry, Hold, Lease, Reservation
+from wire.ids import BlockKey, PageId, RequestId
+from wire.keys import BlockName
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ColdBatch:
+    """Blocks to copy to the cold tier, under a lease."""
+
+    lease_id: int
+    blocks: list[Block]
+
+
+def _exclusive(method: Callable[Concatenate["Directory", P], T]) -> Callable[Concatenate["Directory", P], T]:
+    """Lets one caller in at a time, after the claims that have run out are ended."""
+
+    @wraps(method)
+    def exclusive(self: "Directory", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            self._leases.expire()
+            self._holds.expire()
+            return method(self, *args, **kwargs)
+
+    return exclusive
+
+
+class Directory(DirectoryPort):
+    """Holds no bytes; thread-safe; `clock` is monotonic, in seconds.
+
+    high_water: share of the slots that may hold a block's only copy before the cold tier is to be given some.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        arena_path: str = "",
+        block_bytes: int = 0,
+        high_water: float = 0.75,
+    ) -> None:
+        self._info = DirectoryInfo(secrets.token_hex(8), arena_path, num_slots, block_bytes)
+        self._num_wanted_lossless = num_slots - int(num_slots * high_water)
+        self._ledger = Ledger(num_slots)
+        self._leases = Leases(self._ledger, clock)
+        self._holds = Holds(self._ledger, clock)
+        self._reservations = Reservations(self._ledger)
+        self._blocks: dict[PageId, Block] = {}
+        self._num_read = Counter[bool]()
+        self._num_copied = 0
+        self._lock = threading.Lock()
+
+    def info(self) -> DirectoryInfo:
+        return self._info
+
+    def attach(self) -> DirectoryInfo:
+        return self._info
+
+    @_exclusive
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [key in self._ledger.index for key in keys]
+
+    @_exclusive
+    def reserve(self, writer: str, names: Sequence[BlockName], hold: Hold | None) -> Reservation:
+        self._reservations.end_all_of(writer)
+        resident = self._find(name.key for name in names)
+        self._touch(names)
+        self._keep(hold, resident)
+        lease_id = self._leases.take(writer, resident, 1.0)  # a batch must not evict its own prefix
+        missing = [name for name in names if name.key not in self._ledger.index]
+        slots = iter(self._reservations.take(writer, missing))
+        self._leases.end(lease_id)
+        given = [None if name.key in self._ledger.index else next(slots, None) for name in names]
+        return Reservation(given, len(resident))
+
+    @_exclusive
+    def commit(self, writer: str, blocks: Sequence[Block], hold: Hold | None) -> int:
+        for block in reversed(blocks):  # a prefix's end is evicted before its start
+            if self._reservations.name_of(writer, block.slot) == block.name:
+                self._publish(block)
+                self._reservations.end(writer, block.slot)
+        self._touch([block.name for block in blocks])
+        resident = self._find(block.name.key for block in blocks)
+        self._keep(hold, resident)
+        return len(resident)
+
+    @_exclusive
+    def abandon(self, writer: str) -> int:
+        return self._reservations.end_all_of(writer)
+
+    @_exclusive
+    def writer_died(self, writer: str) -> None:
+        """Gives back the slots of a writer and reader. To be called only once its process is gone."""
+        self._reservations.end_all_of(writer)
+        self._leases.end_all_of(writer)
+
+    @_exclusive
+    def lease(self, reader: str, keys: Sequence[BlockKey], ttl_s: float) -> Lease:
+        slots = [self._ledger.find(key) for key in keys]
+        found = [slot for slot in slots if slot is not None]
+        for slot in reversed(found):
+            self._ledger.touch(slot)
+        self._num_read.update({True: len(found), False: len(keys) - len(found)})
+        entries = [None if slot is None else Entry(slot, self._blocks[slot].checksum) for slot in slots]
+        return Lease(self._leases.take(reader, found, ttl_s), entries)
+
+    @_exclusive
+    def release(self, lease_id: int) -> bool:
+        return self._leases.end(lease_id)
+
+    @_exclusive
+    def withdraw(self, blocks: Sequence[Block]) -> int:
+        gone = [block for block in blocks if self._is_found(block)]
+        for block in gone:
+            self._ledger.withdraw(block.slot)
+        return len(gone)
+
+    @_exclusive
+    def renew(self, request_ids: Sequence[RequestId], ttl_s: float) -> int:
+        return sum([self._holds.renew(request_id, ttl_s) for request_id in request_ids])
+
+    @_exclusive
+    def release_holds(self, request_ids: Sequence[RequestId]) -> int:
+        return sum([self._holds.release(request_id) for request_id in request_ids])
+
+    @_exclusive
+    def cold_candidates(self, max_blocks: int, ttl_s: float) -> ColdBatch:
+        """Leases the least recently used blocks without a copy, as many as the arena lacks in slots of cheap loss."""
+        num_cheap = self._ledger.num_cached(Worth.TAIL) + self._ledger.num_cached(Worth.COPIED)
+        num_short = self._num_wanted_lossless - self._ledger.counts().free - num_cheap
+        slots = self._ledger.oldest(Worth.ONLY_COPY, min(max_blocks, max(0, num_short)))
+        return ColdBatch(self._leases.take("", slots, ttl_s), [self._blocks[slot] for slot in slots])
+
+    @_exclusive
+    def mark_cold(self, keys: Sequence[BlockKey]) -> int:
+        slots = [slot for slot in self._find(keys) if not self._blocks[slot].name.is_tail]
+        for slot in slots:
+            self._ledger.revalue(slot, Worth.COPIED)
+        self._num_copied += len(slots)
+        return len(slots)
+
+    @_exclusive
+    def status(self) -> DirectoryStatus:
+        return DirectoryStatus(
+            counts=self._ledger.counts(),
+            num_leases=len(self._leases),
+            num_holds=len(self._holds),
+            epoch=self._info.epoch,
+            hits=self._num_read[True],
+            misses=self._num_read[False],
+            evictions=self._ledger.num_evicted,
+            copied=self._num_copied,
+        )
+
+    @_exclusive
+    def check(self) -> list[str]:
+        writing, references = self._reservations.transfers, self._holds.references
+        transfers = writing + self._leases.transfers
+        keys = {slot: self._ledger.index.key_of(slot) for slot in map(PageId, range(self._info.num_slots))}
+        rules = {
+            "references differ from holds": all(self._ledger.num_references(slot) == references[slot] for slot in keys),
+            "transfers differ from claims": all(self._ledger.num_transfers(slot) == transfers[slot] for slot in keys),
+            "a slot has two writers": all(num == 1 for num in writing.values()),
+            "a slot that is written to does not drain": all(
+                self._ledger.state(slot) is PageState.DRAINING for slot in writing
+            ),
+            "a slot is found under another block's key": all(
+                key is None or self._blocks[slot].name.key == key for slot, key in keys.items()
+            ),
+        }
+        return self._ledger.check() + [problem for problem, holds in rules.items() if not holds]
+
+    def _find(self, keys: Iterable[BlockKey]) -> list[PageId]:
+        return [slot for key in keys if (slot := self._ledger.find(key)) is not None]
+
+    def _is_found(self, block: Block) -> bool:
+        return self._ledger.find(block.name.key) == block.slot and self._blocks[block.slot].checksum == block.checksum
+
+    def _keep(self, hold: Hold | None, slots: list[PageId]) -> None:
+        if hold is not None:
+            self._holds.keep(hold, slots)
+
+    def _publish(self, block: Block) -> None:
+        worth = Worth.TAIL if block.name.is_tail else Worth.ONLY_COPY
+        if self._ledger.publish(block.slot, block.name.key, worth):
+            self._blocks[block.slot] = block
+
+    def _touch(self, names: Sequence[BlockName]) -> None:
+        """Counts a use of these blocks and of all before them: a prefix's start is more recent than its end."""
+        for slot in reversed(self._find(name.key for name in names)):
+            self._ledger.touch(slot)
+        before = names[0] if names else None
+        for _ in range(self._info.num_slots):  # bounded, should names form a circle
+            ancestor = None if before is None else self._ledger.find(BlockKey(before.parent))
+            if ancestor is None:
+                break
+            self._ledger.touch(ancestor)
+            before = self._blocks[ancestor].name

@@ -1,0 +1,158 @@
+"""The directory of a node's arena as its other processes see it: over a Unix socket."""
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kv_store.breaker import Breaker
+from kv_store.node.directory_port import CALLS, GREETING, DirectoryPort, EpochChanged
+from wire.codec import LENGTH, Refused, ServiceCodec, body_len
+from wire.directory import DirectoryInfo
+from wire.errors import StoreError, WireError
+from wire.ids import PROTOCOL_VERSION
+
+
+class DirectoryClient(DirectoryPort):
+    """Thread-safe; each call is answered or has failed within `timeout_s`.
+
+    A failed call is not repeated; the next one connects anew. After three failures in a row calls fail at once, but
+    for one every two seconds.
+    """
+
+    def __init__(self, path: str, timeout_s: float = 2.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._connection = _Connection(path, clock)
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._breaker = Breaker(clock)
+        self._epoch: str | None = None
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    def attach(self) -> DirectoryInfo:
+        with self._connected() as (info, _):
+            self._epoch = info.epoch
+            return info
+
+    def _ask_same_epoch(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        with self._connected() as (info, deadline):
+            self._epoch = self._epoch or info.epoch
+            is_same = info.epoch == self._epoch
+            answer = self._connection.exchange(CALLS, method, arguments, deadline) if is_same else None
+        if answer is None:
+            raise EpochChanged("the directory has restarted")
+        return _accepted(answer)
+
+    def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        with self._connected() as (_, deadline):
+            answer = self._connection.exchange(CALLS, method, arguments, deadline)
+        return _accepted(answer)
+
+    @contextmanager
+    def _connected(self) -> Iterator[tuple[DirectoryInfo, float]]:
+        """Lends the connection until the deadline that it gives; StoreError for any failure on it."""
+        deadline = self._clock() + self._timeout_s
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise StoreError("too many calls to the directory")
+        try:
+            if not self._breaker.allows():
+                raise StoreError("the directory is left alone for now")
+            yield self._connection.connect(deadline), deadline
+            self._breaker.succeeded()
+        except (OSError, WireError) as error:
+            self._breaker.failed()
+            self._connection.close()
+            raise StoreError(f"the directory does not answer: {error}") from error
+        finally:
+            self._lock.release()
+
+
+class _Connection:
+    """A blocking Unix socket; it connects when it has to.
+
+    It closes after any failure, so that no answer is taken for that to another call. Deadlines are on `clock`.
+    """
+
+    def __init__(self, path: str, clock: Callable[[], float]) -> None:
+        self._path = path
+        self._clock = clock
+        self._socket: socket.socket | None = None
+        self._start_anew()
+
+    def connect(self, deadline: float) -> DirectoryInfo:
+        """Connects if need be. The server hears only the newest of one client's connections."""
+        if self._process != os.getpid():  # a fork must not use its parent's connection
+            self._start_anew()
+        if self._socket is None:
+            self._socket = self._dial(deadline)
+            self._num_connections += 1
+            hello = (PROTOCOL_VERSION, self._client_id, self._num_connections)
+            answer = self.exchange(GREETING, "hello", hello, deadline)
+            if isinstance(answer, Refused):
+                raise WireError(answer.message)
+            self._info: DirectoryInfo = answer
+        return self._info
+
+    def exchange(self, codec: ServiceCodec, method: str, arguments: tuple[Any, ...], deadline: float) -> Any:
+        """Sends a call; returns its answer or a `Refused`. OSError or WireError if none comes before the deadline."""
+        if self._socket is None:
+            raise ConnectionError("not connected")
+        try:
+            self._socket.settimeout(self._left(deadline))
+            self._socket.sendall(codec.encode_call(method, arguments))
+            num_bytes = body_len(self._receive(self._socket, LENGTH.size, deadline))
+            return codec.decode_answer(method, self._receive(self._socket, num_bytes, deadline))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _start_anew(self) -> None:
+        self.close()
+        self._process = os.getpid()
+        self._client_id = secrets.token_hex(8)
+        self._num_connections = 0
+
+    def _dial(self, deadline: float) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(self._left(deadline))
+            connection.connect(self._path)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _receive(self, connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
+        data = bytearray(num_bytes)
+        rest = memoryview(data)
+        while rest:
+            connection.settimeout(self._left(deadline))
+            num_received = connection.recv_into(rest)
+            if num_received == 0:
+                raise ConnectionError("the directory has hung up")
+            rest = rest[num_received:]
+        return bytes(data)
+
+    def _left(self, deadline: float) -> float:
+        left_s = deadline - self._clock()
+        if left_s <= 0:
+            raise TimeoutError("the directory took too long")
+        return left_s
+
+
+def _accepted(answer: Any) -> Any:
+    if isinstance(answer, Refused):
+        raise StoreError(answer.message)
+    return answer

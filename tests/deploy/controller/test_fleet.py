@@ -1,0 +1,463 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from deploy.actors.actor_host import LocalHost
+from deploy.actors.liveness import Liveness
+from deploy.controller import fleet as fleet_module
+from deploy.controller import tasks
+from deploy.controller.event_log import EventLog
+from deploy.controller.fleet import Fleet
+from deploy.controller.pools import Pools, PoolsRecord
+from deploy.plan.cluster_plan import make_plan
+from deploy.plan.config import ClusterConfig
+from deploy.processes.atomic_file import AtomicFile
+from tests.deploy.plan.test_cluster_plan import MODEL, NODE, SIZES
+from wire.errors import DeadlineExceeded, InvalidRequest, ModelError, Unavailable, WorkerNotFound
+from wire.ids import WorkerId
+from wire.pools import PoolSizes, Role, Worker, WorkerState
+
+PLAN = make_plan(ClusterConfig(), MODEL, SIZES, NODE, "token", b"secret")
+D0, D1, D2, P0, P1 = (WorkerId(name) for name in ("decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"))
+
+
+class FakeRouter:
+    """Remembers what it was told; `away` makes it deaf."""
+
+    def __init__(self) -> None:
+        self.told: list[list[Worker]] = []
+        self.refused: dict[WorkerId, str] = {}
+        self.away = False
+
+    def set_members(self, members_json: str) -> str:
+        if self.away:
+            raise Unavailable("away")
+        self.told.append(
+            [
+                Worker(WorkerId(one["id"]), Role(one["role"]), one["address"], WorkerState(one["state"]))
+                for one in json.loads(members_json)
+            ]
+        )
+        return json.dumps(self.refused)
+
+    @property
+    def known(self) -> set[str]:
+        return {one.id for one in self.told[-1]}
+
+
+class FleetHost(LocalHost):
+    """A host that has a router, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = FakeRouter()
+
+    async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
+        if name != "router":
+            return await super().call(name, method, *arguments, timeout_s=timeout_s)
+        assert method == "set_members"
+        return self.router.set_members(str(*arguments))
+
+
+class SlowHost(FleetHost):
+    """Its first prefill worker takes its time to end, until it `may_end`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = asyncio.Event()
+
+    async def end(self, name: str) -> None:
+        if name == P0:
+            await self.may_end.wait()
+        await super().end(name)
+
+
+class BrokenHost(FleetHost):
+    """Fails in a way that nobody thought of, once for each of `surprises`."""
+
+    def __init__(self, surprises: list[Exception]) -> None:
+        super().__init__()
+        self.surprises = surprises
+
+    async def probe(self, name: str) -> Liveness:
+        if self.surprises:
+            raise self.surprises.pop()
+        return await super().probe(name)
+
+
+class LocalRecord(AtomicFile):
+    """Keeps the text, unless its disk is full."""
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+        self.is_full = False
+
+    def try_write(self, content: bytes) -> bool:
+        if not self.is_full:
+            self.text = content.decode()
+        return not self.is_full
+
+
+class World:
+    """A fleet, what it works with, and a clock that tests move."""
+
+    def __init__(self, prefill: int, decode: int, host: FleetHost | None = None) -> None:
+        self.now_s = 0.0
+        self.host = host or FleetHost()
+        self.router = self.host.router
+        self.events = EventLog(lambda: self.now_s)
+        self.pools = Pools(PoolsRecord(PoolSizes(prefill, decode)))
+        self.record = LocalRecord()
+        self.node_is_up = asyncio.Event()
+        self.node_is_up.set()
+        self.fleet = self._make_fleet()
+
+    def controller_dies(self) -> None:
+        """Another takes over, from what this one has recorded and the host still has."""
+        assert self.record.text is not None
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        self.pools = Pools.from_json(self.record.text)
+        self.fleet = self._make_fleet()
+
+    def _make_fleet(self) -> Fleet:
+        return Fleet(self.pools, self.host, PLAN, self.node_is_up, self.events, self.record, lambda: self.now_s)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["World"]:
+        task = asyncio.create_task(self.fleet.run())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await self.fleet.end()
+
+    async def settled(self) -> None:
+        await self.fleet.settle(5, 1)
+
+    async def silent(self, worker_id: WorkerId, for_s: int) -> None:
+        """The worker does not answer when it is probed, once a second."""
+        self.host.actors[worker_id] = Liveness.SILENT
+        await self.fleet.suspect(worker_id)
+        for _ in range(for_s):
+            self.now_s += 1
+            await self.fleet.suspect(worker_id)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if holds():
+            return
+        await asyncio.sleep(0.001)
+    pytest.fail("it has not come to that")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "PROBE_EVERY_S", 0.005)
+    monkeypatch.setattr(tasks, "PAUSE_S", 0.005)
+
+
+async def test_workers_start_and_the_router_hears_of_them() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        assert world.router.known == {P0, D0}
+        assert [one.address for one in world.router.told[-1]] == ["local:prefill-0", "local:decode-0"]
+    assert world.host.actors == {}
+
+
+async def test_workers_are_launched_at_once_and_go_to_work_when_the_node_is_up() -> None:
+    world = World(1, 1)
+    world.node_is_up.clear()
+    async with world.running():
+        await until(lambda: world.host.launched == [P0, D0])
+        with pytest.raises(DeadlineExceeded):
+            await world.fleet.settle(0.05, 1)
+        world.node_is_up.set()
+        await world.settled()
+
+
+async def test_a_worker_that_does_not_start_is_an_error_with_its_reason() -> None:
+    world = World(1, 1)
+    world.host.failures = [ModelError("no such model")]
+    async with world.running():
+        with pytest.raises(Unavailable, match="did not start: no such model"):
+            await world.fleet.settle(5, 1)
+
+
+async def test_a_start_that_fails_is_tried_again() -> None:
+    world = World(0, 1)
+    world.host.failures = [Unavailable("not now")]
+    async with world.running():
+        with pytest.raises(Unavailable):
+            await world.settled()
+        world.now_s += 1
+        await world.settled()
+        assert world.router.known == {D1}
+
+
+async def test_scaling_up_and_down() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        world.fleet.resize(0, 2)
+        assert await world.fleet.settle(5, 1) == PoolSizes(0, 2)
+        assert world.router.known == {D0, D1}
+        assert world.host.drained == [P0]
+        assert set(world.host.actors) == {D0, D1}
+
+
+async def test_the_router_knows_of_a_drain_before_it_begins() -> None:
+    async with World(0, 2).running() as world:
+        await world.settled()
+        world.host.keep_busy(D1)
+        world.fleet.resize(None, 1)
+        with pytest.raises(DeadlineExceeded):
+            await world.fleet.settle(0.05, 1)
+        assert [(one.id, one.state) for one in world.router.told[-1]] == [
+            (D0, WorkerState.READY),
+            (D1, WorkerState.DRAINING),
+        ]
+        world.host.finish(D1)
+        await world.settled()
+        assert world.router.known == {D0}
+
+
+async def test_a_dead_worker_is_replaced() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        world.host.actors[P0] = Liveness.DEAD
+        await world.fleet.suspect(P0)
+        await world.settled()
+        assert world.router.known == {P1, D0}
+        assert "worker prefill-0 was lost" in world.events.encode()
+
+
+async def test_a_start_that_fails_in_an_unexpected_way_is_tried_again_too() -> None:
+    world = World(0, 1)
+    world.host.failures = [ValueError("the name is taken")]
+    async with world.running():
+        with pytest.raises(Unavailable, match=r"decode-0 did not start: .*the name is taken"):
+            await world.settled()
+        world.now_s += 1
+        await world.settled()
+        assert world.router.known == {D1}
+
+
+async def test_a_worker_that_is_slow_to_end_holds_up_its_own_replacement_only() -> None:
+    host = SlowHost()
+    async with World(1, 1, host).running() as world:
+        await world.settled()
+        world.host.actors[P0] = Liveness.DEAD
+        await world.fleet.suspect(P0)
+        world.host.actors[D0] = Liveness.DEAD
+        await until(lambda: D1 in world.host.actors)
+        assert P1 not in world.host.actors
+        host.may_end.set()
+        await world.settled()
+        assert world.router.known == {P1, D1}
+
+
+async def test_a_worker_that_is_not_wanted_any_more_does_not_start_after_a_burial() -> None:
+    host = SlowHost()
+    async with World(1, 1, host).running() as world:
+        await world.settled()
+        world.host.actors[P0] = Liveness.DEAD
+        await world.fleet.suspect(P0)
+        await until(lambda: P1 in world.pools)
+        world.fleet.resize(0, None)
+        await world.settled()
+        host.may_end.set()
+        await world.settled()
+        assert set(world.host.actors) <= {P0, D0}
+
+
+async def test_the_end_of_a_fleet_waits_for_workers_that_are_slow_to_end() -> None:
+    host = SlowHost()
+    async with World(1, 1, host).running() as world:
+        await world.settled()
+        world.host.actors[P0] = Liveness.DEAD
+        await world.fleet.suspect(P0)
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(host.may_end.set)
+    assert host.actors == {}
+
+
+async def test_what_nobody_thought_of_does_not_end_the_care_for_workers() -> None:
+    async with World(1, 1, BrokenHost([RuntimeError("no such thing")])).running() as world:
+        await world.settled()
+        world.host.actors[P0] = Liveness.DEAD
+        await until(lambda: P1 in world.host.actors)
+        assert "no such thing" in world.events.encode()
+
+
+async def test_a_silent_worker_gets_time() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        await world.silent(P0, 29)
+        assert P0 in world.pools
+        world.host.actors[P0] = Liveness.ANSWERING
+        await world.fleet.suspect(P0)
+        await world.silent(P0, 31)
+        assert P0 not in world.pools
+        await world.settled()
+        assert P0 not in world.host.actors
+
+
+async def test_no_worker_is_taken_for_dead_because_the_controller_slept() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        for worker_id in (P0, D0):
+            await world.silent(worker_id, 1)
+        world.now_s += 3600
+        for worker_id in (P0, D0):
+            await world.fleet.suspect(worker_id)
+        assert {P0, D0} <= {worker.id for worker in world.pools}
+
+
+async def test_draining_one_worker() -> None:
+    async with World(1, 2).running() as world:
+        await world.settled()
+        await world.fleet.drain(D0, 5)
+        assert D0 not in world.host.actors
+        await world.settled()
+        assert world.router.known == {P0, D1}
+        with pytest.raises(InvalidRequest):
+            await world.fleet.drain(D1, 5)
+        with pytest.raises(WorkerNotFound):
+            await world.fleet.drain(D0, 5)
+
+
+async def test_a_worker_that_dies_while_draining_leaves_all_the_same() -> None:
+    async with World(0, 2).running() as world:
+        await world.settled()
+        world.host.actors[D1] = Liveness.DEAD
+        await world.fleet.drain(D1, 5)
+        await world.settled()
+        assert world.router.known == {D0}
+
+
+async def test_a_router_that_was_away_is_told_later() -> None:
+    world = World(0, 1)
+    world.router.away = True
+    async with world.running():
+        with pytest.raises(DeadlineExceeded):
+            await world.fleet.settle(0.05, 1)
+        world.router.away = False
+        await world.settled()
+        assert world.router.known == {D0}
+
+
+async def test_a_worker_that_the_router_refuses_is_offered_again() -> None:
+    world = World(0, 1)
+    world.router.refused = {D0: "another model"}
+    async with world.running():
+        with pytest.raises(DeadlineExceeded):
+            await world.fleet.settle(0.05, 1)
+        assert "does not take worker decode-0: another model" in world.events.encode()
+        world.router.refused = {}
+        await world.settled()
+
+
+async def test_a_new_router_is_told_of_all() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        world.router.told.clear()
+        world.fleet.introduce()
+        assert not world.fleet.is_settled
+        await world.settled()
+        assert world.router.known == {P0, D0}
+
+
+async def test_a_fleet_goes_on_with_the_workers_that_another_has_left() -> None:
+    world = World(1, 1)
+    async with world.running():
+        await world.settled()
+        world.fleet.resize(1, 2)
+        await world.settled()
+        world.controller_dies()
+        del world.host.actors[D0]
+        world.router.told.clear()
+        await world.fleet.take_over()
+        async with world.running():
+            await world.settled()
+            assert all({P0, D1} <= {one.id for one in told} for told in world.router.told)
+            assert world.router.known == {P0, D1, D2}
+            assert set(world.host.actors) == {P0, D1, D2}
+            assert "worker decode-0 was lost" in world.events.encode()
+
+
+async def test_a_drain_that_another_has_begun_is_brought_to_its_end() -> None:
+    world = World(0, 2)
+    async with world.running():
+        await world.settled()
+        world.host.keep_busy(D0)
+        draining = asyncio.create_task(world.fleet.drain(D0, 5))
+        await until(lambda: world.pools[D0].state is WorkerState.DRAINING)
+        world.controller_dies()
+        draining.cancel()
+        await world.fleet.take_over()
+        async with world.running():
+            assert {one.id: one.state for one in world.router.told[-1]} == {
+                D0: WorkerState.DRAINING,
+                D1: WorkerState.READY,
+            }
+            world.host.finish(D0)
+            await until(lambda: D0 not in world.pools)
+            await world.settled()
+            assert world.router.known == {D1}
+            assert world.pools.sizes == PoolSizes(0, 1)
+
+
+async def test_workers_that_were_starting_when_another_died_are_started() -> None:
+    world = World(1, 1)
+    async with world.running():
+        await until(lambda: world.record.text is not None)
+        world.controller_dies()
+        del world.host.actors[P0]
+        await world.fleet.take_over()
+        async with world.running():
+            await world.settled()
+            assert world.router.known == {P1, D0}
+
+
+async def test_a_silent_worker_that_another_has_left_gets_as_much_time_as_any() -> None:
+    world = World(1, 1)
+    async with world.running():
+        await world.settled()
+        world.controller_dies()
+        await world.fleet.take_over()
+        async with world.running():
+            await world.silent(P0, 29)
+            assert P0 in world.pools
+            await world.silent(P0, 2)
+            assert P0 not in world.pools
+
+
+async def test_a_full_disk_holds_nobody_up() -> None:
+    world = World(1, 1)
+    async with world.running():
+        await world.settled()
+        before = world.record.text
+        world.record.is_full = True
+        world.host.actors[P0] = Liveness.DEAD
+        await until(lambda: P1 in world.pools)
+        await world.settled()
+        assert world.router.known == {P1, D0}
+        assert P0 not in world.host.actors
+        assert world.events.encode().count("cannot be written down") == 1
+        assert world.record.text == before
+        world.record.is_full = False
+        await until(lambda: world.record.text != before)
+
+
+async def test_a_worker_that_has_left_is_not_missed_by_who_takes_over() -> None:
+    world = World(0, 2)
+    async with world.running():
+        await world.settled()
+        await world.fleet.drain(D0, 5)
+        world.controller_dies()
+        await world.fleet.take_over()
+        assert "was lost" not in world.events.encode()

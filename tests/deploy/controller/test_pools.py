@@ -1,0 +1,195 @@
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+
+from deploy.controller.pools import Pools, PoolsRecord
+from wire.errors import ConfigError, InvalidRequest, WorkerNotFound
+from wire.ids import WorkerId
+from wire.pools import PoolSizes, Role, Worker, WorkerState
+
+ADDRESS = "127.0.0.1:1"
+P0, P1, D0, D1, D2 = (WorkerId(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"))
+
+
+def start(worker_id: WorkerId) -> Worker:
+    return Worker(worker_id, Role(worker_id.partition("-")[0]))
+
+
+def drain(worker_id: WorkerId) -> Worker:
+    """A worker that serves, to be dismissed."""
+    return replace(stop(worker_id), address=ADDRESS)
+
+
+def stop(worker_id: WorkerId) -> Worker:
+    """A worker that has not served yet, to be dismissed."""
+    return replace(start(worker_id), state=WorkerState.DRAINING)
+
+
+def pools(prefill: int, decode: int) -> Pools:
+    """Pools that have just become what they should be."""
+    made = Pools(PoolsRecord(PoolSizes(prefill, decode)))
+    for worker in made.plan(0.0):
+        made.became_ready(worker.id, ADDRESS)
+    assert made.are_as_asked
+    return made
+
+
+def test_empty_pools_are_filled_once() -> None:
+    made = Pools(PoolsRecord(PoolSizes(1, 2)))
+    assert made.plan(0.0) == [start(P0), start(D0), start(D1)]
+    assert made.plan(0.0) == []
+    assert not made.are_as_asked
+
+
+def test_pools_are_as_asked_only_when_all_are_ready() -> None:
+    made = Pools(PoolsRecord(PoolSizes(1, 1)))
+    made.plan(0.0)
+    made.became_ready(P0, ADDRESS)
+    assert not made.are_as_asked
+    made.became_ready(D0, ADDRESS)
+    assert made.are_as_asked
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "actions"),
+    [
+        ((1, 1), (1, 1), []),
+        ((1, 1), (2, None), [start(P1)]),
+        ((1, 1), (None, 3), [start(D1), start(D2)]),
+        ((1, 1), (0, None), [drain(P0)]),
+        ((1, 2), (2, 1), [start(P1), drain(D1)]),
+        ((0, 3), (None, 1), [drain(D2), drain(D1)]),
+    ],
+)
+def test_resizing(before: tuple[int, int], after: tuple[int | None, int | None], actions: list[Worker]) -> None:
+    made = pools(*before)
+    made.resize(*after)
+    assert made.plan(0.0) == actions
+    assert made.plan(0.0) == []
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(-1, None), (None, 0), (2, -1)])
+def test_sizes_that_cannot_be_change_nothing(prefill: int | None, decode: int | None) -> None:
+    made = pools(1, 1)
+    with pytest.raises(InvalidRequest):
+        made.resize(prefill, decode)
+    assert made.sizes == PoolSizes(1, 1)
+    assert made.plan(0.0) == []
+
+
+def test_a_draining_worker_is_there_until_it_has_ended() -> None:
+    made = pools(1, 2)
+    made.resize(None, 1)
+    made.plan(0.0)
+    assert (made[D1].state, made.are_as_asked) == (WorkerState.DRAINING, False)
+    made.forget(D1)
+    assert (D1 in made, made.are_as_asked) == (False, True)
+
+
+def test_a_draining_worker_does_not_count_when_the_pool_grows_again() -> None:
+    made = pools(1, 2)
+    made.resize(None, 1)
+    made.plan(0.0)
+    made.resize(None, 2)
+    assert made.plan(0.0) == [start(D2)]
+
+
+def test_a_worker_that_still_starts_goes_first_and_has_nothing_to_drain() -> None:
+    made = pools(0, 1)
+    made.resize(None, 2)
+    assert made.plan(0.0) == [start(D1)]
+    made.resize(None, 1)
+    assert made.plan(0.0) == [stop(D1)]
+    made.became_ready(D1, ADDRESS)
+    assert made[D1].state is WorkerState.DRAINING
+
+
+@pytest.mark.parametrize("worker_id", [P0, D0])
+def test_a_lost_worker_is_replaced_under_another_name(worker_id: WorkerId) -> None:
+    made = pools(1, 1)
+    role = made[worker_id].role
+    made.lost(worker_id, 0.0)
+    assert made.plan(0.0) == [Worker(WorkerId(f"{role.value}-1"), role)]
+
+
+def test_a_worker_lost_while_draining_is_not_replaced() -> None:
+    made = pools(1, 2)
+    made.resize(None, 1)
+    made.plan(0.0)
+    made.lost(D1, 0.0)
+    assert made.plan(0.0) == []
+    assert made.are_as_asked
+
+
+def test_what_never_starts_is_tried_again_after_longer_and_longer_pauses() -> None:
+    made = Pools(PoolsRecord(PoolSizes(0, 1)))
+    now_s, pauses = 0.0, []
+    for _ in range(8):
+        (started,) = made.plan(now_s)
+        made.lost(started.id, now_s)
+        pauses.append(next(pause for pause in range(100) if copy.deepcopy(made).plan(now_s + pause)))
+        now_s += pauses[-1]
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_a_start_that_succeeds_ends_the_pauses() -> None:
+    made = Pools(PoolsRecord(PoolSizes(0, 1)))
+    for now_s in (0.0, 10.0, 20.0):
+        (started,) = made.plan(now_s)
+        made.lost(started.id, now_s)
+    (started,) = made.plan(30.0)
+    made.became_ready(started.id, ADDRESS)
+    made.lost(started.id, 31.0)
+    assert len(made.plan(31.0)) == 1
+
+
+def test_one_pool_in_trouble_does_not_hold_up_the_other() -> None:
+    made = Pools(PoolsRecord(PoolSizes(1, 1)))
+    made.plan(0.0)
+    made.lost(P0, 0.0)
+    made.lost(D0, 0.0)
+    made.resize(0, None)
+    assert made.plan(0.5) == []
+    made.became_ready(made.plan(1.0)[0].id, ADDRESS)
+    assert made.are_as_asked
+
+
+def test_releasing_a_worker_shrinks_its_pool_by_that_one() -> None:
+    made = pools(1, 2)
+    assert made.release(D0) == drain(D0)
+    assert made.sizes == PoolSizes(1, 1)
+    assert made.release(D0) is None
+    assert made.plan(0.0) == []
+    made.forget(D0)
+    assert made.are_as_asked
+    assert [worker.id for worker in made] == [P0, D1]
+
+
+def test_the_last_decode_worker_cannot_be_released() -> None:
+    made = pools(1, 1)
+    with pytest.raises(InvalidRequest, match="at least one decode"):
+        made.release(D0)
+    assert made.are_as_asked
+    assert made.release(P0) == drain(P0)
+    with pytest.raises(WorkerNotFound):
+        made.release(WorkerId("decode-9"))
+
+
+def test_pools_are_what_they_were_when_recorded() -> None:
+    made = pools(1, 2)
+    made.release(D1)
+    made.lost(P0, 0.0)
+    made.plan(0.0)
+    read = Pools.from_json(made.to_json())
+    assert read.sizes == PoolSizes(1, 1)
+    assert list(read) == list(made) == [Worker(D0, Role.DECODE, ADDRESS, WorkerState.READY), drain(D1), start(P1)]
+    read.lost(D0, 0.0)
+    assert read.plan(0.0) == [start(D2)], "no name is given twice"
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"workers": [{"id": "d"}]}, {"more": 1}])
+def test_a_record_of_other_pools_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        Pools.from_json(json.dumps(json.loads(pools(1, 1).to_json()) | change))

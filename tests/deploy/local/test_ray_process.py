@@ -1,0 +1,83 @@
+"""The line to the process of Ray, with small programs in its place."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from deploy.local import ray_process
+from deploy.local.ray_process import Launched, RayProcess
+from deploy.plan.cluster_plan import make_plan
+from deploy.plan.config import ClusterConfig
+from deploy.processes.process import ProcessRef, end_session, spawn_leader
+from tests.deploy.plan.test_cluster_plan import MODEL, NODE, SIZES
+from wire.errors import ConfigError
+
+PLAN = make_plan(ClusterConfig(), MODEL, SIZES, NODE, "token", b"secret")
+PROGRAM = """
+import json, sys
+from multiprocessing.connection import Connection
+line = Connection(0)
+say = lambda **message: line.send_bytes(json.dumps(message).encode())
+"""
+
+
+def start(ray: RayProcess) -> None:
+    ray.wait_for_ray()
+    ray.launch(PLAN, lambda: None)
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The program that the next process runs, after the first lines."""
+    programs: list[str] = []
+    spawned: list[ProcessRef] = []
+
+    def spawn(_command: list[str], log: Path, env: Mapping[str, str], stdin: int) -> ProcessRef:
+        spawned.append(spawn_leader([sys.executable, "-c", PROGRAM + programs[0]], log, env, stdin))
+        return spawned[-1]
+
+    monkeypatch.setattr(ray_process, "spawn_leader", spawn)
+    yield programs
+    for process in spawned:
+        end_session(process, grace_s=5)
+
+
+def test_ray_and_then_the_cluster_are_heard_of(
+    processes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = tmp_path / "go-on"
+    processes.append(
+        "say(address='ray:1')\nplan = line.recv_bytes()\n"
+        f"import pathlib\nwhile not pathlib.Path({str(go_on)!r}).exists(): pass\n"
+        "say(address=str(len(plan)), operator_address='o:2')"
+    )
+    monkeypatch.setattr(ray_process, "PROGRESS_EVERY_S", 0.01)
+    ray = RayProcess(tmp_path, "baton-x", None)
+    assert ray.wait_for_ray() == "ray:1"
+    assert ray.launch(PLAN, on_wait=go_on.touch) == Launched(str(len(PLAN.to_json())), "o:2")
+    ray.close()
+
+
+def test_a_failure_is_told_with_its_reason(processes: list[str], tmp_path: Path) -> None:
+    processes.append("say(failure='no such Ray')")
+    with pytest.raises(ConfigError, match="no such Ray"):
+        RayProcess(tmp_path, "baton-x", None).wait_for_ray()
+
+
+@pytest.mark.parametrize("before", ["", "say(address='ray:1')\n"])
+def test_a_process_that_dies_leaves_its_last_words(processes: list[str], tmp_path: Path, before: str) -> None:
+    processes.append(before + "sys.exit('out of luck')")
+    ray = RayProcess(tmp_path, "baton-x", None)
+    with pytest.raises(ConfigError, match="did not start:\nout of luck"):
+        start(ray)
+
+
+def test_a_silent_process_is_not_waited_for_without_end(
+    processes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_process, "RAY_TIMEOUT_S", 0.05)
+    processes.append("line.recv_bytes()")
+    with pytest.raises(ConfigError, match="did not answer in time"):
+        RayProcess(tmp_path, "baton-x", None).wait_for_ray()

@@ -1,0 +1,152 @@
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.plan.byte_size import format_bytes, parse_bytes
+from deploy.plan.config import MAX_FILE_BYTES, ClusterConfig
+from wire.errors import ConfigError
+
+EXAMPLE = Path("deploy/baton.example.toml")
+
+
+def test_the_example_holds_the_defaults() -> None:
+    assert ClusterConfig.load(EXAMPLE, {}) == ClusterConfig()
+
+
+def test_the_example_names_every_setting(tmp_path: Path) -> None:
+    text = EXAMPLE.read_text()
+    for section in dataclasses.fields(ClusterConfig):
+        value = getattr(ClusterConfig(), section.name)
+        if dataclasses.is_dataclass(value):
+            body = re.search(rf"^\[{section.name}\]\n(.*?)(?=^\[|\Z)", text, re.M | re.S)
+            assert body is not None, section.name
+            named = re.findall(r"^(?:# )?(\w+) = ", body[1], re.M)
+            assert named == [one.name for one in dataclasses.fields(value)]
+
+
+def test_the_example_loads_with_all_its_settings(tmp_path: Path) -> None:
+    file = tmp_path / "all.toml"
+    file.write_text(re.sub(r"^# (\w+ = )", r"\1", EXAMPLE.read_text(), flags=re.M))
+    config = ClusterConfig.load(file, {})
+    assert config.arena.size_bytes == 1 << 30
+    assert config.worker.num_gpus == 1.0
+    assert config.ray.address == "auto"
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text('[model]\npath = "a"\ndtype = "float16"\n[pools]\nprefill = 3\n')
+    config = ClusterConfig.load(file, {"model": {"path": "b"}, "worker": {"pool_bytes": "64MiB"}})
+    assert (config.model.path, config.model.dtype) == ("b", "float16")
+    assert config.pools.prefill == 3
+    assert config.worker.pool_bytes == 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("nmae = 'x'", "settings.nmae: unknown"),
+        ("[pools]\nprefil = 1", "settings.pools.prefil: unknown"),
+        ("[pools]\nprefill = '1'", "settings.pools.prefill: must be int"),
+        ("[pools]\nprefill = true", "settings.pools.prefill: must be int"),
+        ("[pools]\nprefill = -1", "pools.prefill must be between 0 and 64"),
+        ("[pools]\ndecode = 0", "pools.decode must be between 1 and 64"),
+        ("pools = 3", "settings.pools: must be an object"),
+        ("name = '../x'", "name must be"),
+        ("name = ''", "name must be"),
+        ("[model]\nblock_size = 17", "model.block_size must be one of"),
+        ("[model]\ndtype = 'int8'", "model.dtype must be one of"),
+        ("[arena]\nsize_bytes = '1 GB'", "is not a size"),
+        ("[arena]\nsize_bytes = 1", "arena.size_bytes must be between"),
+        ("[arena]\nsize_bytes = '0B'", "arena.size_bytes must be between"),
+        ("[redis]\nurl = 'http://x'", "redis.url must be"),
+        ("[redis]\ntimeout_ms = 0", "redis.timeout_ms must be between"),
+        ("[router]\ngrpc_port = 70000", "router.grpc_port must be between"),
+        ("[router]\nmax_buffered_events = 0", "router.max_buffered_events must be between"),
+        ("[router]\nmax_stall_s = 0", "router.max_stall_s must be between"),
+        ("[batch]\nmax_running = 0", "batch.max_running: must be positive"),
+        ("[batch]\nmax_running = 4000", "batch.max_step_tokens: must be at least"),
+        ("[worker]\nnum_gpus = 2", "worker.num_gpus must be between"),
+        ("[worker]\nmax_silence_s = 0", "worker.max_silence_s must be between 3.0 and"),
+        ("[worker]\nnum_threads = 0", "worker.num_threads must be between"),
+        ("[worker]\npool_bytes = 0", "worker.pool_bytes must be between"),
+        ("[worker]\npool_bytes = true", "settings.worker.pool_bytes: must be int"),
+        ("name = ", "is not TOML"),
+        pytest.param("name = " + "[" * 100_000, "is not TOML", id="nested without end"),
+        pytest.param("name = " + "9" * 5000, "is not TOML", id="5,000 digits"),
+        pytest.param("#" * (MAX_FILE_BYTES + 1), f"must be a file of at most {MAX_FILE_BYTES} bytes", id="too large"),
+        pytest.param("[router]\nmax_stall_s = " + "9" * 400, "max_stall_s: must be float", id="400 digits"),
+        ("[router]\nmax_stall_s = nan", "router.max_stall_s must be between"),
+        ("[router]\nmax_stall_s = inf", "router.max_stall_s must be between"),
+        ("[router]\nmax_connections = 0", "router.max_connections must be between"),
+        ("[router]\nreflection = 1", "settings.router.reflection: must be bool"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        ClusterConfig.load(file, {})
+
+
+def test_a_wrong_value_is_told_in_64_characters(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("[pools]\nprefill = " + "9" * 4000)
+    with pytest.raises(ConfigError, match=r"pools\.prefill must be between") as raised:
+        ClusterConfig.load(file, {})
+    assert "9" * 65 not in raised.value.message
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "baton.toml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        ClusterConfig.load(file, {})
+
+
+def test_a_password_in_a_wrong_redis_url_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as raised:
+        ClusterConfig.load(None, {"redis": {"url": "redsi://:secret@host"}})
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("0", 0), ("4096", 4096), ("1KiB", 1024), ("1.5 MiB", 3 << 19), (" 2GiB ", 2 << 30)]
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1e3", "1 GB", "MiB", "1MiBx"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB")]
+)
+def test_sizes_are_shown(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_settings_cannot_be_changed() -> None:
+    config: Any = ClusterConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.name = "other"
+
+
+@pytest.mark.parametrize("port", [0, 9090, "off"])
+def test_metrics_have_a_port_or_none(port: int | str) -> None:
+    assert ClusterConfig.load(None, {"router": {"metrics_port": port}}).router.metrics_port == port
+
+
+@pytest.mark.parametrize("port", [-1, 70000, "on", 1.5, True])
+def test_a_port_for_metrics_that_is_none(port: object) -> None:
+    with pytest.raises(ConfigError, match=r"router\.metrics_port"):
+        ClusterConfig.load(None, {"router": {"metrics_port": port}})

@@ -1,0 +1,51 @@
+from pathlib import Path
+
+import pytest
+
+import demo_model
+from deploy.plan.config import ModelSettings
+from deploy.plan.model import inspect_model
+from tests.checkpoints import make_checkpoint
+from wire.errors import ConfigError, ModelError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_what_is_known_of_a_folder(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama-gqa", tmp_path / "small")
+    model = inspect_model(ModelSettings(str(folder), block_size=32), "cpu")
+    assert (model.served.name, model.served.folder, model.served.dtype) == ("small", str(folder), "float32")
+    assert model.served.layout.block_size == 32
+    assert model.served.layout.block_bytes == 16384  # 2 layers, keys and values, 2 heads of 16, 32 tokens, 4 bytes
+    assert model.context_bytes == 32 * 16384
+    assert model.weight_bytes == (folder / "model.safetensors").stat().st_size
+
+
+def test_the_fingerprint_follows_weights_and_dtype_and_not_the_place(tmp_path: Path) -> None:
+    one, same = (make_checkpoint("llama-gqa", tmp_path / name) for name in ("one", "same"))
+    other = make_checkpoint("llama-gqa", tmp_path / "other", seed=1)
+    fingerprints = [
+        inspect_model(ModelSettings(str(folder)), "cpu").served.fingerprint for folder in (one, same, other)
+    ]
+    fingerprints.append(inspect_model(ModelSettings(str(one), dtype="bfloat16"), "cpu").served.fingerprint)
+    assert fingerprints[0] == fingerprints[1]
+    assert len(set(fingerprints)) == 3
+
+
+def test_without_a_name_it_is_the_demo_model() -> None:
+    model = inspect_model(ModelSettings(), "cpu")
+    assert (model.served.name, model.served.folder) == ("demo-model", str(demo_model.CHECKPOINT))
+
+
+def test_without_a_name_and_a_demo_model_it_says_what_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_model, "CHECKPOINT", tmp_path / "none")
+    with pytest.raises(ConfigError, match="give a model: --model FOLDER"):
+        inspect_model(ModelSettings(), "cpu")
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        inspect_model(ModelSettings(str(tmp_path)), "cpu")

@@ -1,0 +1,91 @@
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deploy.plan.config import ClusterConfig
+from deploy.plan.machine import Machine, inspect_machine
+from deploy.plan.model import ModelFacts
+from deploy.plan.sizing import size
+from router.config import ServedModel
+from wire.errors import ConfigError
+from wire.layout import KVLayout
+
+MIB, GIB = 1 << 20, 1 << 30
+LAPTOP = Machine(memory_bytes=8 * GIB, shared_bytes=4 * GIB, num_cores=8)
+GPU_NODE = Machine(memory_bytes=200 * GIB, shared_bytes=100 * GIB, num_cores=64, gpus=(140 * GIB,) * 2)
+
+
+def served(max_context_len: int, layout: KVLayout) -> ServedModel:
+    return ServedModel("m", "/m", layout.dtype, max_context_len, 300, "", layout.encode().hex())
+
+
+SMALL = ModelFacts(served(2048, KVLayout(1, 4, 64, 16, "float32")), "cpu", weight_bytes=8 * MIB)  # blocks of 32 KiB
+LARGE = ModelFacts(served(131072, KVLayout(32, 8, 128, 16, "float16")), "cpu", weight_bytes=3 * GIB)  # of 2 MiB
+
+
+def config(**tables: Any) -> ClusterConfig:
+    return ClusterConfig.load(None, tables)
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "tables", "pool_blocks", "arena_slots", "threads", "gpus"),
+    [
+        pytest.param(LAPTOP, SMALL, {}, 8192, 8192, 4, 0.0, id="small: 64 contexts"),
+        pytest.param(LAPTOP, LARGE, {"pools": {"prefill": 0}}, 256, 512, 8, 0.0, id="large: 512 MiB, 1 GiB"),
+        pytest.param(replace(LAPTOP, shared_bytes=64 * MIB), SMALL, {}, 8192, 512, 4, 0.0, id="a quarter of /dev/shm"),
+        pytest.param(replace(LAPTOP, memory_bytes=GIB), SMALL, {}, 2048, 8192, 4, 0.0, id="an eighth of memory"),
+        pytest.param(LAPTOP, SMALL, {"pools": {"decode": 15}}, 2048, 8192, 1, 0.0, id="many workers"),
+        pytest.param(LAPTOP, SMALL, {"worker": {"pool_bytes": "1MiB"}}, 32, 8192, 4, 0.0, id="pool as asked"),
+        pytest.param(LAPTOP, SMALL, {"arena": {"size_bytes": "3GiB"}}, 8192, 98304, 4, 0.0, id="arena as asked"),
+        pytest.param(LAPTOP, SMALL, {"worker": {"num_threads": 3}}, 8192, 8192, 3, 0.0, id="threads as asked"),
+        pytest.param(GPU_NODE, LARGE, {}, 69120, 512, 32, 1.0, id="GPU: what weights and reserve leave"),
+        pytest.param(GPU_NODE, LARGE, {"worker": {"num_gpus": 0.5}}, 33280, 512, 32, 0.5, id="half a GPU each"),
+        pytest.param(GPU_NODE, SMALL, {"worker": {"num_gpus": 0}}, 8192, 8192, 32, 0.0, id="CPU though there are GPUs"),
+    ],
+)
+def test_sizes(
+    machine: Machine,
+    model: ModelFacts,
+    tables: dict[str, Any],
+    pool_blocks: int,
+    arena_slots: int,
+    threads: int,
+    gpus: float,
+) -> None:
+    sizes = size(config(**tables), model, machine)
+    assert (sizes.num_pool_blocks, sizes.num_arena_slots) == (pool_blocks, arena_slots)
+    assert (sizes.num_threads, sizes.num_gpus) == (threads, gpus)
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "tables", "named"),
+    [
+        (replace(LAPTOP, memory_bytes=5 * GIB), LARGE, {}, "weights, pools and arena take"),
+        (LAPTOP, SMALL, {"worker": {"pool_bytes": "5GiB"}}, "of memory are free"),
+        (replace(LAPTOP, shared_bytes=GIB), SMALL, {"arena": {"size_bytes": "2GiB"}}, "of /dev/shm are free"),
+        (LAPTOP, LARGE, {"worker": {"pool_bytes": "1MiB"}, "pools": {"prefill": 0}}, "worker.pool_bytes: 1 MiB is too"),
+        (replace(LAPTOP, shared_bytes=MIB // 2), SMALL, {}, "arena.size_bytes: 128 KiB is too little"),
+        (LAPTOP, SMALL, {"worker": {"num_gpus": 1.0}}, "the workers take 2 GPUs, but there are 0"),
+        (GPU_NODE, SMALL, {"pools": {"decode": 2}}, "the workers take 3 GPUs, but there are 2"),
+        (replace(GPU_NODE, gpus=(4 * GIB,) * 2), LARGE, {}, "worker.pool_bytes: 0 B is too little"),
+    ],
+)
+def test_what_cannot_fit_is_refused(machine: Machine, model: ModelFacts, tables: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        size(config(**tables), model, machine)
+
+
+def test_a_context_that_does_not_fit_is_said() -> None:
+    assert size(config(), SMALL, LAPTOP).notes == ()
+    pool, arena = size(config(pools={"prefill": 0}), LARGE, LAPTOP).notes
+    assert "worker.pool_bytes has room for 4096 tokens, less than the model's context of 131072" in pool
+    assert "arena.size_bytes has room for 8192 tokens" in arena
+
+
+def test_this_machine_has_something() -> None:
+    machine = inspect_machine()
+    assert machine.num_cores >= 1
+    assert machine.memory_bytes > 0
+    assert machine.shared_bytes > 0

@@ -1,0 +1,100 @@
+"""What the router learns of its workers from their statuses, what it tells of that, and chooses workers by."""
+
+import asyncio
+
+import pytest
+
+from router.observe.status import changes
+from router.workers.members import LONG_STEP_S
+from tests.router.fake_cluster import WAIT_S, FakeCluster, request, running, until
+from wire.errors import DeadlineExceeded
+from wire.pb import cluster_pb2, worker_pb2
+from wire.pb import inference_pb2 as pb
+
+
+def status(redis: str = "up", epoch: str = "e1", silent_s: float = 0.0) -> cluster_pb2.ClusterStatus:
+    blocks = worker_pb2.BlockCounts(total=1)
+    made = cluster_pb2.ClusterStatus()
+    made.workers.add(worker_id="decode-0", blocks=blocks, engine_silent_s=silent_s)
+    made.workers.add(worker_id="decode-1", blocks=blocks, engine_silent_s=0.5)
+    made.tiers.add(tier="host", epoch=epoch)
+    made.tiers.add(tier="redis", state=redis)
+    return made
+
+
+NOTHING = cluster_pb2.ClusterStatus()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (NOTHING, status(), []),
+        (status(), status(), []),
+        (status(), NOTHING, []),
+        (status(), status(redis="broken"), ["tier redis does not answer"]),
+        (status(redis="broken"), status(redis="broken"), []),
+        (status(redis="broken"), status(), ["tier redis answers again"]),
+        (status(epoch="e1"), status(epoch="e2"), ["the directory of tier host is a new one"]),
+        (status(), status(silent_s=9.0), []),
+        (status(silent_s=9.0), status(silent_s=11.0), ["decode-0 is silent for 11 s"]),
+        (NOTHING, status(silent_s=23.0), ["decode-0 is silent for 23 s"]),
+        (status(silent_s=11.0), status(silent_s=13.0), []),
+        (status(silent_s=11.0), status(), ["decode-0 is not silent any more"]),
+        (status(silent_s=11.0), NOTHING, []),
+    ],
+)
+def test_what_an_operator_is_told(
+    before: cluster_pb2.ClusterStatus, after: cluster_pb2.ClusterStatus, told: list[str]
+) -> None:
+    texts = list(changes(before, after))
+    assert len(texts) == len(told)
+    assert all(text.startswith(start) for text, start in zip(texts, told, strict=True))
+
+
+async def test_the_last_status_is_there_without_asking_a_worker() -> None:
+    async with running(1, 1) as cluster:
+        watch = cluster.router.watch
+        await until(lambda: len(watch.last.workers) == 2)
+        await cluster.generate(request(max_tokens=3))
+        await cluster.enlist("d0")
+        await watch.read()
+        assert [worker.worker_id for worker in watch.last.workers] == ["d0"]
+
+
+async def test_changes_are_remembered_with_their_age() -> None:
+    async with running(1, 1) as cluster:
+        watch = cluster.router.watch
+        watch.last = status(epoch="e1")
+        cluster.workers["p0"].epoch = "e2"
+        async with asyncio.timeout(WAIT_S):
+            await watch.read()
+        (event,) = watch.events
+        assert event.text.startswith("the directory of tier host")
+        assert 0 <= event.age_s < WAIT_S
+
+
+async def chosen(cluster: FakeCluster, text: str = "hello") -> tuple[str, str]:
+    """Workers that serve a new request: the first of each role, unless another has the prompt or one is silent."""
+    timeline = (await cluster.generate(pb.GenerateRequest(text=text))).complete.timeline
+    return timeline.prefill_worker, timeline.decode_worker
+
+
+@pytest.mark.parametrize(("silent", "others"), [("p0", ("p1", "d0")), ("d0", ("p0", "d1"))])
+async def test_a_silent_engine_is_avoided_from_one_status_to_the_next(silent: str, others: tuple[str, str]) -> None:
+    async with running(2, 2) as cluster:
+        cluster.workers[silent].engine_silent_s = LONG_STEP_S
+        await cluster.router.watch.read()
+        assert await chosen(cluster) == others
+        cluster.workers[silent].engine_silent_s = 0.0
+        await cluster.router.watch.read()
+        assert await chosen(cluster, "good-bye") == ("p0", "d0")
+
+
+async def test_a_worker_that_does_not_tell_its_status_counts_as_silent_until_it_does() -> None:
+    async with running(1, 2) as cluster:
+        cluster.workers["d0"].status_refusal = DeadlineExceeded("too busy to answer")
+        await cluster.router.watch.read()
+        assert await chosen(cluster) == ("p0", "d1")
+        cluster.workers["d0"].status_refusal = None
+        await cluster.router.watch.read()
+        assert await chosen(cluster) == ("p0", "d0")

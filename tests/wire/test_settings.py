@@ -1,0 +1,59 @@
+import json
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NewType
+
+import pytest
+
+from wire.errors import ConfigError
+from wire.settings import from_json, from_object, to_json
+
+Name = NewType("Name", str)
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True)
+class Wheel:
+    name: Name
+    colour: Colour = Colour.RED
+
+
+@dataclass(frozen=True)
+class Cart:
+    wheels: tuple[Wheel, ...]
+    spare: Wheel | None = None
+    weight: float | None = None
+
+
+CART = Cart((Wheel(Name("left")), Wheel(Name("right"), Colour.BLUE)), Wheel(Name("third")), 1.5)
+
+
+@pytest.mark.parametrize("cart", [CART, Cart(())])
+def test_what_is_written_is_read_again(cart: Cart) -> None:
+    assert from_json(Cart, to_json(cart), "cart") == cart
+
+
+def test_enums_are_written_by_their_values_and_tuples_as_lists() -> None:
+    assert json.loads(to_json(Cart(CART.wheels[1:])))["wheels"] == [{"name": "right", "colour": "blue"}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"wheels": {}}, "cart.wheels: must be tuple"),
+        ({"wheels": [3]}, "cart.wheels.0: must be an object"),
+        ({"wheels": [{"name": 3}]}, "cart.wheels.0.name: must be str"),
+        ({"wheels": [{"name": "left", "colour": "green"}]}, "cart.wheels.0.colour: must be Colour"),
+        ({"wheels": [{"name": "left", "colour": []}]}, "cart.wheels.0.colour: must be Colour"),
+        ({"spare": 3}, "cart.spare: must be Wheel"),
+        ({"spare": {"name": "third", "size": 3}}, "cart.spare.size: unknown"),
+        ({"weight": True}, "cart.weight: must be float"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_path(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        from_object(Cart, {"wheels": [], **changes}, "cart")
