@@ -3,9 +3,8 @@
 import time
 from collections.abc import Iterator
 
-from engine.events import Emitted, Event, Fetched, Finished, Scheduled, Started, TierTokens
+from engine.events import Emitted, EngineStats, Event, Fetched, Finished, Scheduled, Started, TierTokens
 from engine.request import EngineRequest
-from engine.stats import EngineStats
 from wire.block_counts import BlockCounts
 from wire.ids import RequestId
 from wire.sampling import FinishReason
