@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from wire.errors import BatonError
 from wire.ids import RequestId, WorkerId
@@ -52,7 +53,7 @@ class RequestRecord:
     def total_s(self) -> float:
         return self.timeline.total_ms / 1000
 
-    @property
+    @cached_property
     def waits_s(self) -> Mapping[str, float]:
         """Time spent at each gate."""
         waits_s: dict[str, float] = {}

@@ -102,6 +102,7 @@ class Flow:
         self._stop = stop
         self._loop = asyncio.get_running_loop()
         self._attempts = Attempts()
+        self._is_alone = False
         self._attempt_id = AttemptId(order.request_id, 0)
         self._prepared: Prepared | None = None
         self._answer: Answer | None = None
@@ -115,10 +116,10 @@ class Flow:
         await self._prepare()
         step = NextStep.RETRY
         while not self.answer.has_ended:
-            is_last = step is NextStep.RETRY_ALONE
+            self._is_alone = step is NextStep.RETRY_ALONE
             try:
-                async with self._services.suspects.alone(self._order.request_id) if is_last else nullcontext():
-                    if is_last:
+                async with self._services.suspects.alone(self._order.request_id) if self._is_alone else nullcontext():
+                    if self._is_alone:
                         self._reached("wait_trial")
                     await self._attempt()
             except AttemptFailed as failure:
@@ -210,7 +211,7 @@ class Flow:
                 on_prompt()
             for chunk in self.answer.accept(update.choices):
                 self._send(chunk)
-            if not self._attempts.is_in_vain(self.answer.num_tokens):
+            if self._is_alone and not self._attempts.is_in_vain(self.answer.num_tokens):
                 self._services.suspects.clear(self._order.request_id)
             spans.extend(update.end.spans)
             return not self.answer.has_ended_here

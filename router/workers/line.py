@@ -256,7 +256,7 @@ class _Attempt:
 
 
 def _reason_of(error: Exception) -> BatonError:
-    """What a line ends with: a bug ends it as a loss does, since a line that stands still would hold up all on it."""
+    """The reason that a line ends with. A bug ends it as a loss does, for a line that stood still would hold up all."""
     return error if isinstance(error, BatonError) else Unavailable(incident.report(error).message)
 
 

@@ -105,7 +105,7 @@ class Membership:
         self._on_change()
 
     async def _ask_state(self, member: Member) -> WorkerState:
-        """Asks a worker for its state, on a new line if the old one broke. A BROKEN one is as good as LOST."""
+        """Asks a worker for its state, on a new line if need be. BROKEN counts as LOST, and so does an ended line."""
         if not member.line.is_open:
             await member.line.close(Unavailable("the line has ended"))
             member.line = self._open(member.worker)

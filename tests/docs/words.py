@@ -37,7 +37,6 @@ NOT_REWORDED = (
     "worker",
     "tests/decode_worker",
     "tests/deploy",
-    "tests/router",
     "tests/wire",
     "tests/worker",
 )

@@ -459,7 +459,7 @@ class TestOutgoing:
         outgoing.abort(A)
         assert [attempt_of(request.begin.id) for request in written(outgoing)] == [B]
 
-    def test_an_abort_amid_the_pieces_takes_back_those_that_wait(self) -> None:
+    def test_an_abort_amid_the_pieces_takes_back_the_rest(self) -> None:
         outgoing = Outgoing()
         for attempt in (A, B):
             outgoing.begin(long_begin(attempt))
