@@ -229,6 +229,12 @@ async def test_an_abort_between_the_pieces_ends_them(line: RouterLine, worker: W
     assert worker.orders == [("abort", A), ("begin", (B, 500))]
 
 
+async def test_an_aborted_begin_is_not_made_whole(line: RouterLine, worker: Worker) -> None:
+    first, last = pieces(A, begin(A, prompt_len=1000).SerializeToString(), 2)
+    take_all(line, [first, worker_pb2.ConnectRequest(aborts=[attempt_to_pb(A)]), last])
+    assert worker.orders == [("abort", A)]
+
+
 @pytest.mark.parametrize(
     "data",
     [

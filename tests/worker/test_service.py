@@ -216,13 +216,16 @@ async def test_a_later_attempt_takes_the_place_of_an_earlier_one(decode: Worker)
 async def test_an_attempt_that_runs_is_not_begun_again_and_goes_on(decode: Worker) -> None:
     decode.model.may_go.clear()
     line = decode.service.connect()
-    for _ in range(2):
-        line.take(worker_pb2.ConnectRequest(begins=[begin_of()]))
+    line.take(worker_pb2.ConnectRequest(begins=[begin_of()]))
+    await decode.at_work()
+    line.take(worker_pb2.ConnectRequest(begins=[begin_of()]))
+    updates = await read(line)
+    assert not any(update.HasField("end") for update in updates)
     decode.model.may_go.set()
     await decode.at_rest()
-    (update,) = await read(line)
-    assert tokens_of([update]) == ORACLE.oracle(PROMPT, 40)
-    assert not update.end.HasField("error")
+    updates += await read(line)
+    assert tokens_of(updates) == ORACLE.oracle(PROMPT, 40)
+    assert not updates[-1].end.HasField("error")
 
 
 @pytest.mark.parametrize("attempt", [1, 2, 3])
