@@ -84,7 +84,7 @@ async def _read(address: str, num_requests: int, num_tokens: int) -> Reading:
     async with asyncio.timeout(_TIMEOUT_S):
         for number in range(num_requests):
             begin = begin_of(request_id=str(number), sampling=greedy(num_tokens), time_left_s=_TIMEOUT_S)
-            await transport.write(worker_pb2.ConnectRequest(begin=begin))
+            await transport.write(worker_pb2.ConnectRequest(begins=[begin]))
         while reading.ended < num_requests:
             response = await transport.read()
             assert response is not None, "the worker has ended the line"

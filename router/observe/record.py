@@ -1,4 +1,4 @@
-"""What a request came to, for whoever runs the service: for the log and for metrics, never for the client."""
+"""The outcome of a request, for the log and for metrics, never for the client."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class RequestRecord:
 
     @property
     def values(self) -> Mapping[str, object]:
-        """What the log says of it. Nothing of what the client sent or got."""
+        """The fields of its line in the log; nothing that the client sent or got."""
         summary, waits_s = self.summary, self.waits_s
         cached = summary.cached or {}
         return {

@@ -1,4 +1,4 @@
-"""What is ready for a client and not yet taken by its stream."""
+"""Messages that are ready for a client and not yet taken by its stream."""
 
 import asyncio
 from collections import deque

@@ -24,7 +24,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True)
 class Limits:
-    """What the served model and its workers can take. `num_blocks` is the smallest pool that a request may meet."""
+    """The bounds of the served model and its workers. `num_blocks` is the smallest pool that a request may meet."""
 
     model: str
     vocab_size: int

@@ -108,7 +108,7 @@ class Outgoing:
 
 
 class Line:
-    """One connection, from its opening to its end. Belongs to the running event loop.
+    """A connection, from its opening to its end. Belongs to the running event loop.
 
     on_end: called once, with the reason, unless `close` ends the line.
     """
@@ -209,7 +209,7 @@ class Line:
             self._end(_reason_of(error))
 
     def _deliver(self, update: worker_pb2.Update) -> None:
-        """Hands an update to its attempt. One of an attempt that is over here has nobody to go to."""
+        """Hands an update to its attempt; drops one of an attempt that is over."""
         attempt = self._attempts.get(attempt_of(update.id))
         if attempt is not None:
             attempt.take(update)
