@@ -1,4 +1,4 @@
-"""What a router listens with: a gRPC server for clients, one for the operator, one over HTTP for Prometheus."""
+"""The servers of a router: a gRPC server for clients, one for the operator, one over HTTP for Prometheus."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Keeps `Members` true: opens lines to the workers that the controller lists, and opens those that broke again."""
+"""Keeps `Members` true: opens lines to the workers that the controller lists, and opens broken ones again."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ class Membership:
         self._probes: dict[WorkerId, asyncio.Task[None]] = {}
 
     async def set(self, listed: Sequence[Worker]) -> dict[WorkerId, str]:
-        """Makes these workers the members. Returns those that were not taken in, with the reason; to be listed again.
+        """Makes these workers the members. Returns refused workers with the reason; they may be listed again.
 
         A worker listed as DRAINING gets no new work. Lines to workers that are no longer listed end, and their requests
         go on elsewhere.
@@ -128,7 +128,7 @@ class Membership:
 
 
 def _farewell(member: Member) -> BatonError:
-    """What ends the attempts on a worker that is no longer listed. A DRAINING one has had no accident."""
+    """Returns the error that ends attempts on a worker that is no longer listed. A DRAINING one has had no accident."""
     if member.state is WorkerState.DRAINING:
         return WorkerLeaving("the worker has left", worker_id=member.id)
     return Unavailable("the worker is no longer there", worker_id=member.id)

@@ -162,8 +162,8 @@ class FakeLine:
             task = asyncio.create_task(self._answer(ask))
             self._asked.add(task)
             task.add_done_callback(self._asked.discard)
-        if request.HasField("begin"):
-            self.begin(request.begin)
+        for begin in request.begins:
+            self.begin(begin)
         if request.HasField("piece"):
             self._pieces.extend(request.piece.data)
         if request.piece.last:

@@ -435,16 +435,20 @@ class TestOutgoing:
         outgoing.release(C)
         outgoing.ask(worker_pb2.Ask(number=1, info=worker_pb2.GetInfo()))
         outgoing.abort(C)
-        short, begun = written(outgoing)
-        assert [attempt_of(one) for one in (*short.renewals, *short.releases, *short.aborts)] == [B, C, C]
-        assert [ask.number for ask in short.asks] == [1]
-        assert begun == worker_pb2.ConnectRequest(begin=begin(A))
+        (message,) = written(outgoing)
+        assert [attempt_of(one) for one in (*message.renewals, *message.releases, *message.aborts)] == [B, C, C]
+        assert [ask.number for ask in message.asks] == [1]
+        assert list(message.begins) == [begin(A)]
 
-    def test_begins_go_in_their_order(self) -> None:
+    def test_begins_go_in_their_order_as_many_at_once_as_a_piece_is_long(self) -> None:
         outgoing = Outgoing()
+        num_tokens = MAX_PIECE_BYTES // 8
         for attempt in (B, A, C):
-            outgoing.begin(begin(attempt))
-        assert [attempt_of(request.begin.id) for request in written(outgoing)] == [B, A, C]
+            outgoing.begin(begin(attempt, num_tokens))
+        first, second = written(outgoing)
+        assert [attempt_of(begin.id) for begin in first.begins] == [B, A]
+        assert [attempt_of(begin.id) for begin in second.begins] == [C]
+        assert first.ByteSize() <= MAX_PIECE_BYTES + 64
 
     def test_a_long_begin_goes_in_pieces_between_which_short_orders_pass(self) -> None:
         outgoing = Outgoing()
@@ -455,7 +459,7 @@ class TestOutgoing:
         short, *pieces, last = written(outgoing)
         assert first is not None
         assert [attempt_of(one) for one in short.renewals] == [C]
-        assert attempt_of(last.begin.id) == B
+        assert [attempt_of(begin.id) for begin in last.begins] == [B]
         data = b"".join(request.piece.data for request in (first, *pieces))
         assert worker_pb2.Begin.FromString(data) == long_begin(A)
         assert [request.piece.last for request in pieces] == [*[False] * (len(pieces) - 1), True]
@@ -466,7 +470,7 @@ class TestOutgoing:
         for attempt in (A, B):
             outgoing.begin(begin(attempt))
         outgoing.abort(A)
-        assert [attempt_of(request.begin.id) for request in written(outgoing)] == [B]
+        assert [attempt_of(begin.id) for request in written(outgoing) for begin in request.begins] == [B]
 
     def test_an_abort_amid_the_pieces_takes_back_the_rest(self) -> None:
         outgoing = Outgoing()
