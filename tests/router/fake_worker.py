@@ -209,9 +209,8 @@ class FakeLine:
             del self._tasks[attempt_of(begin.id)]
 
     def _send(self, begin: worker_pb2.Begin, update: worker_pb2.Update) -> None:
-        addressed = worker_pb2.Update(id=begin.id)
-        addressed.MergeFrom(update)
-        self.say(addressed)
+        update.id.CopyFrom(begin.id)
+        self.say(update)
 
     async def _answer(self, ask: worker_pb2.Ask) -> None:
         answer = worker_pb2.Answer(number=ask.number)

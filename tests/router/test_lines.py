@@ -309,6 +309,15 @@ async def test_the_wrong_token_ends_the_line() -> None:
         await line.close(LEFT)
 
 
+async def test_a_write_after_the_end_tells_why_the_line_ended() -> None:
+    async with served(FakeWorker(WorkerId("w"), Role.DECODE), TOKEN) as (_, address):
+        transport = GrpcTransport(address, "another")
+        for use in (transport.read, lambda: transport.write(worker_pb2.ConnectRequest())):
+            with pytest.raises(Unavailable, match="token"):
+                await use()
+        await transport.close()
+
+
 async def test_a_worker_that_comes_back_is_reached_on_a_new_line() -> None:
     worker = FakeWorker(WorkerId("w"), Role.DECODE)
     async with served(worker, TOKEN) as (_, address), line_to(GrpcTransport(address, TOKEN)) as line:
