@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 1.0
 PROBE_EVERY_S = 1.0
+_FIT_STATES = {state.value: state for state in (WorkerState.READY, WorkerState.DRAINING)}
 
 
 class Membership:
@@ -113,9 +114,8 @@ class Membership:
             status = await member.line.status(False, PROBE_TIMEOUT_S)
         except BatonError:
             return WorkerState.LOST
-        state = WorkerState(status.state)
-        is_fit = member.line.is_open and state in (WorkerState.READY, WorkerState.DRAINING)
-        return state if is_fit else WorkerState.LOST
+        is_itself = member.line.is_open and status.worker_id == member.id
+        return _FIT_STATES.get(status.state, WorkerState.LOST) if is_itself else WorkerState.LOST
 
     async def _report(self, worker_id: WorkerId) -> bool:
         log.warning("worker %s is lost", worker_id)
