@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from engine.events import Emitted, EngineStats, Event, Fetched, Finished, Scheduled, Started, TierTokens
 from engine.request import EngineRequest
-from wire.block_counts import BlockCounts
 from wire.ids import RequestId
 from wire.sampling import FinishReason
+from wire.tier import BlockCounts
 
 _TOKEN = ord("a")
 _STATS = EngineStats(BlockCounts(0, 0, 0, 0, 0, 0), 0, 0, 0, 0, 0, 0)

@@ -108,7 +108,8 @@ def _is_private(name: str) -> bool:
 
 def _is_own(value: ast.expr) -> bool:
     """Whether a class reads its own attribute, or the standard library's os and sys are asked."""
-    return isinstance(value, ast.Name) and value.id in ("self", "cls", "os", "sys")
+    is_super = isinstance(value, ast.Call) and ast.unparse(value) == "super()"
+    return is_super or (isinstance(value, ast.Name) and value.id in ("self", "cls", "os", "sys"))
 
 
 def main() -> None:
