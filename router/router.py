@@ -86,7 +86,7 @@ class Router:
         self._placement.wake()
 
     def _limits(self) -> Limits:
-        """What fits now: without workers, whatever the model can take."""
+        """Bounds as the workers are now; without workers, the bounds of the model."""
         model, block_size = self.config.model, self.config.model.layout.block_size
         num_blocks = self.members.num_pool_blocks
         if num_blocks is None:

@@ -1,6 +1,7 @@
 """Conversion between our dataclasses and protobuf messages."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
 from wire.errors import BatonError, rebuild
 from wire.ids import AttemptId, RequestId
@@ -8,21 +9,8 @@ from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import FinishReason, Logprobs, SamplingParams
 
-_SCALARS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_tokens",
-    "min_tokens",
-    "seed",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logprobs",
-    "n",
-)
+_LISTS = ("stop", "stop_token_ids")
+_SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _LISTS)
 _REASON_TO_PB = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,

@@ -91,8 +91,8 @@ class RouterLine:
             self._orders.release([attempt_of(message) for message in request.releases])
         for ask in request.asks:
             self._orders.answer(self, ask)
-        if request.HasField("begin"):
-            self._begin(request.begin)
+        for begin in request.begins:
+            self._begin(begin)
         if request.HasField("piece"):
             self._take_piece(request.piece)
 

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from engine.events import EngineStats
 from engine.request import ChoiceSoFar, EngineRequest
 from kv_store.block_store import StoreStatus
-from wire.block_counts import BlockCounts
 from wire.convert import (
     attempt_of,
     attempt_to_pb,
@@ -20,7 +19,7 @@ from wire.errors import InvalidRequest
 from wire.ids import AttemptId, NamespaceRoot
 from wire.pb import inference_pb2, worker_pb2
 from wire.sampling import MAX_CHOICES
-from wire.tier import Tier
+from wire.tier import BlockCounts, Tier
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, Update
 

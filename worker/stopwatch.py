@@ -26,7 +26,7 @@ _ORDER = tuple(Phase)
 
 @dataclass(frozen=True)
 class Span:
-    """One phase, in milliseconds since the arrival; it leaves out counts of zero."""
+    """A phase, in milliseconds since the arrival; it leaves out counts of zero."""
 
     name: str
     start_ms: float

@@ -1,4 +1,4 @@
-"""What follows when an attempt at a request is lost: another one, another one alone, or the end."""
+"""The next step after a lost attempt: another attempt, another one alone, or the end."""
 
 import asyncio
 from collections import OrderedDict

@@ -84,20 +84,31 @@ class Outgoing:
         return request
 
     def next(self) -> worker_pb2.ConnectRequest | None:
-        """The next message to be written, if there is one."""
-        if self._short.ByteSize():
-            short, self._short = self._short, worker_pb2.ConnectRequest()
-            return short
-        if not self._pieces and self._begins:
-            _, begin = self._begins.popitem(last=False)
-            if begin.ByteSize() <= MAX_PIECE_BYTES:
-                return worker_pb2.ConnectRequest(begin=begin)
-            self._pieces.extend(_pieces_of(begin))
-        return worker_pb2.ConnectRequest(piece=self._pieces.popleft()) if self._pieces else None
+        """The next message, if there is one: all short orders, and attempts to begin or a piece of one."""
+        message, self._short = self._short, worker_pb2.ConnectRequest()
+        num_bytes = message.ByteSize()
+        if not self._pieces:
+            self._add_begins(message, num_bytes)
+        if self._pieces and not num_bytes:
+            message.piece.CopyFrom(self._pieces.popleft())
+        return message if message.ByteSize() else None
+
+    def _add_begins(self, message: worker_pb2.ConnectRequest, num_bytes: int) -> None:
+        """Adds attempts to begin as far as a message takes them; cuts the next one in pieces if no message does."""
+        while self._begins:
+            begin = next(iter(self._begins.values()))
+            num_bytes += begin.ByteSize()
+            if num_bytes > MAX_PIECE_BYTES and message.ByteSize():
+                return
+            self._begins.popitem(last=False)
+            if num_bytes > MAX_PIECE_BYTES:
+                self._pieces.extend(_pieces_of(begin))
+                return
+            message.begins.append(begin)
 
 
 class Line:
-    """One connection, from its opening to its end. Belongs to the running event loop.
+    """A connection, from its opening to its end. Belongs to the running event loop.
 
     on_end: called once, with the reason, unless `close` ends the line.
     """
@@ -198,7 +209,7 @@ class Line:
             self._end(_reason_of(error))
 
     def _deliver(self, update: worker_pb2.Update) -> None:
-        """Hands an update to its attempt. One of an attempt that is over here has nobody to go to."""
+        """Hands an update to its attempt; drops one of an attempt that is over."""
         attempt = self._attempts.get(attempt_of(update.id))
         if attempt is not None:
             attempt.take(update)
@@ -256,7 +267,7 @@ class _Attempt:
 
 
 def _reason_of(error: Exception) -> BatonError:
-    """What a line ends with: a bug ends it as a loss does, since a line that stands still would hold up all on it."""
+    """The reason that a line ends with. A bug ends it as a loss does, for a line that stood still would hold up all."""
     return error if isinstance(error, BatonError) else Unavailable(incident.report(error).message)
 
 

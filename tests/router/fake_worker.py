@@ -162,8 +162,8 @@ class FakeLine:
             task = asyncio.create_task(self._answer(ask))
             self._asked.add(task)
             task.add_done_callback(self._asked.discard)
-        if request.HasField("begin"):
-            self.begin(request.begin)
+        for begin in request.begins:
+            self.begin(begin)
         if request.HasField("piece"):
             self._pieces.extend(request.piece.data)
         if request.piece.last:
@@ -209,9 +209,8 @@ class FakeLine:
             del self._tasks[attempt_of(begin.id)]
 
     def _send(self, begin: worker_pb2.Begin, update: worker_pb2.Update) -> None:
-        addressed = worker_pb2.Update(id=begin.id)
-        addressed.MergeFrom(update)
-        self.say(addressed)
+        update.id.CopyFrom(begin.id)
+        self.say(update)
 
     async def _answer(self, ask: worker_pb2.Ask) -> None:
         answer = worker_pb2.Answer(number=ask.number)

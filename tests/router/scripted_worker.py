@@ -55,7 +55,7 @@ class ScriptedWorker(FakeWorker):
         ends: bool = False,
         error: BatonError | None = None,
     ) -> None:
-        """Sends an update of the latest attempt, or of the one that has this number of those at its request here.
+        """Sends an update of the latest attempt, or of the attempt with this number among its request's here.
 
         prompt: tokens by tier. error: the attempt ends with it.
         """
@@ -70,6 +70,10 @@ class ScriptedWorker(FakeWorker):
         if error is not None:
             update.end.error.CopyFrom(error_to_pb(error))
         self._lines[attempt].say(update)
+
+    def has_open(self, attempt: AttemptId) -> bool:
+        """Whether an attempt has no end yet."""
+        return attempt in self._open
 
     def begins_of(self, request_id: str) -> list[worker_pb2.Begin]:
         return [begin for begin in self.begins if begin.id.request_id == request_id]

@@ -71,7 +71,7 @@ def test_tokens_that_are_known_are_not_sent_again(gained: list[worker_pb2.Choice
         ([tokens("b", 1), tokens("b", 0, index=1)], [chunk("b")]),
     ],
 )
-def test_tokens_that_do_not_follow_are_an_error_after_those_that_do(
+def test_tokens_that_do_not_follow_are_an_error_after_any_that_do(
     gained: list[worker_pb2.ChoiceTokens], sent: list[pb.Chunk]
 ) -> None:
     one = answer(tokens("a", 0))

@@ -309,6 +309,15 @@ async def test_the_wrong_token_ends_the_line() -> None:
         await line.close(LEFT)
 
 
+async def test_a_write_after_the_end_tells_why_the_line_ended() -> None:
+    async with served(FakeWorker(WorkerId("w"), Role.DECODE), TOKEN) as (_, address):
+        transport = GrpcTransport(address, "another")
+        for use in (transport.read, lambda: transport.write(worker_pb2.ConnectRequest())):
+            with pytest.raises(Unavailable, match="token"):
+                await use()
+        await transport.close()
+
+
 async def test_a_worker_that_comes_back_is_reached_on_a_new_line() -> None:
     worker = FakeWorker(WorkerId("w"), Role.DECODE)
     async with served(worker, TOKEN) as (_, address), line_to(GrpcTransport(address, TOKEN)) as line:
@@ -426,16 +435,20 @@ class TestOutgoing:
         outgoing.release(C)
         outgoing.ask(worker_pb2.Ask(number=1, info=worker_pb2.GetInfo()))
         outgoing.abort(C)
-        short, begun = written(outgoing)
-        assert [attempt_of(one) for one in (*short.renewals, *short.releases, *short.aborts)] == [B, C, C]
-        assert [ask.number for ask in short.asks] == [1]
-        assert begun == worker_pb2.ConnectRequest(begin=begin(A))
+        (message,) = written(outgoing)
+        assert [attempt_of(one) for one in (*message.renewals, *message.releases, *message.aborts)] == [B, C, C]
+        assert [ask.number for ask in message.asks] == [1]
+        assert list(message.begins) == [begin(A)]
 
-    def test_begins_go_in_their_order(self) -> None:
+    def test_begins_go_in_their_order_as_many_at_once_as_a_piece_is_long(self) -> None:
         outgoing = Outgoing()
+        num_tokens = MAX_PIECE_BYTES // 8
         for attempt in (B, A, C):
-            outgoing.begin(begin(attempt))
-        assert [attempt_of(request.begin.id) for request in written(outgoing)] == [B, A, C]
+            outgoing.begin(begin(attempt, num_tokens))
+        first, second = written(outgoing)
+        assert [attempt_of(begin.id) for begin in first.begins] == [B, A]
+        assert [attempt_of(begin.id) for begin in second.begins] == [C]
+        assert first.ByteSize() <= MAX_PIECE_BYTES + 64
 
     def test_a_long_begin_goes_in_pieces_between_which_short_orders_pass(self) -> None:
         outgoing = Outgoing()
@@ -446,7 +459,7 @@ class TestOutgoing:
         short, *pieces, last = written(outgoing)
         assert first is not None
         assert [attempt_of(one) for one in short.renewals] == [C]
-        assert attempt_of(last.begin.id) == B
+        assert [attempt_of(begin.id) for begin in last.begins] == [B]
         data = b"".join(request.piece.data for request in (first, *pieces))
         assert worker_pb2.Begin.FromString(data) == long_begin(A)
         assert [request.piece.last for request in pieces] == [*[False] * (len(pieces) - 1), True]
@@ -457,9 +470,9 @@ class TestOutgoing:
         for attempt in (A, B):
             outgoing.begin(begin(attempt))
         outgoing.abort(A)
-        assert [attempt_of(request.begin.id) for request in written(outgoing)] == [B]
+        assert [attempt_of(begin.id) for request in written(outgoing) for begin in request.begins] == [B]
 
-    def test_an_abort_amid_the_pieces_takes_back_those_that_wait(self) -> None:
+    def test_an_abort_amid_the_pieces_takes_back_the_rest(self) -> None:
         outgoing = Outgoing()
         for attempt in (A, B):
             outgoing.begin(long_begin(attempt))

@@ -303,7 +303,7 @@ async def test_a_reader_that_stalls_is_told_and_let_go(caplog: pytest.LogCapture
     async with serving(config) as service:
         for worker in service.cluster.workers.values():
             worker.num_logprobs = 2000
-        call = service.inference.Generate(request(max_tokens=800))
+        call = service.inference.Generate(request(max_tokens=3900))
         stream = call.__aiter__()
         await anext(stream)
         await until(lambda: "has not read" in caplog.text)

@@ -84,7 +84,7 @@ WRITTEN: list[tuple[str, Message]] = [
                 worker_pb2.Ask(number=1, info=worker_pb2.GetInfo()),
                 worker_pb2.Ask(number=2, status=worker_pb2.GetStatus(check=True)),
             ],
-            begin=worker_pb2.Begin(id=ATTEMPT),
+            begins=[worker_pb2.Begin(id=ATTEMPT)],
             piece=worker_pb2.Piece(id=ATTEMPT, data=b"part", last=True),
         ),
     ),

@@ -158,7 +158,7 @@ async def test_a_closed_line_says_and_takes_nothing_more(line: RouterLine, worke
     line.send(A, update(0))
     line.close()
     line.send(A, update(1))
-    line.take(worker_pb2.ConnectRequest(begin=begin(A)))
+    line.take(worker_pb2.ConnectRequest(begins=[begin(A)]))
     assert await line.next() is None
     assert worker.orders == [("line_ended", line)]
 
@@ -178,7 +178,7 @@ def test_orders_of_a_message_are_carried_out_in_order(line: RouterLine, worker: 
             renewals=[attempt_to_pb(A), attempt_to_pb(B)],
             releases=[attempt_to_pb(B)],
             asks=[worker_pb2.Ask(number=1), worker_pb2.Ask(number=2)],
-            begin=begin(A),
+            begins=[begin(A)],
         )
     )
     assert worker.orders == [
@@ -195,7 +195,7 @@ def test_orders_of_a_message_are_carried_out_in_order(line: RouterLine, worker: 
 async def test_an_attempt_that_cannot_begin_ends_alone(line: RouterLine, worker: Worker) -> None:
     line.send(B, update(0))
     worker.refusal = RequestExists("it runs")
-    line.take(worker_pb2.ConnectRequest(begin=begin(A)))
+    line.take(worker_pb2.ConnectRequest(begins=[begin(A)]))
     told, ended = (await read(line)).updates
     assert (attempt_of(told.id), told.HasField("end")) == (B, False)
     assert (attempt_of(ended.id), type(error_from_pb(ended.end.error))) == (A, RequestExists)
@@ -227,6 +227,12 @@ async def test_an_abort_between_the_pieces_ends_them(line: RouterLine, worker: W
     abort = worker_pb2.ConnectRequest(aborts=[attempt_to_pb(A)])
     take_all(line, [first, second, abort, *pieces(B, begin(B, prompt_len=500).SerializeToString(), 2)])
     assert worker.orders == [("abort", A), ("begin", (B, 500))]
+
+
+async def test_an_aborted_begin_is_not_made_whole(line: RouterLine, worker: Worker) -> None:
+    first, last = pieces(A, begin(A, prompt_len=1000).SerializeToString(), 2)
+    take_all(line, [first, worker_pb2.ConnectRequest(aborts=[attempt_to_pb(A)]), last])
+    assert worker.orders == [("abort", A)]
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from engine.request import EngineRequest, HandOff
 from kv_store.block_store import StoreStatus
 from kv_store.tiers.cold_tier import ColdStatus
 from tests.worker.workers import PROMPT, VOCAB_SIZE, begin_of
-from wire.block_counts import BlockCounts
 from wire.convert import tiers_to_pb
 from wire.directory import DirectoryStatus
 from wire.errors import Cancelled, InvalidRequest
 from wire.ids import AttemptId, RequestId
 from wire.pb import inference_pb2, worker_pb2
 from wire.sampling import MAX_CHOICES, FinishReason, Logprobs
+from wire.tier import BlockCounts
 from worker.messages import request_from_pb, status_to_pb, update_to_pb
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, End, Update

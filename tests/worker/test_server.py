@@ -148,7 +148,7 @@ async def test_the_end_of_a_line_takes_its_attempts_out_of_the_engine(
     channel: grpc.aio.Channel, line: Line, decode: Worker
 ) -> None:
     call = connect(channel)
-    await call.write(worker_pb2.ConnectRequest(begin=begin_of(sampling=greedy(3000), request_id="lost")))
+    await call.write(worker_pb2.ConnectRequest(begins=[begin_of(sampling=greedy(3000), request_id="lost")]))
     await call.read()
     kept = Attempt(line, begin_of())
     call.cancel()
@@ -158,7 +158,7 @@ async def test_the_end_of_a_line_takes_its_attempts_out_of_the_engine(
 
 async def test_a_router_that_has_no_more_orders_has_ended_its_line(channel: grpc.aio.Channel, decode: Worker) -> None:
     call = connect(channel)
-    await call.write(worker_pb2.ConnectRequest(begin=begin_of(sampling=greedy(3000))))
+    await call.write(worker_pb2.ConnectRequest(begins=[begin_of(sampling=greedy(3000))]))
     await call.read()
     await call.done_writing()
     await read_to_the_end(call)
@@ -171,7 +171,7 @@ async def test_a_message_that_is_none_ends_the_line_and_aborts_its_attempts(
     call = channel.stream_stream(CONNECT, bytes, worker_pb2.ConnectResponse.FromString)(
         metadata=TOKEN, timeout=TIMEOUT_S
     )
-    begin = worker_pb2.ConnectRequest(begin=begin_of(sampling=greedy(3000)))
+    begin = worker_pb2.ConnectRequest(begins=[begin_of(sampling=greedy(3000))])
     await call.write(begin.SerializeToString())
     await call.read()
     await call.write(b"\xff\xff\xff")
@@ -199,7 +199,7 @@ async def test_a_router_that_does_not_read_holds_up_no_step(channel: grpc.aio.Ch
     num_tokens = 1000
     call = connect(channel)
     sampling = replace(greedy(num_tokens), logprobs=20)
-    await call.write(worker_pb2.ConnectRequest(begin=begin_of(sampling=sampling)))
+    await call.write(worker_pb2.ConnectRequest(begins=[begin_of(sampling=sampling)]))
     await decode.at_work()
     assert (await decode.at_rest()).generated_tokens == num_tokens
     responses = await read_all(call)

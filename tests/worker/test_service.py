@@ -144,7 +144,7 @@ async def test_a_router_that_reads_nothing_holds_up_no_step_and_finds_one_update
 ) -> None:
     line = decode.service.connect()
     for number in range(4):
-        line.take(worker_pb2.ConnectRequest(begin=begin_of(request_id=str(number), sampling=greedy(200))))
+        line.take(worker_pb2.ConnectRequest(begins=[begin_of(request_id=str(number), sampling=greedy(200))]))
     assert (await decode.at_rest()).generated_tokens == 4 * 200
     updates = await read(line)
     assert sorted(update.id.request_id for update in updates) == ["0", "1", "2", "3"]
@@ -190,7 +190,7 @@ async def test_the_workers_own_timer_ends_an_attempt(decode: Worker, time_left_s
 async def test_an_attempt_ends_once(decode: Worker) -> None:
     decode.model.may_go.clear()
     line = decode.service.connect()
-    line.take(worker_pb2.ConnectRequest(begin=begin_of(time_left_s=0.05)))
+    line.take(worker_pb2.ConnectRequest(begins=[begin_of(time_left_s=0.05)]))
     while not (update := (await read(line))[0]).HasField("end"):
         pass
     assert isinstance(error_from_pb(update.end.error), DeadlineExceeded)
@@ -216,13 +216,16 @@ async def test_a_later_attempt_takes_the_place_of_an_earlier_one(decode: Worker)
 async def test_an_attempt_that_runs_is_not_begun_again_and_goes_on(decode: Worker) -> None:
     decode.model.may_go.clear()
     line = decode.service.connect()
-    for _ in range(2):
-        line.take(worker_pb2.ConnectRequest(begin=begin_of()))
+    line.take(worker_pb2.ConnectRequest(begins=[begin_of()]))
+    await decode.at_work()
+    line.take(worker_pb2.ConnectRequest(begins=[begin_of()]))
+    updates = await read(line)
+    assert not any(update.HasField("end") for update in updates)
     decode.model.may_go.set()
     await decode.at_rest()
-    (update,) = await read(line)
-    assert tokens_of([update]) == ORACLE.oracle(PROMPT, 40)
-    assert not update.end.HasField("error")
+    updates += await read(line)
+    assert tokens_of(updates) == ORACLE.oracle(PROMPT, 40)
+    assert not updates[-1].end.HasField("error")
 
 
 @pytest.mark.parametrize("attempt", [1, 2, 3])

@@ -197,7 +197,7 @@ def begin_of(
     request_id: str = "r",
     attempt: int = 1,
     outputs: Sequence[Sequence[int]] = ((),),
-    time_left_s: float = TIMEOUT_S,
+    time_left_s: float = 300.0,
 ) -> worker_pb2.Begin:
     """An attempt at a request of one choice, which has no output yet."""
     return worker_pb2.Begin(

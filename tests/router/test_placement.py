@@ -1,0 +1,96 @@
+"""The choice of a worker for each step of a request, and the wait for one where there is none."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from router.placement.placement import Placement
+from router.placement.prefix_map import PrefixMap
+from router.workers.line import Line
+from router.workers.local_transport import LocalTransport
+from router.workers.members import Member, Members
+from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
+from wire.errors import Unavailable
+from wire.ids import BlockKey, WorkerId
+from wire.pools import Role, Worker, WorkerState
+
+KEYS = [BlockKey(bytes([number]) * 32) for number in range(3)]
+NUM_PROMPT = 12
+
+
+class Pools:
+    """A placement over members that join by name: p... prefills, d... decodes."""
+
+    def __init__(self) -> None:
+        self.members = Members(FINGERPRINT, LAYOUT.encode())
+        self.placement = Placement(self.members, PrefixMap(100), LAYOUT.block_size, wait_s=0.1)
+
+    async def join(self, *names: str) -> None:
+        for name in names:
+            worker = FakeWorker(WorkerId(name), Role.PREFILL if name.startswith("p") else Role.DECODE)
+            line = Line(LocalTransport(worker))
+            listed = Worker(worker.worker_id, worker.role, "", WorkerState.READY)
+            self.members.add(Member(listed, await line.info(5.0), line))
+        self.placement.wake()
+
+    def prefill(self) -> str | None:
+        member = self.placement.choose_prefill(KEYS, NUM_PROMPT)
+        return None if member is None else member.id
+
+    async def decode(self) -> str:
+        return (await self.placement.choose_decode(KEYS, NUM_PROMPT)).id
+
+
+@pytest.fixture
+async def pools() -> AsyncIterator[Pools]:
+    pools = Pools()
+    yield pools
+    for member in pools.members:
+        await member.line.close(Unavailable("the test is over"))
+
+
+async def test_a_prefill_worker_is_chosen_by_load_and_by_where_the_prefix_went(pools: Pools) -> None:
+    await pools.join("p0", "p1", "d0")
+    assert pools.placement.has_prefill
+    with pools.members[WorkerId("p0")].assigned(1, 5):
+        assert pools.prefill() == "p1"
+    with pools.members[WorkerId("p1")].assigned(1, 5):
+        assert pools.prefill() == "p1", "twelve tokens of it are there"
+
+
+async def test_only_ready_workers_of_the_role_are_chosen(pools: Pools) -> None:
+    await pools.join("d0", "p0", "d1")
+    for state in (WorkerState.LOST, WorkerState.DRAINING):
+        pools.members[WorkerId("p0")].state = pools.members[WorkerId("d0")].state = state
+        assert (pools.placement.has_prefill, pools.prefill()) == (False, None)
+        assert await pools.decode() == "d1"
+
+
+async def test_decode_goes_where_the_prompt_is_only_where_decode_workers_prefill(pools: Pools) -> None:
+    await pools.join("d0", "d1")
+    with pools.members[WorkerId("d0")].assigned(0, 1):
+        assert await pools.decode() == "d1"
+    with pools.members[WorkerId("d1")].assigned(0, 5):
+        assert await pools.decode() == "d1"
+        await pools.join("p0")
+        assert await pools.decode() == "d0"
+
+
+async def test_a_request_waits_for_a_decode_worker(pools: Pools) -> None:
+    waiting = [asyncio.create_task(pools.decode()) for _ in range(2)]
+    await asyncio.sleep(0)
+    pools.placement.wake()
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    await pools.join("d0")
+    assert await asyncio.gather(*waiting) == ["d0", "d0"]
+
+
+async def test_the_wait_for_a_decode_worker_is_bounded_whatever_wakes_it(pools: Pools) -> None:
+    waiting = asyncio.create_task(pools.decode())
+    while not waiting.done():
+        pools.placement.wake()
+        await asyncio.sleep(0.01)
+    with pytest.raises(Unavailable, match="no decode worker"):
+        await waiting
