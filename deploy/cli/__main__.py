@@ -18,10 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = parsed.run(parsed)
         return code
-    except ConfigError as error:
-        return _fail(error, ConfigError.exit_code)
     except BatonError as error:
-        return _fail(error, 1)
+        ids = ", ".join(f"{name} {value}" for name, value in error.ids.items() if name != "param")
+        print(f"baton: {error.message}{f' ({ids})' if ids else ''}", file=sys.stderr)
+        return ConfigError.exit_code if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of the output has gone, and that is all
@@ -39,12 +39,6 @@ def make_parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         command.add_parser(commands)
     return parser
-
-
-def _fail(error: BatonError, code: int) -> int:
-    ids = ", ".join(f"{name} {value}" for name, value in error.ids.items() if name != "param")
-    print(f"baton: {error.message}{f' ({ids})' if ids else ''}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -64,19 +64,14 @@ def _connect(namespace: str, temp_dir: str, address: str | None) -> str:
     common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.WARNING}
     if address is not None:
         ray.init(address=address, **common)
-        _require_one_node()
+        if (num := sum(node["Alive"] for node in ray.nodes())) > 1:
+            raise ConfigError(f"the Ray cluster has {num} nodes, but a cluster of Baton serves from one node for now")
     else:
         os.environ.setdefault("RAY_worker_niceness", ACTORS_NICENESS)
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         ray.init(address="local", _temp_dir=temp_dir, **own, **common)
     gcs_address: str = ray.get_runtime_context().gcs_address
     return gcs_address
-
-
-def _require_one_node() -> None:
-    num_nodes = sum(node["Alive"] for node in ray.nodes())
-    if num_nodes > 1:
-        raise ConfigError(f"the Ray cluster has {num_nodes} nodes, but a cluster of Baton serves from one node for now")
 
 
 def _launch(line: Connection) -> dict[str, Any]:

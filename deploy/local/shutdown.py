@@ -53,8 +53,8 @@ def tear_down(state: ClusterState) -> list[str]:
     if state.arena_path:
         Path(state.arena_path).unlink(missing_ok=True)
     run_dir.remove(Path(state.run_dir))
-    left = [path for path in (state.arena_path, state.run_dir) if path and Path(path).exists()]
-    return problems + [f"{path} could not be removed" for path in left]
+    paths = (state.arena_path, state.run_dir)
+    return problems + [f"{path} could not be removed" for path in paths if path and Path(path).exists()]
 
 
 def _interrupt(state: ClusterState) -> None:
