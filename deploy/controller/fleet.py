@@ -94,9 +94,8 @@ class Fleet:
 
     async def take_over(self) -> None:
         """Goes on with the workers that an earlier controller has left, and replaces dead ones."""
-        workers = list(self._pools)
-        are_there = [await asyncio.to_thread(self._host.adopt, worker.id) for worker in workers]
-        for worker, is_there in zip(workers, are_there, strict=True):
+        are_there = {worker: await asyncio.to_thread(self._host.adopt, worker.id) for worker in self._pools}
+        for worker, is_there in are_there.items():
             if not is_there:
                 self._pools.forget(worker.id)
                 self._events.note(f"worker {worker.id} was lost")

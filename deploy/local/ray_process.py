@@ -31,9 +31,8 @@ class RayProcess:
         self._line, theirs = Pipe()
         command = [sys.executable, "-m", "deploy.controller.head", namespace, str(ray_folder(run_dir))]
         command += [ray_address] if ray_address else []
-        env = _common_env() if ray_address else {**_common_env(), **_private_env()}
         with theirs:
-            self.process: ProcessRef = spawn_leader(command, self._log, env, stdin=theirs.fileno())
+            self.process: ProcessRef = spawn_leader(command, self._log, _env(ray_address), stdin=theirs.fileno())
 
     def wait_for_ray(self) -> str:
         """Returns Ray's address. Raises ConfigError, with the reason, if Ray does not start or cannot be joined."""
@@ -67,12 +66,10 @@ class RayProcess:
         return heard
 
 
-def _common_env() -> dict[str, str]:
+def _env(ray_address: str | None) -> dict[str, str]:
     """Lets every process find the very code that this one runs, wherever it was started."""
     path = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": f"{SOURCES}{os.pathsep}{path}" if path else str(SOURCES), "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-def _private_env() -> dict[str, str]:
-    """Keeps others out by a token: Ray listens on all interfaces, and runs what it is sent."""
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    env = {"PYTHONPATH": f"{SOURCES}{os.pathsep}{path}" if path else str(SOURCES), "RAY_USAGE_STATS_ENABLED": "0"}
+    if not ray_address:  # a token keeps others out: Ray listens on all interfaces, and runs what it is sent
+        env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return env
