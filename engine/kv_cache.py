@@ -70,7 +70,7 @@ class KVCache:
         False, and nothing changed, if too few pages are free. Covers at most known - 1 tokens: the last is always run.
         """
         names = sequence.cover(sequence.num_known - 1)
-        hits = self._ledger.index.longest([name.key for name in names if not name.is_tail])
+        hits = self._ledger.find_longest([name.key for name in names if not name.is_tail])
         for page in hits:
             self._ledger.acquire(page)
         try:
