@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,9 @@ class TensorFile:
         """Reads a tensor into the CPU's memory, in the file's dtype. ModelError if the file has been cut meanwhile."""
         entry = self.entries[name]
         raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
-        with open_regular(self.path) as file:
+        with BufferedReader(open_regular(self.path)) as file:
             file.seek(self._data_start + entry.begin)
-            if not _fill(file, raw.numpy().data):
+            if file.readinto(raw.numpy().data) != len(raw):
                 raise ModelError(f"{self.path.name} ended while {name[:64]} was being read")
         return raw.view(entry.dtype).view(entry.shape)
 
@@ -109,14 +109,3 @@ def _tiles(entries: Iterable[TensorEntry], data_bytes: int) -> bool:
             return False
         position = end
     return position == data_bytes
-
-
-def _fill(file: FileIO, view: memoryview) -> bool:
-    """Fills the view from the file; false if the file ends first."""
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])
-        if not count:
-            return False
-        done += count
-    return True
