@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.json_fields import parse_strict_object
+from engine.checkpoint.json_fields import distinct, parse_object
 from text.model_file import open_regular
 from wire.errors import ModelError
 
@@ -83,7 +83,7 @@ def _read_header(file: FileIO, source: str) -> tuple[dict[str, Any], int]:
     data = file.read(header_bytes)
     if not data.startswith(b"{"):
         raise ModelError(f"{source}: the header is not a JSON object")
-    return parse_strict_object(data, f"the header of {source}"), 8 + header_bytes
+    return parse_object(data, f"the header of {source}", distinct), 8 + header_bytes
 
 
 def _parse_entry(source: str, name: str, entry: Any) -> TensorEntry:
