@@ -1,11 +1,13 @@
 """Servers for benchmarks, each a process of its own: prints its addresses, and serves until its input ends.
 
 stream_server.py workers INTERVAL_S | bare INTERVAL_S | refusing | router PREFILL DECODE [MAX_OPEN_REQUESTS]
+    | worker INTERVAL_S | engine INTERVAL_S REQUESTS TOKENS
 """
 
 import asyncio
 import gc
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -15,26 +17,40 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import torch
 from grpc_status import rpc_status
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.paced_engine import PacedEngine
 from benchmarks.paced_worker import PacedWorker, beats
+from decode_worker.actor import decode_behaviour
+from engine.request import EngineRequest
+from kv_store.device_pool import DevicePool
+from kv_store.node_store import NodeStore
 from router.config import AdmissionBounds
 from router.ports.server import RouterServer
 from router.router import Router
 from router.workers.controller_port import LocalController
 from router.workers.grpc_transport import GrpcTransport
+from tests.local_worker import TOKEN
 from tests.router.fake_cluster import CONFIG
 from tests.router.worker_server import served
+from tests.worker.workers import LAYOUT, PROMPT, VOCAB_SIZE, Node, greedy
 from text.byte_tokenizer import ByteTokenizer
 from wire.errors import Overloaded
-from wire.ids import WorkerId
+from wire.ids import NamespaceRoot, RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from wire.pb.worker_pb2 import WorkerInfo
 from wire.pools import PoolSizes, Role, Worker
 from wire.rpc import SERVER_OPTIONS
 from wire.rpc_status import to_status
+from worker.config import BatchSettings, ServerSettings
+from worker.engine_watch import MAX_SILENCE_S
+from worker.inbox import Inbox
+from worker.server import WorkerServer
+from worker.service import WorkerService
 
 _TOKEN = CONFIG.cluster.token
 _CONFIG = replace(CONFIG, model=replace(CONFIG.model, max_context_len=100_000))
@@ -100,6 +116,37 @@ async def _router(prefill: str, decode: str, max_open: str = str(AdmissionBounds
     await server.stop()
 
 
+async def _worker(interval_s: str) -> None:
+    """Serves a decode worker on an engine that only keeps time."""
+    node = Node()
+    store = NodeStore(LAYOUT, node.arena, node.directory, None, DevicePool(LAYOUT, 1, torch.device("cpu")))
+    engine: Any = PacedEngine(float(interval_s))
+    info = WorkerInfo(worker_id="decode-0", role="decode", vocab_size=VOCAB_SIZE)
+    behaviour = decode_behaviour(BatchSettings(), LAYOUT.block_size)
+    service = WorkerService(info, behaviour, engine, Inbox(), store, lambda: None, MAX_SILENCE_S)
+    server = WorkerServer(service, ServerSettings(TOKEN))
+    await service.start()
+    await _serve(await server.start())
+    await service.close()
+    await server.stop()
+
+
+async def _engine(interval_s: str, num_requests: str, num_tokens: str) -> None:
+    """Turns the engine of `_worker` through so many requests, and prints its processor time in place of an address."""
+    engine = PacedEngine(float(interval_s))
+    for number in range(int(num_requests)):
+        request_id = RequestId(f"{number}/1")
+        engine.add(EngineRequest(request_id, NamespaceRoot(bytes(32)), PROMPT, greedy(int(num_tokens))))
+    began_s = time.process_time()
+    await asyncio.to_thread(_step_to_the_end, engine)
+    await _serve(str(time.process_time() - began_s))
+
+
+def _step_to_the_end(engine: PacedEngine) -> None:
+    while engine.can_step:
+        engine.step()
+
+
 async def _serve_alone(server: grpc.aio.Server) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -120,6 +167,8 @@ _SERVERS: Mapping[str, Callable[..., Coroutine[Any, Any, None]]] = {
     "bare": _bare,
     "router": _router,
     "refusing": _refusing,
+    "worker": _worker,
+    "engine": _engine,
 }
 
 if __name__ == "__main__":

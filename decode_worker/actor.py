@@ -12,13 +12,13 @@ from worker.job import Behaviour
 
 
 def decode_behaviour(batch: BatchSettings, block_size: int) -> Behaviour:
-    """What makes a worker a decode worker. `block_size`: tokens of a block, as the worker's timeline counts them."""
+    """Puts a decode worker's batcher and jobs together. `block_size`: tokens of a block, for the timeline."""
     batcher = DecodeBatcher(batch.max_step_tokens, batch.max_running, batch.max_chunk_tokens)
     return Behaviour(Role.DECODE, batcher, EngineRequest, partial(DecodeJob, block_size=block_size))
 
 
 class DecodeActor(WorkerActor):
-    """See WorkerActor."""
+    """The actor of a decode worker; see WorkerActor."""
 
     def make_behaviour(self, config: WorkerConfig) -> Behaviour:
         return decode_behaviour(config.batch, config.pool.block_size)

@@ -1,4 +1,4 @@
-"""How a decode worker puts its steps together."""
+"""The batcher of a decode worker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from engine.schedule.fit import fit_running
 
 @dataclass(frozen=True)
 class DecodeBatcher:
-    """Decode first; what was not fetched is computed in chunks small enough not to hold up those that decode.
+    """Decode first, then prompt tokens without KV, in chunks small enough not to hold decoding sequences up.
 
     max_step_tokens: tokens of one step over all sequences; at least max_running + max_chunk_tokens.
     max_running: sequences with pages at a time.
-    max_chunk_tokens: of a step in which anyone decodes, tokens that go to chunks; the bound of inter-token latency.
+    max_chunk_tokens: tokens of chunks in a step with decoding sequences; bounds the inter-token latency.
     """
 
     max_step_tokens: int = 2048
@@ -33,6 +33,6 @@ class DecodeBatcher:
 
 
 def _num_spare(running: Sequence[Candidate], pages: Pages) -> int:
-    """Pages left when every running sequence has those for its next token, and one more to grow into."""
+    """Counts the pages that are left when each running sequence has pages for its next token and one to grow into."""
     spoken_for = sum(pages.needed(candidate, candidate.num_missing + 1) + 1 for candidate in running)
     return pages.num_allocatable - spoken_for

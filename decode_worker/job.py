@@ -1,7 +1,7 @@
-"""A request at a decode worker: blocks fetched, what is missing computed, tokens streamed to the end.
+"""An attempt at a decode worker: it fetches blocks, computes missing KV, and streams tokens to the end.
 
 queue -> wait -> fetch -> wait -> compute -> generate -> ended
-                              \\-> generate, if nothing of the prompt was missing
+                              \\-> generate, if no KV of the prompt was missing
 """
 
 from engine.events import Emitted, Event, Failed, Fetched, Finished
@@ -14,9 +14,9 @@ from worker.update import NOTHING_NEW, ChoiceTokens, End, Update
 
 
 class DecodeJob:
-    """Has an update for each token, and one when every choice has fetched: then the request's hold is over.
+    """A Job with an update for each token, and one at the last choice's fetch, which ends the hold.
 
-    A request that ends before leaves its hold to the router, which knows whether it goes on elsewhere.
+    An attempt that ends before leaves its hold to the router, which knows whether another attempt follows.
     """
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:

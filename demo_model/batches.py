@@ -1,4 +1,4 @@
-"""What one training step sees."""
+"""The batch of a training step."""
 
 import random
 from dataclasses import dataclass

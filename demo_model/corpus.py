@@ -24,7 +24,7 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Topic:
-    """What a list of facts is about: its heading, a question that a name completes, and the possible values."""
+    """The subject of a list of facts: its heading, a question that a name completes, and the possible values."""
 
     heading: str
     question: str
@@ -61,7 +61,7 @@ def split_of_sentence(sentence: str) -> Split:
 
 
 def invent_names(rng: random.Random, max_names: int) -> tuple[str, ...]:
-    """Up to `max_names` different names that nobody has, such as Bakoru."""
+    """Up to `max_names` different names of no person, such as Bakoru."""
     return tuple(dict.fromkeys(_invent_name(rng) for _ in range(max_names)))
 
 
@@ -71,7 +71,7 @@ def make_facts(rng: random.Random, split: Split, topic: Topic, names: Sequence[s
 
 
 def make_sentence(rng: random.Random, split: Split) -> str:
-    """One English sentence of the split; it never holds a name that a fact could be about."""
+    """Draws an English sentence of the split; it never holds a name that a fact could be about."""
     while True:
         sentence = rng.choice(_SENTENCE_MAKERS)(rng)
         if split_of_sentence(sentence) is split:

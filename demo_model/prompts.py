@@ -24,7 +24,7 @@ _MIN_FACTS = 2
 
 @dataclass(frozen=True)
 class Wording:
-    """What stands before the facts, and between the name that is asked about and its value."""
+    """The words before the facts, and between the name that is asked about and its value."""
 
     opening: str
     closing: str
@@ -64,7 +64,7 @@ def ask(context: Context, fact: Fact, wording: Wording) -> str:
 
 
 def answer(fact: Fact) -> str:
-    """What the model is trained to say of the fact when it is asked for it."""
+    """The answer that the model is trained to give when asked for the fact."""
     return f" {fact.value}.{END}"
 
 

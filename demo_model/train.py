@@ -120,7 +120,7 @@ def _batches(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Iterator
 
 
 def _train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: TrainingBatch) -> tuple[float, float]:
-    """One update; returns the loss before it and the share of fully counted tokens that were guessed right."""
+    """Updates the weights once; returns the loss before it and the share of fully counted tokens guessed right."""
     logits = model(batch.token_ids, use_cache=False).logits[:, :-1].flatten(0, 1)
     targets, weights = batch.token_ids[:, 1:].flatten(), batch.weights[:, 1:].flatten()
     losses = functional.cross_entropy(logits, targets, reduction="none")

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.schedule.batcher import Gate
-from wire.block_counts import BlockCounts
 from wire.errors import BatonError
 from wire.ids import RequestId
 from wire.sampling import FinishReason, Logprobs
+from wire.tier import BlockCounts
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from enum import Enum, IntEnum
 from itertools import islice, takewhile
 
-from wire.block_counts import BlockCounts
 from wire.errors import StoreError
 from wire.ids import BlockKey, PageId
+from wire.tier import BlockCounts
 
 
 class OutOfBlocks(StoreError):

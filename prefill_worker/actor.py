@@ -12,13 +12,13 @@ from worker.job import Behaviour
 
 
 def prefill_behaviour(batch: BatchSettings, block_size: int) -> Behaviour:
-    """What makes a worker a prefill worker. `block_size`: tokens of a block, as the worker's timeline counts them."""
+    """Puts a prefill worker's batcher and jobs together. `block_size`: tokens of a block, for the timeline."""
     batcher = PrefillBatcher(batch.max_step_tokens, batch.max_running, batch.patience_tokens)
     return Behaviour(Role.PREFILL, batcher, HandOff, partial(PrefillJob, block_size=block_size))
 
 
 class PrefillActor(WorkerActor):
-    """See WorkerActor."""
+    """The actor of a prefill worker; see WorkerActor."""
 
     def make_behaviour(self, config: WorkerConfig) -> Behaviour:
         return prefill_behaviour(config.batch, config.pool.block_size)

@@ -1,4 +1,4 @@
-"""How a prefill worker puts its steps together."""
+"""The batcher of a prefill worker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from engine.schedule.fit import fit_running
 
 @dataclass(frozen=True)
 class PrefillBatcher:
-    """The prompt with the least left to compute comes first, but each later arrival counts for the one that waits.
+    """Shortest prompt first by tokens left to compute, with each later arrival in favour of a waiting prompt.
 
     A prompt that would hold up short ones lets them pass, but no more than `num_missing / patience_tokens` of them.
-    Nobody is admitted without pages for the whole prompt, so prompts do not take pages from one another half-way.
+    The batcher admits a prompt with pages for all of it only, so prompts do not take pages from one another half-way.
     Source: shortest remaining processing time first, with linear ageing.
 
     max_step_tokens: tokens of one step over all sequences; the size of a chunk.
     max_running: sequences with pages at a time.
-    patience_tokens: how many tokens an arrival before another is worth.
+    patience_tokens: tokens by which a prompt may be longer for each later arrival, and still come first.
     """
 
     max_step_tokens: int = 2048
@@ -31,10 +31,10 @@ class PrefillBatcher:
         return step.plan_admitting(self._by_urgency(waiting), pages, num_slots=num_slots, num_spare=num_spare)
 
     def _by_urgency(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Handles grow with arrival."""
+        """Sorts candidates, of which handles grow with arrival."""
         return sorted(candidates, key=lambda one: one.num_missing + one.handle * self.patience_tokens)
 
 
 def _num_unclaimed(running: Sequence[Candidate], pages: Pages) -> int:
-    """Pages left when every running sequence has those for its whole prompt."""
+    """Counts the pages that are left when each running sequence has pages for its whole prompt."""
     return pages.num_allocatable - sum(pages.needed(one, one.num_missing + 1) for one in running)

@@ -1,4 +1,4 @@
-"""A request at a prefill worker: prompt in, one token per choice out, the prompt's blocks held in the store.
+"""An attempt at a prefill worker: prompt in, one token per choice out, the prompt's blocks held in the store.
 
 queue -> wait -> fetch -> wait -> compute -> publish -> answered
                                          \\-> answered, if every choice ended with its first token
@@ -14,10 +14,7 @@ from worker.update import NOTHING_NEW, ChoiceTokens, End, Update
 
 
 class PrefillJob:
-    """Has one update, the answer, when nothing is left to be done for the request here.
-
-    A request that fails or is withdrawn has its hold released, which it may have by then.
-    """
+    """A Job with a single update, at its end. An attempt that fails or is withdrawn ends its hold, too."""
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
         """`request` is a HandOff."""

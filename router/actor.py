@@ -59,9 +59,9 @@ class RouterActor:
         )
 
     async def set_members(self, members_json: str) -> str:
-        """The workers there are, `[{"id", "role", "address", "state"}]`; all others are dropped.
+        """Takes the list of workers, `[{"id", "role", "address", "state"}]`; drops all others.
 
-        Returns `{worker_id: reason}` for those that were not taken in.
+        Returns `{worker_id: reason}` for workers that were not taken in.
         """
         listed = [
             Worker(WorkerId(one["id"]), Role(one["role"]), one["address"], WorkerState(one["state"]))

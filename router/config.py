@@ -1,4 +1,4 @@
-"""What a router is started with, as one JSON text. Whoever starts it fills this in; nothing changes it later."""
+"""The configuration of a router, as one JSON text. The controller fills it in; nothing changes it later."""
 
 from dataclasses import dataclass, field
 
@@ -33,7 +33,7 @@ class Listeners:
     """Where the router listens. Port 0 takes a free one; without a port for metrics, there are none to scrape.
 
     max_connections: that either of the gRPC ports takes; more are closed at once.
-    reflection: whether these ports describe their services to whoever asks.
+    reflection: whether these ports describe their services to clients.
     """
 
     host: str = "127.0.0.1"

@@ -45,12 +45,13 @@ class Router:
         )
         self._threads = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self.membership = Membership(self.members, connect, port, self._members_changed)
+        self._suspects = Suspects()
         services = Services(
             codec,
             self._threads,
             self._placement,
             self.holds,
-            Suspects(),
+            self._suspects,
             Quarantine(),
             self.membership.suspect,
             self.metrics,
@@ -77,7 +78,7 @@ class Router:
         """Violated invariants of the router's books; most are known only while no request is open."""
         problems = [*self.dispatcher.check(), *self.membership.check()]
         if not self.dispatcher.num_running + self.dispatcher.num_queued:
-            problems += [*self.holds.check(), *self.members.check()]
+            problems += [*self.holds.check(), *self._suspects.check(), *self.members.check()]
         return [f"router: {problem}" for problem in problems]
 
     def _members_changed(self) -> None:
@@ -85,7 +86,7 @@ class Router:
         self._placement.wake()
 
     def _limits(self) -> Limits:
-        """What fits now: without workers, whatever the model can take."""
+        """Bounds as the workers are now; without workers, the bounds of the model."""
         model, block_size = self.config.model, self.config.model.layout.block_size
         num_blocks = self.members.num_pool_blocks
         if num_blocks is None:

@@ -1,6 +1,7 @@
-"""Between our dataclasses and protobuf messages. The one place that knows both."""
+"""Conversion between our dataclasses and protobuf messages."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
 from wire.errors import BatonError, rebuild
 from wire.ids import AttemptId, RequestId
@@ -8,21 +9,8 @@ from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import FinishReason, Logprobs, SamplingParams
 
-_SCALARS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_tokens",
-    "min_tokens",
-    "seed",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logprobs",
-    "n",
-)
+_LISTS = ("stop", "stop_token_ids")
+_SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _LISTS)
 _REASON_TO_PB = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -31,19 +19,19 @@ _REASON_FROM_PB = {value: reason for reason, value in _REASON_TO_PB.items()}
 
 
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
-    """Settings as given; what is not set takes its default. Checks nothing."""
+    """Reads settings; a field that is not set takes its default. Checks no range."""
     given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     return SamplingParams(**given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids))
 
 
 def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
-    """Every scalar set, except `logprobs` where they are off."""
+    """Writes settings with every scalar set, except `logprobs` where they are off."""
     scalars = {name: getattr(params, name) for name in _SCALARS}
     return pb.SamplingParams(**scalars, stop=params.stop, stop_token_ids=params.stop_token_ids)
 
 
 def reason_to_pb(reason: FinishReason | None) -> pb.FinishReason:
-    """None, a choice that goes on, is UNSPECIFIED."""
+    """Converts a finish reason; None, a choice that goes on, is UNSPECIFIED."""
     return pb.FINISH_REASON_UNSPECIFIED if reason is None else _REASON_TO_PB[reason]
 
 
@@ -76,7 +64,7 @@ def error_from_pb(message: worker_pb2.Error) -> BatonError:
 
 
 def status_of(tier: str, statuses: Iterable[worker_pb2.TierStatus]) -> worker_pb2.TierStatus:
-    """The status of a tier, empty where none is told."""
+    """Finds the status of a tier; empty if there is none."""
     return next((status for status in statuses if status.tier == tier), worker_pb2.TierStatus(tier=tier))
 
 

@@ -6,10 +6,10 @@ Times are durations in seconds, counted by the directory's monotonic clock from 
 from dataclasses import dataclass
 from typing import Annotated
 
-from wire.block_counts import BlockCounts
 from wire.errors import WireError
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName
+from wire.tier import BlockCounts
 
 MAX_TTL_S = 3600.0
 

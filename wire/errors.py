@@ -122,7 +122,7 @@ class PairRefused(BatonError):
 
 
 class Unavailable(BatonError):
-    """Nobody is there to serve it now."""
+    """No process is there to serve it now."""
 
     status = Status("UNAVAILABLE", 503, True)
 

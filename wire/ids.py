@@ -7,7 +7,7 @@ WorkerId = NewType("WorkerId", str)
 
 
 class AttemptId(NamedTuple):
-    """One try at a request, numbered from 1. Workers, engines and holds know each attempt by its own name."""
+    """A try at a request, by a number that its router uses once. Workers, engines and holds know its name."""
 
     request_id: RequestId
     number: int
@@ -22,7 +22,7 @@ BlockKey = NewType("BlockKey", bytes)
 """32 bytes: the chained hash of all tokens up to and including a block, under a namespace root."""
 
 NamespaceRoot = NewType("NamespaceRoot", bytes)
-"""32 bytes: what separates the keys of one tenant, model, layout and adapter from those of another."""
+"""32 bytes: the root of all keys of one tenant, model, layout and adapter."""
 
 PageId = NewType("PageId", int)
 """Index of a page in a device pool, or of a slot in an arena."""

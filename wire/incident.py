@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def report(error: BaseException, **values: object) -> BatonError:
-    """Logs an error that nobody foresaw, with values that tell where; what may be said of it to a client."""
+    """Logs an unforeseen error, with values that tell where; returns the error that a client may see."""
     number = secrets.token_hex(8)
     log.error("incident", exc_info=error, extra={"incident": number, **values})
     return BatonError(f"internal error, incident {number}", incident=number)

@@ -7,7 +7,7 @@ from wire.ids import WorkerId
 
 
 class Role(Enum):
-    """What a worker does, and with it the pool it is in."""
+    """The work of a worker, and with it the pool it is in."""
 
     PREFILL = "prefill"
     DECODE = "decode"

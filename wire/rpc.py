@@ -1,4 +1,4 @@
-"""What every gRPC server and channel of ours is opened with, and how calls prove that they come from the cluster."""
+"""Options of every gRPC server and channel of ours, and the check of the cluster's token."""
 
 import hmac
 from typing import Any
@@ -55,7 +55,7 @@ SERVER_OPTIONS = (
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls that do not carry the cluster's token; health checks need none."""
+    """An interceptor that refuses calls without the cluster's token; health checks need none."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -75,7 +75,7 @@ async def _refuse(_messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -
 
 
 def listen(server: grpc.aio.Server, host: str, port: int) -> str:
-    """Has a server listen, on a free port for 0. Returns the address; raises ConfigError if the port is taken."""
+    """Binds a server to a port, a free port for 0. Returns the address; raises ConfigError if the port is taken."""
     try:
         return f"{host}:{server.add_insecure_port(f'{host}:{port}')}"
     except RuntimeError as error:

@@ -46,7 +46,7 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> BatonError:
 
 
 def details_of(failure: grpc.aio.AioRpcError) -> Sequence[any_pb2.Any]:
-    """What a server of ours said beside code and message: ErrorInfo, maybe RetryInfo. None if gRPC itself failed."""
+    """The details of a server's status: ErrorInfo, maybe RetryInfo. None if gRPC itself failed."""
     status = rpc_status.from_call(_SyncCall(failure))
     return () if status is None else tuple(status.details)
 

@@ -1,5 +1,6 @@
-"""Where a block was found. A tier is a name wherever it is told of: messages, metrics, timelines, status."""
+"""Tiers as names, wherever they are told of (messages, metrics, status), and counts of their pages by state."""
 
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 
@@ -9,3 +10,18 @@ class Tier(StrEnum):
     DEVICE = "device"
     HOST = "host"
     REDIS = "redis"
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """The number of pages in each of the five states of `kv_store.ledger`; they sum to `total`."""
+
+    free: int
+    owned: int
+    published: int
+    cached: int
+    draining: int
+    total: int
+
+
+BLOCK_STATES = tuple(one.name for one in fields(BlockCounts) if one.name != "total")

@@ -1,1 +1,1 @@
-"""What both roles of worker share: loop, service, gRPC skin, Ray skin."""
+"""The parts that both roles of worker share: loop, service, line, gRPC server, Ray actor."""

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 TERMINATION_GRACE_S = 30
 BROKEN_EXIT_DELAY_S = 1.0
-"""So long there is for telling the callers of a broken worker."""
+"""The time to tell routers of a broken worker."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class _Started:
 
 
 class WorkerActor(ABC):
-    """What both roles share. `start` comes first; `stop` last, and then the end of the process."""
+    """The actor of either role. `start` comes first; `stop` last, and then the end of the process."""
 
     def __init__(self, config_json: str) -> None:
-        """Raises ConfigError."""
+        """Reads the configuration. Raises ConfigError."""
         self._config = WorkerConfig.from_json(config_json)
         self._behaviour = self.make_behaviour(self._config)
         if self._config.role != self._behaviour.role.value:
@@ -42,12 +42,12 @@ class WorkerActor(ABC):
 
     @abstractmethod
     def make_behaviour(self, config: WorkerConfig) -> Behaviour:
-        """The batcher and the lifecycle of the role."""
+        """Makes the batcher and the jobs of the role."""
 
     async def start(self) -> str:
         """Loads the model and serves from now on. Returns `{"address"}`.
 
-        Raises ModelError or ConfigError for what cannot be served, StoreError if the node's directory is not there.
+        Raises ModelError or ConfigError for a model that it cannot serve, StoreError without the node's directory.
         """
         leave_sigterm_to_the_main_thread()
         loop = asyncio.get_running_loop()
@@ -67,16 +67,16 @@ class WorkerActor(ABC):
         return json.dumps({"address": address})
 
     async def drain(self, grace_s: int) -> str:
-        """Takes no new requests, and waits until the open ones have ended or the grace is over.
+        """Takes no new attempts, and waits until the running attempts have ended or the grace is over.
 
-        Returns `{"unfinished"}`: how many requests were then given back to the router.
+        Returns `{"unfinished"}`: the number of attempts that went back to the router then.
         """
         started = self._require_started()
         await started.server.refuse_new_work()
         return json.dumps({"unfinished": await started.assembly.service.drain(grace_s)})
 
     async def stop(self) -> str:
-        """Ends what is open and closes the port. Returns `{}`."""
+        """Ends all attempts and closes the port. Returns `{}`."""
         started = self._require_started()
         await started.assembly.service.close()
         await started.server.stop()

@@ -42,7 +42,7 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Assembly:
-    """A worker's service, which has not started, and what it runs on."""
+    """A worker's service, which has not started, and its engine, transfers and description."""
 
     info: worker_pb2.WorkerInfo
     engine: EngineCore
@@ -57,7 +57,7 @@ class Assembly:
 def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[], None]) -> Assembly:
     """Loads the model, joins the node's store, and assembles a worker on both. Blocks for as long as loading takes.
 
-    Raises ModelError or ConfigError for what cannot be served, StoreError if the node's directory is not there.
+    Raises ModelError or ConfigError for a model that it cannot serve, StoreError without the node's directory.
     """
     torch.set_num_threads(config.num_threads)
     model = Decoder.load(
@@ -87,9 +87,9 @@ def assemble_on(
 
 
 def _require_same_model(config: WorkerConfig, dtype: str) -> None:
-    """Raises ModelError if the folder is not, or no longer, what the cluster was started with: KV would be mixed up.
+    """Raises ModelError if the folder is not, or no longer, the model of the cluster: KV would be mixed up.
 
-    Looked at after loading, so that a change at any time before shows. Files that have not changed are not read again.
+    Runs after loading, so that any earlier change shows. The digest cache spares reading unchanged files again.
     """
     checkpoint = Checkpoint(Path(config.model.folder))
     version = select_backend(torch.device(config.model.device)).version
@@ -98,7 +98,7 @@ def _require_same_model(config: WorkerConfig, dtype: str) -> None:
 
 
 def _describe(config: WorkerConfig, model: Model, num_arena_blocks: int) -> worker_pb2.WorkerInfo:
-    """What this process says of itself; its epoch is drawn here."""
+    """Describes this process, and draws its epoch."""
     return worker_pb2.WorkerInfo(
         worker_id=config.worker_id,
         role=config.role,

@@ -1,4 +1,4 @@
-"""What a worker is started with, as one JSON text. Whoever starts it fills this in; nothing changes it later."""
+"""The configuration of a worker, as one JSON text. The controller fills it in; nothing changes it later."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ MIN_SILENCE_S = 3.0
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """What to load, and onto what. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere."""
+    """The model's folder and device. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere."""
 
     folder: str
     fingerprint_hex: str
@@ -47,7 +47,7 @@ class PageSettings:
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """Where the node's directory listens, which knows the arena; and the cold tier, if there is one.
+    """The socket of the node's directory, which knows the arena; and the cold tier, if there is one.
 
     redis_timeout_s: as of `kv_store.tiers.redis_tier.RedisTier`.
     """
@@ -62,7 +62,7 @@ class StoreSettings:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where the router finds the worker. Port 0 takes a free one; `token` is the cluster's."""
+    """The port of the worker, a free port for 0; `token` is the cluster's."""
 
     token: str
     host: str = "127.0.0.1"
@@ -130,7 +130,7 @@ class WorkerConfig(WorkerTemplate):
 
     @classmethod
     def from_json(cls, text: str) -> "WorkerConfig":
-        """Raises ConfigError for anything missing, unknown, of another type or out of range, and names it."""
+        """Reads a configuration. Raises ConfigError for a missing, unknown or impossible key, and names it."""
         return from_json(cls, text, "worker")
 
 

@@ -1,4 +1,4 @@
-"""Whether the engine's thread still turns."""
+"""A watch over the engine's thread."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,10 +9,10 @@ MAX_SILENCE_S = 120.0
 
 
 class EngineWatch:
-    """Compares the number of turns that the engine's thread has finished with what it was at the last look.
+    """A watch that compares the engine's number of finished turns with the number at its last look.
 
-    Silence is counted in looks and not by a clock: what stops or starves the whole process holds up the count as well,
-    and the process is not taken for one that hangs.
+    It counts silence in looks and not by a clock: a stop of the whole process holds up the count as well, and does not
+    pass for an engine that hangs.
     """
 
     def __init__(self, num_turns: Callable[[], int], max_silence_s: float) -> None:
@@ -22,13 +22,13 @@ class EngineWatch:
         self._num_turns_seen = num_turns()
 
     async def wait_for_silence(self) -> None:
-        """Returns once the engine has not finished a turn for `max_silence_s`."""
+        """Waits until the engine has not finished a turn for `max_silence_s`."""
         while self.silent_s < self._max_silence_s:
             await asyncio.sleep(LOOK_EVERY_S)
             self.look()
 
     def look(self) -> None:
-        """To be called every LOOK_EVERY_S."""
+        """Compares once. Belongs in a loop of LOOK_EVERY_S."""
         num_turns = self._num_turns()
         self.silent_s = self.silent_s + LOOK_EVERY_S if num_turns == self._num_turns_seen else 0.0
         self._num_turns_seen = num_turns

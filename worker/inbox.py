@@ -1,4 +1,4 @@
-"""How other threads reach the engine's thread: an inbox, and what may be put into it."""
+"""The inbox of the engine's thread, and the commands that other threads put into it."""
 
 import threading
 from collections import deque
@@ -15,27 +15,31 @@ from worker.update import Update
 
 
 class Listener(Protocol):
-    """Where updates go: the line to a router."""
+    """The receiver of updates: the line to a router."""
 
     def send(self, attempt: AttemptId, update: Update) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One attempt at a request, begun on a line. Updates are delivered with the very call that began it."""
+    """An attempt at a request, begun on a line. The loop delivers updates with the very call that began it."""
 
     id: AttemptId
     line: Listener
 
     @property
     def name(self) -> RequestId:
-        """The id under which engine and store know the attempt."""
+        """The id of the attempt at the engine and in the store."""
         return self.id.name
+
+    def is_the_same_as(self, other: "Call") -> bool:
+        """Compares attempts: True for one attempt that was begun twice on one line."""
+        return self.id == other.id and self.line is other.line
 
 
 @dataclass(frozen=True)
 class Begin:
-    """Starts an attempt, of which updates go to `call`."""
+    """The command to start an attempt, of which updates go to `call`."""
 
     call: Call
     job: Job
@@ -43,7 +47,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Withdraw:
-    """Ends the attempt of a call, if it has not ended."""
+    """The command to end the attempt of a call, if it has not ended."""
 
     call: Call
     error: BatonError
@@ -51,13 +55,13 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class Ask:
-    """Looks at the engine between two steps."""
+    """The command to look at the engine between two steps."""
 
     question: Callable[[EngineCore], list[str]]
     answer: Future[list[str]]
 
     def put_to(self, engine: EngineCore) -> None:
-        """Answers; an error is raised again where the answer is awaited, if it still is."""
+        """Answers, with the error of a question that fails. Does nothing if nothing awaits the answer any more."""
         if self.answer.set_running_or_notify_cancel():
             try:
                 self.answer.set_result(self.question(engine))
@@ -82,7 +86,7 @@ class Inbox:
         self._closed = False
 
     def put(self, command: Command) -> bool:
-        """Adds a command; False if the inbox is closed and nothing takes it."""
+        """Adds a command; returns False if the inbox is closed."""
         with self._condition:
             if not self._closed:
                 self._commands.append(command)
@@ -90,13 +94,13 @@ class Inbox:
             return not self._closed
 
     def ring(self) -> None:
-        """Wakes the taking thread, though there may be nothing to take."""
+        """Wakes the taking thread, even without a command."""
         with self._condition:
             self._rung = True
             self._condition.notify()
 
     def take(self, timeout_s: float) -> list[Command]:
-        """All commands, once there are any, the bell has rung or the inbox is closed; blocks at most `timeout_s`."""
+        """Takes all commands, after a command, the bell or `close`; blocks at most `timeout_s`."""
         with self._condition:
             self._condition.wait_for(lambda: self._commands or self._rung or self._closed, timeout_s)
             commands = list(self._commands)
@@ -105,7 +109,7 @@ class Inbox:
             return commands
 
     def close(self) -> None:
-        """Lets nothing more in. What is in can still be taken."""
+        """Closes the inbox for further commands; `take` still returns earlier ones."""
         with self._condition:
             self._closed = True
             self._condition.notify()

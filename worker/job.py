@@ -1,4 +1,4 @@
-"""One attempt at a request at a worker: the engine's events in, updates for the router out. Each role has its own."""
+"""The job of one attempt at a request: the engine's events in, updates for the router out. Each role has its own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ _WAIT_FOR = {Gate.SLOT: Phase.WAIT_SLOT, Gate.PAGES: Phase.WAIT_PAGES}
 
 
 class Job(Protocol):
-    """Decides purely. Has no clock: `now_s` are readings of one monotonic clock, that of the arrival too.
+    """An attempt in progress. Pure: `now_s` and the time of arrival are readings of one monotonic clock.
 
-    An update with an end is the last; nothing is asked of a job after that.
+    An update with an end is the last; the loop drops the job with it.
     """
 
     @property
     def request(self) -> EngineRequest: ...
 
     def take(self, event: Event, now_s: float) -> Update:
-        """Takes an event of the engine about this request, or its refusal of it; what is to be told."""
+        """Takes an event of the engine about this attempt; returns the update for the router."""
         ...
 
     def withdraw(self, error: BatonError) -> Update:
-        """Ends the attempt, whatever the engine does: cancelled, out of time, replaced, drained, or its step failed."""
+        """Ends the attempt with an error of the worker: aborted, out of time, ousted, drained, or a failed step."""
         ...
 
 
@@ -39,7 +39,7 @@ NewJob = Callable[[EngineRequest, float], Job]
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What makes a worker a prefill or a decode worker: how steps are put together, and what a request's job is."""
+    """The difference between a prefill and a decode worker: batcher, class of requests, and jobs."""
 
     role: Role
     batcher: Batcher
@@ -48,7 +48,7 @@ class Behaviour:
 
 
 class PromptProgress:
-    """How a request's prompt comes by its KV: a stopwatch kept by the engine's events, up to computing what is missing.
+    """The way of a prompt to its KV, as a stopwatch that the engine's events drive, up to computing missing tokens.
 
     after: the phase that follows. leader: the choice that gets the prompt's KV for all.
     """
@@ -62,7 +62,7 @@ class PromptProgress:
         """The prompt's tokens by where their KV came from, as the leader first found them."""
 
     def note(self, event: Event, now_s: float) -> None:
-        """Takes every event of the request; most say nothing of its prompt."""
+        """Takes every event of the request, and passes over events that do not concern the prompt."""
         match event:
             case HeldUp(gate=gate):
                 self._stopwatch.reach(_WAIT_FOR[gate], now_s)

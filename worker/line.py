@@ -1,7 +1,7 @@
-"""The worker's end of the line to one router: orders come in, and what is new about its attempts goes out.
+"""The worker's end of the line to one router: orders come in, and updates of its attempts go out.
 
-What has not been sent yet joins: however slowly the router reads, an attempt has one update here, which grows by tokens
-only. Nothing waits for the line, least of all a step of the engine.
+Unsent updates join: however slowly the router reads, an attempt has one update here, which grows by tokens only.
+No step of the engine waits for the line.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ MAX_BEGIN_BYTES = 64 << 20
 
 
 class Orders(Protocol):
-    """What a worker does for a router. No call waits; errors go back on the line."""
+    """The orders of a router to a worker. No call blocks; errors go back on the line."""
 
     def begin(self, call: Call, begin: worker_pb2.Begin) -> None:
-        """Raises BatonError for an attempt that cannot begin."""
+        """Begins an attempt. Raises BatonError if it cannot begin."""
         ...
 
     def abort(self, line: "RouterLine", attempt: AttemptId) -> None: ...
@@ -41,20 +41,48 @@ class Orders(Protocol):
     def line_ended(self, line: "RouterLine") -> None: ...
 
 
+class PartialBegin:
+    """A Begin that comes in pieces. It keeps at most MAX_BEGIN_BYTES of them."""
+
+    def __init__(self, attempt: AttemptId) -> None:
+        self.attempt = attempt
+        self._data = bytearray()
+        self._num_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes <= MAX_BEGIN_BYTES:
+            self._data.extend(data)
+
+    def parse(self) -> worker_pb2.Begin:
+        """Puts the message together. Raises InvalidRequest if it is too long, no Begin, or of another attempt."""
+        if self._num_bytes > MAX_BEGIN_BYTES:
+            raise InvalidRequest("begin", f"has more than {MAX_BEGIN_BYTES} bytes")
+        try:
+            begin = worker_pb2.Begin.FromString(bytes(self._data))
+        except DecodeError as error:
+            raise InvalidRequest("begin", "not the message that it claims to be") from error
+        if attempt_of(begin.id) != self.attempt:
+            raise InvalidRequest("begin", "its pieces are of another attempt")
+        return begin
+
+
 class RouterLine:
-    """Belongs to one event loop. Between its making and `close`, `take` is fed and `next` is read."""
+    """A line of one router. Belongs to one event loop; gRPC, or the twin, calls `take` and `next` until `close`."""
 
     def __init__(self, orders: Orders, worker_id: str) -> None:
         self._orders = orders
         self._worker_id = worker_id
         self._updates: OrderedDict[AttemptId, Update] = OrderedDict()
         self._answers: list[worker_pb2.Answer] = []
-        self._begin_in_pieces: tuple[AttemptId, bytearray] | None = None
+        self._partial: PartialBegin | None = None
         self._is_closed = False
         self._changed = asyncio.Event()
 
     def take(self, request: worker_pb2.ConnectRequest) -> None:
-        """Carries out orders, in their order. What is wrong with one is told on the line."""
+        """Carries out orders, in the order of their fields; errors go back on the line. Does nothing after the end."""
+        if self._is_closed:
+            return
         for message in request.aborts:
             self._abort(attempt_of(message))
         if request.renewals:
@@ -63,13 +91,13 @@ class RouterLine:
             self._orders.release([attempt_of(message) for message in request.releases])
         for ask in request.asks:
             self._orders.answer(self, ask)
-        if request.HasField("begin"):
-            self._begin(request.begin)
+        for begin in request.begins:
+            self._begin(begin)
         if request.HasField("piece"):
             self._take_piece(request.piece)
 
     def send(self, attempt: AttemptId, update: Update) -> None:
-        """Adds news of an attempt to those that wait. Does nothing once closed."""
+        """Joins an update to the unsent update of its attempt. Does nothing after the end."""
         if not self._is_closed:
             earlier = self._updates.get(attempt)
             self._updates[attempt] = update if earlier is None else earlier.followed_by(update)
@@ -81,7 +109,7 @@ class RouterLine:
             self._changed.set()
 
     async def next(self) -> worker_pb2.ConnectResponse | None:
-        """Everything new, as soon as there is something; None after the end."""
+        """Returns all unsent updates, once there is an update or an answer; None after the end."""
         while not (self._updates or self._answers or self._is_closed):
             self._changed.clear()
             await self._changed.wait()
@@ -91,12 +119,12 @@ class RouterLine:
         return worker_pb2.ConnectResponse(updates=self._take_updates(), answers=answers)
 
     def finish(self) -> None:
-        """Lets nothing more be sent; what waits still is."""
+        """Ends the line after its unsent updates."""
         self._is_closed = True
         self._changed.set()
 
     def close(self) -> None:
-        """Ends the line, and aborts what was begun on it. May be called more than once."""
+        """Ends the line at once, and aborts its attempts. A second call does nothing."""
         self.finish()
         self._updates.clear()
         self._answers.clear()
@@ -111,8 +139,8 @@ class RouterLine:
         return updates
 
     def _abort(self, attempt: AttemptId) -> None:
-        if self._begin_in_pieces is not None and self._begin_in_pieces[0] == attempt:
-            self._begin_in_pieces = None
+        if self._partial is not None and self._partial.attempt == attempt:
+            self._partial = None
         self._updates.pop(attempt, None)
         self._orders.abort(self, attempt)
 
@@ -125,14 +153,12 @@ class RouterLine:
 
     def _take_piece(self, piece: worker_pb2.Piece) -> None:
         attempt = attempt_of(piece.id)
-        if self._begin_in_pieces is None or self._begin_in_pieces[0] != attempt:
-            self._begin_in_pieces = attempt, bytearray()
-        data = self._begin_in_pieces[1]
-        data.extend(piece.data)
-        if not piece.last and len(data) <= MAX_BEGIN_BYTES:
-            return
-        self._begin_in_pieces = None
-        try:
-            self._begin(worker_pb2.Begin.FromString(bytes(data)))
-        except DecodeError:
-            self.send(attempt, Update(end=End(InvalidRequest("begin", "not the message that it claims to be"))))
+        if self._partial is None or self._partial.attempt != attempt:
+            self._partial = PartialBegin(attempt)
+        self._partial.add(piece.data)
+        if piece.last:
+            partial, self._partial = self._partial, None
+            try:
+                self._begin(partial.parse())
+            except InvalidRequest as error:
+                self.send(attempt, Update(end=End(error)))

@@ -21,7 +21,7 @@ from worker.update import NOTHING_NEW, End, Update
 log = logging.getLogger(__name__)
 
 ENGINE_NICENESS = 10
-"""Where cores are few, threads that only pass tokens on come before those that compute them."""
+"""Where cores are few, threads that only pass tokens on come before threads that compute them."""
 MAX_IDLE_S = 1.0
 MAX_FAILED_STEPS = 4
 """Steps that fail, with no token in between, until the engine is given up: then it is not the requests."""
@@ -29,22 +29,22 @@ MAX_FAILED_STEPS = 4
 
 @dataclass
 class Deliveries:
-    """What a turn has brought for others than the engine: an update for each call, and holds that are over."""
+    """The outcome of a turn: an update for each call, and holds that are over."""
 
     updates: dict[Call, Update] = field(default_factory=dict)
     released: list[RequestId] = field(default_factory=list)
 
 
 class WorkerLoop:
-    """Runs an engine for calls. `begin`, `withdraw` and `ask` may be used from any thread and do not block.
+    """The driver of an engine. Any thread may use `begin`, `withdraw` and `ask`, which do not block.
 
-    A request that the engine fails ends alone. A step that fails ends all requests with Unavailable, so that they are
-    tried elsewhere, and the loop goes on if the engine's books are in order.
+    A request that the engine fails ends alone. A step that fails ends all attempts with Unavailable, so that the router
+    tries elsewhere, and the loop goes on if the engine's books are in order.
 
-    deliver: takes what a turn has brought; called on the engine's thread, must not block.
-    on_broken: called on the engine's thread, after the last delivery, if the loop broke.
+    deliver: takes the outcome of a turn, on the engine's thread; must not block.
+    on_broken: runs on the engine's thread, after the last delivery, if the loop broke.
     is_broken: the engine's books are wrong, or it fails again and again; this process is of no use any more.
-    num_turns: finished so far. There is one at least every MAX_IDLE_S, unless a step takes longer or hangs.
+    num_turns: turns so far, at least one every MAX_IDLE_S, unless a step takes longer or hangs.
     """
 
     def __init__(
@@ -80,19 +80,19 @@ class WorkerLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends all requests and the thread; False if a step took longer than that."""
+        """Ends all attempts and the thread; returns False if a step takes longer than `timeout_s`."""
         self.is_running = False
         self._inbox.ring()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Gives the loop up, though its thread may hang: it takes nothing more, and winds up should it go on."""
+        """Gives the loop up, though its thread may hang: it takes no command any more, and winds up should it go on."""
         self._break()
         self._inbox.close()
 
     def begin(self, call: Call, job: Job) -> None:
-        """Starts an attempt. Unavailable if the loop has ended."""
+        """Starts an attempt. Raises Unavailable if the loop has ended."""
         if not self._inbox.put(Begin(call, job)):
             raise Unavailable("the worker has stopped")
 
@@ -101,14 +101,14 @@ class WorkerLoop:
         self._inbox.put(Withdraw(call, error))
 
     def ask(self, question: Callable[[EngineCore], list[str]]) -> Future[list[str]]:
-        """What `question` says of the engine between two steps. Unavailable if the loop has ended."""
+        """Puts a question to the engine between two steps. Raises Unavailable if the loop has ended."""
         answer: Future[list[str]] = Future()
         if not self._inbox.put(Ask(question, answer)):
             raise Unavailable("the worker has stopped")
         return answer
 
     def turn(self) -> None:
-        """Obeys commands, steps the engine once, and delivers what came of both. Waits where there is nothing to do."""
+        """Obeys commands, steps the engine once, and delivers the outcome. Blocks up to MAX_IDLE_S without work."""
         self._commands += self._inbox.take(0.0 if self._has_more_to_do else MAX_IDLE_S)
         try:
             while self._commands:
@@ -117,6 +117,8 @@ class WorkerLoop:
             events = self._engine.step()
             self._pass_on(events, began_s)
             self._has_more_to_do = bool(events) or self._engine.can_step
+            if any(isinstance(event, Emitted) for event in events):
+                self._num_failed_steps = 0
         except Exception as error:  # of whatever the model's step may raise; the thread has to outlive it
             self._recover(error)
         self.stats = self._engine.stats()
@@ -124,11 +126,11 @@ class WorkerLoop:
         self.num_turns += 1
 
     def _run(self) -> None:
-        os.nice(ENGINE_NICENESS)  # of this thread and of those it starts
+        os.nice(ENGINE_NICENESS)  # of this thread and the threads that it starts
         try:
             while self.is_running:
                 self.turn()
-        except Exception:  # a bug of ours outside of a step: nobody may go on waiting for this thread
+        except Exception:  # a bug of ours outside of a step: nothing may go on waiting for this thread
             log.critical("the engine's thread has failed", exc_info=True)
             self._break()
         self._wind_up()
@@ -152,15 +154,14 @@ class WorkerLoop:
                 command.put_to(self._engine)
 
     def _pass_on(self, events: Sequence[Event], began_s: float) -> None:
-        """Hands the events of one step to the jobs they belong to.
+        """Hands the events of one step to their jobs.
 
-        What was decided before the model ran, up to the first token, happened when the step began, the rest just now.
+        Events before the first token happened when the step began, before the model ran; the rest happened just now.
         """
         now_s = began_s
         for event in events:
             if isinstance(event, Emitted) and now_s == began_s:
                 now_s = self._clock()
-                self._num_failed_steps = 0
             begun = self._begun.get(event.request_id)
             if begun is not None:
                 self._note(begun, begun.job.take(event, now_s))
@@ -168,7 +169,7 @@ class WorkerLoop:
                 self._deliveries.released.append(event.request_id)
 
     def _note(self, begun: Begin, update: Update) -> None:
-        """Keeps an update for delivery, together with what is there for its call."""
+        """Joins an update to its call's update for delivery."""
         if update is NOTHING_NEW:
             return
         call, updates = begun.call, self._deliveries.updates
@@ -195,7 +196,7 @@ class WorkerLoop:
             self._break()
 
     def _withdraw_all(self, error: BatonError) -> list[str]:
-        """Ends every attempt, whatever state the engine is in; returns what went wrong with it."""
+        """Ends every attempt, whatever state the engine is in; returns the problems."""
         problems = []
         for begun in list(self._begun.values()):
             try:
@@ -217,7 +218,7 @@ class WorkerLoop:
         self.is_running = False
 
     def _wind_up(self) -> None:
-        """Lets nothing in any more, and lets nothing wait."""
+        """Closes the inbox, and answers every command and attempt."""
         stopped = Unavailable("the worker has stopped")
         self._inbox.close()
         self._commands += self._inbox.take(0.0)

@@ -1,4 +1,4 @@
-"""Between a worker's own values and the messages of its line."""
+"""Conversion between a worker's own values and the messages of its line."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -6,7 +6,6 @@ from dataclasses import asdict
 from engine.events import EngineStats
 from engine.request import ChoiceSoFar, EngineRequest
 from kv_store.block_store import StoreStatus
-from wire.block_counts import BlockCounts
 from wire.convert import (
     attempt_of,
     attempt_to_pb,
@@ -20,7 +19,7 @@ from wire.errors import InvalidRequest
 from wire.ids import AttemptId, NamespaceRoot
 from wire.pb import inference_pb2, worker_pb2
 from wire.sampling import MAX_CHOICES
-from wire.tier import Tier
+from wire.tier import BlockCounts, Tier
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, Update
 
@@ -28,10 +27,9 @@ ROOT_BYTES = 32
 
 
 def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_size: int) -> EngineRequest:
-    """The request that the engine gets, under the attempt's own name.
+    """Makes the engine's request, under the attempt's own name.
 
-    Raises InvalidRequest for what would upset the engine: an empty prompt, tokens that the model does not have, choices
-    that are none, too many or the same.
+    Raises InvalidRequest for an empty prompt, tokens outside of the vocabulary, and no, too many or equal choices.
     """
     if not message.id.request_id:
         raise InvalidRequest("request_id", "missing")
@@ -141,7 +139,7 @@ def _host_to_pb(store: StoreStatus) -> worker_pb2.TierStatus:
 
 
 def _redis_to_pb(store: StoreStatus) -> worker_pb2.TierStatus:
-    """Blocks are read by the worker itself, and written by its node's service."""
+    """Adds the blocks that the node's service wrote to the blocks that the worker read."""
     if store.cold is None:
         return worker_pb2.TierStatus(tier=Tier.REDIS, state="off")
     counts = asdict(store.cold)

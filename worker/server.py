@@ -5,12 +5,16 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
+from grpc_status import rpc_status
 
+from wire.errors import BatonError, InvalidRequest
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from wire.rpc import LINE_OPTIONS, SERVER_OPTIONS, TokenInterceptor, listen
+from wire.rpc_status import to_status
 from worker.config import ServerSettings
 from worker.service import WorkerService
 
@@ -21,7 +25,7 @@ SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 
 class WorkerServer:
-    """Serves from `start` to `stop`, to routers that know the cluster's token; health is for everybody."""
+    """The gRPC server of a worker, from `start` to `stop`. Lines need the cluster's token; health needs none."""
 
     def __init__(self, service: WorkerService, settings: ServerSettings) -> None:
         self._service = service
@@ -32,7 +36,7 @@ class WorkerServer:
         )
 
     async def start(self) -> str:
-        """Returns the address. Raises ConfigError if the port cannot be had."""
+        """Opens the port and returns the address. Raises ConfigError if the port is taken."""
         address = listen(self._server, self._settings.host, self._settings.port)
         add_WorkerServicer_to_server(Lines(self._service), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -41,11 +45,11 @@ class WorkerServer:
         return address
 
     async def refuse_new_work(self) -> None:
-        """From now on health says that this worker is not to be chosen."""
+        """Turns health to NOT_SERVING."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self) -> None:
-        """Closes the port, and ends what is still under way after a short grace."""
+        """Closes the port, and after a short grace the lines."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(STOP_GRACE_S)
 
@@ -67,13 +71,13 @@ class WorkerPort(Protocol):
 
 
 class Lines(WorkerServicer):
-    """One line for each call of a router."""
+    """The servicer that gives each call a line."""
 
     def __init__(self, worker: WorkerPort) -> None:
         self._worker = worker
 
     async def Connect(self, requests: AsyncIterator[worker_pb2.ConnectRequest], context: Context) -> None:  # noqa: N802
-        """Writes to its context: a generator that is dropped half-way would be no place to clean up."""
+        """Serves a line. Writes to its context: a generator that gRPC drops half-way is no place to clean up."""
         line = self._worker.connect()
         reading = asyncio.create_task(_read(requests, line))
         try:
@@ -82,12 +86,19 @@ class Lines(WorkerServicer):
         finally:
             reading.cancel()
             line.close()
+        (failure,) = await asyncio.gather(reading, return_exceptions=True)
+        if isinstance(failure, BatonError):
+            await context.abort_with_status(rpc_status.to_status(to_status(failure)))
+        elif isinstance(failure, Exception):
+            raise failure
 
 
 async def _read(requests: AsyncIterator[worker_pb2.ConnectRequest], line: WorkerEnd) -> None:
-    """Feeds a line until its router has no more to say, or what it says makes no sense."""
+    """Feeds a line until its router writes no more. Raises InvalidRequest for a message that is no ConnectRequest."""
     try:
         async for request in requests:
             line.take(request)
+    except DecodeError as error:
+        raise InvalidRequest("message", "not a ConnectRequest") from error
     finally:
         line.close()

@@ -1,4 +1,4 @@
-"""A worker as its routers know it: attempts begun on lines, holds, questions; without gRPC."""
+"""The service of a worker to its routers: attempts begun on lines, holds, questions; without gRPC."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from engine.core import EngineCore
 from kv_store.block_store import BlockStore
 from wire.convert import error_to_pb
-from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, Unavailable, WorkerLeaving
+from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, Unavailable, Unsupported, WorkerLeaving
 from wire.ids import AttemptId, RequestId
 from wire.pb import worker_pb2
 from wire.pools import WorkerState
@@ -29,9 +29,9 @@ CHECK_TIMEOUT_S = 30.0
 
 
 class WorkerService:
-    """Serves routers that `connect`. Belongs to the event loop on which it is started.
+    """The orders of all lines. Belongs to the event loop on which it starts.
 
-    An abort takes the request out of the engine before its next step, and so does the end of its time or of its line.
+    An abort takes an attempt out of the engine before its next step, and so does the end of its time or of its line.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class WorkerService:
         max_silence_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """max_silence_s: the engine is given up if its thread has not finished a turn for so long.
+        """Takes the parts. max_silence_s: a longer turn of the engine's thread passes for a hang.
 
-        on_broken: called on any thread when the worker is of no use any more; again if a thread that hung goes on.
+        on_broken: runs on any thread when the worker is of no use any more; again if a thread that hung goes on.
         """
         self.info = info
         self._behaviour = behaviour
@@ -76,7 +76,7 @@ class WorkerService:
         return WorkerState.DRAINING if self._is_draining else WorkerState.READY
 
     async def start(self) -> None:
-        """Starts the engine's thread. To be called once, before anything else."""
+        """Starts the engine's thread. Comes once, before anything else."""
         self._event_loop = asyncio.get_running_loop()
         self._loop.start()
         self._begin_task(self._watch_engine())
@@ -92,26 +92,26 @@ class WorkerService:
             line.finish()
 
     def connect(self) -> RouterLine:
-        """The end of a new line to a router."""
+        """Makes the worker's end of a new line."""
         line = RouterLine(self, self.info.worker_id)
         self._lines.add(line)
         return line
 
     def begin(self, call: Call, begin: worker_pb2.Begin) -> None:
-        """Starts an attempt; an earlier one at the same request, or one begun on another line, gives way to it.
+        """Starts an attempt; it ousts an earlier attempt at the request, and any attempt of another line.
 
-        Raises RequestExists, InvalidRequest, or Unavailable where the worker takes nothing new.
+        Does nothing for an attempt that runs on its line already. Raises RequestExists while a later attempt runs
+        there, InvalidRequest, or Unavailable while the worker takes no attempts.
         """
         request = request_from_pb(begin, self._behaviour.request_class, self.info.vocab_size)
         if self.state is not WorkerState.READY:
             refusal = WorkerLeaving if self.state is WorkerState.DRAINING else Unavailable
             raise refusal(f"the worker is {self.state.value}", request_id=call.id.request_id)
-        self._oust(call)
-        out_of_time = DeadlineExceeded("the request's deadline has passed", request_id=call.id.request_id)
-        life_s = min(max(begin.time_left_s, 0.0), MAX_REQUEST_S)
-        timer = asyncio.get_running_loop().call_later(life_s, self._end, call, out_of_time)
-        self._calls[call.id.request_id] = call, timer
-        self._is_idle.clear()
+        earlier = self._call_of(call.id.request_id)
+        if earlier is not None and earlier.is_the_same_as(call):
+            return
+        self._oust(earlier, call)
+        self._remember(call, begin.time_left_s)
         try:
             self._loop.begin(call, self._behaviour.new_job(request, self._clock()))
         except BatonError:
@@ -119,7 +119,7 @@ class WorkerService:
             raise
 
     def abort(self, line: RouterLine, attempt: AttemptId) -> None:
-        """Ends an attempt that was begun on this line. Does nothing if there is none."""
+        """Ends an attempt of this line. Does nothing if there is none."""
         call = self._call_of(attempt.request_id)
         if call is not None and call.id == attempt and call.line is line:
             self._end(call, Cancelled("the router has aborted it", request_id=attempt.request_id))
@@ -133,20 +133,20 @@ class WorkerService:
         self._store.release_soon([attempt.name for attempt in attempts])
 
     def answer(self, line: RouterLine, ask: worker_pb2.Ask) -> None:
-        """Answers a question on the line, when the answer is known."""
+        """Answers a question on the line, in a task of its own."""
         self._begin_task(self._answer(line, ask))
 
     def line_ended(self, line: RouterLine) -> None:
-        """Ends what was begun on this line. Holds stay until they run out."""
+        """Ends the attempts of a line. Holds stay until they run out."""
         self._lines.discard(line)
         for call, _ in tuple(self._calls.values()):
             if call.line is line:
                 self._end(call, Cancelled("the line to the router has ended", request_id=call.id.request_id))
 
     async def drain(self, grace_s: float) -> int:
-        """Takes nothing new, waits for what is under way, and ends with WorkerLeaving what outlasts the grace.
+        """Refuses new attempts, waits for running ones, and after the grace ends the rest with WorkerLeaving.
 
-        Returns how many attempts these were; the router goes on with them elsewhere.
+        Returns the number of attempts that it ends so; the router goes on with them elsewhere.
         """
         self._is_draining = True
         try:
@@ -160,23 +160,22 @@ class WorkerService:
         return len(left)
 
     async def status(self, check: bool = False) -> worker_pb2.WorkerStatus:
-        """How the worker is. Raises StoreError where its store does not answer."""
+        """Describes the state of the worker. Raises StoreError if its store does not answer."""
         problems = [*await self._check_engine(), *await self._store.check()] if check else []
         store = await self._store.status()
         return status_to_pb(self.info, self.state.value, self.watch.silent_s, self._loop.stats, store, problems)
 
     def check(self) -> list[str]:
-        """What is under way; nothing, once all attempts have ended."""
+        """Lists attempts under way; empty once all have ended."""
         counts = {"calls": len(self._calls), "attempts at the engine": self._loop.num_begun}
         return [f"{what}: {count}" for what, count in counts.items() if count]
 
-    def _oust(self, call: Call) -> None:
-        earlier = self._call_of(call.id.request_id)
+    def _oust(self, earlier: Call | None, call: Call) -> None:
         if earlier is None:
             return
         request_id = call.id.request_id
-        if earlier.line is call.line and earlier.id.number >= call.id.number:
-            raise RequestExists("this attempt at the request, or a later one, is running", request_id=request_id)
+        if earlier.line is call.line and earlier.id.number > call.id.number:
+            raise RequestExists("a later attempt at the request is running", request_id=request_id)
         self._end(earlier, Cancelled("another attempt took its place", request_id=request_id))
 
     def _call_of(self, request_id: RequestId) -> Call | None:
@@ -187,6 +186,13 @@ class WorkerService:
         self._forget(call)
         call.line.send(call.id, Update(end=End(error)))
         self._loop.withdraw(call, error)
+
+    def _remember(self, call: Call, time_left_s: float) -> None:
+        out_of_time = DeadlineExceeded("the request's deadline has passed", request_id=call.id.request_id)
+        life_s = min(max(0.0, time_left_s), MAX_REQUEST_S)  # 0 for a NaN, too
+        timer = asyncio.get_running_loop().call_later(life_s, self._end, call, out_of_time)
+        self._calls[call.id.request_id] = call, timer
+        self._is_idle.clear()
 
     def _forget(self, call: Call) -> None:
         _, timer = self._calls.pop(call.id.request_id)
@@ -202,10 +208,13 @@ class WorkerService:
     async def _answer(self, line: RouterLine, ask: worker_pb2.Ask) -> None:
         answer = worker_pb2.Answer(number=ask.number)
         try:
-            if ask.HasField("info"):
-                answer.info.CopyFrom(self.info)
-            else:
-                answer.status.CopyFrom(await self.status(ask.status.check))
+            match ask.WhichOneof("question"):
+                case "info":
+                    answer.info.CopyFrom(self.info)
+                case "status":
+                    answer.status.CopyFrom(await self.status(ask.status.check))
+                case _:
+                    raise Unsupported("this worker does not know that question")
         except BatonError as error:
             answer.error.CopyFrom(error_to_pb(error))
         line.send_answer(answer)
@@ -228,7 +237,7 @@ class WorkerService:
             return ["the engine's thread has ended"]
 
     def _deliver(self, deliveries: Deliveries) -> None:
-        """Runs on the engine's thread: one wake-up of the event loop for all that a step has brought."""
+        """Hands a turn's outcome to the event loop, with one wake-up. Runs on the engine's thread."""
         if self._event_loop is not None and not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(self._apply, deliveries)
 

@@ -1,4 +1,4 @@
-"""Where the time of a request went at this worker."""
+"""The time that a request spent at this worker, by phase."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from wire.pools import Role
 
 
 class Phase(Enum):
-    """What a request does or waits for, in this order. docs/timeline.md tells what each one means for each role."""
+    """The phases of a request, in this order. docs/timeline.md explains each phase for each role."""
 
     QUEUE = "queue"
     WAIT_SLOT = "wait_slot"
@@ -26,7 +26,7 @@ _ORDER = tuple(Phase)
 
 @dataclass(frozen=True)
 class Span:
-    """One phase. Milliseconds since the call's arrival; counts that are zero are left out."""
+    """A phase, in milliseconds since the arrival; it leaves out counts of zero."""
 
     name: str
     start_ms: float
@@ -35,10 +35,10 @@ class Span:
 
 
 class Stopwatch:
-    """Divides a request's time into phases without a gap between them. Has no clock: times are given to it."""
+    """A division of a request's time into phases without a gap. It has no clock: callers pass readings."""
 
     def __init__(self, role: Role, arrived_s: float) -> None:
-        """The queue runs from `arrived_s` on, and any other phase may be skipped. Spans carry the role's name."""
+        """Starts the queue at `arrived_s`; any other phase may be missing. Spans carry the role's name."""
         self._role = role
         self._arrived_s = arrived_s
         self._starts_s = {Phase.QUEUE: arrived_s}
@@ -50,7 +50,7 @@ class Stopwatch:
         return next(reversed(self._starts_s))
 
     def reach(self, phase: Phase, now_s: float) -> None:
-        """Ends the running phase and begins a later one. Does nothing if that one was reached or passed already."""
+        """Ends the running phase and begins a later one. Does nothing for the running phase and earlier ones."""
         if _ORDER.index(phase) > _ORDER.index(self.phase):
             self._starts_s[phase] = now_s
 
@@ -59,7 +59,7 @@ class Stopwatch:
         self._counts[self.phase].update(amounts)
 
     def spans(self, end_s: float) -> tuple[Span, ...]:
-        """The phases so far, the running one ending at `end_s`."""
+        """Lists the phases so far, the running phase with `end_s` as its end."""
         starts = list(self._starts_s.items())
         ends_s = [start_s for _, start_s in starts[1:]] + [end_s]
         return tuple(self._span(phase, start_s, end) for (phase, start_s), end in zip(starts, ends_s, strict=True))

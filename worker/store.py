@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class AsyncStore:
-    """One call after another, on a thread of its own. Each raises StoreError if it fails or takes too long."""
+    """A store behind a thread, which makes one call after another. Raises StoreError for a failure or a timeout."""
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
@@ -28,19 +28,19 @@ class AsyncStore:
         return await self._call(self._store.status)
 
     async def check(self) -> list[str]:
-        """What is wrong with the books of the host tier."""
+        """Lists the problems in the books of the host tier."""
         return await self._call(self._store.check)
 
     def renew_soon(self, names: Sequence[RequestId]) -> None:
-        """Lets the holds of these attempts live on. A failure is logged; they end then unless a later renewal comes."""
+        """Renews the holds of these attempts, in the background. Logs a failure: a later renewal may save them."""
         self._begin(lambda: self._store.renew(names), "renewed")
 
     def release_soon(self, names: Sequence[RequestId]) -> None:
-        """Ends the holds of these attempts. A failure is logged; they then end when they run out."""
+        """Ends the holds of these attempts, in the background. Logs a failure: they run out then."""
         self._begin(lambda: self._store.release_holds(names), "released")
 
     async def close(self) -> None:
-        """Waits for what is under way, within the bound of each call."""
+        """Waits for calls under way, within the bound of each call."""
         await asyncio.gather(*self._tasks)
         self._executor.shutdown(wait=False, cancel_futures=True)
 

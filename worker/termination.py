@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 
 def leave_sigterm_to_the_main_thread() -> None:
-    """From now on this thread does not take SIGTERM, nor do the threads and processes that it and they start.
+    """Blocks SIGTERM on this thread, and on all that it starts later. Does nothing on the main thread.
 
-    To be called before it starts any. A thread that just begins may take a signal that was meant for the main thread,
-    and is not known to Python by then: `on_sigterm` would hear nothing of it. Does nothing on the main thread.
+    Comes before the thread starts any. A thread that just begins may take a signal that was meant for the main thread,
+    and Python does not know it by then: `on_sigterm` would hear nothing of the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

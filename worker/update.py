@@ -1,4 +1,4 @@
-"""What a worker has to tell the router of an attempt at a request."""
+"""An update about an attempt, from worker to router."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from worker.stopwatch import Span
 
 @dataclass(frozen=True)
 class ChoiceTokens:
-    """Tokens of one choice, the first being its `first_position`-th output token; and how it ended, if it did.
+    """Tokens of one choice, from its `first_position`-th output token on; and the reason of its end, if it ended.
 
-    logprobs: one for each token, or none at all.
+    logprobs: of each token, or empty.
     """
 
     index: int
@@ -32,7 +32,7 @@ class ChoiceTokens:
         return cls(event.choice, num_output, (), (), event.reason, event.stop_token_id)
 
     def followed_by(self, later: "ChoiceTokens") -> "ChoiceTokens":
-        """Both as one; `later` goes on where this one ends."""
+        """Joins tokens that follow directly."""
         return ChoiceTokens(
             self.index,
             self.first_position,
@@ -45,7 +45,7 @@ class ChoiceTokens:
 
 @dataclass(frozen=True)
 class End:
-    """The end of an attempt here: with an error, or because all choices have ended or were handed over."""
+    """The end of an attempt at this worker: with an error, or because all choices have ended or were handed over."""
 
     error: BatonError | None = None
     spans: tuple[Span, ...] = ()
@@ -53,10 +53,10 @@ class End:
 
 @dataclass(frozen=True)
 class Update:
-    """What is new about an attempt.
+    """News of an attempt.
 
-    prompt: where the prompt's KV came from, told once. num_held: blocks of the prompt that the store keeps for the
-    attempt. releases_hold: the store need not keep them any longer. end: in the last update.
+    prompt: the prompt's tokens by the source of their KV, told once. num_held: blocks of the prompt that the store
+    keeps for the attempt. releases_hold: the hold is over. end: in the last update.
     """
 
     choices: tuple[ChoiceTokens, ...] = ()
@@ -66,7 +66,7 @@ class Update:
     end: End | None = None
 
     def followed_by(self, later: "Update") -> "Update":
-        """Both as one."""
+        """Joins two updates of an attempt."""
         choices = {choice.index: choice for choice in self.choices}
         for choice in later.choices:
             earlier = choices.get(choice.index)

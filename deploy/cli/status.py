@@ -13,10 +13,9 @@ from deploy.cli.status_view import render_status
 from deploy.local import run_dir
 from deploy.local.client import call_operator, find_cluster
 from deploy.local.state import ClusterState
-from wire.block_counts import BLOCK_STATES
 from wire.convert import tiers_from_pb
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import Tier
+from wire.tier import BLOCK_STATES, Tier
 
 DESCRIPTION = """\
 Shows the pools, their KV pages by state, the tiers, the queue and the last events.

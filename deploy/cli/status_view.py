@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from deploy.cli.table import NOT_KNOWN, render
 from deploy.plan.byte_size import format_bytes
-from wire.block_counts import BLOCK_STATES
 from wire.convert import status_of
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import Tier
+from wire.tier import BLOCK_STATES, Tier
 
 NUM_EVENTS = 10
 WORKER_HEAD = ("worker", "pid", "state", "running", "waiting", "preempted", "computed", "cached", "hits", "generated")

@@ -177,6 +177,17 @@ class Directory(DirectoryPort):
         )
 
     @_exclusive
+    def blocks(self) -> list[Block]:
+        """Returns the blocks that are found."""
+        return [block for block in self._blocks.values() if self._is_found(block)]
+
+    @_exclusive
+    def visit_idle(self, visit: Callable[[list[Block]], None]) -> None:
+        """Shows the found blocks that no process reads or writes; none begins to before `visit` returns."""
+        found = filter(self._is_found, self._blocks.values())
+        visit([block for block in found if not self._ledger.num_transfers(block.slot)])
+
+    @_exclusive
     def check(self) -> list[str]:
         writing, references = self._reservations.transfers, self._holds.references
         transfers = writing + self._leases.transfers

@@ -1,1 +1,1 @@
-"""What is told of requests and workers: timelines, records, metrics, status."""
+"""Observation of requests and workers: timelines, records, metrics, status."""

@@ -1,7 +1,8 @@
-"""What a request came to, for whoever runs the service: for the log and for metrics, never for the client."""
+"""The outcome of a request, for the log and for metrics, never for the client."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from wire.errors import BatonError
 from wire.ids import RequestId, WorkerId
@@ -52,7 +53,7 @@ class RequestRecord:
     def total_s(self) -> float:
         return self.timeline.total_ms / 1000
 
-    @property
+    @cached_property
     def waits_s(self) -> Mapping[str, float]:
         """Time spent at each gate."""
         waits_s: dict[str, float] = {}
@@ -63,7 +64,7 @@ class RequestRecord:
 
     @property
     def values(self) -> Mapping[str, object]:
-        """What the log says of it. Nothing of what the client sent or got."""
+        """The fields of its line in the log; nothing that the client sent or got."""
         summary, waits_s = self.summary, self.waits_s
         cached = summary.cached or {}
         return {

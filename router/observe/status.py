@@ -120,7 +120,7 @@ class StatusWatch:
 
 
 def changes(before: cluster_pb2.ClusterStatus, after: cluster_pb2.ClusterStatus) -> Iterator[str]:
-    """What an operator wants to know of two statuses that follow one another."""
+    """Yields the changes between two statuses that an operator wants to know of."""
     for old, new in ((status_of(tier, before.tiers), status_of(tier, after.tiers)) for tier in Tier):
         if (old.state, new.state) == ("up", "broken"):
             yield f"tier {old.tier} does not answer: workers go on without it"

@@ -21,7 +21,7 @@ NETWORK = "network"
 
 @dataclass
 class TimedCall:
-    """One call to a worker, seen from the router: when it was sent, when it was over, what the worker says of it."""
+    """An attempt at a worker, seen from the router: when it was sent and over, the spans that the worker told."""
 
     name: str
     worker: WorkerId
@@ -40,7 +40,7 @@ class Timeline:
         self._last_ms = 0.0
 
     def reached(self, name: str, now_s: float) -> None:
-        """What the router did, or waited for, since it last told anything here."""
+        """Notes a span of the router, from its last note to now."""
         now_ms = self._ms(now_s)
         self._spans.append(_span(f"{ROUTER}.{name}", ROUTER, self._last_ms, now_ms))
         self._last_ms = now_ms

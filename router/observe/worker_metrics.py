@@ -10,9 +10,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from router.observe.metrics import NAMESPACE
-from wire.block_counts import BLOCK_STATES
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import Tier
+from wire.tier import BLOCK_STATES, Tier
 
 WORKER = ("role", "worker")
 ROUTER = ("router", "router")

@@ -28,7 +28,7 @@ L = TypeVar("L", bound=Load)
 
 @dataclass(frozen=True)
 class PrefillPlacement:
-    """The worker that would be done first: fewest tokens to compute, with those queued there, then fewest choices.
+    """The worker that would be done first: fewest tokens to compute, queued ones included, then fewest choices.
 
     A silent worker is chosen only where all are.
     """

@@ -1,4 +1,4 @@
-"""How messages arrive at a server: bounded in number and time before anybody knows what they are, and parsed here."""
+"""Arrival of messages at a server: bounded in number and time, and parsed here."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator

@@ -25,7 +25,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterApi(ClusterServicer):
-    """What it raises becomes a status in the server's interceptor."""
+    """Serves the operator. The server's interceptor makes statuses of what it raises."""
 
     def __init__(self, router: Router, addresses: Addresses) -> None:
         self._router = router

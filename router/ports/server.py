@@ -1,8 +1,11 @@
-"""What a router listens with: a gRPC server for clients, one for the operator, one over HTTP for Prometheus."""
+"""The servers of a router: a gRPC server for clients, one for the operator, one over HTTP for Prometheus."""
 
 import asyncio
+import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -20,7 +23,10 @@ from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
 from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
 from wire.rpc import SERVER_OPTIONS, TokenInterceptor, listen, port_taken
 
+log = logging.getLogger(__name__)
+
 STOP_GRACE_S = 1.0
+MAX_SCRAPERS = 8
 SCRAPER_TIMEOUT_S = 5.0
 """How long a scraper may say nothing."""
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -102,8 +108,8 @@ class MetricsServer:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise port_taken(host, port) from error
-        handler: Any = self._server.RequestHandlerClass
-        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": SCRAPER_TIMEOUT_S})
+        values = {"timeout": SCRAPER_TIMEOUT_S, "slots": threading.Semaphore(MAX_SCRAPERS)}
+        self._server.RequestHandlerClass = type("Scrape", (_Scrape,), values)
         self.address = f"{host}:{self._server.server_port}"
 
     def stop(self) -> None:
@@ -111,3 +117,22 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Scrape(WSGIRequestHandler):
+    """A scraper's connection. `slots` bounds how many of a server are served at a time; others are closed at once."""
+
+    slots: threading.Semaphore
+
+    def handle(self) -> None:
+        if not self.slots.acquire(blocking=False):
+            return
+        try:
+            super().handle()
+        except OSError:
+            log.info("a scrape broke off", exc_info=True)
+        finally:
+            self.slots.release()
+
+    def log_message(self, *_: Any) -> None:
+        """Scrapes are no events."""

@@ -49,7 +49,7 @@ class Admission:
         self._running.discard(request_id)
 
     def check(self) -> list[str]:
-        """Violated invariants: the bytes that are queued are those of the requests that are."""
+        """Returns violated invariants: the bytes counted are the bytes of queued requests."""
         num_bytes = sum(self._queued_bytes.values())
         if num_bytes == self._num_queued_bytes:
             return []

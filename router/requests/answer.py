@@ -11,7 +11,7 @@ from wire.sampling import SamplingParams
 
 
 class ChoiceStream:
-    """One choice. Positions decide which tokens are new, whatever worker they come from."""
+    """A choice. Positions decide which tokens are new, whatever worker they come from."""
 
     def __init__(self, index: int, text: IncrementalText) -> None:
         self.index = index
@@ -21,7 +21,7 @@ class ChoiceStream:
 
     @property
     def so_far(self) -> worker_pb2.ChoiceSoFar:
-        """What a worker needs to go on with the choice."""
+        """The choice as a worker needs it to go on."""
         return worker_pb2.ChoiceSoFar(index=self.index, output=pb.TokenIds(ids=self.token_ids))
 
     def accept(self, tokens: worker_pb2.ChoiceTokens) -> pb.Chunk | None:

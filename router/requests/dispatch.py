@@ -1,4 +1,4 @@
-"""Lets requests in, knows those that are under way, and writes down the end of each."""
+"""Admits requests, knows the open ones, and writes down the end of each."""
 
 import asyncio
 import logging
@@ -77,7 +77,7 @@ class OpenRequest:
         log.info("request ended", extra=record.values)
 
     def _error_of(self, task: asyncio.Task[None]) -> BatonError | None:
-        """What the request ended with; None if it is whole. Anything that is no BatonError is a bug of ours."""
+        """Returns the error that a request ended with; None if it is whole. A bug of ours becomes an incident."""
         if task.cancelled():
             return self._reason or Cancelled("the router is stopping")
         error = task.exception()

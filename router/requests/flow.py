@@ -5,15 +5,16 @@
                    └── another attempt, with all tokens so far ◀── its worker is lost
 
 Once any token is out, an attempt goes straight to a decode worker: it fetches what is published and computes the rest.
-`serve` may be cancelled at any await. What it was given (hold, work assigned to a worker, a turn alone) it gives back
-then, without waiting for anybody; what an old attempt still says finds nobody who listens.
+`serve` may be cancelled at any await. It then gives back its hold, the work assigned to a worker and its turn
+alone, without waiting; an update of an old attempt finds no attempt under its number.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 
 from router.observe.metrics import RequestMetrics, TokenTiming
 from router.observe.record import RequestSummary
@@ -36,11 +37,16 @@ from wire.pools import WorkerState
 
 MAX_SHORT_PROMPT = 256
 """Characters or tokens that are made ready in less time than a thread takes to begin."""
+MAX_NUMBERS = 1 << 32
+"""That a message has room for."""
 
 
 @dataclass(frozen=True)
 class Services:
-    """What all requests share. `suspect` is told of a worker that broke off an attempt."""
+    """The parts that all requests share. `suspect` is told of a worker that broke off an attempt.
+
+    attempt_numbers: none comes twice, for a client may use a request's id again while workers still speak of the first.
+    """
 
     codec: TextCodec
     threads: Executor
@@ -50,6 +56,7 @@ class Services:
     quarantine: Quarantine
     suspect: Callable[[WorkerId], None]
     metrics: RequestMetrics
+    attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBERS for number in count(1)))
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class AttemptFailed(Exception):
 
 
 class Flow:
-    """One request from its tokens to the last of its answer. Belongs to the running event loop.
+    """A request from its tokens to the last of its answer. Belongs to the running event loop.
 
     on_first_token: called when there is one. stop: ends the request with an error, from within `serve` too.
     """
@@ -95,6 +102,8 @@ class Flow:
         self._stop = stop
         self._loop = asyncio.get_running_loop()
         self._attempts = Attempts()
+        self._is_alone = False
+        self._attempt_id = AttemptId(order.request_id, 0)
         self._prepared: Prepared | None = None
         self._answer: Answer | None = None
         self._cached: Mapping[str, int] | None = None
@@ -107,10 +116,10 @@ class Flow:
         await self._prepare()
         step = NextStep.RETRY
         while not self.answer.has_ended:
-            is_last = step is NextStep.RETRY_ALONE
+            self._is_alone = step is NextStep.RETRY_ALONE
             try:
-                async with self._services.suspects.alone(self._order.request_id) if is_last else nullcontext():
-                    if is_last:
+                async with self._services.suspects.alone(self._order.request_id) if self._is_alone else nullcontext():
+                    if self._is_alone:
                         self._reached("wait_trial")
                     await self._attempt()
             except AttemptFailed as failure:
@@ -132,7 +141,8 @@ class Flow:
         self._answer = Answer(self.prepared.sampling, services.codec)
 
     async def _attempt(self) -> None:
-        """One way through prefill and decode, with prefill left out where any token is out or no worker does it."""
+        """Goes through prefill and decode; leaves prefill out where any token is out or no worker does it."""
+        self._attempt_id = AttemptId(self._order.request_id, next(self._services.attempt_numbers))
         if not self.answer.num_tokens:
             self._prefill_worker = self._cached = None
         if self.answer.num_tokens or not self._services.placement.has_prefill:
@@ -192,7 +202,7 @@ class Flow:
         )
 
     def _take(self, on_prompt: Callable[[], None], spans: list[pb.Span]) -> Take:
-        """What becomes of the updates of an attempt. Called on the line's task: nothing in here waits."""
+        """Makes the function that takes the updates of an attempt. It runs on the line's task and never waits."""
 
         def take(update: worker_pb2.Update) -> bool:
             if update.HasField("prompt"):
@@ -201,7 +211,7 @@ class Flow:
                 on_prompt()
             for chunk in self.answer.accept(update.choices):
                 self._send(chunk)
-            if not self._attempts.is_in_vain(self.answer.num_tokens):
+            if self._is_alone and not self._attempts.is_in_vain(self.answer.num_tokens):
                 self._services.suspects.clear(self._order.request_id)
             spans.extend(update.end.spans)
             return not self.answer.has_ended_here
@@ -215,7 +225,7 @@ class Flow:
             self._stop(Overloaded("the client reads more slowly than its tokens come"))
 
     def _after(self, error: BatonError) -> NextStep:
-        """What follows a failed attempt. Raises what the request ends with, if it does."""
+        """Decides what follows a failed attempt. Raises the error that the request ends with, if it ends."""
         if self.answer.has_ended:
             return NextStep.RETRY
         following = self._attempts.after(error, self.answer.num_tokens)
@@ -262,10 +272,6 @@ class Flow:
             self._decode_worker,
             self._attempts.number,
         )
-
-    @property
-    def _attempt_id(self) -> AttemptId:
-        return AttemptId(self._order.request_id, self._attempts.number)
 
     def _reached(self, name: str) -> None:
         self.timeline.reached(name, self._loop.time())

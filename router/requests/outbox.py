@@ -1,4 +1,4 @@
-"""What is ready for a client and not yet taken by its stream."""
+"""Messages that are ready for a client and not yet taken by its stream."""
 
 import asyncio
 from collections import deque
@@ -19,14 +19,14 @@ class Outbox:
         self._events: deque[pb.GenerateResponse] = deque()
         self._error: Exception | None = None
         self._closed = False
-        self._changed = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     def put(self, event: pb.GenerateResponse) -> bool:
         """False if there is no room: the reader is too slow, and the event is not taken."""
         if len(self._events) >= self._max_events:
             return False
         self._events.append(event)
-        self._changed.set()
+        self._wake()
         return True
 
     def complete(self, last: pb.GenerateResponse) -> None:
@@ -41,17 +41,22 @@ class Outbox:
 
     def _close(self) -> None:
         self._closed = True
-        self._changed.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def __aiter__(self) -> "Outbox":
         return self
 
     async def __anext__(self) -> pb.GenerateResponse:
+        loop = asyncio.get_running_loop()
         self.taken_at = None
         while not self._events and not self._closed:
-            self._changed.clear()
-            await self._changed.wait()
-        self.taken_at = asyncio.get_running_loop().time()
+            self._reader = loop.create_future()
+            await self._reader
+        self.taken_at = loop.time()
         if self._events:
             return self._events.popleft()
         if self._error is not None:

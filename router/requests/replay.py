@@ -1,4 +1,4 @@
-"""What follows when an attempt at a request is lost: another one, another one alone, or the end."""
+"""The next step after a lost attempt: another attempt, another one alone, or the end."""
 
 import asyncio
 from collections import OrderedDict
@@ -91,6 +91,10 @@ class Suspects:
         """Ends a request's turn, or its wait for one: its attempt leads somewhere. May be called for any, any time."""
         self._turns.pop(request_id, None)
         self._let_first_go()
+
+    def check(self) -> list[str]:
+        """Turns, and waits for one; none, once no request is open."""
+        return [f"request {request_id} is tried alone, or waits for it" for request_id in self._turns]
 
     def _let_first_go(self) -> None:
         for turn in self._turns.values():

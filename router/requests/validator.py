@@ -19,12 +19,20 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 16
 MAX_REPETITION_PENALTY = 10.0
 SEED_BITS = 63
+_RANGES = {
+    "temperature": (0, 2),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "logprobs": (0, MAX_LOGPROBS),
+    "n": (1, MAX_CHOICES),
+}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the served model and its workers can take. `num_blocks` is the smallest pool that a request may meet."""
+    """The bounds of the served model and its workers. `num_blocks` is the smallest pool that a request may meet."""
 
     model: str
     vocab_size: int
@@ -157,33 +165,20 @@ def _token_ids(ids: Sequence[int], limits: Limits) -> tuple[int, ...]:
 
 
 def _sampling(sampling: SamplingParams, given: pb.SamplingParams, limits: Limits) -> SamplingParams:
-    _check_distribution(sampling)
-    _check_penalties(sampling)
-    _check_lengths(sampling, given, limits)
-    _check_stops(sampling, limits)
-    _require_between("n", sampling.n, 1, MAX_CHOICES)
-    _require(sampling.seed >= 0, "seed", "must not be negative")
-    if sampling.logprobs is not None:
-        _require_between("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
-    return replace(sampling, top_k=min(max(sampling.top_k, 0), limits.vocab_size))
-
-
-def _check_distribution(sampling: SamplingParams) -> None:
-    _require_between("temperature", sampling.temperature, 0, 2)
+    for param, (low, high) in _RANGES.items():
+        value = getattr(sampling, param)
+        _require(value is None or low <= value <= high, param, f"must be from {low} to {high}")
     _require(0 < sampling.top_p <= 1, "top_p", "must be above 0 and at most 1")
     _require(sampling.top_k >= -1, "top_k", "must be at least 1, or 0 or -1 for off")
-    _require_between("min_p", sampling.min_p, 0, 1)
-
-
-def _check_penalties(sampling: SamplingParams) -> None:
-    _require_between("presence_penalty", sampling.presence_penalty, -2, 2)
-    _require_between("frequency_penalty", sampling.frequency_penalty, -2, 2)
-    penalty = sampling.repetition_penalty
     _require(
-        0 < penalty <= MAX_REPETITION_PENALTY,
+        0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
         "repetition_penalty",
         f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}",
     )
+    _require(sampling.seed >= 0, "seed", "must not be negative")
+    _check_lengths(sampling, given, limits)
+    _check_stops(sampling, limits)
+    return replace(sampling, top_k=min(max(sampling.top_k, 0), limits.vocab_size))
 
 
 def _check_lengths(sampling: SamplingParams, given: pb.SamplingParams, limits: Limits) -> None:
@@ -201,14 +196,10 @@ def _check_lengths(sampling: SamplingParams, given: pb.SamplingParams, limits: L
 def _check_stops(sampling: SamplingParams, limits: Limits) -> None:
     _require(len(sampling.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
     for stop in sampling.stop:
-        _require_between("stop", len(stop), 1, MAX_STOP_CHARS, unit=" characters")
+        _require(1 <= len(stop) <= MAX_STOP_CHARS, "stop", f"must be from 1 to {MAX_STOP_CHARS} characters")
     _require(len(sampling.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
     known = all(token_id < limits.vocab_size for token_id in sampling.stop_token_ids)
     _require(known, "stop_token_ids", f"must be below the vocabulary's size, {limits.vocab_size}")
-
-
-def _require_between(param: str, value: float, low: int, high: int, unit: str = "") -> None:
-    _require(low <= value <= high, param, f"must be from {low} to {high}{unit}")
 
 
 def _require(valid: bool, param: str, message: str) -> None:

@@ -1,1 +1,1 @@
-"""The workers as the router knows them: who they are, the line to each, holds, and the controller."""
+"""The workers as the router knows them: members, the line to each, holds, and the controller."""

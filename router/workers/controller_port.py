@@ -25,7 +25,7 @@ class ControllerPort(Protocol):
         ...
 
     async def drain(self, worker_id: WorkerId) -> None:
-        """Returns when the worker has finished what it had and is gone. Nobody takes its place."""
+        """Returns when the worker has finished its requests and is gone, without a replacement."""
         ...
 
     async def shutdown(self) -> None:

@@ -96,7 +96,7 @@ class Hold:
             self._holds.budget.keep(self._attempt)
 
     def release(self) -> None:
-        """Ends the hold: decode has fetched the blocks, or nobody will."""
+        """Ends the hold: decode has fetched the blocks, or will not."""
         if not self._is_over:
             self._is_over = True
             self._holds.end(self._attempt)
@@ -146,7 +146,7 @@ class Holds:
         self._let_start(self.budget.resize(self._members.num_arena_blocks))
 
     def check(self) -> list[str]:
-        """What is held or waited for; nothing, once no request is open."""
+        """Returns holds, and waits for one; none, once no request is open."""
         counts = {
             "blocks held": self.budget.num_blocks,
             "prefills waiting for room": self.budget.num_waiting + len(self._turns),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any, Protocol
 
+from wire import incident
 from wire.convert import attempt_of, attempt_to_pb, error_from_pb
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import AttemptId
@@ -77,25 +78,37 @@ class Outgoing:
 
     async def take(self) -> worker_pb2.ConnectRequest:
         """The next message to be written, once there is one."""
-        while (request := self._next()) is None:
+        while (request := self.next()) is None:
             self._changed.clear()
             await self._changed.wait()
         return request
 
-    def _next(self) -> worker_pb2.ConnectRequest | None:
-        if self._short.ByteSize():
-            short, self._short = self._short, worker_pb2.ConnectRequest()
-            return short
-        if not self._pieces and self._begins:
-            _, begin = self._begins.popitem(last=False)
-            if begin.ByteSize() <= MAX_PIECE_BYTES:
-                return worker_pb2.ConnectRequest(begin=begin)
-            self._pieces.extend(_pieces_of(begin))
-        return worker_pb2.ConnectRequest(piece=self._pieces.popleft()) if self._pieces else None
+    def next(self) -> worker_pb2.ConnectRequest | None:
+        """The next message, if there is one: all short orders, and attempts to begin or a piece of one."""
+        message, self._short = self._short, worker_pb2.ConnectRequest()
+        num_bytes = message.ByteSize()
+        if not self._pieces:
+            self._add_begins(message, num_bytes)
+        if self._pieces and not num_bytes:
+            message.piece.CopyFrom(self._pieces.popleft())
+        return message if message.ByteSize() else None
+
+    def _add_begins(self, message: worker_pb2.ConnectRequest, num_bytes: int) -> None:
+        """Adds attempts to begin as far as a message takes them; cuts the next one in pieces if no message does."""
+        while self._begins:
+            begin = next(iter(self._begins.values()))
+            num_bytes += begin.ByteSize()
+            if num_bytes > MAX_PIECE_BYTES and message.ByteSize():
+                return
+            self._begins.popitem(last=False)
+            if num_bytes > MAX_PIECE_BYTES:
+                self._pieces.extend(_pieces_of(begin))
+                return
+            message.begins.append(begin)
 
 
 class Line:
-    """One connection, from its opening to its end. Belongs to the running event loop.
+    """A connection, from its opening to its end. Belongs to the running event loop.
 
     on_end: called once, with the reason, unless `close` ends the line.
     """
@@ -153,6 +166,16 @@ class Line:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._transport.close()
 
+    @property
+    def num_attempts(self) -> int:
+        """Attempts that are under way."""
+        return len(self._attempts)
+
+    @property
+    def num_questions(self) -> int:
+        """Questions that have no answer yet."""
+        return len(self._questions)
+
     async def _ask(self, question: worker_pb2.Ask, timeout_s: float) -> worker_pb2.Answer:
         self._require_open()
         self._num_asked = question.number = self._num_asked + 1
@@ -171,8 +194,8 @@ class Line:
         try:
             while True:
                 await self._transport.write(await self._outgoing.take())
-        except BatonError as error:
-            self._end(error)
+        except Exception as error:
+            self._end(_reason_of(error))
 
     async def _read_all(self) -> None:
         try:
@@ -182,11 +205,11 @@ class Line:
                 for answer in response.answers:
                     self._answer(answer)
             self._end(Unavailable("the worker has closed the line"))
-        except BatonError as error:
-            self._end(error)
+        except Exception as error:
+            self._end(_reason_of(error))
 
     def _deliver(self, update: worker_pb2.Update) -> None:
-        """Hands an update to its attempt. One of an attempt that is over here has nobody to go to."""
+        """Hands an update to its attempt; drops one of an attempt that is over."""
         attempt = self._attempts.get(attempt_of(update.id))
         if attempt is not None:
             attempt.take(update)
@@ -230,15 +253,22 @@ class _Attempt:
         self.has_ended = update.HasField("end")
         if self.over.done():
             return
+        error: Exception | None = error_from_pb(update.end.error) if update.end.HasField("error") else None
         try:
             wants_more = self._take(update)
-        except Exception as error:  # raised again in `run`: a bug in one request ends that one alone
+        except Exception as bug:  # raised again in `run`: a bug in one request ends that one alone
+            error = bug
+        if self.over.done():
+            return  # the request was stopped from within `take`
+        if error is not None:
             self.over.set_exception(error)
-            return
-        if update.end.HasField("error"):
-            self.over.set_exception(error_from_pb(update.end.error))
         elif self.has_ended or not wants_more:
             self.over.set_result(None)
+
+
+def _reason_of(error: Exception) -> BatonError:
+    """The reason that a line ends with. A bug ends it as a loss does, for a line that stood still would hold up all."""
+    return error if isinstance(error, BatonError) else Unavailable(incident.report(error).message)
 
 
 def _pieces_of(begin: worker_pb2.Begin) -> Iterator[worker_pb2.Piece]:

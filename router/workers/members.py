@@ -103,9 +103,14 @@ class Members:
         return max((member.info.num_arena_blocks for member in self), default=0)
 
     def check(self) -> list[str]:
-        """Work assigned; none, while no request is open."""
+        """Work assigned and attempts on lines; none, while no request is open."""
         busy = [member.id for member in self if member.num_choices or member.num_tokens]
-        return [f"worker {worker} has work of no request" for worker in busy]
+        under_way = [
+            f"{member.line.num_attempts} attempts on the line to worker {member.id}"
+            for member in self
+            if member.line.num_attempts
+        ]
+        return [*(f"worker {worker} has work of no request" for worker in busy), *under_way]
 
     def _require_equal(self, member: Member, what: str, equal: bool) -> None:
         if not equal:

@@ -1,4 +1,4 @@
-"""Keeps `Members` true: opens lines to the workers that the controller lists, and opens those that broke again."""
+"""Keeps `Members` true: opens lines to the workers that the controller lists, and opens broken ones again."""
 
 import asyncio
 import logging
@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 1.0
 PROBE_EVERY_S = 1.0
+_FIT_STATES = {state.value: state for state in (WorkerState.READY, WorkerState.DRAINING)}
 
 
 class Membership:
@@ -30,7 +31,7 @@ class Membership:
         self._probes: dict[WorkerId, asyncio.Task[None]] = {}
 
     async def set(self, listed: Sequence[Worker]) -> dict[WorkerId, str]:
-        """Makes these workers the members. Returns those that were not taken in, with the reason; to be listed again.
+        """Makes these workers the members. Returns refused workers with the reason; they may be listed again.
 
         A worker listed as DRAINING gets no new work. Lines to workers that are no longer listed end, and their requests
         go on elsewhere.
@@ -105,7 +106,7 @@ class Membership:
         self._on_change()
 
     async def _ask_state(self, member: Member) -> WorkerState:
-        """What the worker says it is, on a new line if the old one broke. A BROKEN worker is as good as LOST."""
+        """Asks a worker for its state, on a new line if need be. BROKEN counts as LOST, and so does an ended line."""
         if not member.line.is_open:
             await member.line.close(Unavailable("the line has ended"))
             member.line = self._open(member.worker)
@@ -113,8 +114,8 @@ class Membership:
             status = await member.line.status(False, PROBE_TIMEOUT_S)
         except BatonError:
             return WorkerState.LOST
-        state = WorkerState(status.state)
-        return state if state in (WorkerState.READY, WorkerState.DRAINING) else WorkerState.LOST
+        is_itself = member.line.is_open and status.worker_id == member.id
+        return _FIT_STATES.get(status.state, WorkerState.LOST) if is_itself else WorkerState.LOST
 
     async def _report(self, worker_id: WorkerId) -> bool:
         log.warning("worker %s is lost", worker_id)
@@ -127,7 +128,7 @@ class Membership:
 
 
 def _farewell(member: Member) -> BatonError:
-    """What ends the attempts on a worker that is no longer listed. A DRAINING one has had no accident."""
+    """Returns the error that ends attempts on a worker that is no longer listed. A DRAINING one has had no accident."""
     if member.state is WorkerState.DRAINING:
         return WorkerLeaving("the worker has left", worker_id=member.id)
     return Unavailable("the worker is no longer there", worker_id=member.id)

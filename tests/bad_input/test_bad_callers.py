@@ -132,7 +132,7 @@ async def end_of(ports: Ports, worker: str, *requests: worker_pb2.ConnectRequest
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("worker", ["p0", "d0"])
 async def test_what_would_upset_an_engine_is_refused(ports: Ports, worker: str, what: str) -> None:
-    end = await end_of(ports, worker, worker_pb2.ConnectRequest(begin=WRONG[what]))
+    end = await end_of(ports, worker, worker_pb2.ConnectRequest(begins=[WRONG[what]]))
     error = error_from_pb(end.error)
     assert type(error) is InvalidRequest
     assert len(error.message) < 200
@@ -150,7 +150,7 @@ async def test_a_begin_in_pieces_that_make_no_message_is_refused(ports: Ports, d
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x04\x0a\x02\xff\xfe"], ids=["no message", "not UTF-8"])
 async def test_bytes_that_are_no_order_end_the_line_and_what_was_begun_on_it(ports: Ports, data: bytes) -> None:
     connect = ports.channels["d0"].stream_stream(CONNECT, bytes, bytes)(metadata=CLUSTER_TOKEN, timeout=MAX_CALL_S)
-    await connect.write(worker_pb2.ConnectRequest(begin=begin()).SerializeToString())
+    await connect.write(worker_pb2.ConnectRequest(begins=[begin()]).SerializeToString())
     await connect.write(data)
     with suppress(grpc.aio.AioRpcError):
         while await connect.read() is not grpc.aio.EOF:
@@ -162,12 +162,12 @@ async def test_bytes_that_are_no_order_end_the_line_and_what_was_begun_on_it(por
 @pytest.mark.parametrize("setting", ["temperature", "top_p", "repetition_penalty"])
 async def test_a_setting_that_is_no_number_harms_but_its_request(ports: Ports, setting: str) -> None:
     settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": 4, setting: math.nan}
-    await end_of(ports, "d0", worker_pb2.ConnectRequest(begin=begin(sampling=replace(GREEDY, **settings))))
+    await end_of(ports, "d0", worker_pb2.ConnectRequest(begins=[begin(sampling=replace(GREEDY, **settings))]))
     await ports.require_unharmed()
 
 
 async def test_releasing_holds_that_are_not_there_does_nothing(ports: Ports) -> None:
     attempts = [worker_pb2.AttemptId(request_id=name) for name in ("nobody's", "", "x" * 10_000)]
-    orders = worker_pb2.ConnectRequest(renewals=attempts, releases=attempts, aborts=attempts, begin=begin())
+    orders = worker_pb2.ConnectRequest(renewals=attempts, releases=attempts, aborts=attempts, begins=[begin()])
     assert not (await end_of(ports, "d0", orders)).HasField("error")
     await ports.require_unharmed()

@@ -70,7 +70,7 @@ def test_admits_no_more_than_may_run() -> None:
     assert BATCHER.plan([missing(8, 1), missing(9, 1)], running, pages(100)).admit == (8,)
 
 
-def test_the_youngest_is_preempted_and_nobody_is_then_admitted() -> None:
+def test_the_youngest_is_preempted_and_nothing_is_then_admitted() -> None:
     running = [decoding(0, BLOCK + 1), decoding(1, 40), decoding(2, 40)]
     plan = BATCHER.plan([missing(9, 1)], running, pages(0))
     assert plan.preempt == (2,)

@@ -107,14 +107,18 @@ class FaultyCluster(LocalCluster):
         blocks = [Block(slot, name, b"") for slot, name in given]
         self.directory.commit("nobody", blocks, hold)
 
+    @property
+    def payload_bytes(self) -> int:
+        """Of a block."""
+        return self._plain_model.layout.payload_bytes
+
     def names_of(self, prompt: Sequence[int]) -> list[BlockName]:
         """Of the blocks of a prompt, as the router and the workers name them."""
         return cover(self.router.dispatcher.root, prompt, self._plain_model.layout.block_size)
 
     def blocks(self) -> list[Block]:
         """What is found in the arena."""
-        known = self.directory._blocks.items()
-        return [block for slot, block in known if self.directory._ledger.find(block.name.key) == slot]
+        return self.directory.blocks()
 
     def move_to_cold(self) -> None:
         """Moves the arena's full blocks to the cold tier, and drops the tails."""
@@ -126,9 +130,7 @@ class FaultyCluster(LocalCluster):
 
     def spoil_arena(self, spoil: Callable[[Sequence[memoryview]], None]) -> None:
         """Changes bytes of blocks that nobody reads just now: between check and copy nobody could notice."""
-        with self.directory._lock:
-            idle = [one for one in self.blocks() if not self.directory._ledger.num_transfers(one.slot)]
-            spoil([self.arena.slot(block.slot) for block in idle])
+        self.directory.visit_idle(lambda idle: spoil([self.arena.slot(block.slot) for block in idle]))
 
     def empty_arena(self) -> None:
         """Evicts everything."""

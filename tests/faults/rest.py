@@ -97,7 +97,7 @@ def _contents(cluster: FaultyCluster) -> Iterator[str]:
 
 
 def _blocks(cluster: FaultyCluster) -> Iterator[tuple[str, BlockKey, bytes]]:
-    payload_bytes = cluster.cold._layout.payload_bytes
+    payload_bytes = cluster.payload_bytes
     for block in cluster.blocks():
         if checksum_of(cluster.arena.slot(block.slot)[:payload_bytes]) == block.checksum:
             yield "arena", block.name.key, block.checksum

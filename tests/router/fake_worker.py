@@ -146,6 +146,7 @@ class FakeLine:
         self._worker = worker
         self._tasks: dict[AttemptId, asyncio.Task[None]] = {}
         self._asked: set[asyncio.Task[None]] = set()
+        self._pieces = bytearray()
         self._news = worker_pb2.ConnectResponse()
         self._is_closed = False
         self._changed = asyncio.Event()
@@ -161,8 +162,22 @@ class FakeLine:
             task = asyncio.create_task(self._answer(ask))
             self._asked.add(task)
             task.add_done_callback(self._asked.discard)
-        if request.HasField("begin"):
-            self._tasks[attempt_of(request.begin.id)] = asyncio.create_task(self._serve(request.begin))
+        for begin in request.begins:
+            self.begin(begin)
+        if request.HasField("piece"):
+            self._pieces.extend(request.piece.data)
+        if request.piece.last:
+            self.begin(worker_pb2.Begin.FromString(bytes(self._pieces)))
+            self._pieces.clear()
+
+    def begin(self, begin: worker_pb2.Begin) -> None:
+        """Serves an attempt, until its end or its abort."""
+        self._tasks[attempt_of(begin.id)] = asyncio.create_task(self._serve(begin))
+
+    def say(self, update: worker_pb2.Update) -> None:
+        """Sends an update, with its address."""
+        self._news.updates.append(update)
+        self._changed.set()
 
     async def next(self) -> worker_pb2.ConnectResponse | None:
         while not (self._news.ByteSize() or self._is_closed):
@@ -194,8 +209,8 @@ class FakeLine:
             del self._tasks[attempt_of(begin.id)]
 
     def _send(self, begin: worker_pb2.Begin, update: worker_pb2.Update) -> None:
-        self._news.updates.add(id=begin.id).MergeFrom(update)
-        self._changed.set()
+        update.id.CopyFrom(begin.id)
+        self.say(update)
 
     async def _answer(self, ask: worker_pb2.Ask) -> None:
         answer = worker_pb2.Answer(number=ask.number)

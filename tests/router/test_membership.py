@@ -1,11 +1,13 @@
-"""Who is a member: joining, being refused, being lost and coming back."""
+"""The members of a router: workers join, are refused, get lost and come back."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
 from router.workers.controller_port import LocalController
-from router.workers.local_worker_client import LocalWorkerClient
+from router.workers.line import Line
+from router.workers.local_transport import Faults, LocalTransport
 from router.workers.members import Member, Members
 from router.workers.membership import Membership
 from tests.router.fake_cluster import until
@@ -23,7 +25,8 @@ class Club:
 
     def __init__(self) -> None:
         self.workers = {"here": FakeWorker(D0, Role.DECODE), "there": FakeWorker(D1, Role.DECODE, num_blocks=7)}
-        self.clients: dict[str, LocalWorkerClient] = {}
+        self.faults: dict[str, Faults] = {}
+        self.transports: dict[str, LocalTransport] = {}
         self.members = Members(FINGERPRINT, LAYOUT.encode())
         self.port = LocalController(PoolSizes(0, 2))
         self.num_changes = 0
@@ -40,11 +43,14 @@ class Club:
 
     @property
     def ready(self) -> set[str]:
-        return {member.worker_id for member in self.members.ready(Role.DECODE)}
+        return {member.id for member in self.members.ready(Role.DECODE)}
 
-    def _connect(self, address: str) -> LocalWorkerClient:
-        self.clients[address] = LocalWorkerClient(self.workers[address])
-        return self.clients[address]
+    def line(self, worker: WorkerId) -> Line:
+        return self.members[worker].line
+
+    def _connect(self, address: str) -> LocalTransport:
+        self.transports[address] = LocalTransport(self.workers[address], self.faults.setdefault(address, Faults()))
+        return self.transports[address]
 
     def _changed(self) -> None:
         self.num_changes += 1
@@ -54,36 +60,50 @@ class Club:
 async def club() -> AsyncIterator[Club]:
     club = Club()
     yield club
+    assert club.membership.check() == []
     await club.membership.close()
+    assert (list(club.members), club.membership.check()) == ([], [])
 
 
-async def test_who_is_listed_joins_and_who_is_not_leaves(club: Club) -> None:
+async def test_a_listed_worker_joins_and_another_leaves(club: Club) -> None:
     assert await club.list("here", "there") == {}
     assert club.ready == {"d0", "d1"}
     assert club.members.num_pool_blocks == 7
+    line = club.line(D1)
     await club.list("here")
     assert club.ready == {"d0"}
     with pytest.raises(Unavailable):
-        await club.clients["there"].get_info(1.0)
+        await line.info(1.0)
     assert club.num_changes == 2
 
 
 @pytest.mark.parametrize(("is_draining", "reason"), [(False, Unavailable), (True, WorkerLeaving)])
-async def test_calls_to_who_leaves_end_with_the_reason(
+async def test_the_line_to_a_worker_that_leaves_ends_with_the_reason(
     club: Club, is_draining: bool, reason: type[Unavailable]
 ) -> None:
     await club.list("here", "there", draining=is_draining)
+    line = club.line(D0)
     await club.list("there", draining=is_draining)
     with pytest.raises(Unavailable) as told:
-        await club.clients["here"].get_info(1.0)
+        await line.info(1.0)
     assert type(told.value) is reason
 
 
-async def test_who_stays_keeps_its_connection(club: Club) -> None:
+async def test_a_worker_that_stays_keeps_its_line(club: Club) -> None:
     await club.list("here")
-    client = club.clients["here"]
+    line = club.line(D0)
     await club.list("here", "there")
-    assert club.members[D0].client is client
+    assert club.line(D0) is line
+    assert line.is_open
+
+
+async def test_a_worker_at_another_address_has_a_new_line(club: Club) -> None:
+    await club.list("here")
+    line = club.line(D0)
+    club.workers["elsewhere"] = FakeWorker(D0, Role.DECODE)
+    await club.list("elsewhere")
+    assert club.line(D0) is not line
+    assert (line.is_open, club.ready) == (False, {"d0"})
 
 
 @pytest.mark.parametrize(
@@ -95,12 +115,14 @@ async def test_who_stays_keeps_its_connection(club: Club) -> None:
     ],
 )
 async def test_unequal_workers_are_not_paired(field: str, value: object, reason: str) -> None:
-    info = await FakeWorker(D0, Role.DECODE).get_info(worker_pb2.GetInfoRequest())
+    worker = FakeWorker(D0, Role.DECODE)
+    info = await worker.info()
     setattr(info, field, value)
     members = Members(FINGERPRINT, LAYOUT.encode())
-    client = LocalWorkerClient(FakeWorker(D0, Role.DECODE))
+    line = Line(LocalTransport(worker))
     with pytest.raises(PairRefused, match=reason) as refused:
-        members.add(Member(D0, Role.DECODE, "", info, client))
+        members.add(Member(Worker(D0, Role.DECODE, "", WorkerState.READY), info, line))
+    await line.close(refused.value)
     assert refused.value.ids == {"worker_id": "d0"}
     assert D0 not in members
 
@@ -124,11 +146,66 @@ async def test_another_worker_at_the_address_is_refused(club: Club) -> None:
 
 async def test_a_worker_that_does_not_answer_is_lost_and_reported(club: Club) -> None:
     await club.list("here", "there")
-    club.clients["here"].kill()
+    club.transports["here"].kill()
     club.membership.suspect(D0)
     assert club.ready == {"d1"}
     await until(lambda: club.port.lost)
     club.membership.suspect(D0)
+    assert club.port.lost == ["d0"]
+
+
+async def test_the_end_of_a_line_makes_its_worker_suspect(club: Club) -> None:
+    await club.list("here", "there")
+    club.transports["here"].kill()
+    await until(lambda: club.ready == {"d1"})
+    await until(lambda: club.port.lost == ["d0"])
+
+
+async def test_a_lost_worker_comes_back_on_a_new_line(club: Club, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.workers.membership.PROBE_EVERY_S", 0.01)
+    await club.list("here")
+    line = club.line(D0)
+    club.transports["here"].kill()
+    await until(lambda: club.port.lost)
+    club.faults["here"].is_dead = False
+    await until(lambda: club.ready == {"d0"})
+    assert club.line(D0) is not line
+    assert (await club.line(D0).info(1.0)).worker_id == "d0"
+    assert club.port.lost == ["d0"]
+
+
+async def test_a_line_that_ends_with_the_answer_to_a_probe_is_not_taken_for_good(
+    club: Club, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker answers that it is ready, and its line ends before the router has taken that in."""
+    monkeypatch.setattr("router.workers.membership.PROBE_EVERY_S", 0.01)
+    await club.list("here")
+    ask, transport = club.line(D0).status, club.transports["here"]
+
+    async def answer_and_die(check: bool, timeout_s: float) -> worker_pb2.WorkerStatus:
+        status = await ask(check, timeout_s)
+        transport.kill()
+        await until(lambda: not club.line(D0).is_open)
+        return status
+
+    monkeypatch.setattr(club.line(D0), "status", answer_and_die)
+    club.membership.suspect(D0)
+    await until(lambda: club.port.lost == ["d0"])
+    assert club.ready == set()
+
+
+async def test_the_controller_is_told_of_a_lost_worker_until_it_hears(
+    club: Club, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.workers.membership.PROBE_EVERY_S", 0.01)
+    await club.list("here")
+    club.port.is_shut_down = True
+    club.transports["here"].kill()
+    await until(lambda: not club.ready)
+    await asyncio.sleep(0.03)
+    club.port.is_shut_down = False
+    await until(lambda: club.port.lost)
+    await asyncio.sleep(0.03)
     assert club.port.lost == ["d0"]
 
 
@@ -148,15 +225,15 @@ async def test_a_worker_that_answers_that_it_drains_is_not_chosen(club: Club) ->
     assert club.ready == set()
 
 
-async def test_a_worker_that_drains_is_not_taken_for_lost_when_its_calls_break(club: Club) -> None:
+async def test_a_worker_that_drains_is_not_taken_for_lost_when_its_line_breaks(club: Club) -> None:
     await club.list("here")
-    await club.membership.start_drain(D0)
-    client = club.clients["here"]
+    await club.list("here", draining=True)
+    line = club.line(D0)
     club.membership.suspect(D0)
     assert club.members[D0].state is WorkerState.DRAINING
     await club.list("there")
     with pytest.raises(WorkerLeaving):
-        await client.get_info(1.0)
+        await line.info(1.0)
     assert not club.port.lost
 
 
@@ -170,25 +247,23 @@ async def test_a_worker_that_answers_that_it_is_broken_stays_lost(club: Club) ->
 
 async def test_a_lost_worker_is_probed_no_more_once_it_is_not_listed(club: Club) -> None:
     await club.list("here")
-    club.clients["here"].kill()
+    club.transports["here"].kill()
     club.membership.suspect(D0)
     await until(lambda: club.port.lost)
     await club.list("there")
     assert D0 not in club.members
+    assert club.membership.check() == []
 
 
-async def test_suspicion_of_a_stranger_is_nothing(club: Club) -> None:
+async def test_suspicion_of_an_unknown_worker_is_nothing(club: Club) -> None:
     club.membership.suspect(D0)
     assert club.num_changes == 0
 
 
-async def test_a_drain_is_told_to_the_worker(club: Club) -> None:
-    await club.list("here", "there")
-    await club.membership.start_drain(D0)
-    assert club.ready == {"d1"}
-    assert club.workers["here"].state == "draining"
-    with pytest.raises(WorkerNotFound):
-        await club.membership.start_drain(WorkerId("nobody"))
+async def test_an_unknown_worker_is_named() -> None:
+    with pytest.raises(WorkerNotFound) as unknown:
+        Members(FINGERPRINT, LAYOUT.encode())[WorkerId("x" * 100)]
+    assert unknown.value.ids == {"worker_id": "x" * 64}
 
 
 async def test_the_controller_may_list_a_worker_as_draining(club: Club) -> None:

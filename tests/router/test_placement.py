@@ -1,69 +1,96 @@
+"""The choice of a worker for each step of a request, and the wait for one where there is none."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
 import pytest
 
-from router.placement.policies import LONG_STEP_S, DecodePlacement, Load, PrefillPlacement
-from wire.ids import WorkerId
+from router.placement.placement import Placement
+from router.placement.prefix_map import PrefixMap
+from router.workers.line import Line
+from router.workers.local_transport import LocalTransport
+from router.workers.members import Member, Members
+from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
+from wire.errors import Unavailable
+from wire.ids import BlockKey, WorkerId
+from wire.pools import Role, Worker, WorkerState
 
-P0, P1 = WorkerId("p0"), WorkerId("p1")
-
-
-@pytest.mark.parametrize(
-    ("queued", "cached", "chosen"),
-    [
-        ((0, 0), {}, P0),
-        ((10, 0), {}, P1),
-        ((0, 0), {P1: 64}, P1),
-        ((0, 60), {P1: 64}, P1),
-        ((0, 70), {P1: 64}, P0),
-        ((500, 0), {P0: 100}, P1),
-    ],
-    ids=["first", "idle", "prefix", "prefix is worth a queue", "but not any queue", "nor when all of it is there"],
-)
-def test_prefill_goes_where_it_is_done_first(queued: tuple[int, int], cached: dict[WorkerId, int], chosen: str) -> None:
-    loads = [Load(P0, 1, queued[0]), Load(P1, 1, queued[1])]
-    assert PrefillPlacement().choose(loads, cached, num_prompt_tokens=100) == chosen
+KEYS = [BlockKey(bytes([number]) * 32) for number in range(3)]
+NUM_PROMPT = 12
 
 
-def test_equal_work_goes_where_fewer_requests_are() -> None:
-    assert PrefillPlacement().choose([Load(P0, 3, 50), Load(P1, 1, 50)], {}, 10) == P1
+class Pools:
+    """A placement over members that join by name: p... prefills, d... decodes."""
+
+    def __init__(self) -> None:
+        self.members = Members(FINGERPRINT, LAYOUT.encode())
+        self.placement = Placement(self.members, PrefixMap(100), LAYOUT.block_size, wait_s=0.1)
+
+    async def join(self, *names: str) -> None:
+        for name in names:
+            worker = FakeWorker(WorkerId(name), Role.PREFILL if name.startswith("p") else Role.DECODE)
+            line = Line(LocalTransport(worker))
+            listed = Worker(worker.worker_id, worker.role, "", WorkerState.READY)
+            self.members.add(Member(listed, await line.info(5.0), line))
+        self.placement.wake()
+
+    def prefill(self) -> str | None:
+        member = self.placement.choose_prefill(KEYS, NUM_PROMPT)
+        return None if member is None else member.id
+
+    async def decode(self) -> str:
+        return (await self.placement.choose_decode(KEYS, NUM_PROMPT)).id
 
 
-@pytest.mark.parametrize(
-    ("loads", "chosen"),
-    [
-        (((0, 0), (0, 0)), P0),
-        (((2, 500), (1, 500)), P1),
-        (((1, 5000), (2, 600)), P1),
-        (((1, 700), (2, 600)), P0),
-    ],
-    ids=["first", "fewer choices", "less context", "a choice weighs as 256 tokens"],
-)
-def test_decode_goes_to_the_lightest_batch(loads: tuple[tuple[int, int], tuple[int, int]], chosen: str) -> None:
-    assert DecodePlacement().choose([Load(P0, *loads[0]), Load(P1, *loads[1])], {}) == chosen
+@pytest.fixture
+async def pools() -> AsyncIterator[Pools]:
+    pools = Pools()
+    yield pools
+    for member in pools.members:
+        await member.line.close(Unavailable("the test is over"))
 
 
-def test_decode_that_prefills_goes_where_the_prompt_was() -> None:
-    loads = [Load(P0, 0, 0), Load(P1, 1, 100)]
-    assert DecodePlacement().choose(loads, {P1: 300}) == P0
-    assert DecodePlacement().choose(loads, {P1: 400}) == P1
+async def test_a_prefill_worker_is_chosen_by_load_and_by_where_the_prefix_went(pools: Pools) -> None:
+    await pools.join("p0", "p1", "d0")
+    assert pools.placement.has_prefill
+    with pools.members[WorkerId("p0")].assigned(1, 5):
+        assert pools.prefill() == "p1"
+    with pools.members[WorkerId("p1")].assigned(1, 5):
+        assert pools.prefill() == "p1", "twelve tokens of it are there"
 
 
-SHORT_STEP_S = LONG_STEP_S - 0.5
-"""Silence is told in halves of a second."""
+async def test_only_ready_workers_of_the_role_are_chosen(pools: Pools) -> None:
+    await pools.join("d0", "p0", "d1")
+    for state in (WorkerState.LOST, WorkerState.DRAINING):
+        pools.members[WorkerId("p0")].state = pools.members[WorkerId("d0")].state = state
+        assert (pools.placement.has_prefill, pools.prefill()) == (False, None)
+        assert await pools.decode() == "d1"
 
 
-@pytest.mark.parametrize(
-    ("silent_s", "chosen"),
-    [
-        ((0.0, 0.0), P0),
-        ((SHORT_STEP_S, 0.0), P0),
-        ((LONG_STEP_S, 0.0), P1),
-        ((LONG_STEP_S, SHORT_STEP_S), P1),
-        ((100.0, LONG_STEP_S), P0),
-    ],
-    ids=["both turn", "a step is no silence", "one is silent", "the other is in a step", "both are silent"],
-)
-def test_who_is_silent_is_chosen_only_where_all_are(silent_s: tuple[float, float], chosen: str) -> None:
-    """P0 has next to nothing to do and all of the prompt, P1 much to do and nothing of it."""
-    loads = [Load(P0, 0, 0, silent_s[0]), Load(P1, 50, 50_000, silent_s[1])]
-    assert PrefillPlacement().choose(loads, {P0: 1000}, 1000) == chosen
-    assert DecodePlacement().choose(loads, {P0: 1000}) == chosen
+async def test_decode_goes_where_the_prompt_is_only_where_decode_workers_prefill(pools: Pools) -> None:
+    await pools.join("d0", "d1")
+    with pools.members[WorkerId("d0")].assigned(0, 1):
+        assert await pools.decode() == "d1"
+    with pools.members[WorkerId("d1")].assigned(0, 5):
+        assert await pools.decode() == "d1"
+        await pools.join("p0")
+        assert await pools.decode() == "d0"
+
+
+async def test_a_request_waits_for_a_decode_worker(pools: Pools) -> None:
+    waiting = [asyncio.create_task(pools.decode()) for _ in range(2)]
+    await asyncio.sleep(0)
+    pools.placement.wake()
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    await pools.join("d0")
+    assert await asyncio.gather(*waiting) == ["d0", "d0"]
+
+
+async def test_the_wait_for_a_decode_worker_is_bounded_whatever_wakes_it(pools: Pools) -> None:
+    waiting = asyncio.create_task(pools.decode())
+    while not waiting.done():
+        pools.placement.wake()
+        await asyncio.sleep(0.01)
+    with pytest.raises(Unavailable, match="no decode worker"):
+        await waiting

@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from router.observe.metrics import RequestMetrics
-from router.observe.pace import Pace
+from router.observe.metrics import RequestMetrics, TokenTiming
 from router.observe.record import GATES, RequestRecord, RequestSummary, outcome_of
 from wire.convert import tiers_from_pb
 from wire.errors import InvalidRequest, Overloaded
@@ -27,13 +26,13 @@ def record(
     return RequestRecord(RequestId("r-1"), outcome, summary, 0.5, timeline)
 
 
-def test_tokens_come_at_a_pace() -> None:
+def test_tokens_are_timed_by_choice() -> None:
     metrics = RequestMetrics()
-    assert Pace(metrics, arrived_s=10.0).ttft_s is None
-    pace = Pace(metrics, arrived_s=10.0)
+    assert TokenTiming(metrics, arrived_s=10.0).ttft_s is None
+    timing = TokenTiming(metrics, arrived_s=10.0)
     for choice, num_tokens, now_s in ((0, 1, 10.5), (1, 1, 10.75), (0, 2, 11.5), (0, 0, 20.0), (1, 1, 11.75)):
-        pace.gained(choice, num_tokens, now_s)
-    assert pace.ttft_s == 0.5
+        timing.gained(choice, num_tokens, now_s)
+    assert timing.ttft_s == 0.5
     assert value(metrics, "time_to_first_token_seconds_count") == 1
     assert value(metrics, "time_to_first_token_seconds_sum") == 0.5
     assert value(metrics, "generation_tokens_total") == 5

@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.config import AdmissionBounds, Listeners, RouterConfig
-from router.ports.addresses import Addresses
-from router.ports.door import MAX_ARRIVING
+from router.ports.arrivals import MAX_ARRIVING
+from router.ports.operator import Addresses
 from router.ports.server import RouterServer
 from tests.router.fake_cluster import CONFIG, FakeCluster, expected, request, until
 from wire.convert import status_of, tiers_from_pb
@@ -286,7 +286,7 @@ async def test_a_bug_tells_nothing_of_itself_but_where_the_log_has_it(
         raise KeyError("a secret")
 
     with monkeypatch.context() as broken:
-        broken.setattr("router.requests.steps.prepare", prepare)
+        broken.setattr("router.requests.flow.prepare", prepare)
         failure = await failure_of(service.inference.Generate(request()))
     assert failure.code() == Code.INTERNAL
     assert "secret" not in (failure.details() or "")
@@ -303,7 +303,7 @@ async def test_a_reader_that_stalls_is_told_and_let_go(caplog: pytest.LogCapture
     async with serving(config) as service:
         for worker in service.cluster.workers.values():
             worker.num_logprobs = 2000
-        call = service.inference.Generate(request(max_tokens=800))
+        call = service.inference.Generate(request(max_tokens=3900))
         stream = call.__aiter__()
         await anext(stream)
         await until(lambda: "has not read" in caplog.text)
@@ -439,7 +439,7 @@ async def test_status_counts_requests_and_tells_of_problems(service: Service) ->
 
 
 async def test_a_lost_worker_shows_in_the_status(service: Service) -> None:
-    service.cluster.clients["d0"].kill()
+    service.cluster.transports["d0"].kill()
     service.cluster.router.membership.suspect(service.cluster.workers["d0"].worker_id)
     await until(lambda: service.cluster.port.lost)
     status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)

@@ -13,9 +13,9 @@ from google.rpc import error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.ports.interceptors import ErrorInterceptor
 from router.requests.validator import Limits, ValidRequest, resolve, validate
 from wire.errors import BatonError, InvalidRequest, ModelNotFound
-from wire.interceptors import ErrorInterceptor
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
 from wire.rpc import SERVER_OPTIONS

@@ -1,4 +1,4 @@
-"""Orders in which an engine may report on one request, and what every lifecycle must make of any of them."""
+"""Orders in which an engine may report on one request, and what every job must make of any of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,12 +22,21 @@ from engine.schedule.batcher import Gate
 from wire.errors import BatonError, Cancelled
 from wire.ids import RequestId
 from wire.sampling import FinishReason
-from worker.instructions import Close, Instruction, Send
-from worker.lifecycle import Lifecycle, Withdrawn
-from worker.update import Update
+from worker.job import Job
+from worker.update import NOTHING_NEW, End, Update
 
 ID = RequestId("request")
 TIERS = TierTokens({"device": 16, "host": 20}, computed=4)
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """Stands among events for the attempt's end before its time."""
+
+    error: BatonError
+
+
+Steps = Sequence[Sequence[Event | Withdrawn]]
 
 
 @dataclass(frozen=True)
@@ -76,39 +85,46 @@ def decodes(draw: st.DrawFn) -> Script:
     return _interrupted(draw, num_choices, events)
 
 
-def run(lifecycle: Lifecycle, steps: Sequence[Sequence[Event | Withdrawn]]) -> list[Instruction]:
-    """Everything a lifecycle wants, the steps being a second apart from 1 s on."""
-    todo = lifecycle.start()
+def run(job: Job, steps: Steps) -> list[Update]:
+    """What is new after each step that brings something, the steps being a second apart from 1 s on, up to the end."""
+    told: list[Update] = []
     for now_s, events in enumerate(steps, start=1):
-        todo += lifecycle.handle(events, float(now_s))
-    return todo
+        update = NOTHING_NEW
+        for event in events:
+            assert update.end is None, "nothing is asked of a job after its end"
+            update = update.followed_by(_answer(job, event, float(now_s)))
+        if update != NOTHING_NEW:
+            told.append(update)
+    return told
 
 
-def updates(todo: Sequence[Instruction]) -> list[Update]:
-    return [instruction.update for instruction in todo if isinstance(instruction, Send)]
-
-
-def outputs(todo: Sequence[Instruction]) -> dict[int, list[int]]:
-    """Tokens that callers were sent; those of a choice must follow one another."""
-    sent: dict[int, list[int]] = {}
+def outputs(updates: Sequence[Update]) -> dict[int, list[int]]:
+    """Tokens that were told; those of a choice must follow one another."""
+    told: dict[int, list[int]] = {}
     next_position: dict[int, int] = {}
-    for update in updates(todo):
+    for update in updates:
         for choice in update.choices:
             assert choice.first_position == next_position.get(choice.index, choice.first_position)
             next_position[choice.index] = choice.first_position + len(choice.token_ids)
-            sent.setdefault(choice.index, []).extend(choice.token_ids)
-    return sent
+            told.setdefault(choice.index, []).extend(choice.token_ids)
+    return told
 
 
-def assert_ends_once(todo: Sequence[Instruction]) -> None:
-    assert [type(instruction) for instruction in todo].count(Close) == 1
-    assert isinstance(todo[-1], Close)
+def end_of(updates: Sequence[Update]) -> End:
+    """The end, which is in the last update and in no other."""
+    (end,) = (update.end for update in updates if update.end is not None)
+    assert updates[-1].end is end
+    return end
 
 
-def assert_spans_tile(update: Update, end_s: float) -> None:
-    ends = [span.start_ms + span.duration_ms for span in update.spans]
-    assert [span.start_ms for span in update.spans] == [0.0, *ends[:-1]]
+def assert_spans_tile(end: End, end_s: float) -> None:
+    ends = [span.start_ms + span.duration_ms for span in end.spans]
+    assert [span.start_ms for span in end.spans] == [0.0, *ends[:-1]]
     assert ends[-1] == end_s * 1000
+
+
+def _answer(job: Job, event: Event | Withdrawn, now_s: float) -> Update:
+    return job.withdraw(event.error) if isinstance(event, Withdrawn) else job.take(event, now_s)
 
 
 def _scheduled(draw: st.DrawFn, choice: int) -> list[Event]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from decode_worker.actor import DecodeActor
 from engine.schedule.batcher import Batcher, Candidate, Pages, Plan
-from worker.behaviour import Behaviour
 from worker.config import WorkerConfig
+from worker.job import Behaviour
 
 
 @dataclass(frozen=True)

@@ -1,86 +1,126 @@
 import threading
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
 from typing import NoReturn
 
 import pytest
+import torch
 
-from decode_worker.lifecycle import DecodeLifecycle
+from decode_worker.job import DecodeJob
 from engine.core import EngineCore
-from engine.events import Event
+from engine.events import Emitted, Event
+from engine.model.batch import Batch, Model
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
+from tests.kv_store.fake_clock import FakeClock
 from tests.pair import ROOT, make_core
+from tests.worker.engine_events import end_of, outputs
 from tests.worker.workers import LAYOUT, PROMPT, VOCAB_SIZE, greedy
-from wire.errors import BatonError, Cancelled, InvalidRequest, Unavailable
-from wire.ids import RequestId
-from worker.call import Call
-from worker.commands import Command
-from worker.inbox import Inbox
-from worker.instructions import Close, Instruction, Send
-from worker.lives import Deliveries
-from worker.loop import MAX_IDLE_S, LoopState, WorkerLoop
+from wire.errors import Cancelled, InvalidRequest, Unavailable
+from wire.ids import AttemptId, RequestId
+from worker.inbox import Call, Command, Inbox
+from worker.loop import MAX_FAILED_STEPS, MAX_IDLE_S, Deliveries, WorkerLoop
+from worker.update import Update
 
 TIMEOUT_S = 20.0
+MAX_TURNS = 10_000
 ORACLE = HashModel(LAYOUT, VOCAB_SIZE)
 
 
-class WatchedInbox(Inbox[Command]):
-    """Remembers how long its taker was ready to wait, and tells when it waits."""
+class Line:
+    """Is sent nothing by a loop, which delivers with the call."""
+
+    def send(self, attempt: AttemptId, update: Update) -> None:
+        raise AssertionError("a loop sends nothing itself")
+
+
+class WatchedInbox(Inbox):
+    """Remembers how long its taker was ready to wait."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits_s: list[float] = []
-        self.idle = threading.Event()
 
     def take(self, timeout_s: float) -> list[Command]:
         self.waits_s.append(timeout_s)
-        if timeout_s:
-            self.idle.set()
-        taken = super().take(timeout_s)
-        self.idle.clear()
-        return taken
+        return super().take(timeout_s)
+
+
+class SlowModel(HashModel):
+    """Each step takes a second of a clock that stands still otherwise."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__(LAYOUT, VOCAB_SIZE)
+        self._clock = clock
+
+    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        self._clock.now += 1.0
+        return super().forward(batch, kv)
 
 
 class Driver:
-    """A loop on its thread, and what it delivers."""
+    """A loop whose turns the test makes, and what it delivers."""
 
-    def __init__(self, core: EngineCore) -> None:
-        self.core = core
+    def __init__(self, model: Model | None = None, clock: Callable[[], float] | None = None) -> None:
+        self.core = make_core(model or HashModel(LAYOUT, VOCAB_SIZE))
         self.inbox = WatchedInbox()
-        self.delivered: SimpleQueue[tuple[Call, Instruction]] = SimpleQueue()
         self.broken = threading.Event()
-        self.loop = WorkerLoop(core, self.inbox, self._take, self.broken.set)
+        self.clock = clock or FakeClock()
+        self.loop = WorkerLoop(self.core, self.inbox, self._take, self.broken.set, self.clock)
+        self.deliveries: list[set[Call]] = []
+        self._delivered: dict[Call, list[Update]] = {}
+        self._changed = threading.Condition()
 
     def begin(self, name: str, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT) -> Call:
-        call = Call(RequestId(name), 1)
-        request = EngineRequest(call.request_id, ROOT, prompt, greedy(max_tokens), (ChoiceSoFar(0),))
-        self.loop.begin(call, DecodeLifecycle(request, 0.0, LAYOUT.block_size))
+        call = Call(AttemptId(RequestId(name), 1), Line())
+        request = EngineRequest(call.name, ROOT, prompt, greedy(max_tokens), (ChoiceSoFar(0),))
+        self.loop.begin(call, DecodeJob(request, self.clock(), LAYOUT.block_size))
         return call
 
-    def until(self, call: Call, wanted: Callable[[Instruction], bool]) -> list[Instruction]:
-        """Deliveries to a call up to the first that is wanted."""
-        seen: list[Instruction] = []
-        while not (seen and wanted(seen[-1])):
-            receiver, instruction = self.delivered.get(timeout=TIMEOUT_S)
-            if receiver is call:
-                seen.append(instruction)
-        return seen
+    def updates(self, call: Call) -> list[Update]:
+        return self._delivered.get(call, [])
 
-    def until_closed(self, call: Call) -> tuple[list[int], BatonError | None]:
-        seen = self.until(call, lambda instruction: isinstance(instruction, Close))
-        updates = [instruction.update for instruction in seen if isinstance(instruction, Send)]
-        assert isinstance(seen[-1], Close)
-        return [token for update in updates for one in update.choices for token in one.token_ids], seen[-1].error
+    def has_ended(self, call: Call) -> bool:
+        return any(update.end is not None for update in self.updates(call))
+
+    def turn_until_ended(self, *calls: Call) -> None:
+        for _ in range(MAX_TURNS):
+            if all(self.has_ended(call) for call in calls):
+                return
+            self.loop.turn()
+        raise AssertionError("it does not end")
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """For a loop that turns on its own thread."""
+        with self._changed:
+            assert self._changed.wait_for(holds, TIMEOUT_S)
+
+    def tokens(self, call: Call) -> list[int]:
+        return outputs(self.updates(call)).get(0, [])
+
+    def error(self, call: Call) -> Exception | None:
+        return end_of(self.updates(call)).error
+
+    def ask(self, question: Callable[[EngineCore], list[str]]) -> list[str]:
+        answer = self.loop.ask(question)
+        self.loop.turn()
+        return answer.result(0.0)
 
     def _take(self, deliveries: Deliveries) -> None:
-        for reply in deliveries.replies:
-            self.delivered.put(reply)
+        with self._changed:
+            self.deliveries.append(set(deliveries.updates))
+            for call, update in deliveries.updates.items():
+                self._delivered.setdefault(call, []).append(update)
+            self._changed.notify()
 
 
 @pytest.fixture
-def driver() -> Iterator[Driver]:
-    driver = Driver(make_core(HashModel(LAYOUT, VOCAB_SIZE)))
+def driver() -> Driver:
+    return Driver()
+
+
+@pytest.fixture
+def threaded() -> Iterator[Driver]:
+    driver = Driver()
     driver.loop.start()
     yield driver
     assert driver.loop.stop(TIMEOUT_S)
@@ -88,100 +128,175 @@ def driver() -> Iterator[Driver]:
 
 def test_requests_run_to_their_end(driver: Driver) -> None:
     calls = [driver.begin(f"request {number}", prompt=PROMPT[number:]) for number in range(3)]
-    first = driver.until_closed(calls[0])
-    assert first == (ORACLE.oracle(PROMPT, 20), None)
-    assert driver.loop.stats.generated_tokens <= 60
+    driver.turn_until_ended(*calls)
+    assert [driver.tokens(call) for call in calls] == [ORACLE.oracle(PROMPT[number:], 20) for number in range(3)]
+    assert [driver.error(call) for call in calls] == [None] * 3
+    assert (driver.loop.stats.generated_tokens, driver.loop.num_begun) == (60, 0)
 
 
-def test_waits_for_commands_while_there_is_nothing_to_do(driver: Driver) -> None:
-    driver.until_closed(driver.begin("r"))
-    assert driver.inbox.idle.wait(TIMEOUT_S)
-    num_waits = len(driver.inbox.waits_s)
-    assert driver.loop.ask(EngineCore.check).result(TIMEOUT_S) == []
-    assert driver.inbox.idle.wait(TIMEOUT_S)
-    assert driver.inbox.waits_s[num_waits - 1 :][:2] == [MAX_IDLE_S, MAX_IDLE_S]
+def test_a_turn_makes_one_delivery_of_what_is_new_about_all(driver: Driver) -> None:
+    calls = [driver.begin(f"request {number}", prompt=PROMPT[number:]) for number in range(3)]
+    driver.turn_until_ended(*calls)
+    assert len(driver.deliveries) <= driver.loop.num_turns
+    assert driver.deliveries[-1] == set(calls)
+
+
+def test_a_thread_runs_requests_to_their_end(threaded: Driver) -> None:
+    call = threaded.begin("r")
+    threaded.wait_until(lambda: threaded.has_ended(call))
+    assert (threaded.tokens(call), threaded.error(call)) == (ORACLE.oracle(PROMPT, 20), None)
+
+
+def test_waits_for_commands_only_while_there_is_nothing_to_do(driver: Driver) -> None:
+    driver.turn_until_ended(driver.begin("r"))
+    driver.inbox.ring()
+    driver.loop.turn()
+    assert driver.inbox.waits_s[0] == MAX_IDLE_S
+    assert set(driver.inbox.waits_s[1:-1]) == {0.0}
+    assert driver.ask(EngineCore.check) == []
+    assert driver.inbox.waits_s[-1] == MAX_IDLE_S
+
+
+def test_a_step_counts_for_what_it_computes_and_not_for_the_fetch_before() -> None:
+    clock = FakeClock()
+    driver = Driver(SlowModel(clock), clock)
+    call = driver.begin("r", max_tokens=5)
+    driver.turn_until_ended(call)
+    assert [(span.name, span.duration_ms) for span in end_of(driver.updates(call)).spans] == [
+        ("decode.queue", 0.0),
+        ("decode.fetch", 0.0),
+        ("decode.wait_turn", 0.0),
+        ("decode.compute", 1000.0),
+        ("decode.generate", 4000.0),
+    ]
 
 
 def test_withdrawn_request_leaves_before_the_next_step(driver: Driver) -> None:
     call = driver.begin("r", max_tokens=3000)
-    driver.until(call, lambda instruction: isinstance(instruction, Send))
+    while not driver.tokens(call):
+        driver.loop.turn()
+    num_tokens = len(driver.tokens(call))
     driver.loop.withdraw(call, Cancelled("gone"))
-    assert driver.loop.ask(_requests).result(TIMEOUT_S) == []
-    tokens, error = driver.until_closed(call)
-    assert isinstance(error, Cancelled)
-    assert tokens == ORACLE.oracle(PROMPT, len(tokens))
+    driver.loop.turn()
+    assert isinstance(driver.error(call), Cancelled)
+    assert driver.tokens(call) == ORACLE.oracle(PROMPT, num_tokens)
+    assert not driver.core.has_requests
 
 
-def test_withdrawing_an_old_call_leaves_a_new_one_of_the_same_id_alone(driver: Driver) -> None:
+def test_withdrawing_what_has_ended_says_nothing(driver: Driver) -> None:
+    call = driver.begin("r")
+    driver.turn_until_ended(call)
+    driver.loop.withdraw(call, Cancelled("late"))
+    driver.inbox.ring()
+    driver.loop.turn()
+    assert driver.error(call) is None
+
+
+def test_withdrawing_an_old_call_leaves_a_new_one_of_the_same_attempt_alone(driver: Driver) -> None:
     old = driver.begin("r", max_tokens=3000)
     driver.loop.withdraw(old, Cancelled("replaced"))
     new = driver.begin("r")
-    driver.loop.withdraw(old, Cancelled("the caller has gone"))
-    assert driver.until_closed(new) == (ORACLE.oracle(PROMPT, 20), None)
+    driver.loop.withdraw(old, Cancelled("the line has ended"))
+    driver.turn_until_ended(new)
+    assert (driver.tokens(new), driver.error(new)) == (ORACLE.oracle(PROMPT, 20), None)
 
 
-def test_what_the_engine_refuses_is_closed_with_its_error(driver: Driver) -> None:
-    _, error = driver.until_closed(driver.begin("r", max_tokens=1 << 20))
-    assert isinstance(error, InvalidRequest)
+def test_what_the_engine_refuses_ends_with_its_error(driver: Driver) -> None:
+    call = driver.begin("r", max_tokens=1 << 20)
+    driver.loop.turn()
+    assert isinstance(driver.error(call), InvalidRequest)
 
 
 def test_a_failed_step_ends_all_requests_and_no_more(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [driver.begin(f"request {number}", max_tokens=3000) for number in range(2)]
-    driver.until(calls[1], lambda instruction: isinstance(instruction, Send))
-    step = EngineCore.step
-
-    def fail_once(core: EngineCore) -> list[Event]:
-        monkeypatch.setattr(EngineCore, "step", step)
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(EngineCore, "step", fail_once)
-    assert [type(driver.until_closed(call)[1]) for call in calls] == [Unavailable, Unavailable]
-    assert driver.loop.ask(EngineCore.check).result(TIMEOUT_S) == []
-    assert driver.loop.state is LoopState.RUNNING
+    while not driver.tokens(calls[1]):
+        driver.loop.turn()
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineCore, "step", _fail)
+        driver.loop.turn()
+    assert [type(driver.error(call)) for call in calls] == [Unavailable, Unavailable]
+    assert driver.ask(EngineCore.check) == []
+    assert (driver.loop.is_running, driver.loop.is_broken) == (True, False)
 
 
 def test_wrong_books_after_a_failed_step_break_the_loop(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     call = driver.begin("r", max_tokens=3000)
-    driver.until(call, lambda instruction: isinstance(instruction, Send))
     monkeypatch.setattr(EngineCore, "check", _fail)
     monkeypatch.setattr(EngineCore, "step", _fail)
-    assert isinstance(driver.until_closed(call)[1], Unavailable)
-    assert driver.broken.wait(TIMEOUT_S)
-    assert driver.loop.state is LoopState.BROKEN
+    driver.loop.turn()
+    assert isinstance(driver.error(call), Unavailable)
+    assert (driver.loop.is_running, driver.loop.is_broken) == (False, True)
+
+
+def test_a_broken_loop_ends_its_thread_says_so_and_takes_nothing(
+    threaded: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineCore, "check", _fail)
+    monkeypatch.setattr(EngineCore, "step", _fail)
+    threaded.inbox.ring()
+    assert threaded.broken.wait(TIMEOUT_S)
     with pytest.raises(Unavailable):
-        driver.begin("another")
+        threaded.begin("r")
+
+
+@pytest.mark.parametrize("fails", ["step", "pass on"])
+def test_an_engine_that_fails_on_is_given_up(driver: Driver, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """Tokens that reach no request are no sign of health."""
+    if fails == "step":
+        monkeypatch.setattr(EngineCore, "step", _fail)
+    else:
+        take = DecodeJob.take
+
+        def fail_at_tokens(job: DecodeJob, event: Event, now_s: float) -> Update:
+            return _fail() if isinstance(event, Emitted) else take(job, event, now_s)
+
+        monkeypatch.setattr(DecodeJob, "take", fail_at_tokens)
+    for number in range(MAX_FAILED_STEPS):
+        assert driver.loop.is_running
+        call = driver.begin(str(number))
+        driver.turn_until_ended(call)
+        assert isinstance(driver.error(call), Unavailable)
+    assert driver.loop.is_broken
 
 
 def test_a_request_that_cannot_be_aborted_is_answered_and_breaks_the_loop(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = driver.begin("r", max_tokens=3000)
-    driver.until(call, lambda instruction: isinstance(instruction, Send))
+    driver.loop.turn()
     monkeypatch.setattr(EngineCore, "abort", _fail)
     driver.loop.withdraw(call, Cancelled("gone"))
-    assert isinstance(driver.until_closed(call)[1], Unavailable)
-    assert driver.broken.wait(TIMEOUT_S)
+    driver.loop.turn()
+    assert isinstance(driver.error(call), Unavailable)
+    assert driver.loop.is_broken
 
 
-def test_stopping_answers_everybody(driver: Driver) -> None:
-    call = driver.begin("r", max_tokens=3000)
-    driver.until(call, lambda instruction: isinstance(instruction, Send))
-    assert driver.loop.stop(TIMEOUT_S)
-    assert isinstance(driver.until_closed(call)[1], Unavailable)
+def test_stopping_answers_everything(threaded: Driver) -> None:
+    call = threaded.begin("r", max_tokens=3000)
+    threaded.wait_until(lambda: bool(threaded.tokens(call)))
+    assert threaded.loop.stop(TIMEOUT_S)
+    assert isinstance(threaded.error(call), Unavailable)
     with pytest.raises(Unavailable):
-        driver.loop.ask(EngineCore.check)
-    assert not driver.broken.is_set()
+        threaded.loop.ask(EngineCore.check)
+    assert not threaded.broken.is_set()
 
 
-def test_an_error_of_a_question_is_the_askers(driver: Driver) -> None:
+def test_what_is_in_the_inbox_at_the_end_is_answered(driver: Driver) -> None:
+    call = driver.begin("r")
+    answer = driver.loop.ask(EngineCore.check)
+    driver.loop.abandon()
+    driver.loop.start()
+    assert driver.loop.stop(TIMEOUT_S)
+    assert isinstance(driver.error(call), Unavailable)
+    assert isinstance(answer.exception(TIMEOUT_S), Unavailable)
+
+
+def test_an_error_of_a_question_is_raised_where_it_is_asked(driver: Driver) -> None:
     call = driver.begin("r")
     with pytest.raises(RuntimeError):
-        driver.loop.ask(_fail).result(TIMEOUT_S)
-    assert driver.until_closed(call) == (ORACLE.oracle(PROMPT, 20), None)
-
-
-def _requests(core: EngineCore) -> list[str]:
-    return ["there is one"] if core.has_requests else []
+        driver.ask(_fail)
+    driver.turn_until_ended(call)
+    assert (driver.tokens(call), driver.error(call)) == (ORACLE.oracle(PROMPT, 20), None)
 
 
 def _fail(*_: object) -> NoReturn:

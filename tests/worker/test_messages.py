@@ -1,19 +1,22 @@
 import pytest
 
 from engine.events import EngineStats, TierTokens
+from engine.request import EngineRequest, HandOff
 from kv_store.block_store import StoreStatus
 from kv_store.tiers.cold_tier import ColdStatus
-from tests.worker.workers import PROMPT, VOCAB_SIZE, decode_request
-from wire.block_counts import BlockCounts
+from tests.worker.workers import PROMPT, VOCAB_SIZE, begin_of
 from wire.convert import tiers_to_pb
 from wire.directory import DirectoryStatus
-from wire.errors import InvalidRequest
+from wire.errors import Cancelled, InvalidRequest
+from wire.ids import AttemptId, RequestId
 from wire.pb import inference_pb2, worker_pb2
-from wire.sampling import FinishReason, Logprobs
-from worker.messages import decode_request_from_pb, decode_update_to_pb, prefill_response_to_pb, status_to_pb
+from wire.sampling import MAX_CHOICES, FinishReason, Logprobs
+from wire.tier import BlockCounts
+from worker.messages import request_from_pb, status_to_pb, update_to_pb
 from worker.stopwatch import Span
-from worker.update import ChoiceTokens, Update
+from worker.update import ChoiceTokens, End, Update
 
+ATTEMPT = AttemptId(RequestId("r"), 3)
 COUNTS = BlockCounts(free=1, owned=2, published=3, cached=4, draining=5, total=15)
 STATS = EngineStats(
     blocks=COUNTS,
@@ -28,29 +31,39 @@ LOGPROBS = (Logprobs(-0.5, ((7, -0.5), (9, -1.0))), Logprobs(-0.25, ((8, -0.25),
 
 
 def test_a_request_has_the_choices_with_what_was_emitted() -> None:
-    request = decode_request_from_pb(decode_request(outputs=[(1, 2), (3,)]), VOCAB_SIZE)
+    request = request_from_pb(begin_of(outputs=[(1, 2), (3,)]), EngineRequest, VOCAB_SIZE)
     assert request.prompt_ids == PROMPT
     assert [(choice.index, choice.output_ids) for choice in request.choices] == [(0, (1, 2)), (1, (3,))]
 
 
-@pytest.mark.parametrize("indices", [(), (0, 0)], ids=["none", "twice the same"])
-def test_choices_must_differ(indices: tuple[int, ...]) -> None:
-    message = decode_request(outputs=())
+def test_an_engine_knows_each_attempt_by_its_own_name() -> None:
+    request = request_from_pb(begin_of(request_id="r", attempt=3), HandOff, VOCAB_SIZE)
+    assert isinstance(request, HandOff)
+    assert request.request_id == "r/3"
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [(), (0, 0), (MAX_CHOICES,), tuple(range(MAX_CHOICES + 1))],
+    ids=["none", "twice the same", "far", "many"],
+)
+def test_choices_must_differ_and_be_so_many(indices: tuple[int, ...]) -> None:
+    message = begin_of(outputs=())
     message.choices.extend(worker_pb2.ChoiceSoFar(index=index) for index in indices)
     with pytest.raises(InvalidRequest):
-        decode_request_from_pb(message, VOCAB_SIZE)
+        request_from_pb(message, EngineRequest, VOCAB_SIZE)
 
 
 def test_emitted_tokens_must_be_the_models_too() -> None:
     with pytest.raises(InvalidRequest):
-        decode_request_from_pb(decode_request(outputs=[(VOCAB_SIZE,)]), VOCAB_SIZE)
+        request_from_pb(begin_of(outputs=[(VOCAB_SIZE,)]), EngineRequest, VOCAB_SIZE)
 
 
 def test_tokens_come_with_their_logprobs_and_the_stop_token() -> None:
     update = Update((ChoiceTokens(1, 4, (7, 8), LOGPROBS, FinishReason.STOP, 8),))
-    message = decode_update_to_pb(3, update, "decode-0")
+    message = update_to_pb(ATTEMPT, update, "decode-0")
     (choice,) = message.choices
-    assert message.attempt == 3
+    assert (message.id.request_id, message.id.attempt) == ("r", 3)
     assert (choice.index, choice.first_position, list(choice.token_ids)) == (1, 4, [7, 8])
     assert [(one.token_id, one.logprob, one.top[1].logprob) for one in choice.logprobs] == [
         (7, -0.5, -1),
@@ -60,25 +73,38 @@ def test_tokens_come_with_their_logprobs_and_the_stop_token() -> None:
 
 
 def test_what_is_not_new_is_not_set() -> None:
-    message = decode_update_to_pb(1, Update((ChoiceTokens(0, 0, (7,)),)), "decode-0")
-    assert not message.HasField("fetched")
-    assert not message.HasField("summary")
+    message = update_to_pb(ATTEMPT, Update((ChoiceTokens(0, 0, (7,)),)), "decode-0")
+    assert not message.HasField("prompt")
+    assert not message.HasField("end")
     assert not message.choices[0].HasField("stop_token_id")
     assert message.choices[0].finish_reason == inference_pb2.FINISH_REASON_UNSPECIFIED
 
 
-def test_an_answer_tells_where_the_prompt_came_from() -> None:
+def test_the_end_of_an_attempt_has_its_error() -> None:
+    message = update_to_pb(ATTEMPT, Update(end=End(Cancelled("gone", request_id="r"))), "decode-0")
+    assert message.end == worker_pb2.End(
+        error=worker_pb2.Error(reason="CANCELLED", message="gone", ids={"request_id": "r"})
+    )
+
+
+def test_a_good_end_has_no_error() -> None:
+    message = update_to_pb(ATTEMPT, Update(end=End()), "decode-0")
+    assert message.HasField("end")
+    assert not message.end.HasField("error")
+
+
+def test_an_update_tells_where_the_prompt_came_from_and_where_its_time_went() -> None:
     spans = (Span("prefill.queue", 0.0, 1.5, {"preemptions": 1}),)
-    update = Update((), TierTokens({"device": 16, "host": 32, "redis": 48}, computed=4), num_held=7, spans=spans)
-    message = prefill_response_to_pb(2, update, "prefill-0")
-    assert message == worker_pb2.PrefillResponse(
-        attempt=2,
-        cached_tokens=tiers_to_pb({"device": 16, "host": 32, "redis": 48}),
-        computed_tokens=4,
+    tiers = TierTokens({"device": 16, "host": 32, "redis": 48}, computed=4)
+    message = update_to_pb(ATTEMPT, Update(prompt=tiers, num_held=7, end=End(spans=spans)), "prefill-0")
+    span = inference_pb2.Span(name="prefill.queue", worker="prefill-0", duration_ms=1.5, counts={"preemptions": 1})
+    assert message == worker_pb2.Update(
+        id=worker_pb2.AttemptId(request_id="r", attempt=3),
+        prompt=worker_pb2.PromptSource(
+            cached_tokens=tiers_to_pb({"device": 16, "host": 32, "redis": 48}), computed_tokens=4
+        ),
         num_held_blocks=7,
-        spans=[
-            inference_pb2.Span(name="prefill.queue", worker="prefill-0", duration_ms=1.5, counts={"preemptions": 1})
-        ],
+        end=worker_pb2.End(spans=[span]),
     )
 
 

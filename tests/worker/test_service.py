@@ -1,4 +1,5 @@
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -10,15 +11,17 @@ from tests.worker.workers import (
     PROMPT,
     TIMEOUT_S,
     VOCAB_SIZE,
+    Caller,
     Node,
     Worker,
-    decode_request,
+    attempts_of,
+    begin_of,
     greedy,
-    prefill_request,
+    prompt_source,
     serving,
     tokens_of,
 )
-from wire.convert import status_of, tiers_from_pb, tiers_to_pb
+from wire.convert import attempt_to_pb, error_from_pb, tiers_from_pb, tiers_to_pb
 from wire.errors import (
     BatonError,
     Cancelled,
@@ -27,13 +30,17 @@ from wire.errors import (
     RequestExists,
     Unavailable,
     Unsupported,
+    WorkerLeaving,
 )
+from wire.ids import AttemptId, RequestId
 from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
 from wire.sampling import SamplingParams
 from worker.config import MIN_SILENCE_S
+from worker.line import RouterLine
 
 ORACLE = HashModel(LAYOUT, VOCAB_SIZE)
+ATTEMPT = AttemptId(RequestId("r"), 1)
 
 
 @pytest.fixture
@@ -63,21 +70,24 @@ def setter_of(event: asyncio.Event) -> Callable[[], None]:
     return set_soon
 
 
-async def collect(worker: Worker, request: worker_pb2.DecodeRequest) -> list[worker_pb2.DecodeUpdate]:
+async def read(line: RouterLine) -> list[worker_pb2.Update]:
+    """The updates of the next message."""
     async with asyncio.timeout(TIMEOUT_S):
-        return [update async for update in worker.service.decode(request)]
+        response = await line.next()
+    assert response is not None
+    return list(response.updates)
 
 
 async def test_hands_a_request_over_and_decode_computes_nothing_of_the_prompt(prefill: Worker, decode: Worker) -> None:
-    answer = await prefill.service.prefill(prefill_request())
-    assert answer.computed_tokens == len(PROMPT)
+    answer = await prefill.caller.prefill(begin_of())
+    assert answer.prompt.computed_tokens == len(PROMPT)
     assert answer.num_held_blocks == 7
-    assert status_of("host", (await prefill.status()).tiers).counts["holds"] == 1
+    assert await prefill.num_holds() == 1
     first = list(answer.choices[0].token_ids)
-    updates = await collect(decode, decode_request(outputs=[first]))
+    updates = await decode.caller.decode(begin_of(outputs=[first]))
     assert first + tokens_of(updates) == ORACLE.oracle(PROMPT, 40)
-    (fetched,) = [update.fetched for update in updates if update.HasField("fetched")]
-    assert fetched == worker_pb2.Fetched(fetched_tokens=tiers_to_pb({"host": len(PROMPT)}), computed_tokens=0)
+    fetched = worker_pb2.PromptSource(cached_tokens=tiers_to_pb({"host": len(PROMPT)}), computed_tokens=0)
+    assert prompt_source(updates) == fetched
     status = await decode.at_rest()
     assert status.computed_prompt_tokens == 0
     assert status.generated_tokens == 39
@@ -85,110 +95,191 @@ async def test_hands_a_request_over_and_decode_computes_nothing_of_the_prompt(pr
 
 
 async def test_a_second_prompt_finds_the_first_on_the_device(prefill: Worker) -> None:
-    await prefill.service.prefill(prefill_request())
-    answer = await prefill.service.prefill(prefill_request((*PROMPT, 7, 8), request_id="second"))
-    assert tiers_from_pb(answer.cached_tokens) == {"device": 96}
-    assert answer.computed_tokens == len(PROMPT) + 2 - 96
+    await prefill.caller.prefill(begin_of())
+    answer = await prefill.caller.prefill(begin_of((*PROMPT, 7, 8), request_id="second"))
+    assert tiers_from_pb(answer.prompt.cached_tokens) == {"device": 96}
+    assert answer.prompt.computed_tokens == len(PROMPT) + 2 - 96
 
 
 async def test_choices_are_handed_over_and_go_on_together(prefill: Worker, decode: Worker) -> None:
     sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=20, n=3, ignore_eos=True)
-    answer = await prefill.service.prefill(prefill_request(sampling=sampling))
-    firsts = [list(choice.token_ids) for choice in sorted(answer.choices, key=lambda choice: choice.index)]
-    apart = await collect(decode, decode_request(sampling=sampling, outputs=firsts))
-    alone = await collect(decode, decode_request(sampling=sampling, request_id="alone", outputs=[[]] * 3))
+    answer = await prefill.caller.prefill(begin_of(sampling=sampling, outputs=[[]] * 3))
+    firsts = [tokens_of([answer], index) for index in range(3)]
+    assert [len(first) for first in firsts] == [1, 1, 1]
+    apart = await decode.caller.decode(begin_of(sampling=sampling, outputs=firsts))
+    alone = await decode.caller.decode(begin_of(sampling=sampling, request_id="alone", outputs=[[]] * 3))
     assert [firsts[n] + tokens_of(apart, n) for n in range(3)] == [tokens_of(alone, n) for n in range(3)]
     assert len({tuple(tokens_of(alone, n)) for n in range(3)}) == 3
 
 
 async def test_a_request_that_ends_with_its_first_token_holds_nothing(prefill: Worker) -> None:
-    answer = await prefill.service.prefill(prefill_request(sampling=greedy(1)))
+    answer = await prefill.caller.prefill(begin_of(sampling=greedy(1)))
     assert answer.choices[0].finish_reason == inference_pb2.FINISH_REASON_LENGTH
     assert answer.num_held_blocks == 0
     await prefill.at_rest()
 
 
 async def test_decode_alone_computes_the_prompt(decode: Worker) -> None:
-    updates = await collect(decode, decode_request())
+    updates = await decode.caller.decode(begin_of())
     assert tokens_of(updates) == ORACLE.oracle(PROMPT, 40)
-    (fetched,) = [update.fetched for update in updates if update.HasField("fetched")]
-    assert fetched.computed_tokens == len(PROMPT)
-    assert [span.name for span in updates[-1].summary.spans] == [
+    assert prompt_source(updates).computed_tokens == len(PROMPT)
+    assert [span.name for span in updates[-1].end.spans] == [
         "decode.queue",
         "decode.fetch",
         "decode.wait_turn",
         "decode.compute",
         "decode.generate",
     ]
-    assert {span.worker for span in updates[-1].summary.spans} == {"decode-0"}
+    assert {span.worker for span in updates[-1].end.spans} == {"decode-0"}
 
 
-async def test_a_slow_reader_gets_everything_in_one_update(decode: Worker) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        updates = decode.service.decode(decode_request())
-        first = await anext(updates)
-        await decode.at_rest()
-        rest = [update async for update in updates]
-    assert len(rest) == 1
-    assert tokens_of([first, *rest]) == ORACLE.oracle(PROMPT, 40)
+async def test_attempts_share_a_line_and_each_gets_its_own_tokens(decode: Worker) -> None:
+    begins = [begin_of(PROMPT[number:], request_id=str(number)) for number in range(8)]
+    outputs = await asyncio.gather(*(decode.caller.decode(begin) for begin in begins))
+    assert [tokens_of(updates) for updates in outputs] == [ORACLE.oracle(PROMPT[number:], 40) for number in range(8)]
 
 
-async def test_a_cancelled_prefill_leaves_nothing_behind(prefill: Worker) -> None:
+async def test_a_router_that_reads_nothing_holds_up_no_step_and_finds_one_update_of_each_attempt(
+    decode: Worker,
+) -> None:
+    line = decode.service.connect()
+    for number in range(4):
+        line.take(worker_pb2.ConnectRequest(begins=[begin_of(request_id=str(number), sampling=greedy(200))]))
+    assert (await decode.at_rest()).generated_tokens == 4 * 200
+    updates = await read(line)
+    assert sorted(update.id.request_id for update in updates) == ["0", "1", "2", "3"]
+    for update in updates:
+        assert tokens_of([update]) == ORACLE.oracle(PROMPT, 200)
+        assert update.HasField("end")
+
+
+async def test_an_aborted_prefill_leaves_nothing_behind(prefill: Worker) -> None:
     prefill.model.may_go.clear()
-    task = asyncio.create_task(prefill.service.prefill(prefill_request()))
+    attempt = prefill.caller.begin(begin_of())
     await prefill.at_work()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    attempt.abort()
     prefill.model.may_go.set()
     assert (await prefill.at_rest()).generated_tokens <= 1
 
 
-async def test_closing_a_stream_takes_the_request_out_of_the_engine(decode: Worker) -> None:
-    updates = decode.service.decode(decode_request(sampling=greedy(3000)))
-    await anext(updates)
-    await updates.aclose()
+async def test_an_abort_takes_the_attempt_out_of_the_engine(decode: Worker) -> None:
+    attempt = decode.caller.begin(begin_of(sampling=greedy(3000)))
+    await attempt.first()
+    attempt.abort()
     assert (await decode.at_rest()).generated_tokens < 3000
 
 
-async def test_deadline_ends_the_request_here_too(decode: Worker) -> None:
+async def test_only_the_line_of_an_attempt_may_abort_it(decode: Worker) -> None:
+    decode.model.may_go.clear()
+    attempt = decode.caller.begin(begin_of())
+    await decode.at_work()
+    decode.service.connect().take(worker_pb2.ConnectRequest(aborts=[attempt_to_pb(ATTEMPT)]))
+    decode.model.may_go.set()
+    assert tokens_of(await attempt.end()) == ORACLE.oracle(PROMPT, 40)
+
+
+@pytest.mark.parametrize("time_left_s", [0.05, 0.0, -1.0, math.nan])
+async def test_the_workers_own_timer_ends_an_attempt(decode: Worker, time_left_s: float) -> None:
     decode.model.may_go.clear()
     with pytest.raises(DeadlineExceeded):
-        [update async for update in decode.service.decode(decode_request(), timeout_s=0.05)]
+        await decode.caller.decode(begin_of(time_left_s=time_left_s))
     decode.model.may_go.set()
     assert (await decode.at_rest()).generated_tokens <= 1
 
 
+async def test_an_attempt_ends_once(decode: Worker) -> None:
+    decode.model.may_go.clear()
+    line = decode.service.connect()
+    line.take(worker_pb2.ConnectRequest(begins=[begin_of(time_left_s=0.05)]))
+    while not (update := (await read(line))[0]).HasField("end"):
+        pass
+    assert isinstance(error_from_pb(update.end.error), DeadlineExceeded)
+    decode.model.may_go.set()
+    await decode.at_rest()
+    line.take(worker_pb2.ConnectRequest(asks=[worker_pb2.Ask(number=1, info=worker_pb2.GetInfo())]))
+    assert await read(line) == []
+
+
 async def test_a_later_attempt_takes_the_place_of_an_earlier_one(decode: Worker) -> None:
-    earlier = decode.service.decode(decode_request(sampling=greedy(3000), attempt=2))
-    await anext(earlier)
-    for attempt in (1, 2):
-        with pytest.raises(RequestExists):
-            await anext(decode.service.decode(decode_request(attempt=attempt)))
-    later = await collect(decode, decode_request(attempt=3))
-    assert {update.attempt for update in later} == {3}
+    earlier = decode.caller.begin(begin_of(sampling=greedy(3000), attempt=2))
+    await earlier.first()
+    with pytest.raises(RequestExists):
+        await decode.caller.decode(begin_of(attempt=1))
+    later = await decode.caller.decode(begin_of(attempt=3))
+    assert attempts_of(later) == {3}
     assert tokens_of(later) == ORACLE.oracle(PROMPT, 40)
     with pytest.raises(Cancelled):
-        [update async for update in earlier]
+        await earlier.end()
     await decode.at_rest()
 
 
+async def test_an_attempt_that_runs_is_not_begun_again_and_goes_on(decode: Worker) -> None:
+    decode.model.may_go.clear()
+    line = decode.service.connect()
+    line.take(worker_pb2.ConnectRequest(begins=[begin_of()]))
+    await decode.at_work()
+    line.take(worker_pb2.ConnectRequest(begins=[begin_of()]))
+    updates = await read(line)
+    assert not any(update.HasField("end") for update in updates)
+    decode.model.may_go.set()
+    await decode.at_rest()
+    updates += await read(line)
+    assert tokens_of(updates) == ORACLE.oracle(PROMPT, 40)
+    assert not updates[-1].end.HasField("error")
+
+
+@pytest.mark.parametrize("attempt", [1, 2, 3])
+async def test_an_attempt_on_another_line_ousts_any_earlier_one(decode: Worker, attempt: int) -> None:
+    earlier = decode.caller.begin(begin_of(sampling=greedy(3000), attempt=2))
+    await earlier.first()
+    another = Caller(decode.service)
+    assert tokens_of(await another.decode(begin_of(attempt=attempt))) == ORACLE.oracle(PROMPT, 40)
+    with pytest.raises(Cancelled):
+        await earlier.end()
+    await another.close()
+    await decode.at_rest()
+
+
+async def test_a_line_that_ends_aborts_what_was_begun_on_it_and_nothing_else(decode: Worker) -> None:
+    another = Caller(decode.service)
+    lost = [another.begin(begin_of(request_id=name, sampling=greedy(3000))) for name in ("a", "b")]
+    for attempt in lost:
+        await attempt.first()
+    kept = decode.caller.begin(begin_of())
+    another.transport.kill()
+    for attempt in lost:
+        with pytest.raises(Unavailable):
+            await attempt.end()
+    assert tokens_of(await kept.end()) == ORACLE.oracle(PROMPT, 40)
+    assert (await decode.at_rest()).generated_tokens < 2 * 3000
+
+
+async def test_holds_outlive_their_line(prefill: Worker) -> None:
+    another = Caller(prefill.service)
+    await another.prefill(begin_of())
+    await another.close()
+    await prefill.idle()
+    assert await prefill.num_holds() == 1
+    prefill.caller.line.release(ATTEMPT)
+    await prefill.at_rest()
+
+
 async def test_one_bad_request_does_not_touch_the_others(decode: Worker) -> None:
-    good = asyncio.create_task(collect(decode, decode_request(request_id="good")))
+    good = decode.caller.begin(begin_of(request_id="good"))
     with pytest.raises(BatonError, match="not a number"):
-        await collect(decode, decode_request(POISON, request_id="bad"))
-    assert tokens_of(await good) == ORACLE.oracle(PROMPT, 40)
+        await decode.caller.decode(begin_of(POISON, request_id="bad"))
+    assert tokens_of(await good.end()) == ORACLE.oracle(PROMPT, 40)
     await decode.at_rest()
 
 
 async def test_a_failed_step_gives_all_requests_back_and_the_worker_goes_on(decode: Worker) -> None:
     decode.model.is_broken = True
-    both = [collect(decode, decode_request(request_id=name)) for name in ("one", "two")]
+    both = [decode.caller.decode(begin_of(request_id=name)) for name in ("one", "two")]
     errors = await asyncio.gather(*both, return_exceptions=True)
     assert {type(error) for error in errors} == {Unavailable}
     decode.model.is_broken = False
     await decode.at_rest()
-    assert tokens_of(await collect(decode, decode_request())) == ORACLE.oracle(PROMPT, 40)
+    assert tokens_of(await decode.caller.decode(begin_of())) == ORACLE.oracle(PROMPT, 40)
 
 
 async def test_a_worker_whose_books_are_wrong_says_so_and_stops(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +288,12 @@ async def test_a_worker_whose_books_are_wrong_says_so_and_stops(node: Node, monk
         worker.model.is_broken = True
         monkeypatch.setattr(worker.engine, "check", lambda: ["a page is lost"])
         with pytest.raises(Unavailable):
-            await collect(worker, decode_request())
+            await worker.caller.decode(begin_of())
         async with asyncio.timeout(TIMEOUT_S):
             await broken.wait()
         with pytest.raises(Unavailable):
-            await collect(worker, decode_request())
-        status = await worker.service.get_status(worker_pb2.GetWorkerStatusRequest(check=True))
+            await worker.caller.decode(begin_of())
+        status = await worker.caller.line.status(check=True, timeout_s=TIMEOUT_S)
         assert status.state == "broken"
         assert "the engine's thread has ended" in status.problems
 
@@ -212,23 +303,24 @@ async def test_a_worker_that_fails_on_and_on_stops(decode: Worker) -> None:
     for _ in range(4):
         assert decode.service.state.value == "ready"
         with pytest.raises(Unavailable):
-            await collect(decode, decode_request())
+            await decode.caller.decode(begin_of())
     assert decode.service.state.value == "broken"
 
 
 async def test_an_engine_that_hangs_is_given_up_and_may_go_on_without_harm(node: Node) -> None:
     broken = asyncio.Event()
     async with serving(Role.DECODE, node, on_broken=setter_of(broken), max_silence_s=MIN_SILENCE_S) as worker:
-        await collect(worker, decode_request())
+        await worker.caller.decode(begin_of())
         worker.model.may_go.clear()
-        hung = [asyncio.create_task(collect(worker, decode_request(request_id=name))) for name in ("a", "b")]
+        hung = [worker.caller.begin(begin_of(request_id=name)) for name in ("a", "b")]
         async with asyncio.timeout(TIMEOUT_S):
             await broken.wait()
-        answers = await asyncio.gather(*hung, return_exceptions=True)
-        assert [type(answer) for answer in answers] == [Unavailable, Unavailable]
+        for attempt in hung:
+            with pytest.raises(Unavailable, match="hangs"):
+                await attempt.end()
         with pytest.raises(Unavailable):
-            await collect(worker, decode_request(request_id="c"))
-        status = await worker.service.get_status(worker_pb2.GetWorkerStatusRequest())
+            await worker.caller.decode(begin_of(request_id="c"))
+        status = await worker.service.status()
         assert (status.state, status.engine_silent_s) == ("broken", MIN_SILENCE_S)
         worker.model.may_go.set()
         await worker.service.close()
@@ -236,67 +328,96 @@ async def test_an_engine_that_hangs_is_given_up_and_may_go_on_without_harm(node:
         assert worker.engine.check() == []
 
 
+async def test_asks_are_answered_while_a_step_of_the_engine_runs(decode: Worker) -> None:
+    decode.model.may_go.clear()
+    attempt = decode.caller.begin(begin_of())
+    await decode.at_work()
+    info = await decode.caller.line.info(TIMEOUT_S)
+    assert (info.worker_id, info.role, info.layout) == ("decode-0", "decode", LAYOUT.encode())
+    assert (await decode.caller.line.status(check=False, timeout_s=TIMEOUT_S)).state == "ready"
+    decode.model.may_go.set()
+    assert tokens_of(await attempt.end()) == ORACLE.oracle(PROMPT, 40)
+
+
+async def test_a_question_of_a_later_release_is_answered_with_an_error(decode: Worker) -> None:
+    line = decode.service.connect()
+    line.take(worker_pb2.ConnectRequest(asks=[worker_pb2.Ask(number=7)]))
+    async with asyncio.timeout(TIMEOUT_S):
+        response = await line.next()
+    assert response is not None
+    (answer,) = response.answers
+    assert answer.number == 7
+    assert isinstance(error_from_pb(answer.error), Unsupported)
+
+
 async def test_draining_lets_open_requests_end_and_takes_no_new_ones(decode: Worker) -> None:
     decode.model.may_go.clear()
-    going = asyncio.create_task(collect(decode, decode_request()))
+    going = decode.caller.begin(begin_of())
     await decode.at_work()
-    await decode.service.start_drain(worker_pb2.StartDrainRequest())
-    with pytest.raises(Unavailable):
-        await collect(decode, decode_request(request_id="new"))
     draining = asyncio.create_task(decode.service.drain(TIMEOUT_S))
+    await asyncio.sleep(0)
+    with pytest.raises(WorkerLeaving):
+        await decode.caller.decode(begin_of(request_id="new"))
+    assert not draining.done()
     decode.model.may_go.set()
     assert await draining == 0
-    assert tokens_of(await going) == ORACLE.oracle(PROMPT, 40)
+    assert tokens_of(await going.end()) == ORACLE.oracle(PROMPT, 40)
     assert (await decode.at_rest()).state == "draining"
 
 
 async def test_requests_that_outlast_the_grace_go_back_to_the_router(decode: Worker) -> None:
-    updates = decode.service.decode(decode_request(sampling=greedy(3000)))
-    await anext(updates)
+    attempt = decode.caller.begin(begin_of(sampling=greedy(3000)))
+    await attempt.first()
     assert await decode.service.drain(0.0) == 1
-    with pytest.raises(Unavailable):
-        [update async for update in updates]
+    with pytest.raises(WorkerLeaving):
+        await attempt.end()
     await decode.at_rest()
 
 
-async def test_each_role_serves_its_own_call(prefill: Worker, decode: Worker) -> None:
-    with pytest.raises(Unsupported):
-        await decode.service.prefill(prefill_request())
-    with pytest.raises(Unsupported):
-        await anext(prefill.service.decode(decode_request()))
-
-
 @pytest.mark.parametrize(
-    ("request_", "param"),
+    ("begin", "param"),
     [
-        pytest.param(prefill_request(prompt=()), "prompt", id="no prompt"),
-        pytest.param(prefill_request(prompt=(VOCAB_SIZE,)), "prompt", id="no such token"),
-        pytest.param(prefill_request(sampling=greedy(1 << 20)), "max_tokens", id="longer than the context"),
-        pytest.param(prefill_request(sampling=greedy(1, n=0)), "n", id="no choices"),
-        pytest.param(prefill_request(sampling=greedy(1, n=10**9)), "n", id="too many choices"),
-        pytest.param(prefill_request(request_id=""), "request_id", id="no id"),
-        pytest.param(worker_pb2.PrefillRequest(request_id="r"), "namespace_root", id="no root"),
+        pytest.param(begin_of(prompt=()), "prompt", id="no prompt"),
+        pytest.param(begin_of(prompt=(VOCAB_SIZE,)), "prompt", id="no such token"),
+        pytest.param(begin_of(sampling=greedy(1 << 20)), "max_tokens", id="longer than the context"),
+        pytest.param(begin_of(outputs=()), "choices", id="no choices"),
+        pytest.param(begin_of(outputs=((),) * 17), "choices", id="too many choices"),
+        pytest.param(begin_of(request_id=""), "request_id", id="no id"),
+        pytest.param(worker_pb2.Begin(id=attempt_to_pb(ATTEMPT)), "namespace_root", id="no root"),
     ],
 )
-async def test_refuses_what_would_upset_the_engine(
-    prefill: Worker, request_: worker_pb2.PrefillRequest, param: str
-) -> None:
+async def test_refuses_what_would_upset_the_engine(prefill: Worker, begin: worker_pb2.Begin, param: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        await prefill.service.prefill(request_)
+        await prefill.caller.prefill(begin)
     assert raised.value.ids["param"] == param
+    assert prefill.service.check() == []
 
 
 async def test_renewed_holds_are_kept_and_released_ones_are_not(prefill: Worker) -> None:
-    await prefill.service.prefill(prefill_request())
-    await prefill.service.renew(worker_pb2.RenewRequest(request_ids=["r"]))
-    assert status_of("host", (await prefill.status()).tiers).counts["holds"] == 1
-    await prefill.service.release(worker_pb2.ReleaseRequest(request_ids=["r"]))
-    assert status_of("host", (await prefill.status()).tiers).counts["holds"] == 0
+    await prefill.caller.prefill(begin_of())
+    prefill.caller.line.renew([ATTEMPT])
+    assert await prefill.num_holds() == 1
+    prefill.caller.line.release(ATTEMPT)
+    await prefill.at_rest()
 
 
-async def test_closing_ends_open_calls(node: Node) -> None:
+async def test_a_late_release_of_an_attempt_leaves_the_hold_of_the_next_one(prefill: Worker) -> None:
+    for attempt in (1, 2):
+        await prefill.caller.prefill(begin_of(attempt=attempt))
+    assert await prefill.num_holds() == 2
+    prefill.service.release([ATTEMPT])
+    assert await prefill.num_holds() == 1
+    prefill.service.release([AttemptId(RequestId("r"), 2)])
+    await prefill.at_rest()
+
+
+async def test_closing_ends_open_attempts_and_their_lines(node: Node) -> None:
     async with serving(Role.DECODE, node) as worker:
-        updates = worker.service.decode(decode_request(sampling=greedy(3000)))
-        await anext(updates)
-    with pytest.raises(Unavailable):
-        [update async for update in updates]
+        attempt = worker.caller.begin(begin_of(sampling=greedy(3000)))
+        await attempt.first()
+        await worker.service.close()
+        with pytest.raises(Unavailable, match="the worker has stopped"):
+            await attempt.end()
+        assert worker.service.check() == []
+        with pytest.raises(Unavailable, match="closed the line"):
+            await worker.caller.line.info(TIMEOUT_S)

@@ -2,9 +2,10 @@ from engine.events import Emitted, Finished, TierTokens
 from wire.ids import RequestId
 from wire.sampling import FinishReason, Logprobs
 from worker.stopwatch import Span
-from worker.update import ChoiceTokens, Update
+from worker.update import NOTHING_NEW, ChoiceTokens, End, Update
 
 ID = RequestId("r")
+END = End(spans=(Span("prefill.queue", 1, 2),))
 LOGPROBS = Logprobs(-0.5, ((7, -0.5), (8, -1.0)))
 
 
@@ -20,10 +21,16 @@ def test_tokens_of_a_choice_join() -> None:
 def test_updates_join_choice_by_choice() -> None:
     tiers = TierTokens({"host": 32})
     first = Update((ChoiceTokens(0, 3, (1, 2)), ChoiceTokens(1, 4, (5,))), prompt=tiers)
-    second = Update((ChoiceTokens(1, 5, (6,)), ChoiceTokens(2, 1, (9,))), num_held=4, spans=(Span("end", 1, 2),))
+    second = Update((ChoiceTokens(1, 5, (6,)), ChoiceTokens(2, 1, (9,))), num_held=4, releases_hold=True, end=END)
     assert first.followed_by(second) == Update(
         (ChoiceTokens(0, 3, (1, 2)), ChoiceTokens(1, 4, (5, 6)), ChoiceTokens(2, 1, (9,))),
         prompt=tiers,
         num_held=4,
-        spans=(Span("end", 1, 2),),
+        releases_hold=True,
+        end=END,
     )
+
+
+def test_nothing_new_changes_nothing() -> None:
+    update = Update((ChoiceTokens(0, 3, (1, 2)),), prompt=TierTokens({}, 3), num_held=4, end=END)
+    assert NOTHING_NEW.followed_by(update) == update

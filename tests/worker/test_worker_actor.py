@@ -5,11 +5,11 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import grpc.aio
 import pytest
 import torch
 
@@ -22,13 +22,12 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node.directory_server import DirectoryServer
 from prefill_worker.actor import PrefillActor
-from router.workers.grpc_worker_client import GrpcWorkerClient
+from router.workers.grpc_transport import GrpcTransport
+from router.workers.line import Line
 from tests.checkpoints import choose_prompt, make_checkpoint
-from tests.worker.workers import decode_request, greedy, prefill_request, tokens_of
+from tests.worker.workers import Attempt, begin_of, greedy, prompt_source, tokens_of
 from wire.convert import tiers_from_pb
 from wire.errors import ConfigError, ModelError, Unavailable
-from wire.pb.worker_pb2_grpc import WorkerStub
-from wire.rpc import TOKEN_METADATA
 from worker.config import (
     MIN_SILENCE_S,
     CheckpointSettings,
@@ -39,7 +38,6 @@ from worker.config import (
 )
 
 TOKEN = "the cluster's"
-METADATA = ((TOKEN_METADATA, TOKEN),)
 TIMEOUT_S = 90.0
 NUM_SLOTS = 256
 NUM_TOKENS = 64
@@ -47,7 +45,7 @@ ROLES = ("prefill", "decode")
 
 
 class WorkerProcess:
-    """One worker; `stub` speaks to it."""
+    """One worker; `line` speaks to it."""
 
     def __init__(self, config: WorkerConfig, module: str, class_name: str) -> None:
         command = [sys.executable, "-m", "tests.worker.worker_process", module, class_name]
@@ -56,9 +54,14 @@ class WorkerProcess:
         self.process.stdin.write(config.to_json() + "\n")
         self.process.stdin.flush()
 
-    def address(self) -> str:
+    @asynccontextmanager
+    async def line(self) -> AsyncIterator[Line]:
+        """A line to the worker, once it says where it listens."""
         assert self.process.stdout is not None
-        return str(json.loads(self.process.stdout.readline())["address"])
+        address = json.loads(await asyncio.to_thread(self.process.stdout.readline))["address"]
+        line = Line(GrpcTransport(address, TOKEN))
+        yield line
+        await line.close(Unavailable("it is over"))
 
     def kill(self) -> None:
         with self.process as process:
@@ -111,25 +114,17 @@ async def test_processes_serve_a_request_between_them_and_end_well_when_told(
     workers: dict[str, WorkerProcess], checkpoint: Path
 ) -> None:
     oracle = choose_prompt(checkpoint, 60, NUM_TOKENS)
-    async with (
-        grpc.aio.insecure_channel(workers["prefill"].address()) as to_prefill,
-        grpc.aio.insecure_channel(workers["decode"].address()) as to_decode,
-    ):
-        prefill, decode = WorkerStub(to_prefill), WorkerStub(to_decode)
-        request = prefill_request(oracle.prompt_ids, greedy(NUM_TOKENS))
-        answer = await prefill.Prefill(request, metadata=METADATA, timeout=TIMEOUT_S)
-        first = list(answer.choices[0].token_ids)
-        going = decode.Decode(
-            decode_request(oracle.prompt_ids, greedy(NUM_TOKENS), outputs=[first]), metadata=METADATA, timeout=TIMEOUT_S
-        )
-        stream = aiter(going)
-        updates = [await anext(stream)]
+    sampling = greedy(NUM_TOKENS)
+    async with workers["prefill"].line() as prefill, workers["decode"].line() as decode:
+        first = tokens_of(await Attempt(prefill, begin_of(oracle.prompt_ids, sampling)).end())
+        attempt = Attempt(decode, begin_of(oracle.prompt_ids, sampling, outputs=[first]))
+        await attempt.first()
         for worker in workers.values():
             worker.process.send_signal(signal.SIGTERM)
-        updates += [update async for update in stream]
+        updates = await attempt.end()
     assert first + tokens_of(updates) == list(oracle.token_ids)
-    (fetched,) = [update.fetched for update in updates if update.HasField("fetched")]
-    assert (tiers_from_pb(fetched.fetched_tokens), fetched.computed_tokens) == ({"host": 60}, 0)
+    source = prompt_source(updates)
+    assert (tiers_from_pb(source.cached_tokens), source.computed_tokens) == ({"host": 60}, 0)
     codes = [await asyncio.to_thread(worker.process.wait, TIMEOUT_S) for worker in workers.values()]
     assert codes == [0, 0]
 
@@ -139,11 +134,10 @@ async def test_a_worker_whose_engine_hangs_says_so_and_ends_itself(checkpoint: P
     config = replace(config, max_silence_s=MIN_SILENCE_S)
     worker = WorkerProcess(config, "tests.worker.hanging_actor", "HangingActor")
     try:
-        client = GrpcWorkerClient(worker.address(), TOKEN)
-        with pytest.raises(Unavailable, match="hangs"):
-            [update async for update in client.decode(decode_request(), TIMEOUT_S)]
-        assert await asyncio.to_thread(worker.process.wait, TIMEOUT_S) == 1
-        await client.close(Unavailable("it is over"))
+        async with worker.line() as line:
+            with pytest.raises(Unavailable, match="hangs"):
+                await Attempt(line, begin_of()).end()
+            assert await asyncio.to_thread(worker.process.wait, TIMEOUT_S) == 1
     finally:
         worker.kill()
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 import torch
@@ -12,14 +12,18 @@ from engine.model.hash_model import HashModel
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node_store import HOLD_TTL_S
+from router.workers.line import Line
+from router.workers.local_transport import Faults, LocalTransport
 from tests.local_worker import local_worker
-from wire.convert import sampling_to_pb, status_of
+from wire.convert import attempt_of, sampling_to_pb, status_of
+from wire.errors import Unavailable
 from wire.layout import KVLayout
 from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
 from wire.sampling import SamplingParams
 from worker.assembly import Assembly, Tiers
 from worker.engine_watch import MAX_SILENCE_S
+from worker.service import WorkerService
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 VOCAB_SIZE = 997
@@ -62,34 +66,102 @@ class Node:
         return Tiers(self.arena, self.directory, None)
 
 
+class Attempt:
+    """An attempt under way on a line: its updates so far, and its end."""
+
+    def __init__(self, line: Line, begin: worker_pb2.Begin) -> None:
+        self.updates: list[worker_pb2.Update] = []
+        self._arrived = asyncio.Event()
+        self._running = asyncio.create_task(line.run(begin, self._take))
+
+    async def first(self) -> None:
+        """Returns once an update is here."""
+        async with asyncio.timeout(TIMEOUT_S):
+            await self._arrived.wait()
+
+    async def end(self) -> list[worker_pb2.Update]:
+        """All updates, after the last. Raises the error that ended the attempt."""
+        async with asyncio.timeout(TIMEOUT_S):
+            await self._running
+        return self.updates
+
+    def abort(self) -> None:
+        """Stops listening, of which the worker is told."""
+        self._running.cancel()
+
+    def _take(self, update: worker_pb2.Update) -> bool:
+        self.updates.append(update)
+        self._arrived.set()
+        return True
+
+
+class Caller:
+    """A router's line to a worker. Belongs to the running event loop."""
+
+    def __init__(self, service: WorkerService, faults: Faults | None = None) -> None:
+        self.transport = LocalTransport(service, faults)
+        self.line = Line(self.transport)
+
+    def begin(self, begin: worker_pb2.Begin) -> Attempt:
+        return Attempt(self.line, begin)
+
+    async def decode(self, begin: worker_pb2.Begin) -> list[worker_pb2.Update]:
+        """All updates of an attempt. Raises the error that ended it."""
+        return await self.begin(begin).end()
+
+    async def prefill(self, begin: worker_pb2.Begin) -> worker_pb2.Update:
+        """The updates of an attempt as one. Raises the error that ended it."""
+        joined = worker_pb2.Update()
+        for update in await self.decode(begin):
+            joined.MergeFrom(update)
+        return joined
+
+    async def close(self) -> None:
+        await self.line.close(Unavailable("the test is over"))
+
+
 class Worker:
-    """A service and what it is made of."""
+    """A service, what it is made of, and a line to it."""
 
     def __init__(self, model: Model, assembly: Assembly) -> None:
         self.model = model
         self.engine = assembly.engine
         self.transfers = assembly.transfers
         self.service = assembly.service
+        self.caller = Caller(self.service)
 
     async def status(self) -> worker_pb2.WorkerStatus:
         """With the books checked."""
-        status = await self.service.get_status(worker_pb2.GetWorkerStatusRequest(check=True))
+        status = await self.service.status(check=True)
         assert list(status.problems) == []
         return status
+
+    async def num_holds(self) -> int:
+        return status_of("host", (await self.status()).tiers).counts["holds"]
 
     async def at_work(self) -> None:
         """Returns once the model was asked for the first time."""
         assert await asyncio.to_thread(self.model.was_asked.wait, TIMEOUT_S)
 
     async def at_rest(self) -> worker_pb2.WorkerStatus:
-        """The status once nobody has a page, nothing is copied and nothing held; long before holds run out."""
+        """The status once nothing has a page, is copied, held or under way; long before holds run out."""
+        await self.idle()
         async with asyncio.timeout(HOLD_TTL_S * 0.8):
-            while True:
-                status = await self.status()
-                blocks = status.blocks
-                in_use = blocks.owned + blocks.published + blocks.draining + status.num_running + status.num_waiting
-                if not in_use and not status_of("host", status.tiers).counts["holds"]:
-                    return status
+            while await self.num_holds():
+                pass
+        return await self.status()
+
+    async def idle(self) -> worker_pb2.WorkerStatus:
+        """The status once nothing has a page, is copied or under way, whatever is held."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while _num_in_use(await self.service.status()) or self.service.check():
+                pass
+        return await self.status()
+
+
+def _num_in_use(status: worker_pb2.WorkerStatus) -> int:
+    blocks = status.blocks
+    return blocks.owned + blocks.published + blocks.draining + status.num_running + status.num_waiting
 
 
 @asynccontextmanager
@@ -111,6 +183,7 @@ async def serving(
     finally:
         worker.model.may_go.set()
         await worker.service.close()
+        await worker.caller.close()
         worker.transfers.close()
 
 
@@ -118,28 +191,17 @@ def greedy(max_tokens: int, n: int = 1) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, n=n)
 
 
-def prefill_request(
-    prompt: Sequence[int] = PROMPT, sampling: SamplingParams | None = None, request_id: str = "r", attempt: int = 1
-) -> worker_pb2.PrefillRequest:
-    return worker_pb2.PrefillRequest(
-        request_id=request_id,
-        attempt=attempt,
-        namespace_root=bytes(32),
-        prompt=inference_pb2.TokenIds(ids=prompt),
-        sampling_params=sampling_to_pb(sampling or greedy(40)),
-    )
-
-
-def decode_request(
+def begin_of(
     prompt: Sequence[int] = PROMPT,
     sampling: SamplingParams | None = None,
     request_id: str = "r",
     attempt: int = 1,
     outputs: Sequence[Sequence[int]] = ((),),
-) -> worker_pb2.DecodeRequest:
-    return worker_pb2.DecodeRequest(
-        request_id=request_id,
-        attempt=attempt,
+    time_left_s: float = 300.0,
+) -> worker_pb2.Begin:
+    """An attempt at a request of one choice, which has no output yet."""
+    return worker_pb2.Begin(
+        id=worker_pb2.AttemptId(request_id=request_id, attempt=attempt),
         namespace_root=bytes(32),
         prompt=inference_pb2.TokenIds(ids=prompt),
         sampling_params=sampling_to_pb(sampling or greedy(40)),
@@ -147,8 +209,19 @@ def decode_request(
             worker_pb2.ChoiceSoFar(index=index, output=inference_pb2.TokenIds(ids=output))
             for index, output in enumerate(outputs)
         ],
+        time_left_s=time_left_s,
     )
 
 
-def tokens_of(updates: Sequence[worker_pb2.DecodeUpdate], index: int = 0) -> list[int]:
+def tokens_of(updates: Iterable[worker_pb2.Update], index: int = 0) -> list[int]:
     return [token for update in updates for one in update.choices if one.index == index for token in one.token_ids]
+
+
+def prompt_source(updates: Iterable[worker_pb2.Update]) -> worker_pb2.PromptSource:
+    """Where the KV of the prompt came from, which is told once."""
+    (source,) = (update.prompt for update in updates if update.HasField("prompt"))
+    return source
+
+
+def attempts_of(updates: Iterable[worker_pb2.Update]) -> set[int]:
+    return {attempt_of(update.id).number for update in updates}

@@ -1,10 +1,15 @@
+"""What the router learns of its workers from their statuses, what it tells of that, and chooses workers by."""
+
 import asyncio
 
 import pytest
 
-from router.observe.status_watch import changes
-from tests.router.fake_cluster import WAIT_S, request, running, until
+from router.observe.status import changes
+from router.workers.members import LONG_STEP_S
+from tests.router.fake_cluster import WAIT_S, FakeCluster, request, running, until
+from wire.errors import DeadlineExceeded
 from wire.pb import cluster_pb2, worker_pb2
+from wire.pb import inference_pb2 as pb
 
 
 def status(redis: str = "up", epoch: str = "e1", silent_s: float = 0.0) -> cluster_pb2.ClusterStatus:
@@ -46,7 +51,7 @@ def test_what_an_operator_is_told(
     assert all(text.startswith(start) for text, start in zip(texts, told, strict=True))
 
 
-async def test_the_last_status_is_there_without_asking_anybody() -> None:
+async def test_the_last_status_is_there_without_asking_a_worker() -> None:
     async with running(1, 1) as cluster:
         watch = cluster.router.watch
         await until(lambda: len(watch.last.workers) == 2)
@@ -66,3 +71,30 @@ async def test_changes_are_remembered_with_their_age() -> None:
         (event,) = watch.events
         assert event.text.startswith("the directory of tier host")
         assert 0 <= event.age_s < WAIT_S
+
+
+async def chosen(cluster: FakeCluster, text: str = "hello") -> tuple[str, str]:
+    """Workers that serve a new request: the first of each role, unless another has the prompt or one is silent."""
+    timeline = (await cluster.generate(pb.GenerateRequest(text=text))).complete.timeline
+    return timeline.prefill_worker, timeline.decode_worker
+
+
+@pytest.mark.parametrize(("silent", "others"), [("p0", ("p1", "d0")), ("d0", ("p0", "d1"))])
+async def test_a_silent_engine_is_avoided_from_one_status_to_the_next(silent: str, others: tuple[str, str]) -> None:
+    async with running(2, 2) as cluster:
+        cluster.workers[silent].engine_silent_s = LONG_STEP_S
+        await cluster.router.watch.read()
+        assert await chosen(cluster) == others
+        cluster.workers[silent].engine_silent_s = 0.0
+        await cluster.router.watch.read()
+        assert await chosen(cluster, "good-bye") == ("p0", "d0")
+
+
+async def test_a_worker_that_does_not_tell_its_status_counts_as_silent_until_it_does() -> None:
+    async with running(1, 2) as cluster:
+        cluster.workers["d0"].status_refusal = DeadlineExceeded("too busy to answer")
+        await cluster.router.watch.read()
+        assert await chosen(cluster) == ("p0", "d1")
+        cluster.workers["d0"].status_refusal = None
+        await cluster.router.watch.read()
+        assert await chosen(cluster) == ("p0", "d0")

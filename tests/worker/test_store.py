@@ -9,8 +9,8 @@ from wire.errors import StoreError
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName
 from wire.tier import Tier
-from worker import async_store
-from worker.async_store import AsyncStore
+from worker import store as store_module
+from worker.store import AsyncStore
 
 ID = RequestId("r")
 
@@ -56,7 +56,7 @@ def slow() -> Iterator[SlowStore]:
 async def test_a_store_that_does_not_answer_is_an_error_in_bounded_time(
     slow: SlowStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_store, "TIMEOUT_S", 0.01)
+    monkeypatch.setattr(store_module, "TIMEOUT_S", 0.01)
     store = AsyncStore(slow)
     with pytest.raises(StoreError):
         await store.status()
@@ -73,7 +73,7 @@ async def test_closing_waits_for_releases_under_way(slow: SlowStore) -> None:
     assert slow.released == [ID]
 
 
-async def test_who_is_cancelled_just_as_the_answer_comes_is_cancelled(
+async def test_a_cancellation_that_comes_with_the_answer_is_obeyed(
     slow: SlowStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task that goes on in spite of it would be waited for without end."""

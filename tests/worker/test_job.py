@@ -4,7 +4,7 @@ from engine.events import Event, Fetched, HeldUp, Preempted, Scheduled, Started,
 from engine.schedule.batcher import Gate
 from wire.ids import RequestId
 from wire.pools import Role
-from worker.prompt_progress import PromptProgress
+from worker.job import PromptProgress
 from worker.stopwatch import Phase, Stopwatch
 
 ID = RequestId("request")

@@ -15,15 +15,13 @@ from engine.events import (
 )
 from engine.request import ChoiceSoFar, HandOff
 from engine.schedule.batcher import Gate
-from prefill_worker.lifecycle import PrefillLifecycle
-from tests.worker.engine_events import ID, Script, assert_ends_once, assert_spans_tile, hand_offs, outputs, run, updates
+from prefill_worker.job import PrefillJob
+from tests.worker.engine_events import ID, Script, Withdrawn, assert_spans_tile, end_of, hand_offs, outputs, run
 from wire.errors import BatonError, DeadlineExceeded
 from wire.ids import NamespaceRoot
 from wire.sampling import FinishReason, SamplingParams
-from worker.instructions import AbortInEngine, AddToEngine, Close, ReleaseHold, Send
-from worker.lifecycle import Withdrawn
 from worker.stopwatch import Span
-from worker.update import ChoiceTokens, Update
+from worker.update import ChoiceTokens, End, Update
 
 TIERS = TierTokens({"device": 16, "host": 20}, computed=4)
 
@@ -33,13 +31,13 @@ def request(num_choices: int = 1) -> HandOff:
     return HandOff(ID, NamespaceRoot(bytes(32)), tuple(range(40)), SamplingParams(), choices)
 
 
-def lifecycle(num_choices: int = 1) -> PrefillLifecycle:
-    return PrefillLifecycle(request(num_choices), arrived_s=0.0, block_size=16)
+def job(num_choices: int = 1) -> PrefillJob:
+    return PrefillJob(request(num_choices), arrived_s=0.0, block_size=16)
 
 
 def test_answers_with_the_first_token_once_the_blocks_are_held() -> None:
-    todo = run(
-        lifecycle(),
+    (answer,) = run(
+        job(),
         [
             [Scheduled(ID, 0)],
             [Fetched(ID, 0, TIERS)],
@@ -49,24 +47,19 @@ def test_answers_with_the_first_token_once_the_blocks_are_held() -> None:
             [HandedOff(ID, 3)],
         ],
     )
-    answer = Update(
-        (ChoiceTokens(0, 0, (77,)),),
-        prompt=TIERS,
-        num_held=3,
-        spans=(
-            Span("prefill.queue", 0.0, 1000.0),
-            Span(
-                "prefill.fetch",
-                1000.0,
-                1000.0,
-                {"tokens_device": 16, "blocks_device": 1, "tokens_host": 20, "blocks_host": 2},
-            ),
-            Span("prefill.wait_turn", 2000.0, 1000.0),
-            Span("prefill.compute", 3000.0, 1000.0, {"tokens_computed": 4}),
-            Span("prefill.publish", 4000.0, 2000.0, {"blocks": 3}),
+    spans = (
+        Span("prefill.queue", 0.0, 1000.0),
+        Span(
+            "prefill.fetch",
+            1000.0,
+            1000.0,
+            {"tokens_device": 16, "blocks_device": 1, "tokens_host": 20, "blocks_host": 2},
         ),
+        Span("prefill.wait_turn", 2000.0, 1000.0),
+        Span("prefill.compute", 3000.0, 1000.0, {"tokens_computed": 4}),
+        Span("prefill.publish", 4000.0, 2000.0, {"blocks": 3}),
     )
-    assert todo == [AddToEngine(request()), Send(answer), Close()]
+    assert answer == Update((ChoiceTokens(0, 0, (77,)),), prompt=TIERS, num_held=3, end=End(spans=spans))
 
 
 def test_answers_at_once_if_every_choice_ends_with_its_first_token() -> None:
@@ -76,16 +69,14 @@ def test_answers_at_once_if_every_choice_ends_with_its_first_token() -> None:
         [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), Started(ID, 1)],
         [Emitted(ID, 1, 0, 8, None), Finished(ID, 1, FinishReason.LENGTH)],
     ]
-    todo = run(lifecycle(2), steps)
-    (answer,) = updates(todo)
+    (answer,) = run(job(2), steps)
     assert answer.choices == (
         ChoiceTokens(0, 0, (7,), (), FinishReason.STOP, 7),
         ChoiceTokens(1, 0, (8,), (), FinishReason.LENGTH),
     )
     assert answer.num_held == 0
     phases = ["prefill.queue", "prefill.fetch", "prefill.wait_turn", "prefill.compute"]
-    assert [span.name for span in answer.spans] == phases
-    assert todo[-1] == Close()
+    assert [span.name for span in end_of([answer]).spans] == phases
 
 
 def test_names_the_gate_at_which_it_waited() -> None:
@@ -98,8 +89,8 @@ def test_names_the_gate_at_which_it_waited() -> None:
         [Started(ID, 0), Emitted(ID, 0, 0, 7, None)],
         [HandedOff(ID, 3)],
     ]
-    (answer,) = updates(run(lifecycle(), steps))
-    assert [(span.name, span.duration_ms) for span in answer.spans] == [
+    end = end_of(run(job(), steps))
+    assert [(span.name, span.duration_ms) for span in end.spans] == [
         ("prefill.queue", 1000.0),
         ("prefill.wait_slot", 2000.0),
         ("prefill.wait_pages", 2000.0),
@@ -117,27 +108,27 @@ def test_usage_is_what_the_leader_first_found() -> None:
         [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), Emitted(ID, 1, 0, 8, None)],
         [HandedOff(ID, 3)],
     ]
-    (answer,) = updates(run(lifecycle(2), steps))
+    (answer,) = run(job(2), steps)
     assert answer.prompt == TIERS
-    assert dict(answer.spans[3].counts) == {"tokens_computed": 4, "preemptions": 1}
+    assert dict(end_of([answer]).spans[3].counts) == {"tokens_computed": 4, "preemptions": 1}
 
 
-def test_withdrawn_request_is_taken_out_of_the_engine_and_holds_nothing() -> None:
+def test_a_withdrawn_request_tells_no_token_and_holds_nothing() -> None:
     error = DeadlineExceeded("too late")
-    todo = run(lifecycle(), [[Scheduled(ID, 0)], [Withdrawn(error)], [HandedOff(ID, 3)]])
-    assert todo == [AddToEngine(request()), AbortInEngine(ID), ReleaseHold(ID), Close(error)]
+    told = run(job(), [[Scheduled(ID, 0)], [Emitted(ID, 0, 0, 77, None)], [Withdrawn(error)]])
+    assert told == [Update(releases_hold=True, end=End(error))]
 
 
-def test_failed_request_is_closed_with_the_engines_error() -> None:
+def test_a_failed_request_ends_with_the_engines_error_and_holds_nothing() -> None:
     error = BatonError("no number")
-    assert run(lifecycle(), [[Failed(ID, error)]]) == [AddToEngine(request()), ReleaseHold(ID), Close(error)]
+    assert run(job(), [[Failed(ID, error)]]) == [Update(releases_hold=True, end=End(error))]
 
 
 @given(hand_offs())
-def test_whatever_the_engine_reports_there_is_one_end(script: Script) -> None:
-    todo = run(lifecycle(script.num_choices), script.steps)
-    assert_ends_once(todo)
-    for answer in updates(todo):
-        assert outputs(todo) == script.outputs
-        assert_spans_tile(answer, end_s=len(script.steps))
-    assert len(updates(todo)) == (todo[-1] == Close())
+def test_whatever_the_engine_reports_there_is_one_update_and_it_is_the_end(script: Script) -> None:
+    (answer,) = run(job(script.num_choices), script.steps)
+    end = end_of([answer])
+    assert answer.releases_hold == (end.error is not None)
+    if end.error is None:
+        assert outputs([answer]) == script.outputs
+        assert_spans_tile(end, end_s=len(script.steps))

@@ -1,0 +1,276 @@
+"""How much of the arena hand-offs take, which prefills wait for it, and the renewals of their holds."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.workers.holds import HoldBudget, Holds
+from router.workers.line import Line
+from router.workers.local_transport import LocalTransport
+from router.workers.members import Member, Members
+from tests.router.fake_cluster import until
+from tests.router.fake_worker import FINGERPRINT, LAYOUT
+from tests.router.scripted_worker import ScriptedWorker
+from wire.errors import Unavailable
+from wire.ids import AttemptId, BlockKey, RequestId, WorkerId
+from wire.pools import Role, Worker, WorkerState
+
+
+def keys(*numbers: int) -> Sequence[BlockKey]:
+    return [BlockKey(bytes([number]) * 32) for number in numbers]
+
+
+def attempt(name: str, number: int = 1) -> AttemptId:
+    return AttemptId(RequestId(name), number)
+
+
+A, B, C = map(attempt, "abc")
+FIVE = keys(*range(5))
+
+
+@pytest.fixture
+def budget() -> HoldBudget:
+    """Over an arena of eight blocks."""
+    budget = HoldBudget()
+    budget.resize(8)
+    return budget
+
+
+def test_no_prefill_starts_while_more_than_half_is_held(budget: HoldBudget) -> None:
+    assert budget.ask(A, keys(1, 2, 3, 4))
+    assert budget.ask(B, keys(5))
+    assert not budget.ask(C, keys(6))
+    assert budget.num_blocks == 5
+    assert budget.release(B) == [C]
+    assert budget.num_blocks == 5
+
+
+def test_a_prompt_larger_than_the_arena_starts_alone(budget: HoldBudget) -> None:
+    assert budget.ask(A, keys(*range(20)))
+    assert not budget.ask(B, keys(1))
+    assert budget.release(A) == [B]
+
+
+def test_shared_blocks_count_once(budget: HoldBudget) -> None:
+    for name in "abcdef":
+        assert budget.ask(attempt(name), keys(1, 2, 3, 4))
+    assert budget.num_blocks == 4
+    for name in "abcde":
+        budget.release(attempt(name))
+    assert budget.num_blocks == 4
+    budget.release(attempt("f"))
+    assert budget.num_blocks == 0
+
+
+def test_turns_come_in_order(budget: HoldBudget) -> None:
+    assert budget.ask(A, keys(*range(5)))
+    assert not budget.ask(C, keys(11, 12, 13, 14, 15))
+    assert not budget.ask(B, keys(6))
+    assert budget.release(A) == [C]
+    assert budget.release(C) == [B]
+
+
+def test_an_attempt_that_stops_waiting_lets_the_next_one_in(budget: HoldBudget) -> None:
+    budget.ask(A, keys(*range(5)))
+    budget.ask(B, keys(6))
+    budget.ask(C, keys(7))
+    assert budget.release(B) == []
+    assert budget.release(A) == [C]
+
+
+def test_asking_again_is_free(budget: HoldBudget) -> None:
+    assert budget.ask(A, keys(*range(5)))
+    assert budget.ask(A, keys(*range(5)))
+    budget.release(A)
+    assert budget.num_blocks == 0
+
+
+def test_a_larger_arena_lets_more_in(budget: HoldBudget) -> None:
+    budget.ask(A, keys(*range(5)))
+    budget.ask(B, keys(6))
+    assert budget.resize(100) == [B]
+
+
+def test_attempts_at_one_request_are_apart(budget: HoldBudget) -> None:
+    """The late end of an attempt ends no hold of the one that follows."""
+    first, second = attempt("a", 1), attempt("a", 2)
+    budget.ask(first, keys(1, 2))
+    budget.ask(second, keys(1, 2))
+    budget.keep(first)
+    budget.keep(second)
+    budget.release(first)
+    assert (budget.kept, budget.num_blocks) == ([second], 2)
+
+
+def test_only_what_was_answered_and_not_released_is_renewed(budget: HoldBudget) -> None:
+    budget.ask(A, keys(1))
+    budget.ask(B, keys(2))
+    budget.keep(A)
+    budget.keep(B)
+    budget.release(A)
+    assert budget.kept == [B]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(["ask", "release"]))))
+def test_everything_released_is_nothing_held(steps: list[tuple[str, str]]) -> None:
+    budget = HoldBudget()
+    budget.resize(4)
+    for name, action in steps:
+        number = ord(name)
+        if action == "ask":
+            budget.ask(attempt(name), keys(number, number + 1))
+        else:
+            budget.release(attempt(name))
+        assert budget.num_blocks <= 4
+    for name in "abcdef":
+        budget.release(attempt(name))
+    assert budget.num_blocks == 0
+    assert budget.ask(A, keys(1))
+
+
+class Pair:
+    """Holds before two workers whose arena has eight blocks."""
+
+    def __init__(self) -> None:
+        self.members = Members(FINGERPRINT, LAYOUT.encode())
+        self.workers = [ScriptedWorker(WorkerId(f"d{index}"), Role.DECODE, num_arena_blocks=8) for index in range(2)]
+        self.holds = Holds(self.members, renew_every_s=0.01)
+
+    async def join(self) -> None:
+        for worker in self.workers:
+            line = Line(LocalTransport(worker))
+            listed = Worker(worker.worker_id, Role.DECODE, "", WorkerState.READY)
+            self.members.add(Member(listed, await line.info(5.0), line))
+        self.holds.resize()
+        self.holds.start()
+
+    async def leave(self) -> None:
+        await self.holds.stop()
+        for member in self.members:
+            await member.line.close(Unavailable("the test is over"))
+
+    def begin(self, attempt: AttemptId, keys: Sequence[BlockKey]) -> asyncio.Task[None]:
+        """Holds in a task of its own, until that is cancelled."""
+
+        async def be_held() -> None:
+            async with self.holds.hold(attempt, keys) as hold:
+                hold.keep()
+                await asyncio.Event().wait()
+
+        return asyncio.create_task(be_held())
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    pair = Pair()
+    await pair.join()
+    yield pair
+    assert pair.holds.check() == []
+    await pair.leave()
+
+
+async def test_holds_are_renewed_from_the_answer_until_the_release(pair: Pair) -> None:
+    first = pair.workers[0]
+    async with pair.holds.hold(A, FIVE) as hold:
+        await asyncio.sleep(0.03)
+        assert first.renewed == []
+        hold.keep()
+        await until(lambda: len(first.renewed) >= 2)
+        assert first.renewed[0] == ["a"]
+        hold.release()
+        await until(lambda: first.releases)
+        num_renewals = len(first.renewed)
+        hold.keep()
+        await asyncio.sleep(0.03)
+        assert len(first.renewed) == num_renewals
+        hold.release()
+    await asyncio.sleep(0.01)
+    assert first.releases == [A], "once, however often it is asked for"
+
+
+async def test_a_hold_ends_with_its_context(pair: Pair) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with pair.holds.hold(A, FIVE):
+            raise ZeroDivisionError
+    assert pair.holds.check() == []
+    await until(lambda: pair.workers[0].releases == [A])
+
+
+async def test_what_is_held_shows_in_the_check(pair: Pair) -> None:
+    tasks = [pair.begin(A, FIVE), pair.begin(B, FIVE)]
+    await until(lambda: len(pair.holds.check()) == 3)
+    assert [problem.split()[0] for problem in pair.holds.check()] == ["5", "2", "1"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def test_one_worker_speaks_for_the_node_and_the_next_one_if_it_is_lost(pair: Pair) -> None:
+    pair.members[WorkerId("d0")].state = WorkerState.LOST
+    async with pair.holds.hold(A, FIVE) as hold:
+        hold.keep()
+        await until(lambda: pair.workers[1].renewed)
+    await until(lambda: pair.workers[1].releases)
+    assert (pair.workers[0].renewed, pair.workers[0].releases) == ([], [])
+
+
+async def test_a_worker_whose_line_has_ended_is_passed_over(pair: Pair) -> None:
+    await pair.members[WorkerId("d0")].line.close(Unavailable("it is gone"))
+    async with pair.holds.hold(A, FIVE):
+        pass
+    await until(lambda: pair.workers[1].releases)
+
+
+async def test_without_a_worker_holds_run_out_and_that_is_logged(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    for member in pair.members:
+        member.state = WorkerState.LOST
+    async with pair.holds.hold(A, FIVE) as hold:
+        hold.keep()
+        await until(lambda: "no worker can be told of holds" in caplog.text)
+
+
+async def test_a_turn_comes_when_there_is_room(pair: Pair) -> None:
+    first = pair.begin(A, FIVE)
+    await asyncio.sleep(0)
+    second = pair.begin(B, [*FIVE[:1], BlockKey(b"x" * 32)])
+    await asyncio.sleep(0.01)
+    assert (pair.holds.budget.num_waiting, pair.holds.budget.kept) == (1, [A])
+    first.cancel()
+    await until(lambda: pair.holds.budget.kept == [B])
+    assert pair.holds.budget.num_blocks == 2
+    second.cancel()
+    await asyncio.wait([second])
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+async def test_an_attempt_that_stops_waiting_has_no_turn_and_the_next_one_has(pair: Pair, num_turns: int) -> None:
+    """It stops before, while and after its turn comes."""
+    first = pair.begin(A, FIVE)
+    await asyncio.sleep(0)
+    waiting, last = pair.begin(B, FIVE), pair.begin(C, FIVE)
+    await asyncio.sleep(0)
+    first.cancel()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    waiting.cancel()
+    await until(lambda: pair.holds.budget.kept == [C])
+    await until(lambda: pair.workers[0].releases)
+    assert pair.workers[0].releases[0] == A
+    last.cancel()
+    await asyncio.wait([last])
+
+
+async def test_an_attempt_that_only_waited_releases_nothing_at_the_worker(pair: Pair) -> None:
+    first = pair.begin(A, FIVE)
+    await asyncio.sleep(0)
+    waiting = pair.begin(B, FIVE)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    first.cancel()
+    await until(lambda: pair.workers[0].releases)
+    assert pair.workers[0].releases == [A]
