@@ -1,6 +1,6 @@
 """The log of a process: one JSON object a line on stderr, written by a thread that the logging threads never wait for.
 
-    {"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "process": "router", "logger": "router.session",
+    {"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "process": "router", "logger": "router.requests.dispatch",
      "message": "request ended", "request_id": "...", ...}
 
 Fields of an event's own come from `extra={...}`. A log holds no input of a client; the encoding sees to it that nothing
