@@ -178,7 +178,7 @@ class Flow:
             raise AttemptFailed(WireError("a worker ended an attempt before every choice had ended"))
 
     async def _run(self, name: str, member: Member, on_prompt: Callable[[], None]) -> None:
-        """Runs the attempt on a worker. on_prompt: called when prefill has published the blocks, or decode fetched them."""
+        """Runs the attempt on a worker. on_prompt: called when prefill has published its blocks, or decode has them."""
         spans: list[pb.Span] = []
         call = self.timeline.sent(name, member.id, self._loop.time())
         try:
