@@ -22,7 +22,7 @@ from engine.events import (
     Scheduled,
     Started,
 )
-from engine.kv_cache import FetchedInto, KVCache
+from engine.kv_cache import KVCache
 from engine.model.batch import Model
 from engine.request import EngineRequest, HandOff
 from engine.roster import Roster
@@ -122,8 +122,9 @@ class EngineCore:
     def _finish_transfers(self) -> int:
         finished = self._cache.poll()
         for done in finished:
-            if isinstance(done, FetchedInto):
-                self._report_fetch(done)
+            if isinstance(done, Fetched):
+                self._num["cached"] += done.tokens.num_found
+                self._events.append(done)
             else:
                 self._note_published(done.sequence, done.num_held)
         return len(finished)
@@ -136,11 +137,6 @@ class EngineCore:
             self._close_if_over(request_id)
         elif request_id not in self._roster:
             self._events.append(Abandoned(request_id))
-
-    def _report_fetch(self, done: FetchedInto) -> None:
-        sequence, tokens = done.sequence, done.tokens
-        self._num["cached"] += tokens.num_found
-        self._events.append(Fetched(sequence.request.request_id, sequence.choice, tokens))
 
     def _plan(self) -> Plan:
         waiting = self._roster.admissible

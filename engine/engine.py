@@ -21,7 +21,7 @@ from engine.schedule.batcher import Batcher
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
-from text.incremental import IncrementalText, Piece
+from text.incremental import IncrementalText
 from text.tokenizer import Tokenizer
 from wire.ids import NamespaceRoot, RequestId
 from wire.sampling import FinishReason, SamplingParams
@@ -109,21 +109,15 @@ class _Run:
     def take(self, event: Event) -> None:
         if isinstance(event, Failed):
             raise event.error
-        if isinstance(event, Emitted) and self.outputs[event.choice].finish_reason is None:
-            self._append(self.outputs[event.choice], self._texts[event.choice], event.token_id)
-        elif isinstance(event, Finished) and self.outputs[event.choice].finish_reason is None:
-            self._end(self.outputs[event.choice], self._texts[event.choice].flush(), event)
+        if isinstance(event, Emitted | Finished) and self.outputs[event.choice].finish_reason is None:
+            self._go_on(self.outputs[event.choice], self._texts[event.choice], event)
 
-    def _append(self, output: ChoiceOutput, text: IncrementalText, token_id: int) -> None:
-        piece = text.feed((token_id,))
-        output.token_ids.append(token_id)
+    def _go_on(self, output: ChoiceOutput, text: IncrementalText, event: Emitted | Finished) -> None:
+        if isinstance(event, Emitted):
+            output.token_ids.append(event.token_id)
+        piece = text.feed((event.token_id,)) if isinstance(event, Emitted) else text.flush()
         output.text += piece.text
         if piece.matched_stop is not None:
             output.finish_reason, output.matched_stop = FinishReason.STOP, piece.matched_stop
-
-    def _end(self, output: ChoiceOutput, last: Piece, finished: Finished) -> None:
-        output.text += last.text
-        if last.matched_stop is not None:
-            output.finish_reason, output.matched_stop = FinishReason.STOP, last.matched_stop
-        else:
-            output.finish_reason, output.matched_stop = finished.reason, finished.stop_token_id
+        elif isinstance(event, Finished):
+            output.finish_reason, output.matched_stop = event.reason, event.stop_token_id

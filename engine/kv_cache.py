@@ -8,25 +8,16 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 
-from engine.events import TierTokens
+from engine.events import Fetched, TierTokens
 from engine.schedule.batcher import Pages
 from engine.sequence import Sequence, State
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
-from kv_store.transfers import Done, Fetch, Publish, Transfer, Transfers, Withdraw
+from kv_store.transfers import Fetch, Publish, Transfer, Transfers, Withdraw
 from wire.ids import PageId
 from wire.keys import BlockName
 from wire.tier import Tier
-
-
-@dataclass(frozen=True)
-class FetchedInto:
-    """A sequence has the blocks that pool and store had for it, and can run."""
-
-    sequence: Sequence
-    tokens: TierTokens
 
 
 @dataclass(frozen=True)
@@ -37,14 +28,6 @@ class PublishedFor:
     num_held: int
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A transfer under way, and the sequence that waits for its end, if one does."""
-
-    transfer: Transfer
-    sequence: Sequence | None = None
-
-
 class KVCache:
     """Pages of sequences over one pool, with the store behind it."""
 
@@ -53,8 +36,7 @@ class KVCache:
         self._ledger = pool.ledger
         self._transfers = transfers
         self._block_size = pool.layout.block_size
-        self._in_flight: dict[int, _Job] = {}
-        self._tickets = count()
+        self._waiting: dict[Transfer, Sequence] = {}
 
     @property
     def pages(self) -> Pages:
@@ -62,7 +44,7 @@ class KVCache:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._in_flight)
+        return self._transfers.pending
 
     def admit(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
@@ -70,7 +52,7 @@ class KVCache:
         False, and nothing changed, if too few pages are free. Covers at most known - 1 tokens: the last is always run.
         """
         names = sequence.cover(sequence.num_known - 1)
-        hits = self._ledger.index.longest([name.key for name in names if not name.is_tail])
+        hits = self._ledger.find_longest([name.key for name in names if not name.is_tail])
         for page in hits:
             self._ledger.acquire(page)
         try:
@@ -80,7 +62,7 @@ class KVCache:
             return False
         sequence.pages = [*hits, *to_fill]
         sequence.state = State.FETCHING
-        self._begin(_Job(Fetch(next(self._tickets), names[len(hits) :], to_fill), sequence))
+        self._begin(Fetch(names[len(hits) :], to_fill), sequence)
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -119,7 +101,7 @@ class KVCache:
         for page in sequence.pages:
             self._ledger.withdraw(page)
         if names:
-            self._begin(_Job(Withdraw(next(self._tickets), names)))
+            self._begin(Withdraw(names), None)
 
     @contextmanager
     def borrowed_page(self) -> Iterator[PageId | None]:
@@ -134,23 +116,20 @@ class KVCache:
         sequence.pages = []
         sequence.num_computed = 0
 
-    def poll(self) -> list[FetchedInto | PublishedFor]:
-        """Collects the transfers that have ended since the last call."""
-        done: list[FetchedInto | PublishedFor] = []
-        for result in self._transfers.poll():
-            job = self._in_flight.pop(result.ticket)
-            for page in job.transfer.pages:
+    def poll(self) -> list[Fetched | PublishedFor]:
+        """Collects the transfers with a sequence waiting that have ended since the last call."""
+        ended: list[Fetched | PublishedFor] = []
+        for done in self._transfers.poll():
+            for page in done.transfer.pages:
                 self._ledger.end_transfer(page)
-            if job.sequence is not None:
-                done += self._ended(job.sequence, job.transfer, result)
-        return done
+            sequence = self._waiting.pop(done.transfer, None)
+            if sequence is not None and isinstance(done.transfer, Publish):
+                ended.append(PublishedFor(sequence, done.num_resident))
+            elif sequence is not None and sequence.state is State.FETCHING:
+                ended.append(self._fetched(sequence, done.transfer.names, done.tiers))
+        return ended
 
-    def _ended(self, sequence: Sequence, transfer: Transfer, done: Done) -> list[FetchedInto | PublishedFor]:
-        if isinstance(transfer, Publish):
-            return [PublishedFor(sequence, done.num_resident)]
-        return [self._fetched(sequence, transfer.names, done.tiers)] if sequence.state is State.FETCHING else []
-
-    def _fetched(self, sequence: Sequence, names: Seq[BlockName], tiers: Seq[Tier]) -> FetchedInto:
+    def _fetched(self, sequence: Sequence, names: Seq[BlockName], tiers: Seq[Tier]) -> Fetched:
         num_device = len(sequence.pages) - len(names)
         num_hits = num_device + len(tiers)
         self._free(sequence.pages[num_hits:])
@@ -160,7 +139,8 @@ class KVCache:
         for name, page in zip(names, sequence.pages[num_device:], strict=False):
             if not name.is_tail:
                 self._ledger.publish(page, name.key)
-        return FetchedInto(sequence, self._prompt_tokens(sequence, [Tier.DEVICE] * num_device + list(tiers)))
+        tokens = self._prompt_tokens(sequence, [Tier.DEVICE] * num_device + list(tiers))
+        return Fetched(sequence.request.request_id, sequence.choice, tokens)
 
     def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> TierTokens:
         """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end."""
@@ -173,13 +153,14 @@ class KVCache:
     def _publish(self, names: list[BlockName], pages: list[PageId], hand_off: Sequence | None) -> None:
         hold = None if hand_off is None else hand_off.request.request_id
         if names:
-            self._begin(_Job(Publish(next(self._tickets), names, pages, hold), hand_off))
+            self._begin(Publish(names, pages, hold), hand_off)
 
-    def _begin(self, job: _Job) -> None:
-        for page in job.transfer.pages:
+    def _begin(self, transfer: Transfer, waiting: Sequence | None) -> None:
+        for page in transfer.pages:
             self._ledger.begin_transfer(page)
-        self._in_flight[job.transfer.ticket] = job
-        self._transfers.begin(job.transfer)
+        if waiting is not None:
+            self._waiting[transfer] = waiting
+        self._transfers.begin(transfer)
 
     def _free(self, pages: Seq[PageId]) -> None:
         """Frees the last page first, so that a prefix's end is evicted before its start."""

@@ -12,7 +12,7 @@ arena's slots alike.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from enum import Enum, IntEnum
-from itertools import islice
+from itertools import islice, takewhile
 
 from wire.errors import StoreError
 from wire.ids import BlockKey, PageId
@@ -41,47 +41,6 @@ class Worth(IntEnum):
     ONLY_COPY = 2
 
 
-class PrefixIndex:
-    """A bijection between keys and pages."""
-
-    def __init__(self) -> None:
-        self._key_to_page: dict[BlockKey, PageId] = {}
-        self._page_to_key: dict[PageId, BlockKey] = {}
-
-    def __len__(self) -> int:
-        return len(self._key_to_page)
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._key_to_page
-
-    def add(self, key: BlockKey, page: PageId) -> None:
-        """Ties a key to a page. ValueError if one of them is tied already."""
-        if key in self._key_to_page or page in self._page_to_key:
-            raise ValueError(f"page {page} or its key is indexed already")
-        self._key_to_page[key] = page
-        self._page_to_key[page] = key
-
-    def remove(self, page: PageId) -> None:
-        """Unties a page and its key. KeyError if it has none."""
-        del self._key_to_page[self._page_to_key.pop(page)]
-
-    def find(self, key: BlockKey) -> PageId | None:
-        return self._key_to_page.get(key)
-
-    def key_of(self, page: PageId) -> BlockKey | None:
-        return self._page_to_key.get(page)
-
-    def longest(self, keys: Iterable[BlockKey]) -> list[PageId]:
-        """Finds the pages of the longest prefix of `keys` without a hole."""
-        pages: list[PageId] = []
-        for key in keys:
-            page = self._key_to_page.get(key)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
-
-
 class Ledger:
     """The books of `num_pages` pages. Not thread-safe.
 
@@ -92,7 +51,8 @@ class Ledger:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_evicted = 0
-        self.index = PrefixIndex()
+        self._key_to_page: dict[BlockKey, PageId] = {}
+        self._keys: list[BlockKey | None] = [None] * num_pages
         self._references = [0] * num_pages
         self._transfers = [0] * num_pages
         self._worth = [Worth.ONLY_COPY] * num_pages
@@ -132,28 +92,37 @@ class Ledger:
 
     def publish(self, page: PageId, key: BlockKey, worth: Worth = Worth.ONLY_COPY) -> bool:
         """Makes a page findable. False if another page is found under that key: this one then stays as it is."""
-        if self.state(page) is PageState.FREE:
-            raise ValueError(f"page {page} is free: nothing to publish")
-        known = self.index.find(key)
-        if known is not None:
-            return known == page
         before = self.state(page)
-        self.index.add(key, page)
+        if before is PageState.FREE:
+            raise ValueError(f"page {page} is free: nothing to publish")
+        if key in self._key_to_page:
+            return self._key_to_page[key] == page
+        if self._keys[page] is not None:
+            raise ValueError(f"page {page} is indexed already")
+        self._key_to_page[key] = page
+        self._keys[page] = key
         self._worth[page] = worth
         self._settle(page, before)
         return True
 
     def withdraw(self, page: PageId) -> None:
         """Makes a page unfindable. Does nothing if it is."""
-        if self.index.key_of(page) is None:
-            return
-        before = self.state(page)
-        self.index.remove(page)
-        self._settle(page, before)
+        key, before = self._keys[page], self.state(page)
+        if key is not None:
+            del self._key_to_page[key]
+            self._keys[page] = None
+            self._settle(page, before)
 
     def find(self, key: BlockKey) -> PageId | None:
         """Finds the page of a key, without a reference and without counting a use."""
-        return self.index.find(key)
+        return self._key_to_page.get(key)
+
+    def find_longest(self, keys: Iterable[BlockKey]) -> list[PageId]:
+        """Finds the pages of the longest prefix of `keys` without a hole."""
+        return [self._key_to_page[key] for key in takewhile(self._key_to_page.__contains__, keys)]
+
+    def key_of(self, page: PageId) -> BlockKey | None:
+        return self._keys[page]
 
     def begin_transfer(self, page: PageId) -> None:
         """Notes a copy to or from a page: even freed, the page is not given out before `end_transfer`."""
@@ -194,7 +163,7 @@ class Ledger:
 
     def state(self, page: PageId) -> PageState:
         """Derives a page's state from its counts."""
-        findable = self.index.key_of(page) is not None
+        findable = self._keys[page] is not None
         if self._references[page]:
             return PageState.PUBLISHED if findable else PageState.OWNED
         if findable:

@@ -5,19 +5,20 @@ lease held to the end.
 """
 
 import logging
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
-from kv_store.host_tier import HostTier
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import DirectoryPort, EpochChanged
 from kv_store.tiers.cold_tier import ColdTier
-from wire.directory import Block, DirectoryStatus, Entry, Hold
-from wire.errors import StoreError
+from wire.directory import Block, DirectoryStatus, Entry, Hold, Lease
+from wire.errors import ConfigError, StoreError
 from wire.frame import checksum_of
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName
@@ -25,6 +26,8 @@ from wire.layout import KVLayout
 from wire.tier import Tier
 
 HOLD_TTL_S = 10.0
+_LEASE_TTL_S = 5.0
+_LEASE_TTL_PER_BLOCK_S = 0.02
 _COLD_LOOKUPS_AT_ONCE = 128
 _COLD_BUDGET_S = 0.5
 _COLD_BUDGET_PER_BLOCK_S = 0.01
@@ -49,13 +52,18 @@ class NodeStore:
         pool: DevicePool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._host = HostTier(layout, arena, directory)
+        if arena.block_bytes != layout.block_bytes:
+            raise ConfigError(f"an arena of {arena.block_bytes}-byte slots for blocks of {layout.block_bytes} bytes")
+        self._me = secrets.token_hex(8)
+        self._layout = layout
+        self._arena = arena
+        self._is_arena_old = False
         self._directory = directory
         self._cold = cold
         self._pool = pool
         self._clock = clock
-        self._block_bytes = layout.block_bytes
         self._scratch = memoryview(bytearray(layout.payload_bytes))
+        self._num_corrupt = 0
         self._num_failed = 0
         self._is_passed_over = False
 
@@ -69,7 +77,7 @@ class NodeStore:
         return self._or_else(0, lambda: self._publish(names, pages, hold))
 
     def withdraw(self, names: Sequence[BlockName]) -> None:
-        self._or_else(None, lambda: self._host.withdraw(names))
+        self._or_else(None, lambda: self._withdraw(names))
         if self._cold is not None:
             self._cold.delete([name.key for name in names])
 
@@ -84,8 +92,8 @@ class NodeStore:
         return StoreStatus(
             directory=self._or_else(None, ask),
             cold=None if self._cold is None else self._cold.status(),
-            block_bytes=self._block_bytes,
-            num_corrupt=self._host.num_corrupt,
+            block_bytes=self._layout.block_bytes,
+            num_corrupt=self._num_corrupt,
             num_failed=self._num_failed,
         )
 
@@ -93,30 +101,71 @@ class NodeStore:
         return self._or_else(["the directory is out of reach"], self._directory.check)
 
     def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
-        self._host.attach()
-        lease = self._host.lease(names)
+        lease = self._lease(names)
         try:
-            with self._host.writing():
+            with self._writing():
                 tiers = self._copy_in(names, lease.entries, pages)
         finally:
-            held = self._host.release(lease)
+            held = self._directory.release(lease.lease_id)
         return tiers if held else []
 
     def _publish(self, names: Sequence[BlockName], pages: Sequence[PageId], request_id: RequestId | None) -> int:
-        self._host.attach()
+        self._attach()
         hold = None if request_id is None else Hold(request_id, HOLD_TTL_S)
-        with self._host.writing():
-            reservation = self._host.reserve(names, hold)
+        with self._writing():
+            reservation = self._directory.reserve(self._me, names, hold)
             blocks = [
                 self._copy_out(name, page, slot)
                 for name, page, slot in zip(names, pages, reservation.slots, strict=True)
                 if slot is not None
             ]
-            return reservation.num_resident + self._host.commit(blocks, hold)
+            return reservation.num_resident + self._commit(blocks, hold)
 
-    def _prefix_len(self, names: Sequence[BlockName], in_arena: Sequence[bool]) -> int:
+    def _withdraw(self, names: Sequence[BlockName]) -> None:
+        lease = self._lease(names)
+        try:
+            found = zip(names, lease.entries, strict=True)
+            self._directory.withdraw([Block(entry.slot, name, entry.checksum) for name, entry in found if entry])
+        finally:
+            self._directory.release(lease.lease_id)
+
+    def _attach(self) -> None:
+        """Maps the directory's arena anew if it has restarted. Comes before all that is done with slots."""
+        if not self._is_arena_old:
+            return
+        arena = Arena.open(self._directory.attach().arena_path)
+        if arena.block_bytes != self._arena.block_bytes:
+            arena.close()
+            raise StoreError(f"the new arena has slots of {arena.block_bytes} bytes")
+        self._arena.close()
+        self._arena = arena
+        self._is_arena_old = False
+
+    def _lease(self, names: Sequence[BlockName]) -> Lease:
+        """Leases blocks for long enough to copy them."""
+        self._attach()
+        ttl_s = _LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(names)
+        return self._directory.lease(self._me, [name.key for name in names], ttl_s)
+
+    def _commit(self, blocks: Sequence[Block], hold: Hold | None) -> int:
+        return self._directory.commit(self._me, blocks, hold) if blocks else 0
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Gives back the reserved slots if the body fails before its commit."""
+        try:
+            yield
+        except BaseException:
+            with suppress(StoreError):  # else the next batch gives it back
+                self._directory.abandon(self._me)
+            raise
+
+    def _payload(self, slot: PageId) -> memoryview:
+        return self._arena.slot(slot)[: self._layout.payload_bytes]
+
+    def _prefix_len(self, names: Sequence[BlockName], entries: Sequence[Entry | None]) -> int:
         """Measures the longest prefix of `names` without a hole, over both tiers."""
-        holes = [index for index, there in enumerate(in_arena) if not there]
+        holes = [index for index, entry in enumerate(entries) if entry is None]
         for start in range(0, len(holes), _COLD_LOOKUPS_AT_ONCE):
             asked = holes[start : start + _COLD_LOOKUPS_AT_ONCE]
             for index, there in zip(asked, self._in_cold([names[index] for index in asked]), strict=True):
@@ -134,9 +183,9 @@ class NodeStore:
         self, names: Sequence[BlockName], entries: Sequence[Entry | None], pages: Sequence[PageId]
     ) -> list[Tier]:
         """Copies the longest prefix that proves good; blocks from the cold tier go into the arena on the way."""
-        num_blocks = self._prefix_len(names, [entry is not None for entry in entries])
+        num_blocks = self._prefix_len(names, entries)
         cold_names = [name for name, entry in zip(names[:num_blocks], entries, strict=False) if entry is None]
-        slots = iter(self._host.reserve(cold_names, None).slots if cold_names else [])
+        slots = iter(self._directory.reserve(self._me, cold_names, None).slots if cold_names else [])
         copied: list[_Source] = []
         deadline = self._clock() + _COLD_BUDGET_S + _COLD_BUDGET_PER_BLOCK_S * len(cold_names)
         for name, entry, page in zip(names[:num_blocks], entries, pages, strict=False):
@@ -146,25 +195,37 @@ class NodeStore:
             self._pool.write_page(page, source.payload)
             copied.append(source)
         if cold_names:
-            self._host.promote([source.promoted for source in copied if source.promoted is not None])
+            self._promote([source.promoted for source in copied if source.promoted is not None])
         return [source.tier for source in copied]
 
     def _from_arena(self, name: BlockName, entry: Entry) -> "_Source | None":
-        payload = self._host.read(name, entry)
-        return None if payload is None else _Source(Tier.HOST, payload, None)
+        """Reads a leased block if its checksum is right; else withdraws it."""
+        payload = self._payload(entry.slot)
+        if checksum_of(payload) == entry.checksum:
+            return _Source(Tier.HOST, payload, None)
+        self._num_corrupt += 1
+        log.warning("slot %d of the arena does not hold what was written there: its block is withdrawn", entry.slot)
+        self._directory.withdraw([Block(entry.slot, name, entry.checksum)])
+        return None
 
     def _from_cold(self, name: BlockName, slot: PageId | None, deadline: float) -> "_Source | None":
         """Reads a block from the cold tier; None also after the deadline, when computing is quicker."""
         if self._clock() > deadline:
             return None
-        into = self._scratch if slot is None else self._host.payload(slot)
+        into = self._scratch if slot is None else self._payload(slot)
         checksum = None if self._cold is None else self._cold.get(name, into)
         if checksum is None:
             return None
         return _Source(Tier.REDIS, into, None if slot is None else Block(slot, name, checksum))
 
+    def _promote(self, blocks: Sequence[Block]) -> None:
+        """Commits blocks from the cold tier, and gives back the other slots reserved for them."""
+        self._commit(blocks, None)
+        self._directory.mark_cold([block.name.key for block in blocks])
+        self._directory.abandon(self._me)
+
     def _copy_out(self, name: BlockName, page: PageId, slot: PageId) -> Block:
-        payload = self._host.payload(slot)
+        payload = self._payload(slot)
         self._pool.read_page(page, payload)
         return Block(slot, name, checksum_of(payload))
 
@@ -174,7 +235,7 @@ class NodeStore:
             answer = action()
         except EpochChanged:
             log.warning("the arena's directory has restarted: what was in it is lost")
-            self._host.lose()
+            self._is_arena_old = True
         except StoreError as error:
             if not self._is_passed_over:
                 log.warning("the host tier is passed over: %s", error)

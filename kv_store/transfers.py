@@ -22,6 +22,43 @@ log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 
 
+@dataclass(frozen=True, eq=False)
+class Transfer(ABC):
+    """An order about blocks and pages of their names; each is its own."""
+
+    names: Sequence[BlockName]
+    pages: Sequence[PageId] = ()
+
+    @abstractmethod
+    def run(self, store: BlockStore) -> "Done":
+        """Carries out the order. Blocks; raises the errors of the store."""
+
+
+class Fetch(Transfer):
+    """An order to fill pages with blocks of the store."""
+
+    def run(self, store: BlockStore) -> "Done":
+        return Done(self, tiers=store.fetch(self.names, self.pages))
+
+
+@dataclass(frozen=True, eq=False)
+class Publish(Transfer):
+    """An order to copy pages into the store, under a hold if a request is named."""
+
+    hold: RequestId | None = None
+
+    def run(self, store: BlockStore) -> "Done":
+        return Done(self, num_resident=store.publish(self.names, self.pages, self.hold))
+
+
+class Withdraw(Transfer):
+    """An order to make blocks unfindable in the store."""
+
+    def run(self, store: BlockStore) -> "Done":
+        store.withdraw(self.names)
+        return Done(self)
+
+
 @dataclass(frozen=True)
 class Done:
     """The end of a transfer. With an `error`, a fetch filled no page, and the rest may have done nothing.
@@ -30,51 +67,10 @@ class Done:
     tier.
     """
 
-    ticket: int
+    transfer: Transfer
     tiers: list[Tier] = field(default_factory=list)
     num_resident: int = 0
     error: str | None = None
-
-
-@dataclass(frozen=True)
-class Transfer(ABC):
-    """An order about blocks and pages of their names; its ticket is that of its end."""
-
-    ticket: int
-    names: Sequence[BlockName]
-    pages: Sequence[PageId] = ()
-
-    @abstractmethod
-    def run(self, store: BlockStore) -> Done:
-        """Carries out the order. Blocks; raises the errors of the store."""
-
-    def unmet(self, error: str | None = None) -> Done:
-        return Done(self.ticket, error=error)
-
-
-class Fetch(Transfer):
-    """An order to fill pages with blocks of the store."""
-
-    def run(self, store: BlockStore) -> Done:
-        return Done(self.ticket, tiers=store.fetch(self.names, self.pages))
-
-
-@dataclass(frozen=True)
-class Publish(Transfer):
-    """An order to copy pages into the store, under a hold if a request is named."""
-
-    hold: RequestId | None = None
-
-    def run(self, store: BlockStore) -> Done:
-        return Done(self.ticket, num_resident=store.publish(self.names, self.pages, self.hold))
-
-
-class Withdraw(Transfer):
-    """An order to make blocks unfindable in the store."""
-
-    def run(self, store: BlockStore) -> Done:
-        store.withdraw(self.names)
-        return Done(self.ticket)
 
 
 class Transfers(Protocol):
@@ -104,7 +100,7 @@ class NoStore:
         return len(self._done)
 
     def begin(self, transfer: Transfer) -> None:
-        self._done.append(transfer.unmet())
+        self._done.append(Done(transfer))
 
     def poll(self) -> list[Done]:
         done, self._done = self._done, []
@@ -157,7 +153,7 @@ class ThreadTransfers:
         self._store.fence()
         self._num_pending += 1
         if self._num_pending > self._max_pending:
-            self._done.append(transfer.unmet("too many transfers"))
+            self._done.append(Done(transfer, error="too many transfers"))
         else:
             self._orders.put(transfer)
 
@@ -184,9 +180,9 @@ class ThreadTransfers:
     def _end_of(self, transfer: Transfer) -> Done:
         try:
             return transfer.run(self._store)
-        except Exception as error:  # an engine waits for each ticket, with its pages: all of them are answered
+        except Exception as error:  # an engine waits for each transfer, with its pages: all of them are answered
             log.exception("a %s failed by a fault of its own; its blocks count as misses", type(transfer).__name__)
-            return transfer.unmet(repr(error))
+            return Done(transfer, error=repr(error))
 
     def _run(self) -> None:
         while self.run_one():

@@ -19,7 +19,6 @@ MAX_MESSAGE_BYTES = 16 << 20
 LENGTH = struct.Struct(">I")
 
 _Reader = Callable[[Any], Any]
-_SCALARS = frozenset((int, float, str, bytes, bool, NoneType))
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def body_len(length: bytes) -> int:
 
 
 def _framed(message: list[Any]) -> bytes:
-    body = bytes(msgpack.packb(_plain(message)))
+    body = bytes(msgpack.packb(message, default=_plain))
     if len(body) > MAX_MESSAGE_BYTES:
         raise WireError(f"a message of {len(body)} bytes")
     return LENGTH.pack(len(body)) + body
@@ -99,14 +98,9 @@ def _checked(body: bytes, read: _Reader) -> Any:
         raise WireError("not a message of this protocol") from error
 
 
-def _plain(value: Any) -> Any:
-    if type(value) in _SCALARS:
-        return value
-    return _plain_fields(value) if is_dataclass(value) else [_plain(item) for item in value]
-
-
-def _plain_fields(value: Any) -> list[Any]:
-    return [_plain(getattr(value, name)) for name in value.__match_args__]  # a dataclass's fields, in order
+def _plain(value: Any) -> list[Any]:
+    names = getattr(value, "__match_args__", None)  # a dataclass's fields, in order
+    return list(value) if names is None else [getattr(value, name) for name in names]
 
 
 def _reader_of(hint: Any) -> _Reader:

@@ -34,7 +34,7 @@ class Reporter(Protocol):
 
 
 class Startup:
-    """One attempt at a start. It keeps the state file as far as the cluster is: `down` can clean up after a crash."""
+    """A start under way. It keeps the state file as far as the cluster is: `down` can clean up after a crash."""
 
     def __init__(self, config: ClusterConfig, reporter: Reporter) -> None:
         self._config = config

@@ -46,7 +46,7 @@ class NodeConfig:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """All decisions of `baton up`. `resources` are those of each worker.
+    """All decisions of `baton up`. `resources`: of each worker.
 
     run_dir: the cluster's folder, where the controller keeps its records for a successor.
     """

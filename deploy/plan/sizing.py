@@ -19,7 +19,7 @@ MIN_BLOCKS = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """The share of each worker and of the node; `notes` are for the user who starts the cluster."""
+    """The share of each worker and of the node; `notes` are for the user."""
 
     num_pool_blocks: int
     num_arena_slots: int

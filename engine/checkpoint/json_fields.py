@@ -12,24 +12,21 @@ MAX_NUMBER = math.ldexp(1.0, 100)
 """Keeps values derived from a number finite in float32."""
 
 
-def parse_object(data: bytes, source: str) -> dict[str, Any]:
-    """Parses an object; `source` names it in errors. Raises ModelError for anything else."""
-    return _parse(data, source, dict)
-
-
-def parse_strict_object(data: bytes, source: str) -> dict[str, Any]:
-    """Does as `parse_object`, and refuses an object, nested ones included, that names a key twice."""
-    return _parse(data, source, _distinct)
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes an object; ValueError if it names a key twice."""
     named = dict(pairs)
     if len(named) != len(pairs):
         raise ValueError("a key occurs twice")
     return named
 
 
-def _parse(data: bytes, source: str, make_object: Callable[[list[tuple[str, Any]]], dict[str, Any]]) -> dict[str, Any]:
+def parse_object(
+    data: bytes, source: str, make_object: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict
+) -> dict[str, Any]:
+    """Parses an object; `source` names it in errors. Raises ModelError for anything else.
+
+    make_object: `distinct` refuses objects, nested ones included, that name a key twice.
+    """
     try:
         parsed = json.loads(data, object_pairs_hook=make_object)
     except (ValueError, RecursionError) as error:

@@ -7,7 +7,6 @@ Scalings that depend on a request's final length are refused: with them a key is
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -17,49 +16,28 @@ from wire.errors import ModelError
 DEFAULT_THETA = 10_000.0
 
 
-class RopeScaling(Protocol):
-    """Kinds: `Unscaled`, `LinearScaling`, `Llama3Scaling`, `YarnScaling`."""
+@dataclass(frozen=True)
+class RopeScaling:
+    """Positions divided by a factor, by default not at all; `attention_factor` is that of cosines and sines.
 
-    @property
-    def attention_factor(self) -> float:
-        """Factor of cosines and sines."""
-        ...
+    Sources: RoFormer, arXiv 2104.09864; position interpolation, arXiv 2306.15595.
+    """
+
+    factor: float = 1.0
+    attention_factor: float = 1.0
 
     def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
         """Maps float32 [head_dim / 2] to the same shape."""
-        ...
-
-
-@dataclass(frozen=True)
-class Unscaled:
-    """Rotary embedding as it was proposed. Source: RoFormer, arXiv 2104.09864."""
-
-    attention_factor: float = 1.0
-
-    def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
-        return 1.0 / periods
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """Positions divided by a factor. Source: position interpolation, arXiv 2306.15595."""
-
-    factor: float
-    attention_factor: float = 1.0
-
-    def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
         return (1.0 / periods) / self.factor
 
 
-@dataclass(frozen=True)
-class Llama3Scaling:
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling(RopeScaling):
     """Long wavelengths divided by a factor, short ones kept, a passage between. Source: Llama 3.1's model code."""
 
-    factor: float
     low_freq_factor: float
     high_freq_factor: float
     trained_len: int
-    attention_factor: float = 1.0
 
     def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
         plain = 1.0 / periods
@@ -73,20 +51,18 @@ class Llama3Scaling:
         return torch.where(is_long, plain / self.factor, torch.where(is_short, plain, passage))
 
 
-@dataclass(frozen=True)
-class YarnScaling:
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling(RopeScaling):
     """Fast dimensions kept, slow ones interpolated, a linear ramp between. Source: YaRN, arXiv 2309.00071.
 
     beta_fast, beta_slow: rotations over the trained length at which the ramp begins and ends.
     truncate: whether the ramp's ends are rounded outwards to whole dimensions.
     """
 
-    factor: float
     trained_len: int
-    attention_factor: float
-    beta_fast: float = 32
-    beta_slow: float = 1
-    truncate: bool = True
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
 
     def inverse_frequencies(self, periods: torch.Tensor, theta: float) -> torch.Tensor:
         kept = 1 - self._ramp(len(periods), theta)
@@ -106,17 +82,6 @@ class YarnScaling:
     def _dimension(self, rotations: float, head_dim: int, theta: float) -> float:
         """Finds the dimension that makes so many rotations over the trained length."""
         return head_dim * math.log(self.trained_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-
-def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Computes the attention factor of a yarn configuration that names none."""
-    if mscale and mscale_all_dim:
-        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
-    return _mscale(factor, 1.0)
-
-
-def _mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True)
@@ -150,9 +115,9 @@ def _parse_scaling(fields: JsonFields, max_context_len: int, trained_len: int) -
     kind = fields.text("rope_type", fields.text("type", "default"))
     match kind:
         case "default":
-            return Unscaled()
+            return RopeScaling()
         case "linear":
-            return LinearScaling(fields.positive("factor"))
+            return RopeScaling(fields.positive("factor"))
         case "llama3":
             return _parse_llama3(fields, trained_len)
         case "yarn":
@@ -169,17 +134,33 @@ def _parse_llama3(fields: JsonFields, trained_len: int) -> Llama3Scaling:
     low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
     if low >= high:
         raise fields.wrong("high_freq_factor", "more than low_freq_factor")
-    return Llama3Scaling(fields.positive("factor"), low, high, trained_len)
+    factor = fields.positive("factor")
+    return Llama3Scaling(factor, low_freq_factor=low, high_freq_factor=high, trained_len=trained_len)
 
 
 def _parse_yarn(fields: JsonFields, max_context_len: int, trained_len: int) -> YarnScaling:
     factor = fields.positive("factor", max_context_len / trained_len)
-    mscale, mscale_all_dim = (
-        fields.positive(name) if fields.raw(name) else None for name in ("mscale", "mscale_all_dim")
+    return YarnScaling(
+        factor,
+        fields.positive("attention_factor", _yarn_attention_factor(fields, factor)),
+        trained_len=trained_len,
+        beta_fast=_positive_if_set(fields, "beta_fast") or 32.0,
+        beta_slow=_positive_if_set(fields, "beta_slow") or 1.0,
+        truncate=fields.flag("truncate", True),
     )
-    attention_factor = fields.positive("attention_factor", yarn_attention_factor(factor, mscale, mscale_all_dim))
-    beta_fast, beta_slow = (
-        fields.positive(name, default) if fields.raw(name) else default
-        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
-    )
-    return YarnScaling(factor, trained_len, attention_factor, beta_fast, beta_slow, fields.flag("truncate", True))
+
+
+def _yarn_attention_factor(fields: JsonFields, factor: float) -> float:
+    """Computes the attention factor of a configuration that names none."""
+    mscale, mscale_all_dim = _positive_if_set(fields, "mscale"), _positive_if_set(fields, "mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _positive_if_set(fields: JsonFields, name: str) -> float | None:
+    return fields.positive(name) if fields.raw(name) else None
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

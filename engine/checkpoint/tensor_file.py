@@ -9,13 +9,13 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.checkpoint.json_fields import parse_strict_object
+from engine.checkpoint.json_fields import distinct, parse_object
 from text.model_file import open_regular
 from wire.errors import ModelError
 
@@ -67,9 +67,9 @@ class TensorFile:
         """Reads a tensor into the CPU's memory, in the file's dtype. ModelError if the file has been cut meanwhile."""
         entry = self.entries[name]
         raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
-        with open_regular(self.path) as file:
+        with BufferedReader(open_regular(self.path)) as file:
             file.seek(self._data_start + entry.begin)
-            if not _fill(file, raw.numpy().data):
+            if file.readinto(raw.numpy().data) != len(raw):
                 raise ModelError(f"{self.path.name} ended while {name[:64]} was being read")
         return raw.view(entry.dtype).view(entry.shape)
 
@@ -83,7 +83,7 @@ def _read_header(file: FileIO, source: str) -> tuple[dict[str, Any], int]:
     data = file.read(header_bytes)
     if not data.startswith(b"{"):
         raise ModelError(f"{source}: the header is not a JSON object")
-    return parse_strict_object(data, f"the header of {source}"), 8 + header_bytes
+    return parse_object(data, f"the header of {source}", distinct), 8 + header_bytes
 
 
 def _parse_entry(source: str, name: str, entry: Any) -> TensorEntry:
@@ -109,14 +109,3 @@ def _tiles(entries: Iterable[TensorEntry], data_bytes: int) -> bool:
             return False
         position = end
     return position == data_bytes
-
-
-def _fill(file: FileIO, view: memoryview) -> bool:
-    """Fills the view from the file; false if the file ends first."""
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])
-        if not count:
-            return False
-        done += count
-    return True

@@ -101,10 +101,14 @@ class Decoder:
         """Takes device and dtype from the weights."""
         dtype = weights.embedding.dtype
         self.config = config
-        self.layout = config.kv_layout(str(dtype).removeprefix("torch."), block_size)
         self.weights = weights
+        self.layout = config.kv_layout(str(dtype).removeprefix("torch."), block_size)
+        self.device = weights.embedding.device
+        self.vocab_size = config.vocab_size
+        self.max_context_len = config.max_context_len
+        self.eos_token_ids = config.eos_token_ids
         self._backend = backend
-        self._rope = Rope(config.rope, config.attention.head_dim, dtype, weights.embedding.device)
+        self._rope = Rope(config.rope, config.attention.head_dim, dtype, self.device)
 
     @classmethod
     def load(
@@ -124,22 +128,6 @@ class Decoder:
         if checkpoint.unread:
             logger.warning("%d tensors are no part of the model: %s", len(checkpoint.unread), min(checkpoint.unread))
         return cls(checkpoint.config, weights, block_size, backend or select_backend(device))
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights.embedding.device
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_context_len(self) -> int:
-        return self.config.max_context_len
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.config.eos_token_ids
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:

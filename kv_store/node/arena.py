@@ -9,7 +9,6 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -39,12 +38,9 @@ class Arena:
         self._address = _pin(memory, block_bytes * num_slots)
 
     @classmethod
-    def create(
-        cls, path: str, block_bytes: int, num_slots: int, on_progress: Callable[[int, int], None] | None = None
-    ) -> "Arena":
+    def create(cls, path: str, block_bytes: int, num_slots: int) -> "Arena":
         """Makes the file, readable for this user only, and touches all of it.
 
-        on_progress: called now and then with the bytes done and the bytes in all.
         Raises ConfigError if it does not fit, or if there is such a file.
         """
         size = _size(block_bytes, num_slots)
@@ -53,7 +49,7 @@ class Arena:
             raise ConfigError(f"an arena of {size} bytes does not fit: {free} bytes of memory are free")
         descriptor = _make(path)
         try:
-            memory = _allocate(descriptor, size, on_progress or (lambda done, total: None))
+            memory = _allocate(descriptor, size)
         except BaseException as error:
             os.unlink(path)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
@@ -141,7 +137,7 @@ def _make(path: str) -> int:
         raise ConfigError(f"the arena's file cannot be made: {os.strerror(error.errno or 0)}") from error
 
 
-def _allocate(descriptor: int, size: int, on_progress: Callable[[int, int], None]) -> mmap.mmap:
+def _allocate(descriptor: int, size: int) -> mmap.mmap:
     """Takes the memory from the system step by step; then touches it, page by page, in this process's mapping."""
     for start in range(0, size, _STEP_BYTES):
         os.posix_fallocate(descriptor, start, min(_STEP_BYTES, size - start))
@@ -150,7 +146,6 @@ def _allocate(descriptor: int, size: int, on_progress: Callable[[int, int], None
         for start in range(0, size, _STEP_BYTES):
             end = min(size, start + _STEP_BYTES)
             view[start:end:PAGE_ALIGNMENT] = bytes(-(-(end - start) // PAGE_ALIGNMENT))
-            on_progress(end, size)
     return memory
 
 

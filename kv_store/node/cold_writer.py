@@ -6,7 +6,6 @@ import threading
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.tiers.cold_tier import ColdTier
-from wire.directory import Block
 from wire.ids import BlockKey
 from wire.layout import KVLayout
 
@@ -56,16 +55,13 @@ class ColdWriter:
         written: list[BlockKey] = []
         try:
             for block in batch.blocks:
-                if self.is_stopping or not self._write(block):
+                payload = self._arena.slot(block.slot)[: self._payload_bytes]
+                if self.is_stopping or not self._cold.put(block.name, payload, block.checksum):
                     break
                 written.append(block.name.key)
         finally:
             held = self._directory.release(batch.lease_id)
         return self._directory.mark_cold(written) if held else 0
-
-    def _write(self, block: Block) -> bool:
-        payload = self._arena.slot(block.slot)[: self._payload_bytes]
-        return self._cold.put(block.name, payload, block.checksum)
 
     def _run(self) -> None:
         while not self.is_stopping:

@@ -82,7 +82,7 @@ class Directory(DirectoryPort):
 
     @_exclusive
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return [key in self._ledger.index for key in keys]
+        return [self._ledger.find(key) is not None for key in keys]
 
     @_exclusive
     def reserve(self, writer: str, names: Sequence[BlockName], hold: Hold | None) -> Reservation:
@@ -91,10 +91,10 @@ class Directory(DirectoryPort):
         self._touch(names)
         self._keep(hold, resident)
         lease_id = self._leases.take(writer, resident, 1.0)  # a batch must not evict its own prefix
-        missing = [name for name in names if name.key not in self._ledger.index]
+        missing = [name for name in names if self._ledger.find(name.key) is None]
         slots = iter(self._reservations.take(writer, missing))
         self._leases.end(lease_id)
-        given = [None if name.key in self._ledger.index else next(slots, None) for name in names]
+        given = [next(slots, None) if self._ledger.find(name.key) is None else None for name in names]
         return Reservation(given, len(resident))
 
     @_exclusive
@@ -191,7 +191,7 @@ class Directory(DirectoryPort):
     def check(self) -> list[str]:
         writing, references = self._reservations.transfers, self._holds.references
         transfers = writing + self._leases.transfers
-        keys = {slot: self._ledger.index.key_of(slot) for slot in map(PageId, range(self._info.num_slots))}
+        keys = {slot: self._ledger.key_of(slot) for slot in map(PageId, range(self._info.num_slots))}
         rules = {
             "references differ from holds": all(self._ledger.num_references(slot) == references[slot] for slot in keys),
             "transfers differ from claims": all(self._ledger.num_transfers(slot) == transfers[slot] for slot in keys),

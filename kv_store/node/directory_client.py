@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kv_store.breaker import Breaker
-from kv_store.node.directory_port import CALLS, GREETING, DirectoryPort, EpochChanged
+from kv_store.node.directory_port import CALLS, CALLS_OF_ANY_EPOCH, GREETING, DirectoryPort, EpochChanged
 from wire.codec import LENGTH, Refused, ServiceCodec, body_len
 from wire.directory import DirectoryInfo
 from wire.errors import StoreError, WireError
@@ -41,19 +41,16 @@ class DirectoryClient(DirectoryPort):
             self._epoch = info.epoch
             return info
 
-    def _ask_same_epoch(self, method: str, arguments: tuple[Any, ...]) -> Any:
+    def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
         with self._connected() as (info, deadline):
             self._epoch = self._epoch or info.epoch
-            is_same = info.epoch == self._epoch
-            answer = self._connection.exchange(CALLS, method, arguments, deadline) if is_same else None
+            is_meant = info.epoch == self._epoch or method in CALLS_OF_ANY_EPOCH
+            answer = self._connection.exchange(CALLS, method, arguments, deadline) if is_meant else None
         if answer is None:
             raise EpochChanged("the directory has restarted")
-        return _accepted(answer)
-
-    def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        with self._connected() as (_, deadline):
-            answer = self._connection.exchange(CALLS, method, arguments, deadline)
-        return _accepted(answer)
+        if isinstance(answer, Refused):
+            raise StoreError(answer.message)
+        return answer
 
     @contextmanager
     def _connected(self) -> Iterator[tuple[DirectoryInfo, float]]:
@@ -150,9 +147,3 @@ class _Connection:
         if left_s <= 0:
             raise TimeoutError("the directory took too long")
         return left_s
-
-
-def _accepted(answer: Any) -> Any:
-    if isinstance(answer, Refused):
-        raise StoreError(answer.message)
-    return answer

@@ -23,19 +23,8 @@ class EpochChanged(StoreError):
     """The directory is not the one that slots were heard from: they mean nothing any more."""
 
 
-def _about_slots(method: _Method[P, T]) -> _Method[P, T]:
-    """Turns a declaration into a call to the epoch that slots were heard from; EpochChanged if it is over."""
-
-    @wraps(method)
-    def call(self: "DirectoryPort", /, *arguments: P.args, **_: P.kwargs) -> T:
-        answer: T = self._ask_same_epoch(method.__name__, arguments)
-        return answer
-
-    return call
-
-
-def _about_keys(method: _Method[P, T]) -> _Method[P, T]:
-    """Turns a declaration into a call that means the same in any epoch."""
+def _carried(method: _Method[P, T]) -> _Method[P, T]:
+    """Turns a declaration into the call itself."""
 
     @wraps(method)
     def call(self: "DirectoryPort", /, *arguments: P.args, **_: P.kwargs) -> T:
@@ -48,29 +37,26 @@ def _about_keys(method: _Method[P, T]) -> _Method[P, T]:
 class DirectoryPort:
     """The calls of a directory. Each raises StoreError if it cannot be carried out, and is bounded in time.
 
-    Calls about slots go to one epoch, that of the first contact or of the last `attach`. A client carries each call to
-    a directory; a directory overrides each with its work.
+    All but `CALLS_OF_ANY_EPOCH` go to one epoch, that of the first contact or of the last `attach`; EpochChanged if it
+    is over. A client carries each call to a directory; a directory overrides each with its work.
     """
-
-    def _ask_same_epoch(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        raise NotImplementedError(method)
 
     def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
         raise NotImplementedError(method)
 
-    @_about_slots
+    @_carried
     def info(self) -> DirectoryInfo:
         """Tells the arena's place and geometry."""
 
-    @_about_keys
+    @_carried
     def attach(self) -> DirectoryInfo:
         """Goes on with the directory of today; its arena is to be mapped before any other call."""
 
-    @_about_keys
+    @_carried
     def exists(self, keys: Sequence[BlockKey], /) -> list[bool]:
         """Tells for each key whether its block is in the arena."""
 
-    @_about_slots
+    @_carried
     def reserve(self, writer: ClientName, names: Sequence[BlockName], hold: Hold | None, /) -> Reservation:
         """Reserves slots for the blocks that are missing; with `hold`, holds the present ones.
 
@@ -78,45 +64,45 @@ class DirectoryPort:
         works on one batch at a time: a new reservation gives back the uncommitted rest of the one before.
         """
 
-    @_about_slots
+    @_carried
     def commit(self, writer: ClientName, blocks: Sequence[Block], hold: Hold | None, /) -> int:
         """Makes written blocks findable and counts the given keys found now. The first writer of a key wins.
 
         A slot that is not reserved by this writer for this block is passed over.
         """
 
-    @_about_slots
+    @_carried
     def abandon(self, writer: ClientName, /) -> int:
         """Gives back and counts a writer's reserved slots. The writer must not write to them any more."""
 
-    @_about_slots
+    @_carried
     def lease(self, reader: ClientName, keys: Sequence[BlockKey], ttl_s: TtlS, /) -> Lease:
         """Finds blocks and keeps their slots for a time. A read counts only if `release` confirms the lease."""
 
-    @_about_slots
+    @_carried
     def release(self, lease_id: int, /) -> bool:
         """Ends a lease. False if it had run out: bytes read under it may be any."""
 
-    @_about_slots
+    @_carried
     def withdraw(self, blocks: Sequence[Block], /) -> int:
         """Makes corrupt blocks unfindable if slot and checksum are still theirs, and counts them."""
 
-    @_about_keys
+    @_carried
     def renew(self, request_ids: Sequence[RequestId], ttl_s: TtlS, /) -> int:
         """Prolongs the holds of requests, and counts the requests that hold a block."""
 
-    @_about_keys
+    @_carried
     def release_holds(self, request_ids: Sequence[RequestId], /) -> int:
         """Ends the holds of requests, and counts the requests that held a block."""
 
-    @_about_keys
+    @_carried
     def mark_cold(self, keys: Sequence[BlockKey], /) -> int:
         """Notes copies of blocks in the cold tier, so that their loss here costs less; counts the blocks found."""
 
-    @_about_keys
+    @_carried
     def status(self) -> DirectoryStatus: ...
 
-    @_about_keys
+    @_carried
     def check(self) -> list[str]:
         """Lists the faults of the books; an empty list is a clean bill."""
 
@@ -129,4 +115,5 @@ class Greeting:
 
 
 CALLS = ServiceCodec(DirectoryPort)
+CALLS_OF_ANY_EPOCH = frozenset(("attach", "exists", "renew", "release_holds", "mark_cold", "status", "check"))
 GREETING = ServiceCodec(Greeting)

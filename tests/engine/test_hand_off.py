@@ -6,7 +6,7 @@ from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, HandOff
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
-from kv_store.transfers import Done, Fetch, NoStore, Transfer
+from kv_store.transfers import Done, Fetch, NoStore
 from tests.pair import ROOT, make_core
 from wire.ids import RequestId
 from wire.layout import KVLayout
@@ -22,19 +22,13 @@ class HeldBack(NoStore):
     def __init__(self) -> None:
         super().__init__()
         self.may_end = False
-        self.fetches: set[int] = set()
-
-    def begin(self, transfer: Transfer) -> None:
-        super().begin(transfer)
-        if isinstance(transfer, Fetch):
-            self.fetches.add(transfer.ticket)
 
     def poll(self) -> list[Done]:
         done = super().poll()
         if self.may_end:
             return done
-        self._done = [one for one in done if one.ticket not in self.fetches]
-        return [one for one in done if one.ticket in self.fetches]
+        self._done = [one for one in done if not isinstance(one.transfer, Fetch)]
+        return [one for one in done if isinstance(one.transfer, Fetch)]
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from engine.checkpoint.config import ModelConfig
-from engine.checkpoint.rope import Unscaled
+from engine.checkpoint.rope import RopeScaling
 from tests.checkpoints import ARCHITECTURES
 from wire.errors import ModelError
 
@@ -29,7 +29,7 @@ def test_a_llama_of_few_words() -> None:
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 4, 16)
     assert (attention.qkv_bias, attention.output_bias, attention.qk_norm, config.mlp_bias) == (False,) * 4
     assert attention.windows == (None, None, None)
-    assert config.rope.scaling == Unscaled()
+    assert config.rope.scaling == RopeScaling()
     assert (config.dtype, config.tied_embeddings, config.eos_token_ids) == ("float32", False, (2,))
 
 

@@ -38,8 +38,6 @@ class DirectoryGate(DirectoryPort):
         self.after(method, arguments)
         return answer
 
-    _ask_same_epoch = _ask
-
     def _require_open(self) -> None:
         if self._is_cut:
             raise StoreError("the process has ended")

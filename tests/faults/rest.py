@@ -104,7 +104,7 @@ def _blocks(cluster: FaultyCluster) -> Iterator[tuple[str, BlockKey, bytes]]:
     for name, worker in _alive(cluster):
         pool = worker.engine.pool
         for page in range(pool.ledger.num_pages):
-            key = pool.ledger.index.key_of(PageId(page))
+            key = pool.ledger.key_of(PageId(page))
             if key is not None:
                 yield name, key, checksum_of(pool.page_bytes(PageId(page)).numpy().data)
 

@@ -47,6 +47,34 @@ def test_too_much_is_refused_and_changes_nothing() -> None:
     assert (ledger.counts(), ledger.find(key(1)) is not None, ledger.num_allocatable) == (before, True, 2)
 
 
+def test_the_longest_prefix_ends_at_the_first_hole() -> None:
+    ledger = Ledger(3)
+    pages = {number: cached(ledger, number) for number in (1, 2, 4)}
+    assert ledger.find_longest([key(number) for number in (1, 2, 3, 4)]) == [pages[1], pages[2]]
+    assert ledger.find_longest([key(3), key(1)]) == []
+    assert ledger.find_longest([]) == []
+
+
+def test_a_key_and_a_page_are_tied_once() -> None:
+    ledger = Ledger(2)
+    page, other = ledger.allocate(2)
+    assert ledger.publish(page, key(1))
+    assert ledger.publish(page, key(1))
+    assert not ledger.publish(other, key(1))
+    with pytest.raises(ValueError, match="indexed already"):
+        ledger.publish(page, key(2))
+    assert (ledger.find(key(1)), ledger.key_of(page), ledger.find(key(2)), ledger.key_of(other)) == (
+        page,
+        key(1),
+        None,
+        None,
+    )
+    ledger.withdraw(page)
+    ledger.withdraw(page)
+    assert (ledger.find(key(1)), ledger.key_of(page)) == (None, None)
+    assert ledger.check() == []
+
+
 def test_free_pages_go_before_cached_ones() -> None:
     ledger = Ledger(2)
     first = cached(ledger, 1)
@@ -220,7 +248,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(page=st.integers(0, 5))
     def withdraw(self, page: int) -> None:
         self.ledger.withdraw(PageId(page))
-        assert self.ledger.index.key_of(PageId(page)) is None
+        assert self.ledger.key_of(PageId(page)) is None
 
     def choose(self, data: st.DataObject, *states: PageState) -> PageId | None:
         pages = self.pages(*states)

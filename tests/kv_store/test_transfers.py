@@ -24,6 +24,7 @@ from wire.tier import Tier
 NAMES, PAGES = names_of(8), pages_from(0, 2)
 REQUEST = RequestId("request")
 WAIT_S = 20.0
+FETCH, PUBLISH, WITHDRAW = Fetch(NAMES, PAGES), Publish(NAMES, PAGES, REQUEST), Withdraw(NAMES)
 
 
 class FakeStore:
@@ -103,6 +104,11 @@ def threaded(store: FakeStore, waker: Waker) -> Iterator[ThreadTransfers]:
     transfers.close()
 
 
+def begin_all(transfers: Transfers) -> None:
+    for transfer in (FETCH, PUBLISH, WITHDRAW):
+        transfers.begin(transfer)
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
@@ -112,37 +118,31 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_inline_is_done_when_started(store: FakeStore) -> None:
     transfers: Transfers = InlineTransfers(store)
-    transfers.begin(Fetch(1, NAMES, PAGES))
-    transfers.begin(Publish(2, NAMES, PAGES, REQUEST))
-    transfers.begin(Withdraw(3, NAMES))
+    begin_all(transfers)
     assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST), ("withdraw", NAMES)]
     assert (len(store.fenced_by), transfers.pending) == (3, 3)
-    assert transfers.poll() == [Done(1, [Tier.HOST] * 2), Done(2, num_resident=2), Done(3)]
+    assert transfers.poll() == [Done(FETCH, [Tier.HOST] * 2), Done(PUBLISH, num_resident=2), Done(WITHDRAW)]
     assert (transfers.poll(), transfers.pending) == ([], 0)
 
 
 def test_without_a_store_nothing_is_found_or_published() -> None:
     transfers: Transfers = NoStore()
-    transfers.begin(Fetch(1, NAMES, PAGES))
-    transfers.begin(Publish(2, NAMES, PAGES, None))
-    transfers.begin(Withdraw(3, NAMES))
+    begin_all(transfers)
     assert transfers.pending == 3
-    assert transfers.poll() == [Done(1), Done(2), Done(3)]
+    assert transfers.poll() == [Done(FETCH), Done(PUBLISH), Done(WITHDRAW)]
     assert (transfers.poll(), transfers.pending) == ([], 0)
 
 
 def test_a_thread_does_it_in_order_and_wakes(store: FakeStore, waker: Waker, threaded: ThreadTransfers) -> None:
-    threaded.begin(Fetch(1, NAMES, PAGES))
-    threaded.begin(Publish(2, NAMES, PAGES, REQUEST))
-    threaded.begin(Withdraw(3, NAMES))
-    assert waker.poll(threaded, 3) == [Done(1, [Tier.HOST] * 2), Done(2, num_resident=2), Done(3)]
+    begin_all(threaded)
+    assert waker.poll(threaded, 3) == [Done(FETCH, [Tier.HOST] * 2), Done(PUBLISH, num_resident=2), Done(WITHDRAW)]
     assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST), ("withdraw", NAMES)]
     assert threaded.pending == 0
 
 
 def test_the_engines_thread_fences_and_never_waits(store: FakeStore, threaded: ThreadTransfers, waker: Waker) -> None:
     store.gate.clear()
-    threaded.begin(Fetch(1, NAMES, PAGES))
+    threaded.begin(FETCH)
     assert (threaded.poll(), threaded.pending) == ([], 1)
     assert store.fenced_by == [threading.current_thread()]
     store.gate.set()
@@ -151,36 +151,33 @@ def test_the_engines_thread_fences_and_never_waits(store: FakeStore, threaded: T
 
 def test_an_error_is_an_answer_and_not_the_end(store: FakeStore, threaded: ThreadTransfers, waker: Waker) -> None:
     store.error = RuntimeError("the device is lost")
-    threaded.begin(Fetch(1, NAMES, PAGES))
-    threaded.begin(Publish(2, NAMES, PAGES, None))
-    threaded.begin(Withdraw(3, NAMES))
-    for done in waker.poll(threaded, 3):
+    begin_all(threaded)
+    for done, transfer in zip(waker.poll(threaded, 3), (FETCH, PUBLISH, WITHDRAW), strict=True):
         assert done.error is not None
         assert "the device is lost" in done.error
-        assert done == Done(done.ticket, error=done.error)
+        assert done == Done(transfer, error=done.error)
     store.error = None
-    threaded.begin(Fetch(3, NAMES, PAGES))
-    assert waker.poll(threaded, 1) == [Done(3, [Tier.HOST] * 2)]
+    threaded.begin(FETCH)
+    assert waker.poll(threaded, 1) == [Done(FETCH, [Tier.HOST] * 2)]
 
 
 def test_too_many_are_refused_and_answered(store: FakeStore, threaded: ThreadTransfers, waker: Waker) -> None:
     store.gate.clear()
-    for ticket in range(3):
-        threaded.begin(Fetch(ticket, NAMES, PAGES))
-    threaded.begin(Fetch(3, NAMES, PAGES))
-    threaded.begin(Publish(4, NAMES, PAGES, None))
-    assert threaded.poll() == [Done(3, error="too many transfers"), Done(4, error="too many transfers")]
+    taken = [Fetch(NAMES, PAGES) for _ in range(3)]
+    for transfer in (*taken, FETCH, PUBLISH):
+        threaded.begin(transfer)
+    assert threaded.poll() == [Done(FETCH, error="too many transfers"), Done(PUBLISH, error="too many transfers")]
     assert threaded.pending == 3
     store.gate.set()
-    assert [done.ticket for done in waker.poll(threaded, 3)] == [0, 1, 2]
+    assert [done.transfer for done in waker.poll(threaded, 3)] == taken
 
 
 def test_closing_starts_nothing_more(store: FakeStore, waker: Waker) -> None:
     transfers = ThreadTransfers(store, waker.wake)
     transfers.start()
     store.gate.clear()
-    for ticket in range(20):
-        transfers.begin(Fetch(ticket, NAMES, PAGES))
+    for _ in range(20):
+        transfers.begin(Fetch(NAMES, PAGES))
     closing = threading.Thread(target=transfers.close)
     closing.start()
     until(lambda: transfers.is_closing)
@@ -192,10 +189,10 @@ def test_closing_starts_nothing_more(store: FakeStore, waker: Waker) -> None:
 
 def test_a_transfer_is_a_plain_call_of_any_thread(store: FakeStore, waker: Waker) -> None:
     transfers = ThreadTransfers(store, waker.wake)
-    transfers.begin(Fetch(1, NAMES, PAGES))
-    transfers.begin(Withdraw(2, NAMES))
+    transfers.begin(FETCH)
+    transfers.begin(WITHDRAW)
     assert transfers.run_one()
-    assert (transfers.poll(), transfers.pending) == ([Done(1, [Tier.HOST] * 2)], 1)
+    assert (transfers.poll(), transfers.pending) == ([Done(FETCH, [Tier.HOST] * 2)], 1)
     transfers.close()
     assert not transfers.run_one()
     assert (transfers.poll(), store.asked) == ([], [("fetch", NAMES, PAGES)])

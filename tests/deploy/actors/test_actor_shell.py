@@ -49,12 +49,12 @@ async def test_calls_are_passed_on_once_it_has_started(shell: ActorShell) -> Non
     assert await shell.call("add", 1, 2) == "3"
 
 
-async def test_whoever_starts_it_again_gets_the_first_answer(shell: ActorShell) -> None:
+async def test_a_second_start_gets_the_first_answer(shell: ActorShell) -> None:
     both = await asyncio.gather(shell.start(""), shell.start(""))
     assert [*both, await shell.start("")] == ["number 1"] * 3
 
 
-async def test_a_start_that_is_given_up_goes_on_for_who_asks_next(shell: ActorShell) -> None:
+async def test_a_start_that_is_given_up_goes_on_for_the_next_caller(shell: ActorShell) -> None:
     impatient = asyncio.create_task(shell.start(""))
     await asyncio.sleep(0)
     impatient.cancel()
