@@ -158,8 +158,7 @@ class Fleet:
         self._wake.clear()
         if not self._is_recorded:
             self._write_record()
-        planned = self._pools.plan(self._clock())
-        if planned:
+        if planned := self._pools.plan(self._clock()):
             self._tell_of_change()
         for worker in planned:
             self._tasks.begin(self._carry_out(worker))
@@ -222,8 +221,7 @@ class Fleet:
         except BatonError as error:
             self._events.note(f"worker {worker_id} was lost while draining: {error.message}")
             return
-        num_unfinished = json.loads(answer)["unfinished"]
-        if num_unfinished:
+        if num_unfinished := json.loads(answer)["unfinished"]:
             self._events.note(f"worker {worker_id} handed over {num_unfinished} requests")
 
     async def _probe(self, worker_id: WorkerId) -> None:

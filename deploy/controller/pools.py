@@ -116,9 +116,8 @@ class Pools:
         """Drops a worker that died, or did not start. Repeated failures make the next start wait longer each time."""
         worker = self._workers.pop(worker_id, None)
         if worker is not None and worker.state is WorkerState.STARTING:
+            self._paused_until_s[worker.role] = now_s + min(MAX_PAUSE_S, 2.0 ** self._num_failures[worker.role])
             self._num_failures[worker.role] += 1
-            pause_s = min(MAX_PAUSE_S, 2.0 ** (self._num_failures[worker.role] - 1))
-            self._paused_until_s[worker.role] = now_s + pause_s
 
     def plan(self, now_s: float) -> list[Worker]:
         """Returns the workers to act on now, as they are to be: STARTING ones to start, DRAINING ones to dismiss.

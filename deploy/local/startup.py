@@ -68,13 +68,10 @@ class Startup:
         """Takes the cluster's name; removes first what a crashed cluster of that name has left."""
         if self._file.claim(self._state):
             return
-        earlier = self._file.read()
-        if earlier is not None and earlier.is_alive:
-            raise ConfigError(
-                f"a cluster named {earlier.name} is {earlier.phase.value}: "
-                f"stop it with `baton down --name {earlier.name}`, or give this one another --name"
-            )
-        if earlier is not None:
+        if earlier := self._file.read():
+            if earlier.is_alive:
+                advice = f"stop it with `baton down --name {earlier.name}`, or give this one another --name"
+                raise ConfigError(f"a cluster named {earlier.name} is {earlier.phase.value}: {advice}")
             self._reporter.tell("cleanup", "removing what an earlier cluster of this name has left")
             tear_down(earlier)
             self._file.remove()

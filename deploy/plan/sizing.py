@@ -70,18 +70,14 @@ def _num_blocks(num_bytes: int, model: ModelFacts, setting: str) -> int:
 
 def _require_gpus(num_gpus: float, machine: Machine) -> None:
     if num_gpus > len(machine.gpus):
-        raise ConfigError(
-            f"the workers take {num_gpus:g} GPUs, but there are {len(machine.gpus)}: "
-            "start fewer workers, or set worker.num_gpus"
-        )
+        problem = f"the workers take {num_gpus:g} GPUs, but there are {len(machine.gpus)}"
+        raise ConfigError(f"{problem}: start fewer workers, or set worker.num_gpus")
 
 
 def _require(what: str, num_bytes: int, where: str, free_bytes: int) -> None:
     if num_bytes > free_bytes:
-        raise ConfigError(
-            f"{what} take {format_bytes(num_bytes)}, but only {format_bytes(free_bytes)} of {where} are free: "
-            "start fewer workers, or set worker.pool_bytes and arena.size_bytes"
-        )
+        problem = f"{what} take {format_bytes(num_bytes)}, but only {format_bytes(free_bytes)} of {where} are free"
+        raise ConfigError(f"{problem}: start fewer workers, or set worker.pool_bytes and arena.size_bytes")
 
 
 def _notes(sizes: Sizes, model: ModelFacts) -> tuple[str, ...]:
