@@ -8,8 +8,7 @@ Each failure of a call is a BatonError of the tree in `errors`. `Engine` loads t
 
 from typing import TYPE_CHECKING
 
-from baton.async_client import AsyncClient
-from baton.client import Client
+from baton.client import AsyncClient, Client
 from baton.results import Chunk, Completion
 from wire import errors
 from wire.errors import BatonError

@@ -1,9 +1,11 @@
-"""The client for threads: calls block, up to their timeout."""
+"""The clients of the public service: `Client` for threads, `AsyncClient` for asyncio."""
 
-from collections.abc import Iterator
-from typing import Any, Self, Unpack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, Unpack
 
 import grpc
+import grpc.aio
 
 from baton.request import TIMEOUT_S, Options, Prompt, make_request, typed_errors
 from baton.results import Chunk, Completion, Draft, Model, read_models
@@ -12,8 +14,8 @@ from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS
 
 
-class Stream:
-    """An answer under way. Iterating blocks for each chunk; leaving the `with` block early ends the request."""
+class _Answer:
+    """An answer under way, over a call of either kind."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -24,20 +26,21 @@ class Stream:
         """The whole answer, once all chunks are read; WireError before."""
         return self._draft.require_completion()
 
+
+class Stream(_Answer, AbstractContextManager["Stream"]):
+    """An answer under way. Iterating blocks for each chunk; leaving the `with` block early ends the request."""
+
     def __iter__(self) -> Iterator[Chunk]:
         with typed_errors():
             for response in self._call:
                 yield from self._draft.accept(response)
         self._draft.require_completion()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._call.cancel()
 
 
-class Client:
+class Client(AbstractContextManager["Client"]):
     """A connection to a cluster's public port, HOST:PORT. Threads may share it. `timeout_s` bounds each call."""
 
     def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -71,8 +74,57 @@ class Client:
         """Closes the connection, which ends the calls on it."""
         self._channel.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
+    """An answer under way. Leaving the `async with` block early, or cancelling the reading task, ends the request."""
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        with typed_errors():
+            async for response in self._call:
+                for chunk in self._draft.accept(response):
+                    yield chunk
+        self._draft.require_completion()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._call.cancel()
+
+
+class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
+    """A connection to a cluster's public port, HOST:PORT, of one event loop. `timeout_s` bounds each call."""
+
+    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = InferenceStub(self._channel)
+        self._timeout_s = timeout_s
+
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """Returns the whole answer to a prompt. Raises BatonError."""
+        async with self.stream(prompt, **options) as stream:
+            async for _ in stream:
+                pass
+            return stream.completion
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
+        """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""
+        timeout_s = options.get("timeout_s", self._timeout_s)
+        return AsyncStream(self._stub.Generate(make_request(prompt, options), timeout=timeout_s))
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
+        with typed_errors():
+            await self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s)
+
+    async def list_models(self) -> tuple[Model, ...]:
+        """Lists the models that the cluster serves."""
+        with typed_errors():
+            return read_models(await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
+
+    async def close(self) -> None:
+        """Closes the connection, which ends the calls on it."""
+        await self._channel.close()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

@@ -111,7 +111,9 @@ class Draft:
 
     def _complete(self, request_id: str, complete: pb.Complete) -> Completion:
         choices = tuple(self._choice(choice) for choice in complete.choices)
-        return Completion(request_id, choices, _read_usage(complete.usage), complete.seed, _read_timeline(complete))
+        read = complete.usage
+        usage = Usage(read.prompt_tokens, read.completion_tokens, tiers_from_pb(read.cached_tokens))
+        return Completion(request_id, choices, usage, complete.seed, _read_timeline(complete.timeline))
 
     def _choice(self, choice: pb.Choice) -> Choice:
         chunks = self._chunks.get(choice.index, [])
@@ -138,13 +140,6 @@ def _read_chunk(request_id: str, chunk: pb.Chunk) -> Chunk:
     return Chunk(request_id, chunk.index, chunk.text, tuple(chunk.token_ids), logprobs)
 
 
-def _read_usage(usage: pb.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens, tiers_from_pb(usage.cached_tokens))
-
-
-def _read_timeline(complete: pb.Complete) -> Timeline:
-    timeline = complete.timeline
-    spans = tuple(
-        Span(span.name, span.worker, span.start_ms, span.duration_ms, dict(span.counts)) for span in timeline.spans
-    )
+def _read_timeline(timeline: pb.Timeline) -> Timeline:
+    spans = tuple(Span(one.name, one.worker, one.start_ms, one.duration_ms, dict(one.counts)) for one in timeline.spans)
     return Timeline(timeline.prefill_worker or None, timeline.decode_worker or None, spans, timeline.total_ms)

@@ -15,7 +15,7 @@ from typing import Any
 from deploy.local import redis_server
 from deploy.local.state import ClusterState, StateFile
 from deploy.plan.config import RedisSettings
-from deploy.processes import process_record
+from deploy.processes.process import recorded
 
 _UP_TIMEOUT_S = 300.0
 _CALL_TIMEOUT_S = 60.0
@@ -74,7 +74,7 @@ class BatonService:
 
     def actor_pid(self, name: str) -> int:
         """Of the last actor of that name."""
-        process = process_record.read(Path(self._state().run_dir), name)
+        process = recorded(Path(self._state().run_dir), name)
         assert process is not None, f"there is no {name}"
         return process.pid
 

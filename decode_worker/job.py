@@ -50,7 +50,7 @@ class DecodeJob:
         return NOTHING_NEW if self._unfetched else Update(prompt=self._prompt.tokens, releases_hold=True)
 
     def _emitted(self, event: Emitted, now_s: float) -> Update:
-        self._stopwatch.reach(Phase.GENERATE, now_s)
+        self._stopwatch.begin_phase(Phase.GENERATE, now_s)
         self._stopwatch.count(tokens=1)
         self._num_output[event.choice] = event.position + 1
         return Update((ChoiceTokens.emitted(event),))

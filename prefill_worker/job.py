@@ -48,7 +48,7 @@ class PrefillJob:
         self._answer = self._answer.followed_by(Update((tokens,)))
 
     def _hand_off(self, num_held: int, now_s: float) -> Update:
-        self._stopwatch.reach(Phase.PUBLISH, self._last_token_s)
+        self._stopwatch.begin_phase(Phase.PUBLISH, self._last_token_s)
         self._stopwatch.count(blocks=num_held)
         self._answer = self._answer.followed_by(Update(num_held=num_held))
         return self._close(now_s)

@@ -53,7 +53,7 @@ class Router:
             self.holds,
             self._suspects,
             Quarantine(),
-            self.membership.suspect,
+            self.membership.mark_lost,
             self.metrics,
         )
         root = namespace_root(config.cluster.secret, TENANT, model.fingerprint, layout.encode(), NO_ADAPTER)

@@ -17,8 +17,8 @@ class Role(Enum):
 class PoolSizes:
     """Number of workers of each role."""
 
-    prefill: int
-    decode: int
+    prefill: int = 1
+    decode: int = 1
 
     def __getitem__(self, role: Role) -> int:
         return self.prefill if role is Role.PREFILL else self.decode

@@ -65,15 +65,15 @@ class PromptProgress:
         """Takes every event of the request, and passes over events that do not concern the prompt."""
         match event:
             case HeldUp(gate=gate):
-                self._stopwatch.reach(_WAIT_FOR[gate], now_s)
+                self._stopwatch.begin_phase(_WAIT_FOR[gate], now_s)
             case Scheduled():
-                self._stopwatch.reach(Phase.FETCH, now_s)
+                self._stopwatch.begin_phase(Phase.FETCH, now_s)
             case Fetched(choice=choice, tokens=tokens) if choice == self._leader and self.tokens is None:
                 self.tokens = tokens
                 self._count_tiers(tokens)
-                self._stopwatch.reach(Phase.WAIT_TURN, now_s)
+                self._stopwatch.begin_phase(Phase.WAIT_TURN, now_s)
             case Started(choice=choice) if choice == self._leader and self.tokens is not None:
-                self._stopwatch.reach(Phase.COMPUTE if self.tokens.computed else self._after, now_s)
+                self._stopwatch.begin_phase(Phase.COMPUTE if self.tokens.computed else self._after, now_s)
                 self._stopwatch.count(tokens_computed=self.tokens.computed)
             case Preempted():
                 self._stopwatch.count(preemptions=1)

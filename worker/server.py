@@ -25,7 +25,7 @@ SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 
 class WorkerServer:
-    """The gRPC server of a worker, from `start` to `stop`. Lines need the cluster's token; health needs none."""
+    """The gRPC server of a worker, from `start` to `stop`. WorkerApi need the cluster's token; health needs none."""
 
     def __init__(self, service: WorkerService, settings: ServerSettings) -> None:
         self._service = service
@@ -38,7 +38,7 @@ class WorkerServer:
     async def start(self) -> str:
         """Opens the port and returns the address. Raises ConfigError if the port is taken."""
         address = listen(self._server, self._settings.host, self._settings.port)
-        add_WorkerServicer_to_server(Lines(self._service), self._server)
+        add_WorkerServicer_to_server(WorkerApi(self._service), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self._server.start()
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
@@ -55,7 +55,7 @@ class WorkerServer:
 
 
 class WorkerEnd(Protocol):
-    """The worker's end of a line; see RouterLine."""
+    """The worker's end of a line; see WorkerLine."""
 
     def take(self, request: worker_pb2.ConnectRequest) -> None: ...
 
@@ -70,7 +70,7 @@ class WorkerPort(Protocol):
     def connect(self) -> WorkerEnd: ...
 
 
-class Lines(WorkerServicer):
+class WorkerApi(WorkerServicer):
     """The servicer that gives each call a line."""
 
     def __init__(self, worker: WorkerPort) -> None:

@@ -15,7 +15,7 @@ from wire.pools import WorkerState
 from worker.engine_watch import EngineWatch
 from worker.inbox import Call, Inbox
 from worker.job import Behaviour
-from worker.line import RouterLine
+from worker.line import WorkerLine
 from worker.loop import Deliveries, WorkerLoop
 from worker.messages import request_from_pb, status_to_pb
 from worker.store import AsyncStore
@@ -52,7 +52,7 @@ class WorkerService:
         self.info = info
         self._behaviour = behaviour
         self._store = AsyncStore(store)
-        self._lines: set[RouterLine] = set()
+        self._lines: set[WorkerLine] = set()
         self._calls: dict[RequestId, tuple[Call, asyncio.TimerHandle]] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -91,9 +91,9 @@ class WorkerService:
         for line in self._lines:
             line.finish()
 
-    def connect(self) -> RouterLine:
+    def connect(self) -> WorkerLine:
         """Makes the worker's end of a new line."""
-        line = RouterLine(self, self.info.worker_id)
+        line = WorkerLine(self, self.info.worker_id)
         self._lines.add(line)
         return line
 
@@ -118,7 +118,7 @@ class WorkerService:
             self._forget(call)
             raise
 
-    def abort(self, line: RouterLine, attempt: AttemptId) -> None:
+    def abort(self, line: WorkerLine, attempt: AttemptId) -> None:
         """Ends an attempt of this line. Does nothing if there is none."""
         call = self._call_of(attempt.request_id)
         if call is not None and call.id == attempt and call.line is line:
@@ -132,11 +132,11 @@ class WorkerService:
         """Ends the holds of these attempts."""
         self._store.release_soon([attempt.name for attempt in attempts])
 
-    def answer(self, line: RouterLine, ask: worker_pb2.Ask) -> None:
+    def answer(self, line: WorkerLine, ask: worker_pb2.Ask) -> None:
         """Answers a question on the line, in a task of its own."""
         self._begin_task(self._answer(line, ask))
 
-    def line_ended(self, line: RouterLine) -> None:
+    def line_ended(self, line: WorkerLine) -> None:
         """Ends the attempts of a line. Holds stay until they run out."""
         self._lines.discard(line)
         for call, _ in tuple(self._calls.values()):
@@ -205,7 +205,7 @@ class WorkerService:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, line: RouterLine, ask: worker_pb2.Ask) -> None:
+    async def _answer(self, line: WorkerLine, ask: worker_pb2.Ask) -> None:
         answer = worker_pb2.Answer(number=ask.number)
         try:
             match ask.WhichOneof("question"):

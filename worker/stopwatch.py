@@ -49,7 +49,7 @@ class Stopwatch:
         """The phase that runs."""
         return next(reversed(self._starts_s))
 
-    def reach(self, phase: Phase, now_s: float) -> None:
+    def begin_phase(self, phase: Phase, now_s: float) -> None:
         """Ends the running phase and begins a later one. Does nothing for the running phase and earlier ones."""
         if _ORDER.index(phase) > _ORDER.index(self.phase):
             self._starts_s[phase] = now_s

@@ -14,28 +14,23 @@ class ActorHost(Protocol):
 
     def adopt(self, name: str) -> bool:
         """Takes over an actor that an earlier controller has left, started or not; returns whether it is there."""
-        ...
 
     def launch(self, name: str, target: str, resources: Resources) -> None:
         """Begins an actor's process, unless there is one; `start` makes it work. `target` is MODULE:CLASS."""
-        ...
 
     async def start(self, name: str, config_json: str, timeout_s: float) -> str:
         """Returns the answer of the actor's object, started now or earlier.
 
         Raises what the object raises if that is ours, ConfigError for another failure, Unavailable for no answer.
         """
-        ...
 
     async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
         """Raises as `start` does."""
-        ...
 
     async def probe(self, name: str) -> Liveness: ...
 
     async def end(self, name: str) -> None:
         """Lets the object stop, then ends the process, by force if need be; returns when it is gone, or never was."""
-        ...
 
 
 class LocalHost:

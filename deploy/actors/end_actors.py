@@ -2,13 +2,12 @@
 
 import logging
 import sys
+from contextlib import suppress
 
 import ray
 import ray.util
 
 from deploy.plan.cluster_plan import CONTROLLER
-
-log = logging.getLogger(__name__)
 
 
 def end_actors(namespace: str) -> None:
@@ -20,10 +19,8 @@ def end_actors(namespace: str) -> None:
 
 
 def _end(name: str, namespace: str) -> None:
-    try:
+    with suppress(ValueError):  # it has ended already
         ray.kill(ray.get_actor(name, namespace))
-    except ValueError:
-        log.info("%s has ended already", name)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ class NodeActor:
 
 
 def _make(config: NodeConfig) -> ExitStack:
-    """Returns the parts of the service, which end in the reverse order."""
     layout, store = config.layout, config.store
     Arena.discard(config.arena_path)
     with ExitStack() as parts:

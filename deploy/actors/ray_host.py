@@ -13,9 +13,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.actors.liveness import Liveness
 from deploy.plan.cluster_plan import Resources
-from deploy.processes import process_record
 from deploy.processes.logs import start_logging
-from deploy.processes.process import wait_or_kill
+from deploy.processes.process import record_own, recorded, wait_or_kill
 from wire.errors import BatonError, ConfigError, Unavailable
 
 STOP_TIMEOUT_S = 5.0
@@ -35,7 +34,7 @@ class ActorShell:
     def __init__(self, name: str, target: str, run_dir: str) -> None:
         """`name` is that of the process in its log, and in the cluster's folder; `target` is MODULE:CLASS."""
         start_logging(name)
-        process_record.write_own(Path(run_dir), name)
+        record_own(Path(run_dir), name)
         self._class: Any = pkgutil.resolve_name(target)
         self._object: Any = None
         self._starting: asyncio.Task[str] | None = None
@@ -50,13 +49,11 @@ class ActorShell:
         """Calls a method of the started object. Raises Unavailable before that."""
         if self._object is None:
             raise Unavailable("the actor has not started")
-        answer: str = await getattr(self._object, method)(*arguments)
-        return answer
+        return str(await getattr(self._object, method)(*arguments))
 
     async def _start(self, config_json: str) -> str:
         self._object = await asyncio.to_thread(self._class, config_json)
-        answer: str = await self._object.start()
-        return answer
+        return await self.call("start")
 
     async def ping(self) -> str:
         """Answers as long as the event loop turns."""
@@ -109,7 +106,7 @@ class RayHost:
             except BatonError as error:
                 log.info("%s did not stop by itself: %s", name, error.message)
         await asyncio.to_thread(ray.kill, self._handles[name])
-        process = process_record.read(self._run_dir, name)
+        process = recorded(self._run_dir, name)
         if process and process.is_alive and not await asyncio.to_thread(wait_or_kill, process, END_TIMEOUT_S):
             log.error("process %d of %s does not end", process.pid, name)
         # Only now: an actor whose end was broken off is to be ended again.
@@ -123,8 +120,7 @@ class RayHost:
     async def _ask(self, name: str, what: str, answer: Any, timeout_s: float) -> str:
         try:
             async with asyncio.timeout(timeout_s):
-                result: str = await answer
-                return result
+                return str(await answer)
         except TimeoutError as error:
             raise Unavailable(f"{name} did not answer {what} within {timeout_s:.0f} s") from error
         except RayTaskError as error:
@@ -133,7 +129,8 @@ class RayHost:
             log.exception("%s failed in %s", name, what)
             raise ConfigError(f"{name} failed in {what}: {error.cause!r}") from error
         except RayError as error:
-            raise Unavailable(f"{name} died: {_last_line(error)}") from error
+            last_line = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+            raise Unavailable(f"{name} died: {last_line}") from error
 
 
 def actor_options(name: str, resources: Resources) -> dict[str, Any]:
@@ -149,8 +146,3 @@ def actor_options(name: str, resources: Resources) -> dict[str, Any]:
         "max_concurrency": 1000,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
     }
-
-
-def _last_line(error: RayError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

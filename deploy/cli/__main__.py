@@ -5,15 +5,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from deploy.cli import down as cli_down
-from deploy.cli import drain as cli_drain
-from deploy.cli import generate as cli_generate
-from deploy.cli import scale as cli_scale
-from deploy.cli import status as cli_status
-from deploy.cli import up as cli_up
+from deploy.cli import down, drain, generate, scale, status, up
 from wire.errors import BatonError, ConfigError
 
-COMMANDS = (cli_up, cli_generate, cli_status, cli_scale, cli_drain, cli_down)
+COMMANDS = (up, generate, status, scale, drain, down)
 INTERRUPTED = 130
 
 
@@ -23,10 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = parsed.run(parsed)
         return code
-    except ConfigError as error:
-        return _fail(error, ConfigError.exit_code)
     except BatonError as error:
-        return _fail(error, 1)
+        ids = ", ".join(f"{name} {value}" for name, value in error.ids.items() if name != "param")
+        print(f"baton: {error.message}{f' ({ids})' if ids else ''}", file=sys.stderr)
+        return ConfigError.exit_code if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of the output has gone, and that is all
@@ -44,12 +39,6 @@ def make_parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         command.add_parser(commands)
     return parser
-
-
-def _fail(error: BatonError, code: int) -> int:
-    ids = ", ".join(f"{name} {value}" for name, value in error.ids.items() if name != "param")
-    print(f"baton: {error.message}{f' ({ids})' if ids else ''}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

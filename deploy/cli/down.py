@@ -22,9 +22,8 @@ def run(args: argparse.Namespace) -> int:
     if state is None:
         print(f"no cluster named {args.name} is running")
         return 0
-    problems = shut_down(file, state)
-    for problem in problems:
-        print(f"baton: {problem}", file=sys.stderr)
-    if not problems:
-        print(f"stopped {args.name}: nothing is left of it")
-    return 1 if problems else 0
+    if problems := shut_down(file, state):
+        print(*(f"baton: {problem}" for problem in problems), sep="\n", file=sys.stderr)
+        return 1
+    print(f"stopped {args.name}: nothing is left of it")
+    return 0

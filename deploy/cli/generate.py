@@ -1,19 +1,19 @@
 """`baton generate`: one request, streamed."""
 
 import argparse
-import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
 from google.protobuf.json_format import MessageToDict
 
-from baton import AsyncClient, Completion
+from baton import Client, Completion
 from baton.request import Options, Prompt, make_request
 from baton.results import Choice
 from deploy.cli.command import Subparsers, add_command
-from deploy.cli.timeline_view import render_timeline
+from deploy.cli.table import render
 from deploy.local.client import explained, find_cluster
 from deploy.local.state import ClusterState
 from wire.convert import logprobs_to_pb
@@ -25,6 +25,7 @@ Sends one prompt and streams the answer to stdout; then, to stderr, where its ti
 from which tier blocks of KV came. Greedy (temperature 0) unless told otherwise."""
 NO_TIMEOUT_S = 86400.0
 """More than any cluster lets a request take."""
+MIN_WAIT_MS = 1.0
 SCALARS: dict[str, tuple[type, str, str]] = {
     "max_tokens": (int, "N", "tokens to generate at most (default: 256, or what fits)"),
     "min_tokens": (int, "N", "tokens to generate at least"),
@@ -59,11 +60,14 @@ def run(args: argparse.Namespace) -> int:
     make_request(prompt, options)  # what no message can hold is told before a cluster is looked for
     state = find_cluster(args.name)
     with explained(state):
-        completion = asyncio.run(_generate(state, prompt, options, not args.json and (args.n or 1) == 1))
+        completion = _generate(state, prompt, options, not args.json and (args.n or 1) == 1)
     if args.json:
         print(json.dumps(to_object(completion)))
         return 0
-    _print_choices(completion)
+    if len(completion.choices) == 1:  # it is on the screen already
+        print()
+    else:
+        print(*(f"[{choice.index}] {choice.text}" for choice in completion.choices), sep="\n")
     print("\n" + render_timeline(completion), file=sys.stderr)
     return 0
 
@@ -73,8 +77,7 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
     if (args.prompt is None) == (args.token_ids is None):
         raise InvalidRequest("prompt", "give either a text (or - for stdin) or --token-ids")
     if args.prompt is not None:
-        text: str = sys.stdin.read() if args.prompt == "-" else args.prompt
-        return text
+        return sys.stdin.read() if args.prompt == "-" else str(args.prompt)
     parts = args.token_ids.replace(",", " ").split()
     if not all(part.isdecimal() and int(part) < 1 << 32 for part in parts):
         raise InvalidRequest("token_ids", "must be whole numbers with commas between them")
@@ -89,21 +92,12 @@ def read_options(args: argparse.Namespace) -> Options:
     return cast(Options, {"temperature": 0.0, **given, **eos, "stop": args.stop, "timeout_s": timeout_s})
 
 
-async def _generate(state: ClusterState, prompt: Prompt, options: Options, is_shown: bool) -> Completion:
-    async with AsyncClient(state.address) as client, client.stream(prompt, **options) as stream:
-        async for chunk in stream:
+def _generate(state: ClusterState, prompt: Prompt, options: Options, is_shown: bool) -> Completion:
+    with Client(state.address) as client, client.stream(prompt, **options) as stream:
+        for chunk in stream:
             if is_shown and chunk.index == 0:
                 print(chunk.text, end="", flush=True)
         return stream.completion
-
-
-def _print_choices(completion: Completion) -> None:
-    """Prints several answers one after another, at the end; a single answer is on the screen already."""
-    if len(completion.choices) == 1:
-        print()
-        return
-    for choice in completion.choices:
-        print(f"[{choice.index}] {choice.text}")
 
 
 def to_object(completion: Completion) -> dict[str, Any]:
@@ -114,11 +108,7 @@ def to_object(completion: Completion) -> dict[str, Any]:
         "request_id": completion.request_id,
         **{name: choices[0][name] for name in ("text", "token_ids", "finish_reason")},
         "choices": choices,
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "cached_tokens": {tier.value: usage.cached_tokens.get(tier, 0) for tier in Tier},
-        },
+        "usage": asdict(usage) | {"cached_tokens": {tier.value: usage.cached_tokens.get(tier, 0) for tier in Tier}},
         "seed": completion.seed,
         "workers": {"prefill": timeline.prefill_worker, "decode": timeline.decode_worker},
         "timeline": {"total_ms": timeline.total_ms, "spans": [asdict(span) for span in timeline.spans]},
@@ -126,14 +116,49 @@ def to_object(completion: Completion) -> dict[str, Any]:
 
 
 def _choice(choice: Choice) -> dict[str, Any]:
-    logprobs = logprobs_to_pb(choice.token_ids, choice.logprobs) if choice.logprobs else []
-    described = {
-        "index": choice.index,
-        "text": choice.text,
-        "token_ids": choice.token_ids,
-        "finish_reason": choice.finish_reason and choice.finish_reason.value,
-        "matched_stop": choice.matched_stop,
-    }
-    if logprobs:
+    described = asdict(choice) | {"finish_reason": choice.finish_reason and choice.finish_reason.value}
+    del described["logprobs"]
+    if choice.logprobs:
+        logprobs = logprobs_to_pb(choice.token_ids, choice.logprobs)
         described["logprobs"] = [MessageToDict(one, preserving_proto_field_name=True) for one in logprobs]
     return described
+
+
+def render_timeline(completion: Completion) -> str:
+    """Renders a row for each step, with its time, worker and blocks by tier; then a summary of the request.
+
+    Gates that the request passed at once have no row.
+    """
+    timeline = completion.timeline
+    steps = [(span, span.name.partition(".")[2]) for span in timeline.spans if "." in span.name]
+    rows = [
+        (f"{span.start_ms:.1f}", f"{span.duration_ms:.1f}", span.worker, step, _describe(span.counts))
+        for span, step in steps
+        if span.duration_ms >= MIN_WAIT_MS or not step.startswith("wait_")
+    ]
+    between_ms = timeline.total_ms - sum(span.duration_ms for span, _ in steps)
+    head = ("at ms", "took ms", "worker", "step", "")
+    return "\n".join([render(head, rows), "", _summary(completion, between_ms)])
+
+
+def _summary(completion: Completion, between_ms: float) -> str:
+    usage, timeline = completion.usage, completion.timeline
+    num_cached = sum(usage.cached_tokens.values())
+    sources = ", ".join(f"{tokens} {tier}" for tier, tokens in usage.cached_tokens.items()) or "none"
+    return (
+        f"{usage.prompt_tokens} prompt tokens ({num_cached} cached: {sources}), "
+        f"{usage.completion_tokens} generated, {timeline.total_ms:.1f} ms "
+        f"({max(0.0, between_ms):.1f} ms of it between processes)"
+    )
+
+
+def _describe(counts: Mapping[str, int]) -> str:
+    """Names blocks by their tier; tokens by tier are the same again."""
+    blocks = [f"{_count('blocks', count)} from {tier}" for tier in Tier if (count := counts.get(f"blocks_{tier}"))]
+    by_tier = {f"{unit}_{tier}" for unit in ("tokens", "blocks") for tier in Tier}
+    return ", ".join(blocks + [_count(name, counts[name]) for name in sorted(counts.keys() - by_tier)])
+
+
+def _count(name: str, value: int) -> str:
+    unit, _, what = name.partition("_")
+    return f"{value} {unit.removesuffix('s') if value == 1 else unit} {what}".rstrip()

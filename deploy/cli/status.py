@@ -12,7 +12,6 @@ from deploy.cli.command import Subparsers, add_command
 from deploy.cli.status_view import render_status
 from deploy.local import run_dir
 from deploy.local.client import call_operator, find_cluster
-from deploy.local.state import ClusterState
 from wire.convert import tiers_from_pb
 from wire.pb import cluster_pb2, worker_pb2
 from wire.tier import BLOCK_STATES, Tier
@@ -42,21 +41,14 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(to_object(status)))
     else:
         print(render_status(status))
-        _show_logs(state)
-    if not args.check:
-        return 0
-    if status.problems:
+        if state.head is not None:  # a Ray cluster that was joined keeps its logs elsewhere
+            print(f"\nlogs in {run_dir.ray_logs(Path(state.run_dir))}")
+    if args.check and status.problems:
         print(f"baton: {len(status.problems)} problems", file=sys.stderr)
         return 1
-    if not args.json:
+    if args.check and not args.json:
         print("\nall invariants hold")
     return 0
-
-
-def _show_logs(state: ClusterState) -> None:
-    """Prints where the logs are, which only a Ray cluster of our own lets us know."""
-    if state.head is not None:
-        print(f"\nlogs in {run_dir.ray_logs(Path(state.run_dir))}")
 
 
 def to_object(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:

@@ -43,33 +43,25 @@ def _summary(status: cluster_pb2.ClusterStatus) -> Iterator[str]:
 
 
 def _render_workers(workers: Sequence[worker_pb2.WorkerStatus]) -> str:
-    if not workers:
-        return "no workers"
-    return f"{render(WORKER_HEAD, [_worker_row(worker) for worker in workers])}\n{WORKER_NOTE}"
+    return (
+        f"{render(WORKER_HEAD, [_worker_row(worker) for worker in workers])}\n{WORKER_NOTE}"
+        if workers
+        else "no workers"
+    )
 
 
 def _worker_row(worker: worker_pb2.WorkerStatus) -> tuple[str, ...]:
+    computed, cached = worker.computed_prompt_tokens, worker.cached_prompt_tokens
+    counts = (worker.num_running, worker.num_waiting, worker.num_preemptions, computed, cached)
+    cells = (*map(str, counts), _share(cached, computed + cached), str(worker.generated_tokens))
     known = (worker.worker_id, str(worker.pid), worker.state or "no answer")
-    if not worker.HasField("blocks"):
-        return (*known, *[NOT_KNOWN] * (len(WORKER_HEAD) - len(known)))
-    num_prompt = worker.computed_prompt_tokens + worker.cached_prompt_tokens
-    return (
-        *known,
-        str(worker.num_running),
-        str(worker.num_waiting),
-        str(worker.num_preemptions),
-        str(worker.computed_prompt_tokens),
-        str(worker.cached_prompt_tokens),
-        _share(worker.cached_prompt_tokens, num_prompt),
-        str(worker.generated_tokens),
-    )
+    return known + (cells if worker.HasField("blocks") else (NOT_KNOWN,) * len(cells))
 
 
 def _render_blocks(status: cluster_pb2.ClusterStatus) -> str:
     workers = [(worker.worker_id, worker.blocks) for worker in _sorted(status.workers) if worker.HasField("blocks")]
-    host = status_of(Tier.HOST, status.tiers)
-    arena = [("arena", host.blocks)] if host.blocks.total else []
-    rows = [_block_row(name, blocks) for name, blocks in [*workers, *arena]]
+    arena = ("arena", status_of(Tier.HOST, status.tiers).blocks)
+    rows = [_block_row(name, blocks) for name, blocks in (*workers, arena) if blocks.total]
     return render(BLOCK_HEAD, rows) if rows else ""
 
 
@@ -85,12 +77,8 @@ def _render_tiers(status: cluster_pb2.ClusterStatus) -> str:
     arena = f"{size}, {host.counts['leases']} being read, {host.counts['holds']} prompts held for decode"
     state = "does not answer, and is left alone" if redis.state == "broken" else redis.state
     has_redis = redis.state not in ("", "off")
-    return "\n".join(
-        [
-            f"arena  {arena if host.blocks.total else NOT_KNOWN}",
-            f"redis  {f'{state}: {counts} (blocks)' if has_redis else state or NOT_KNOWN}",
-        ]
-    )
+    redis_line = f"{state}: {counts} (blocks)" if has_redis else state or NOT_KNOWN
+    return f"arena  {arena if host.blocks.total else NOT_KNOWN}\nredis  {redis_line}"
 
 
 def _sorted(workers: Sequence[worker_pb2.WorkerStatus]) -> list[worker_pb2.WorkerStatus]:

@@ -4,10 +4,8 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from deploy.cli.command import Subparsers
@@ -30,44 +28,33 @@ def _port_or_off(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-@dataclass(frozen=True)
-class Flag:
-    """A flag that is a setting of the file, too."""
-
-    flag: str
-    setting: str
-    metavar: str | None
-    help: str
-    type: Callable[[str], Any] = str
-    choices: Sequence[str] | None = None
-
-
 _MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)"
 _DTYPE = "what it computes in (default: auto, which is float32 on a CPU and the checkpoint's own on a GPU)"
 _GRPC = "where clients connect, on 127.0.0.1; 0 is any free port (default: 50051)"
 _METRICS = "where Prometheus scrapes, on 127.0.0.1; 0 is any free port, `off` is none (default: 0)"
 _REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"
-FLAGS = {
-    "model": (
-        Flag("--model", "model.path", "PATH_OR_HUB_NAME", _MODEL),
-        Flag("--dtype", "model.dtype", None, _DTYPE, choices=DTYPES),
-        Flag("--block-size", "model.block_size", "TOKENS", "tokens per block of KV (default: 16)", int),
-    ),
-    "workers": (
-        Flag("--prefill", "pools.prefill", "N", "prefill workers, 0 for none (default: 1)", int),
-        Flag("--decode", "pools.decode", "M", "decode workers (default: 1)", int),
-        Flag("--pool-bytes", "worker.pool_bytes", "SIZE", "KV pages of each worker, like 512MiB"),
-        Flag("--threads", "worker.num_threads", "T", "threads of each worker", int),
-        Flag("--gpus", "worker.num_gpus", "SHARE", "share of a GPU for each worker, 0 to 1", float),
-    ),
-    "services": (
-        Flag("--grpc-port", "router.grpc_port", "PORT", _GRPC, int),
-        Flag("--metrics-port", "router.metrics_port", "PORT", _METRICS, _port_or_off),
-        Flag("--arena-bytes", "arena.size_bytes", "SIZE", "shared memory for KV blocks, like 1GiB"),
-        Flag("--redis-url", "redis.url", "URL", _REDIS),
-        Flag("--ray-address", "ray.address", "ADDRESS", "a Ray cluster to join (default: start one)"),
-    ),
+FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
+    "model": {
+        "--model": ("model.path", "PATH_OR_HUB_NAME", str, _MODEL),
+        "--dtype": ("model.dtype", None, str, _DTYPE),
+        "--block-size": ("model.block_size", "TOKENS", int, "tokens per block of KV (default: 16)"),
+    },
+    "workers": {
+        "--prefill": ("pools.prefill", "N", int, "prefill workers, 0 for none (default: 1)"),
+        "--decode": ("pools.decode", "M", int, "decode workers (default: 1)"),
+        "--pool-bytes": ("worker.pool_bytes", "SIZE", str, "KV pages of each worker, like 512MiB"),
+        "--threads": ("worker.num_threads", "T", int, "threads of each worker"),
+        "--gpus": ("worker.num_gpus", "SHARE", float, "share of a GPU for each worker, 0 to 1"),
+    },
+    "services": {
+        "--grpc-port": ("router.grpc_port", "PORT", int, _GRPC),
+        "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
+        "--arena-bytes": ("arena.size_bytes", "SIZE", str, "shared memory for KV blocks, like 1GiB"),
+        "--redis-url": ("redis.url", "URL", str, _REDIS),
+        "--ray-address": ("ray.address", "ADDRESS", str, "a Ray cluster to join (default: start one)"),
+    },
 }
+"""Flags by group: the setting of the file that each one is, too, and its value."""
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -83,17 +70,16 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--name", help="name of the cluster (default: default)")
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
-        for one in flags:
-            group.add_argument(
-                one.flag, dest=one.setting, metavar=one.metavar, help=one.help, type=one.type, choices=one.choices
-            )
+        for flag, (setting, metavar, kind, text) in flags.items():
+            choices = DTYPES if setting == "model.dtype" else None
+            group.add_argument(flag, dest=setting, metavar=metavar, type=kind, choices=choices, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     began_s = time.monotonic()
     given = {name: value for name, value in vars(args).items() if name not in ("run", "config")}
     config = ClusterConfig.load(getattr(args, "config", None), _nested(given))
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # half-done work is cleaned up, as at Ctrl-C
     state = Startup(config, Console()).run()
     named = "" if config.name == "default" else f" --name {config.name}"
     print(f"\nServing {state.model} at {state.address} after {time.monotonic() - began_s:.1f} s. Now:")
@@ -103,17 +89,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """Turns `{"a.b": 1}` into `{"a": {"b": 1}}`."""
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         table, _, key = name.rpartition(".")
         (nested.setdefault(table, {}) if table else nested)[key] = value
     return nested
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    """Ends the command at SIGTERM as Ctrl-C does, with a clean-up of half-done work."""
-    raise KeyboardInterrupt
 
 
 class Console:

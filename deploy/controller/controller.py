@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -20,10 +21,11 @@ from deploy.controller.pools import Pools, PoolsRecord
 from deploy.controller.singleton import Singleton
 from deploy.controller.tasks import Tasks, persist
 from deploy.plan.cluster_plan import CONTROLLER, ClusterPlan
-from deploy.processes import process_record
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.logs import start_logging
+from deploy.processes.process import record_own
 from wire.ids import WorkerId
+from wire.settings import from_json, to_json
 
 START_TIMEOUT_S = 1800.0
 SCALE_TIMEOUT_S = 570.0
@@ -37,22 +39,21 @@ class Controller:
     def __init__(self, plan_json: str) -> None:
         """Raises ConfigError."""
         start_logging(CONTROLLER)
-        plan = ClusterPlan.from_json(plan_json)
+        plan = from_json(ClusterPlan, plan_json, "plan")
         self._router_config = plan.router
         self._events = EventLog(time.monotonic)
         self._node_is_up = asyncio.Event()
         run_dir = Path(plan.run_dir)
-        process_record.write_own(run_dir, CONTROLLER)
-        self._host = host = RayHost(run_dir)
-        self._node = Singleton(host, "node", "deploy.actors.node:NodeActor", plan.node.to_json(), run_dir, self._events)
-        self._router = Singleton(
-            host, "router", "router.actor:RouterActor", plan.router.to_json(), run_dir, self._events
-        )
+        record_own(run_dir, CONTROLLER)
+        self._host = RayHost(run_dir)
+        common = self._host, run_dir, self._events
+        self._node = Singleton("node", "deploy.actors.node:NodeActor", to_json(plan.node), *common)
+        self._router = Singleton("router", "router.actor:RouterActor", to_json(plan.router), *common)
         self._keep_ports()
         record = AtomicFile(run_dir / "pools.json")
         earlier = record.read()
         pools = Pools(PoolsRecord(plan.pools)) if earlier is None else Pools.from_json(earlier.decode())
-        self._fleet = Fleet(pools, host, plan, self._node_is_up, self._events, record)
+        self._fleet = Fleet(pools, self._host, plan, self._node_is_up, self._events, record)
         self._tasks = Tasks()
         if earlier is not None:
             self._tasks.begin(self._take_over())
@@ -95,7 +96,6 @@ class Controller:
         return "{}"
 
     async def _take_over(self) -> None:
-        """Goes on where an earlier controller has begun."""
         self._events.note("the controller was lost, and is back")
         await persist("the care for the workers", self._fleet.take_over, self._events)
         self._tasks.begin(self._fleet.run())
@@ -118,17 +118,13 @@ class Controller:
         return addresses
 
     def _keep_ports(self) -> None:
-        """Gives a router that has started once the same ports again."""
         if self._router.answer is None:
             return
-        answer = json.loads(self._router.answer)
-        listeners = replace(
-            self._router_config.listeners,
-            grpc_port=_port(answer["address"]),
-            operator_port=_port(answer["operator_address"]),
-            metrics_port=_port(answer["metrics_address"]) if answer["metrics_address"] else None,
-        )
-        self._router.config_json = replace(self._router_config, listeners=listeners).to_json()
+        addresses = json.loads(self._router.answer)
+        names = {"grpc_port": "address", "operator_port": "operator_address", "metrics_port": "metrics_address"}
+        ports: dict[str, Any] = {port: _port(addresses[name]) for port, name in names.items() if addresses[name]}
+        listeners = replace(self._router_config.listeners, **ports)
+        self._router.config_json = to_json(replace(self._router_config, listeners=listeners))
 
     async def _end(self) -> None:
         await self._fleet.end()

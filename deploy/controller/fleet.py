@@ -6,11 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
+from operator import attrgetter
 
 from deploy.actors.actor_host import ActorHost
 from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector
 from deploy.controller.event_log import EventLog
-from deploy.controller.member_list import MemberList
 from deploy.controller.pools import Pools
 from deploy.controller.tasks import Tasks, repeat
 from deploy.plan.cluster_plan import ClusterPlan
@@ -21,9 +22,40 @@ from wire.pools import PoolSizes, Role, Worker, WorkerState
 
 START_TIMEOUT_S = 900.0
 DRAIN_MARGIN_S = 10.0
+TELL_TIMEOUT_S = 20.0
 TARGETS = {Role.PREFILL: "prefill_worker.actor:PrefillActor", Role.DECODE: "decode_worker.actor:DecodeActor"}
 
 log = logging.getLogger(__name__)
+
+
+class MemberList:
+    """The workers that serve, as the router is to know them. `is_announced` becomes False at every change of them."""
+
+    def __init__(self, pools: Pools, host: ActorHost, events: EventLog) -> None:
+        self._pools = pools
+        self._host = host
+        self._events = events
+        self._refused: dict[WorkerId, str] = {}
+        self._announcing = asyncio.Lock()
+        self.is_announced = False
+
+    async def announce(self) -> None:
+        """Tells the router which workers serve and drain. `is_announced` stays False if it does not hear or take it."""
+        async with self._announcing:
+            self.is_announced = True  # a change during the call makes it False again
+            members = [worker for worker in self._pools if worker.address]
+            listed = json.dumps([asdict(worker) for worker in members], default=attrgetter("value"))
+            try:
+                answer = await self._host.call("router", "set_members", listed, timeout_s=TELL_TIMEOUT_S)
+            except BatonError as error:
+                log.info("the router is not told of %d workers: %s", len(members), error.message)
+                self.is_announced = False
+                return
+            refused: dict[WorkerId, str] = json.loads(answer)
+            self.is_announced = self.is_announced and not refused
+            for worker_id, reason in refused.items() - self._refused.items():
+                self._events.note(f"the router does not take worker {worker_id}: {reason}")
+            self._refused = refused
 
 
 class Fleet:
@@ -51,7 +83,7 @@ class Fleet:
         self._detectors: dict[WorkerId, FailureDetector] = {}
         self._failures: list[str] = []
         self._tasks = Tasks()
-        self._endings = {role: Tasks() for role in Role}
+        self._endings = {role: Tasks() for role in Role}  # of processes; only a start of the same role waits for them
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
 
@@ -62,9 +94,8 @@ class Fleet:
 
     async def take_over(self) -> None:
         """Goes on with the workers that an earlier controller has left, and replaces dead ones."""
-        workers = list(self._pools)
-        are_there = [await asyncio.to_thread(self._host.adopt, worker.id) for worker in workers]
-        for worker, is_there in zip(workers, are_there, strict=True):
+        are_there = {worker: await asyncio.to_thread(self._host.adopt, worker.id) for worker in self._pools}
+        for worker, is_there in are_there.items():
             if not is_there:
                 self._pools.forget(worker.id)
                 self._events.note(f"worker {worker.id} was lost")
@@ -113,14 +144,14 @@ class Fleet:
 
     def introduce(self) -> None:
         """Tells all workers to a router that knows of none."""
-        self._member_list.has_changed()
+        self._member_list.is_announced = False
         self._wake.set()
 
     async def end(self) -> None:
         """Ends all workers, whatever they do."""
         self._tasks.cancel()
         for worker in self._pools:
-            self._begin_end(worker)
+            self._endings[worker.role].begin(self._host.end(worker.id))
         await asyncio.gather(*(endings.wait() for endings in self._endings.values()))
 
     async def _step(self) -> None:
@@ -135,14 +166,13 @@ class Fleet:
         if not self._member_list.is_announced:
             await self._member_list.announce()
         await self._notify()
-        await self._sleep()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PROBE_EVERY_S):
+                await self._wake.wait()
         await asyncio.gather(*(self._probe(worker.id) for worker in self._pools))
 
     async def _carry_out(self, worker: Worker) -> None:
-        if worker.state is WorkerState.STARTING:
-            await self._start(worker)
-        else:
-            await self._dismiss(worker)
+        await (self._start(worker) if worker.state is WorkerState.STARTING else self._dismiss(worker))
         self._wake.set()
         await self._notify()
 
@@ -167,12 +197,10 @@ class Fleet:
             self._events.note(f"worker {worker.id} is ready after {self._clock() - began_s:.1f} s")
 
     async def _serve(self, worker: Worker) -> str:
-        """Launches a worker, which goes to work when the node's service is up; returns its address."""
         self._host.launch(worker.id, TARGETS[worker.role], self._plan.resources)
         await self._node_is_up.wait()
         answer = await self._host.start(worker.id, self._plan.worker.config_of(worker).to_json(), START_TIMEOUT_S)
-        address: str = json.loads(answer)["address"]
-        return address
+        return str(json.loads(answer)["address"])
 
     async def _dismiss(self, worker: Worker) -> None:
         """Lets a worker finish its requests, if it serves, and ends it."""
@@ -208,20 +236,15 @@ class Fleet:
             self._lose(self._pools[worker_id], f"worker {worker_id} {reason}")
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        """Gives up a worker that is dead, or as good as."""
         self._events.note(reason)
         self._detectors.pop(worker.id, None)
         self._pools.lost(worker.id, self._clock())
         self._tell_of_change()
-        self._begin_end(worker)
+        self._endings[worker.role].begin(self._host.end(worker.id))
         self._wake.set()
 
-    def _begin_end(self, worker: Worker) -> None:
-        """Ends a process, which may take its time; only a start of the same role waits for that."""
-        self._endings[worker.role].begin(self._host.end(worker.id))
-
     def _tell_of_change(self) -> None:
-        self._member_list.has_changed()
+        self._member_list.is_announced = False
         self._write_record()
 
     def _write_record(self) -> None:
@@ -230,11 +253,6 @@ class Fleet:
         if self._is_recorded and not is_recorded:
             self._events.note("the pools cannot be written down: a controller that takes over now will not know them")
         self._is_recorded = is_recorded
-
-    async def _sleep(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(PROBE_EVERY_S):
-                await self._wake.wait()
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -76,7 +76,7 @@ class Pools:
         are_ready = all(worker.state is WorkerState.READY for worker in self)
         return are_ready and all(len(self._of(role)) == self.sizes[role] for role in Role)
 
-    def resize(self, prefill: int | None, decode: int | None) -> None:
+    def resize(self, prefill: int | None = None, decode: int | None = None) -> None:
         """Sets the sizes; None leaves a pool as it is. Raises InvalidRequest, and then changes nothing."""
         given = {role: size for role, size in (("prefill", prefill), ("decode", decode)) if size is not None}
         resized = replace(self.sizes, **given)
@@ -94,10 +94,7 @@ class Pools:
         worker = self[worker_id]
         if worker.state is WorkerState.DRAINING:
             return None
-        if worker.role is Role.PREFILL:
-            self.resize(max(0, self.sizes.prefill - 1), None)
-        else:
-            self.resize(None, self.sizes.decode - 1)
+        self.resize(**{worker.role.value: max(0, self.sizes[worker.role] - 1)})
         return self._change(worker, state=WorkerState.DRAINING)
 
     def became_ready(self, worker_id: WorkerId, address: str) -> None:
@@ -139,7 +136,6 @@ class Pools:
         return [self._hire(role) for _ in range(-surplus)]
 
     def _of(self, role: Role) -> list[Worker]:
-        """Returns the workers that count for a pool's size."""
         return [worker for worker in self if worker.role is role and worker.state is not WorkerState.DRAINING]
 
     def _dispensable(self, role: Role) -> list[Worker]:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 from deploy.actors.actor_host import ActorHost
@@ -30,10 +30,10 @@ class Singleton:
 
     def __init__(
         self,
-        host: ActorHost,
         name: str,
         target: str,
         config_json: str,
+        host: ActorHost,
         run_dir: Path,
         events: EventLog,
         clock: Callable[[], float] = time.monotonic,
@@ -53,6 +53,7 @@ class Singleton:
 
     async def start(self) -> str:
         """Returns the object's answer. Raises as `ActorHost.start` does."""
+        self._host.launch(self.name, self._target, Resources())
         self.answer = await self._host.start(self.name, self.config_json, START_TIMEOUT_S)
         self._record.try_write(self.answer.encode())
         self._detector = FailureDetector()
@@ -60,7 +61,7 @@ class Singleton:
 
     async def take_over(self) -> str:
         """Returns the answer of the actor that was left behind, or of another in its place if that does not start."""
-        return await self._attempt(self.start) or await self._replace()
+        return await self._attempt() or await self._replace()
 
     async def watch(self, on_restart: Callable[[], None]) -> None:
         """Replaces the actor whenever it dies, until cancelled; calls `on_restart` when the service is there again."""
@@ -78,23 +79,19 @@ class Singleton:
         """Tries until it succeeds, after longer and longer pauses; returns the object's answer."""
         await self._host.end(self.name)
         pause_s = FIRST_PAUSE_S
-        while not (answer := await self._attempt(self._start_another)):
-            await self._host.end(self.name)  # a process whose object did not start would answer a probe all the same
+        while not (answer := await self._attempt()):
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
         self._events.note(f"the {self.name} is back")
         return answer
 
-    async def _start_another(self) -> str:
-        self._host.launch(self.name, self._target, Resources())
-        return await self.start()
-
-    async def _attempt(self, start: Callable[[], Awaitable[str]]) -> str:
+    async def _attempt(self) -> str:
         """Returns the answer, or nothing after a failure, which it notes."""
         try:
-            return await start()
+            return await self.start()
         except Exception as error:
             log.info("the %s did not start again", self.name, exc_info=error)
             reason = error.message if isinstance(error, BatonError) else repr(error)
             self._events.note(f"the {self.name} did not start again: {reason}")
+            await self._host.end(self.name)  # a process whose object did not start would answer a probe all the same
             return ""

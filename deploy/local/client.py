@@ -1,12 +1,10 @@
 """The command line's side of gRPC: finds a cluster by its state, and calls its router."""
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import grpc
-import grpc.aio
 from google.protobuf.message import Message
 
 from baton.request import typed_errors
@@ -36,7 +34,7 @@ def explained(state: ClusterState) -> Iterator[None]:
         failure = error.__cause__
         if not state.is_alive:
             raise Unavailable(f"the cluster {state.name} has crashed: {_clean_up(state.name)}") from failure
-        if isinstance(failure, grpc.aio.AioRpcError) and not failure.trailing_metadata():  # no server has said so
+        if isinstance(failure, grpc.RpcError) and not cast(grpc.Call, failure).trailing_metadata():  # no server's word
             status = _command("status", state.name)
             raise Unavailable(f"the router went away or is not back yet ({error.message}): see `{status}`") from failure
         raise
@@ -44,14 +42,10 @@ def explained(state: ClusterState) -> Iterator[None]:
 
 def call_operator(state: ClusterState, method: str, request: Message, timeout_s: float) -> Any:
     """Calls a method of the operator's service, and blocks until its answer. Raises BatonError."""
-    with explained(state), typed_errors():
-        return asyncio.run(_call_operator(state, method, request, timeout_s))
-
-
-async def _call_operator(state: ClusterState, method: str, request: Message, timeout_s: float) -> Any:
-    async with grpc.aio.insecure_channel(state.operator_address, options=CHANNEL_OPTIONS) as channel:
+    channel = grpc.insecure_channel(state.operator_address, options=CHANNEL_OPTIONS)
+    with explained(state), typed_errors(), channel:
         call = getattr(ClusterStub(channel), method)
-        return await call(request, metadata=((TOKEN_METADATA, state.token),), timeout=timeout_s)
+        return call(request, metadata=((TOKEN_METADATA, state.token),), timeout=timeout_s)
 
 
 def _clean_up(name: str) -> str:

@@ -4,6 +4,7 @@ import importlib.util
 import shutil
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,14 +64,12 @@ def _wait_until_up(process: ProcessRef, program: str, path: Path) -> None:
 
 
 def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as connection:
+    with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
         connection.settimeout(1.0)
-        try:
-            connection.connect(str(path))
-            connection.sendall(b"PING\r\n")
-            return connection.recv(7) == b"+PONG\r\n"
-        except OSError:
-            return False
+        connection.connect(str(path))
+        connection.sendall(b"PING\r\n")
+        return connection.recv(7) == b"+PONG\r\n"
+    return False
 
 
 def _bundled() -> str | None:

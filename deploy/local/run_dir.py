@@ -35,6 +35,5 @@ def ray_logs(folder: Path) -> Path:
 
 def log_tail(log: Path, num_lines: int = 15) -> str:
     """Returns the last lines of a log, for a message; empty if there is none."""
-    if not log.exists():
-        return ""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join(lines[-num_lines:])

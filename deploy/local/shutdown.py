@@ -5,14 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from deploy.local import run_dir
 from deploy.local.client import call_operator
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.plan.cluster_plan import namespace
-from deploy.processes import process_record
-from deploy.processes.process import ProcessRef, end_session, wait_for_end, wait_or_kill
+from deploy.processes.process import ProcessRef, end_session, recorded_living, wait_for_end, wait_or_kill
 from wire.errors import BatonError
 from wire.pb import cluster_pb2
 
@@ -33,7 +33,8 @@ def shut_down(file: StateFile, state: ClusterState) -> list[str]:
     """
     _interrupt(state)
     if state.phase is ClusterPhase.RUNNING:
-        _end_gently(state)
+        with suppress(BatonError):
+            _end_gently(state)
     problems = tear_down(state)
     if not problems:
         file.remove()
@@ -52,8 +53,8 @@ def tear_down(state: ClusterState) -> list[str]:
     if state.arena_path:
         Path(state.arena_path).unlink(missing_ok=True)
     run_dir.remove(Path(state.run_dir))
-    left = [path for path in (state.arena_path, state.run_dir) if path and Path(path).exists()]
-    return problems + [f"{path} could not be removed" for path in left]
+    paths = (state.arena_path, state.run_dir)
+    return problems + [f"{path} could not be removed" for path in paths if path and Path(path).exists()]
 
 
 def _interrupt(state: ClusterState) -> None:
@@ -64,12 +65,8 @@ def _interrupt(state: ClusterState) -> None:
 
 
 def _end_gently(state: ClusterState) -> None:
-    """Lets the controller end all actors, and waits for them, unless the cluster does not answer."""
-    try:
-        call_operator(state, "Shutdown", cluster_pb2.ShutdownRequest(), ASK_TIMEOUT_S)
-    except BatonError:
-        return
-    for actor in process_record.living(Path(state.run_dir)):
+    call_operator(state, "Shutdown", cluster_pb2.ShutdownRequest(), ASK_TIMEOUT_S)
+    for actor in recorded_living(Path(state.run_dir)):
         wait_for_end(actor.pid, ACTORS_TIMEOUT_S)
 
 
@@ -84,20 +81,22 @@ def _end(leader: ProcessRef, grace_s: float, what: str) -> list[str]:
 def _end_joined(state: ClusterState) -> list[str]:
     """Ends actors through Ray itself, and then by force: stopped ones hear nothing."""
     command = [sys.executable, "-m", "deploy.actors.end_actors", state.ray_address, namespace(state.name)]
-    if not _listens(state.ray_address):
+    if connection_problem(state.ray_address) is not None:
         return []  # its actors have ended with it
     try:
         subprocess.run(command, timeout=JOIN_TIMEOUT_S, capture_output=True, check=False)
     except subprocess.TimeoutExpired:
         return [f"Ray at {state.ray_address} did not end the actors within {JOIN_TIMEOUT_S:.0f} s"]
-    actors = process_record.living(Path(state.run_dir))
+    actors = recorded_living(Path(state.run_dir))
     return [f"actor process {actor.pid} does not end" for actor in actors if not wait_or_kill(actor, ACTOR_GRACE_S)]
 
 
-def _listens(address: str) -> bool:
+def connection_problem(address: str) -> str | None:
+    """Returns why nothing answers at HOST:PORT, in seconds where Ray would take minutes. Only Ray can find `auto`."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
+        if host and port.isdigit():
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

@@ -3,14 +3,14 @@
 import os
 import secrets
 import socket
-from contextlib import suppress
-from dataclasses import asdict, replace
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from deploy.local import redis_server, run_dir
-from deploy.local.ray_process import Launched, RayProcess
-from deploy.local.shutdown import tear_down
+from deploy.local.ray_process import RayProcess
+from deploy.local.shutdown import connection_problem, tear_down
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, load_secret
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.cluster_plan import ClusterPlan, NodeConfig, make_plan, namespace
@@ -23,7 +23,6 @@ from wire.errors import ConfigError
 from worker.config import StoreSettings
 
 LOOPBACK = "127.0.0.1"
-RAY_CONNECT_TIMEOUT_S = 5.0
 
 
 class Reporter(Protocol):
@@ -35,7 +34,7 @@ class Reporter(Protocol):
 
 
 class Startup:
-    """One attempt at a start. It keeps the state file as far as the cluster is: `down` can clean up after a crash."""
+    """A start under way. It keeps the state file as far as the cluster is: `down` can clean up after a crash."""
 
     def __init__(self, config: ClusterConfig, reporter: Reporter) -> None:
         self._config = config
@@ -52,20 +51,18 @@ class Startup:
 
     def run(self) -> ClusterState:
         """Returns when the cluster serves. Raises ConfigError, and leaves nothing behind, if it cannot."""
-        try:
+        with ExitStack() as undo:
+            undo.callback(run_dir.remove, self._run_dir)
             _require_free("--grpc-port", self._config.router.grpc_port)
             _require_free("--metrics-port", self._config.router.metrics_port)
-            _require_ray(self._config.ray.address)
+            if (problem := connection_problem(self._config.ray.address or "")) is not None:
+                raise ConfigError(f"no Ray cluster answers at {self._config.ray.address} ({problem})")
             self._claim()
-        except BaseException:
-            run_dir.remove(self._run_dir)
-            raise
-        try:
-            return self._start()
-        except BaseException:
-            tear_down(self._state)
-            self._file.remove()
-            raise
+            undo.callback(self._file.remove)
+            undo.callback(lambda: tear_down(self._state))
+            self._start()
+            undo.pop_all()
+        return self._state
 
     def _claim(self) -> None:
         """Takes the cluster's name; removes first what a crashed cluster of that name has left."""
@@ -84,8 +81,7 @@ class Startup:
         if not self._file.claim(self._state):
             raise ConfigError(f"another `baton up --name {self._config.name}` is at work")
 
-    def _start(self) -> ClusterState:
-        """Checks and hashes the model while Ray starts."""
+    def _start(self) -> None:
         ray = RayProcess(self._run_dir, namespace(self._config.name), self._config.ray.address)
         try:
             self._note(head=ray.process)
@@ -96,12 +92,11 @@ class Startup:
             ray_address = ray.wait_for_ray()
             self._reporter.tell("ray", f"{'joined' if self._config.ray.address else 'started'} at {ray_address}")
             self._note(ray_address=ray_address, arena_path=plan.node.arena_path)
-            launched = self._launch(ray, plan)
+            addresses = self._launch(ray, plan)
         finally:
             ray.close()
         head = None if self._config.ray.address else ray.process
-        self._note(phase=ClusterPhase.RUNNING, model=model.served.name, head=head, **asdict(launched))
-        return self._state
+        self._note(phase=ClusterPhase.RUNNING, model=model.served.name, head=head, **addresses)
 
     def _start_redis(self) -> str | None:
         settings = self._config.redis
@@ -130,16 +125,12 @@ class Startup:
         return sizes
 
     def _plan(self, model: ModelFacts, sizes: Sizes, redis_url: str | None) -> ClusterPlan:
-        redis_timeout_s = self._config.redis.timeout_ms / 1000
-        node = NodeConfig(
-            store=StoreSettings(str(self._run_dir / "directory.sock"), redis_url, redis_timeout_s),
-            arena_path=str(SHARED_MEMORY / self._run_dir.name),
-            layout_hex=model.served.layout_hex,
-            num_slots=sizes.num_arena_slots,
-        )
+        directory, timeout_s = str(self._run_dir / "directory.sock"), self._config.redis.timeout_ms / 1000
+        store, arena_path = StoreSettings(directory, redis_url, timeout_s), str(SHARED_MEMORY / self._run_dir.name)
+        node = NodeConfig(store, arena_path, model.served.layout_hex, sizes.num_arena_slots)
         return make_plan(self._config, model, sizes, node, self._state.token, load_secret())
 
-    def _launch(self, ray: RayProcess, plan: ClusterPlan) -> Launched:
+    def _launch(self, ray: RayProcess, plan: ClusterPlan) -> dict[str, str]:
         arena, size_bytes = Path(plan.node.arena_path), plan.node.arena_bytes
         self._reporter.tell("arena", f"{format_bytes(size_bytes)} of shared memory")
 
@@ -166,14 +157,3 @@ def _require_free(flag: str, port: int | str) -> None:
         except OSError as error:
             reason = f"port {port} cannot be had ({error.strerror})"
             raise ConfigError(f"{reason}: give another {flag}, or 0 for any free one") from error
-
-
-def _require_ray(address: str | None) -> None:
-    """Raises ConfigError in seconds, where Ray would take minutes. Only Ray itself can find `auto`."""
-    host, _, port = (address or "").rpartition(":")
-    if not host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), RAY_CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise ConfigError(f"no Ray cluster answers at {address} ({error.strerror or error})") from error

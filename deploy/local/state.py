@@ -7,9 +7,8 @@ from enum import Enum
 from pathlib import Path
 
 from deploy.plan.config import check_name
-from deploy.processes import process_record
 from deploy.processes.atomic_file import AtomicFile
-from deploy.processes.process import ProcessRef
+from deploy.processes.process import ProcessRef, recorded_living
 from wire.errors import ConfigError
 from wire.settings import from_json, to_json
 
@@ -50,7 +49,7 @@ class ClusterState:
     @property
     def is_alive(self) -> bool:
         """True while any process that the state knows of runs."""
-        known = [self.head, self.redis, *process_record.living(Path(self.run_dir))]
+        known = [self.head, self.redis, *recorded_living(Path(self.run_dir))]
         known += [self.command] if self.phase is ClusterPhase.STARTING else []
         return any(one.is_alive for one in known if one is not None)
 
@@ -106,11 +105,9 @@ def load_secret() -> bytes:
 
     It is made at first use, and outlives restarts, so that Redis stays warm; commands that start at once get the same.
     """
-    file = AtomicFile(state_dir() / "secret")
-    if not file.path.exists():
-        file.create(secrets.token_bytes(SECRET_BYTES))
-    if file.path.stat().st_size != SECRET_BYTES or file.path.stat().st_mode & 0o077:
-        raise ConfigError(
-            f"{file.path} must hold {SECRET_BYTES} bytes that only you can read: remove it to get a new one"
-        )
-    return file.path.read_bytes()
+    path = state_dir() / "secret"
+    if not path.exists():
+        AtomicFile(path).create(secrets.token_bytes(SECRET_BYTES))
+    if path.stat().st_size != SECRET_BYTES or path.stat().st_mode & 0o077:
+        raise ConfigError(f"{path} must hold {SECRET_BYTES} bytes that only you can read: remove it to get a new one")
+    return path.read_bytes()

@@ -1,20 +1,21 @@
 """The plan of a cluster, which starts its controller: made of settings, model, sizes and the node's paths. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
-from deploy.plan.config import ClusterConfig
+from deploy.plan.config import ClusterConfig, RouterSettings
 from deploy.plan.model import ModelFacts
 from deploy.plan.sizing import Sizes
-from router.config import ClusterAccess, RouterConfig
+from router.config import AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
 from wire.layout import KVLayout
 from wire.pools import PoolSizes
-from wire.settings import from_json, to_json
 from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerTemplate
 from worker.engine_watch import MAX_SILENCE_S
 
 CONTROLLER = "controller"
 MAX_SILENCE_ON_GPU_S = 30.0
+Part = TypeVar("Part", AdmissionBounds, Listeners, StreamBounds)
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,10 @@ class NodeConfig:
     def arena_bytes(self) -> int:
         return self.num_slots * self.layout.block_bytes
 
-    def to_json(self) -> str:
-        return to_json(self)
-
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """All decisions of `baton up`. `resources` are those of each worker.
+    """All decisions of `baton up`. `resources`: of each worker.
 
     run_dir: the cluster's folder, where the controller keeps its records for a successor.
     """
@@ -61,14 +59,6 @@ class ClusterPlan:
     drain_grace_s: int
     run_dir: str
 
-    def to_json(self) -> str:
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "ClusterPlan":
-        """Raises ConfigError."""
-        return from_json(cls, text, "plan")
-
 
 def namespace(cluster: str) -> str:
     """Returns the Ray namespace of all actors of a cluster."""
@@ -79,20 +69,27 @@ def make_plan(
     config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeConfig, token: str, secret: bytes
 ) -> ClusterPlan:
     return ClusterPlan(
-        pools=PoolSizes(config.pools.prefill, config.pools.decode),
+        pools=config.pools,
         node=node,
         router=RouterConfig(
             model=model.served,
             cluster=ClusterAccess(token, secret.hex(), CONTROLLER, namespace(config.name)),
-            listeners=config.router.listeners,
-            admission=config.router.admission,
-            streams=config.router.streams,
+            listeners=_part(Listeners, config.router),
+            admission=_part(AdmissionBounds, config.router),
+            streams=_part(StreamBounds, config.router),
         ),
         worker=_worker(config, model, sizes, node, token),
         resources=Resources(config.worker.num_cpus, sizes.num_gpus),
         drain_grace_s=config.worker.drain_grace_s,
         run_dir=str(Path(node.store.directory_path).parent),
     )
+
+
+def _part(cls: type[Part], settings: RouterSettings) -> Part:
+    """Picks a part's own settings; one that is off is None there."""
+    given: dict[str, Any] = {one.name: getattr(settings, one.name, one.default) for one in fields(cls)}
+    given |= {name: None for name, value in given.items() if value == "off"}
+    return cls(**given)
 
 
 def _worker(config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeConfig, token: str) -> WorkerTemplate:

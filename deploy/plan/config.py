@@ -3,14 +3,15 @@
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from deploy.plan.byte_size import parse_bytes
-from router.config import AdmissionBounds, Listeners, StreamBounds
+from router.config import AdmissionBounds, StreamBounds
 from wire.errors import ConfigError
+from wire.pools import PoolSizes
 from wire.settings import from_object
 from worker.config import MIN_SILENCE_S, BatchSettings
 
@@ -20,7 +21,6 @@ MAX_WORKERS = 64
 MIB = 1 << 20
 MAX_FILE_BYTES = MIB
 MAX_ECHO_CHARS = 64
-Part = TypeVar("Part", AdmissionBounds, StreamBounds)
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,15}")
 _REDIS_URL = re.compile(r"own|off|(redis|rediss|unix)://.+")
 
@@ -32,14 +32,6 @@ class ModelSettings:
     path: str | None = None
     dtype: str = "auto"
     block_size: int = 16
-
-
-@dataclass(frozen=True)
-class PoolSettings:
-    """The number of workers of each role. Without prefill workers, decode workers prefill."""
-
-    prefill: int = 1
-    decode: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,27 +71,10 @@ class PortSettings:
     max_connections: int = 2048
     reflection: bool = True
 
-    @property
-    def listeners(self) -> Listeners:
-        return Listeners(
-            grpc_port=self.grpc_port,
-            metrics_port=self.metrics_port if isinstance(self.metrics_port, int) else None,
-            max_connections=self.max_connections,
-            reflection=self.reflection,
-        )
-
 
 @dataclass(frozen=True)
 class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
     """The settings of three parts of the router, which share a table of the file."""
-
-    @property
-    def admission(self) -> AdmissionBounds:
-        return _part(AdmissionBounds, self)
-
-    @property
-    def streams(self) -> StreamBounds:
-        return _part(StreamBounds, self)
 
 
 @dataclass(frozen=True)
@@ -121,13 +96,13 @@ RANGES: dict[str, tuple[float, float]] = {
     "arena.size_bytes": (MIB, 1 << 50),
     "redis.max_bytes": (16 * MIB, 1 << 50),
     "redis.timeout_ms": (1, 10_000),
-    "router.grpc_port": (0, 65535),
+    **{f"router.{each}_port": (0, 65535) for each in ("grpc", "metrics")},
     "router.max_queued_bytes": (MIB, 1 << 40),
     **{f"router.max_{each}": (1, 1 << 20) for each in ("connections", "open_requests", "queued_requests")},
     "router.max_buffered_events": (1, 1 << 20),
     **{f"router.{each}_s": (0.1, 86400) for each in ("retry_after", "max_deadline", "max_stall", "max_worker_wait")},
 }
-"""Least and most of each number. None, which stands for a default that is not decided yet, is in every range."""
+"""Least and most of each number. A setting that is no number is not decided yet, or off."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +111,7 @@ class ClusterConfig:
 
     name: str = "default"
     model: ModelSettings = field(default_factory=ModelSettings)
-    pools: PoolSettings = field(default_factory=PoolSettings)
+    pools: PoolSizes = field(default_factory=PoolSizes)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
     arena: ArenaSettings = field(default_factory=ArenaSettings)
@@ -149,25 +124,20 @@ class ClusterConfig:
         for name, choices in (("model.dtype", DTYPES), ("model.block_size", BLOCK_SIZES)):
             value = attrgetter(name)(self)
             _require(value in choices, name, f"one of {', '.join(map(str, choices))}", value)
-        for name, bounds in RANGES.items():
-            _require_range(attrgetter(name)(self), name, *bounds)
+        for name, (least, most) in RANGES.items():
+            value = attrgetter(name)(self)
+            is_in = not isinstance(value, int | float) or least <= value <= most
+            _require(is_in, name, f"between {least} and {most}", value)
         is_redis_url = _REDIS_URL.fullmatch(self.redis.url)
         _require(is_redis_url, "redis.url", "own, off, or a redis://, rediss:// or unix:// URL", "")
         port = self.router.metrics_port
-        if isinstance(port, int):
-            _require_range(port, "router.metrics_port", 0, 65535)
-        else:
-            _require(port == "off", "router.metrics_port", "a port or `off`", port[:16])
+        _require(isinstance(port, int) or port == "off", "router.metrics_port", "a port or `off`", str(port)[:16])
 
     @classmethod
     def load(cls, file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
         """Reads a TOML file, if there is one, with the nested table `flags` over it. Raises ConfigError."""
         table = _merge(_read(file) if file is not None else {}, flags)
         return from_object(cls, _count_bytes(table), "settings")
-
-
-def _part(cls: type[Part], settings: RouterSettings) -> Part:
-    return cls(**{one.name: getattr(settings, one.name) for one in fields(cls)})
 
 
 def check_name(name: str) -> str:
@@ -190,7 +160,6 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Unites nested tables; where both have a value, `over` has its way."""
     merged = dict(base)
     for key, value in over.items():
         is_table = isinstance(merged.get(key), Mapping) and isinstance(value, Mapping)
@@ -209,8 +178,3 @@ def _require(holds: object, name: str, what: str, value: object) -> None:
     if not holds:
         given = f", not {repr(value)[:MAX_ECHO_CHARS]}" if value != "" else ""
         raise ConfigError(f"{name} must be {what}{given}")
-
-
-def _require_range(value: float | None, name: str, least: float, most: float) -> None:
-    if value is not None:
-        _require(least <= value <= most, name, f"between {least} and {most}", value)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,14 +37,11 @@ def inspect_machine() -> Machine:
 
 
 def _free_in_cgroup() -> int:
-    """Returns the memory that a container still has; without a limit, all memory."""
+    """Returns the memory that a container still has; without a limit, which is `max` there, all memory."""
     group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return psutil.virtual_memory().total
-    return psutil.virtual_memory().total if limit == "max" else max(0, int(limit) - used)
+    with suppress(OSError, ValueError):
+        return max(0, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return psutil.virtual_memory().total
 
 
 def _free_on_gpus() -> tuple[int, ...]:
@@ -54,7 +52,6 @@ def _free_on_gpus() -> tuple[int, ...]:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"nvidia-smi did not answer within {QUERY_TIMEOUT_S:.0f} s: is the GPU's driver well?"
-        ) from error
+        silence = f"nvidia-smi did not answer within {QUERY_TIMEOUT_S:.0f} s"
+        raise ConfigError(f"{silence}: is the GPU's driver well?") from error
     return tuple(int(line) << 20 for line in answer.stdout.split() if line.isdigit())

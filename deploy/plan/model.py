@@ -66,7 +66,6 @@ def _demo_model() -> str:
 
 
 def _name(path: str | None) -> str:
-    """Returns the folder's own name for a path, and the whole of a name on the hub."""
     if path is None:
         return DEMO_MODEL
     folder = Path(path).expanduser()

@@ -19,7 +19,7 @@ MIN_BLOCKS = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """The share of each worker and of the node; `notes` are for the user who starts the cluster."""
+    """The share of each worker and of the node; `notes` are for the user."""
 
     num_pool_blocks: int
     num_arena_slots: int
@@ -35,8 +35,9 @@ def size(config: ClusterConfig, model: ModelFacts, machine: Machine) -> Sizes:
     _require_gpus(num_gpus * num_workers, machine)
     pool_bytes = config.worker.pool_bytes or _default_pool_bytes(num_gpus, num_workers, model, machine)
     arena_bytes = config.arena.size_bytes or _default_arena_bytes(model, machine)
-    _require_memory(arena_bytes + (0 if num_gpus else num_workers * (pool_bytes + model.weight_bytes)), machine)
-    _require(arena_bytes <= machine.shared_bytes, "the arena", arena_bytes, "/dev/shm", machine.shared_bytes)
+    whole_bytes = arena_bytes + (0 if num_gpus else num_workers * (pool_bytes + model.weight_bytes))
+    _require("weights, pools and arena", whole_bytes, "memory", machine.memory_bytes)
+    _require("the arena", arena_bytes, "/dev/shm", machine.shared_bytes)
     sizes = Sizes(
         num_pool_blocks=_num_blocks(pool_bytes, model, "worker.pool_bytes"),
         num_arena_slots=_num_blocks(arena_bytes, model, "arena.size_bytes"),
@@ -75,12 +76,8 @@ def _require_gpus(num_gpus: float, machine: Machine) -> None:
         )
 
 
-def _require_memory(num_bytes: int, machine: Machine) -> None:
-    _require(num_bytes <= machine.memory_bytes, "weights, pools and arena", num_bytes, "memory", machine.memory_bytes)
-
-
-def _require(fits: bool, what: str, num_bytes: int, where: str, free_bytes: int) -> None:
-    if not fits:
+def _require(what: str, num_bytes: int, where: str, free_bytes: int) -> None:
+    if num_bytes > free_bytes:
         raise ConfigError(
             f"{what} take {format_bytes(num_bytes)}, but only {format_bytes(free_bytes)} of {where} are free: "
             "start fewer workers, or set worker.pool_bytes and arena.size_bytes"
@@ -88,17 +85,13 @@ def _require(fits: bool, what: str, num_bytes: int, where: str, free_bytes: int)
 
 
 def _notes(sizes: Sizes, model: ModelFacts) -> tuple[str, ...]:
-    """Tells the user of limits that else only a refused request would show."""
-    rooms = {"worker.pool_bytes": sizes.num_pool_blocks, "arena.size_bytes": sizes.num_arena_slots}
+    rooms = (
+        ("worker.pool_bytes", sizes.num_pool_blocks, "longer requests are refused"),
+        ("arena.size_bytes", sizes.num_arena_slots, "of longer prompts a part is computed twice"),
+    )
     return tuple(
         f"{setting} has room for {num_blocks * model.served.layout.block_size} tokens, "
-        f"less than the model's context of {model.served.max_context_len}: {_CONSEQUENCES[setting]}"
-        for setting, num_blocks in rooms.items()
+        f"less than the model's context of {model.served.max_context_len}: {consequence}"
+        for setting, num_blocks, consequence in rooms
         if num_blocks * model.served.layout.block_bytes < model.context_bytes
     )
-
-
-_CONSEQUENCES = {
-    "worker.pool_bytes": "longer requests are refused",
-    "arena.size_bytes": "of longer prompts a part is computed twice",
-}

@@ -3,6 +3,8 @@
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -23,12 +25,8 @@ class AtomicFile:
 
     def write(self, content: bytes) -> None:
         """Replaces the content. Raises OSError, and then leaves the file as it was."""
-        temporary = self._write_temporary(content)
-        try:
+        with self._temporary(content) as temporary:
             temporary.replace(self.path)
-        except OSError:
-            temporary.unlink()
-            raise
 
     def try_write(self, content: bytes) -> bool:
         """Replaces the content, for files that work goes on without; returns whether the disk has taken it."""
@@ -41,21 +39,17 @@ class AtomicFile:
 
     def create(self, content: bytes) -> bool:
         """Writes the file unless there is one; returns whether it did. Raises OSError."""
-        temporary = self._write_temporary(content)
-        try:
+        with self._temporary(content) as temporary, suppress(FileExistsError):
             os.link(temporary, self.path)
-        except FileExistsError:
-            return False
-        finally:
-            temporary.unlink()
-        return True
+            return True
+        return False
 
-    def _write_temporary(self, content: bytes) -> Path:
+    @contextmanager
+    def _temporary(self, content: bytes) -> Iterator[Path]:
         descriptor, path = tempfile.mkstemp(dir=self.path.parent, prefix=".")
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
-        except OSError:
-            os.unlink(path)
-            raise
-        return Path(path)
+            yield Path(path)
+        finally:
+            Path(path).unlink(missing_ok=True)

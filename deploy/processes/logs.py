@@ -1,6 +1,6 @@
 """The log of a process: one JSON object a line on stderr, written by a thread that the logging threads never wait for.
 
-    {"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "process": "router", "logger": "router.session",
+    {"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "process": "router", "logger": "router.requests.dispatch",
      "message": "request ended", "request_id": "...", ...}
 
 Fields of an event's own come from `extra={...}`. A log holds no input of a client; the encoding sees to it that nothing
@@ -73,9 +73,8 @@ class LineFormatter(logging.Formatter):
 
     def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
         """Returns the caller's extras, and the exception; libraries add theirs, as Ray does, under names with _."""
-        extras = {
-            name: value for name, value in vars(record).items() if name not in _OF_EVERY_RECORD and name[0] != "_"
-        }
+        names = [name for name in vars(record) if name not in _OF_EVERY_RECORD and name[0] != "_"]
+        extras = {name: getattr(record, name) for name in names}
         return extras | ({"exception": self.formatException(record.exc_info)} if record.exc_info else {})
 
     def _encode(self, record: logging.LogRecord, level: str, message: str, fields: dict[str, Any]) -> str:

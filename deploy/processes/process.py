@@ -1,5 +1,6 @@
 """Processes that outlive the command that started them, told apart from later ones with the same number."""
 
+import json
 import os
 import signal
 import time
@@ -11,9 +12,13 @@ from types import MappingProxyType
 
 import psutil
 
+from deploy.processes.atomic_file import AtomicFile
+from wire.settings import to_json
+
 POLL_S = 0.02
 ORPHANS_GRACE_S = 1.0
 KILL_TIMEOUT_S = 10.0
+SUFFIX = ".process"
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class ProcessRef:
     @property
     def is_alive(self) -> bool:
         """False also for a zombie, and for another process that has the number now."""
-        return self._same() and _runs(self.pid)
+        return self._is_same() and _runs(self.pid)
 
     def session(self) -> list[int]:
         """Returns the living processes of the session that this process leads or led, itself among them.
@@ -40,15 +45,31 @@ class ProcessRef:
         The system gives a number to no other process while a session of that number has members: a stranger under it
         means that the session is empty.
         """
-        if self.boot != _boot() or (psutil.pid_exists(self.pid) and not self._same()):
+        if self.boot != _boot() or (psutil.pid_exists(self.pid) and not self._is_same()):
             return []
         return [pid for pid in psutil.pids() if _session_of(pid) == self.pid and _runs(pid)]
 
-    def _same(self) -> bool:
-        try:
+    def _is_same(self) -> bool:
+        with suppress(psutil.NoSuchProcess):
             return self.boot == _boot() and abs(psutil.Process(self.pid).create_time() - self.started) < 0.1
-        except psutil.NoSuchProcess:
-            return False
+        return False
+
+
+def record_own(run_dir: Path, name: str) -> None:
+    """Records this process as the actor of that name, in the cluster's folder."""
+    AtomicFile(run_dir / f"{name}{SUFFIX}").try_write(to_json(ProcessRef.of(os.getpid())).encode())
+
+
+def recorded(run_dir: Path, name: str) -> ProcessRef | None:
+    """Returns the last process of that name, or None if there was none."""
+    content = AtomicFile(run_dir / f"{name}{SUFFIX}").read()
+    return None if content is None else ProcessRef(**json.loads(content))
+
+
+def recorded_living(run_dir: Path) -> list[ProcessRef]:
+    """Returns the recorded processes that are alive."""
+    known = [recorded(run_dir, path.stem) for path in run_dir.glob(f"*{SUFFIX}")]
+    return [process for process in known if process is not None and process.is_alive]
 
 
 def spawn_leader(
@@ -98,11 +119,9 @@ def wait_for_end(pid: int, timeout_s: float) -> bool:
 
 def _wait(holds: Callable[[], bool], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
+    while not (is_held := holds()) and time.monotonic() <= deadline:
         time.sleep(POLL_S)
-    return True
+    return is_held
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

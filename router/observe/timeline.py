@@ -39,7 +39,7 @@ class Timeline:
         self._calls: list[TimedCall] = []
         self._last_ms = 0.0
 
-    def reached(self, name: str, now_s: float) -> None:
+    def end_span(self, name: str, now_s: float) -> None:
         """Notes a span of the router, from its last note to now."""
         now_ms = self._ms(now_s)
         self._spans.append(_span(f"{ROUTER}.{name}", ROUTER, self._last_ms, now_ms))

@@ -35,7 +35,7 @@ class InferenceApi(InferenceServicer):
         watch = asyncio.create_task(_watch_reader(opened, context, self._max_stall_s, asyncio.current_task()))
 
         def over(_: object) -> None:
-            """However the call ended; generators that are dropped half-way are no place to clean up."""
+            """Runs however the call ends, which a `finally` would not: gRPC may drop the generator half-way."""
             watch.cancel()
             opened.stop(Cancelled("the client went away"))
 
@@ -66,8 +66,8 @@ async def _watch_reader(
     """
     clock = asyncio.get_running_loop().time
     while True:
-        taken_at = request.outbox.taken_at
-        left_s = max_stall_s if taken_at is None else taken_at + max_stall_s - clock()
+        writing_since = request.outbox.writing_since
+        left_s = max_stall_s if writing_since is None else writing_since + max_stall_s - clock()
         if left_s <= 0:
             break
         await asyncio.sleep(left_s)

@@ -76,8 +76,8 @@ class Answer:
         return not self._num_unfinished
 
     @property
-    def has_ended_here(self) -> bool:
-        """Whether all choices have ended, and a stop string ended one: the worker knows nothing of that and goes on."""
+    def worker_goes_on(self) -> bool:
+        """Whether all choices have ended, one by a stop string: its worker does not know, and must be told to abort."""
         return self.has_ended and any(finish.HasField("stop_string") for finish in self.finishes)
 
     @property

@@ -87,7 +87,10 @@ class OpenRequest:
 
 
 class Dispatcher:
-    """`limits` tells what fits into the cluster as it is now; `root` is the namespace root of all that it serves."""
+    """All open requests: checks and admits each, starts its task, forgets it at its end.
+
+    limits: what fits into the cluster as it is now. root: the namespace root of all requests.
+    """
 
     def __init__(
         self,

@@ -4,9 +4,10 @@
                    ▲                          │             │              │
                    └── another attempt, with all tokens so far ◀── its worker is lost
 
-Once any token is out, an attempt goes straight to a decode worker: it fetches what is published and computes the rest.
-`serve` may be cancelled at any await. It then gives back its hold, the work assigned to a worker and its turn
-alone, without waiting; an update of an old attempt finds no attempt under its number.
+Once the client has a token, an attempt goes straight to a decode worker, which fetches what is published and computes
+the rest. When the client goes, the deadline passes or the request is aborted, `OpenRequest.stop` cancels `serve`, at
+any await. Nothing is waited for on the way out: hold, assigned work and a turn alone are given back, the worker is told
+to abort, and `Line` drops updates that come late. `OpenRequest` sends the last message.
 """
 
 import asyncio
@@ -36,16 +37,16 @@ from wire.pb import worker_pb2
 from wire.pools import WorkerState
 
 MAX_SHORT_PROMPT = 256
-"""Characters or tokens that are made ready in less time than a thread takes to begin."""
+"""A prompt of so many characters or tokens is prepared on the event loop: a thread would take longer to begin."""
 MAX_NUMBERS = 1 << 32
-"""That a message has room for."""
+"""The numbers that a message can carry."""
 
 
 @dataclass(frozen=True)
 class Services:
-    """The parts that all requests share. `suspect` is told of a worker that broke off an attempt.
+    """The parts that all requests share. `mark_lost` is told of a worker that broke off an attempt.
 
-    attempt_numbers: none comes twice, for a client may use a request's id again while workers still speak of the first.
+    attempt_numbers: without repetition, for a client may use an id again while workers still know its first use.
     """
 
     codec: TextCodec
@@ -54,7 +55,7 @@ class Services:
     holds: Holds
     suspects: Suspects
     quarantine: Quarantine
-    suspect: Callable[[WorkerId], None]
+    mark_lost: Callable[[WorkerId], None]
     metrics: RequestMetrics
     attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBERS for number in count(1)))
 
@@ -82,7 +83,7 @@ class AttemptFailed(Exception):
 class Flow:
     """A request from its tokens to the last of its answer. Belongs to the running event loop.
 
-    on_first_token: called when there is one. stop: ends the request with an error, from within `serve` too.
+    on_first_token: called with every chunk; only the first counts. stop: ends the request with an error.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class Flow:
         self._decode_worker: WorkerId | None = None
 
     async def serve(self) -> None:
-        """Returns when the client has the whole answer, but for the last message. Raises BatonError if it will not."""
-        self.timeline.reached("check", self._loop.time())
+        """Returns when the whole answer is in the outbox, but for the last message. Raises BatonError otherwise."""
+        self.timeline.end_span("check", self._loop.time())
         await self._prepare()
         step = NextStep.RETRY
         while not self.answer.has_ended:
@@ -120,13 +121,13 @@ class Flow:
             try:
                 async with self._services.suspects.alone(self._order.request_id) if self._is_alone else nullcontext():
                     if self._is_alone:
-                        self._reached("wait_trial")
+                        self._end_span("wait_trial")
                     await self._attempt()
             except AttemptFailed as failure:
                 step = self._after(failure.error)
 
     async def _prepare(self) -> None:
-        """Tokenizes and names the blocks, beside the event loop unless that takes longer than the way there."""
+        """Tokenizes the prompt and names its blocks, in a thread, or on the event loop if the prompt is short."""
         services, order, clock = self._services, self._order, self._loop.time
 
         def work() -> tuple[float, Prepared]:
@@ -134,8 +135,8 @@ class Flow:
 
         is_short = len(order.valid.prompt) <= MAX_SHORT_PROMPT
         began_s, self._prepared = work() if is_short else await self._loop.run_in_executor(services.threads, work)
-        self.timeline.reached("wait_tokenizer", began_s)
-        self._reached("tokenize")
+        self.timeline.end_span("wait_tokenizer", began_s)
+        self._end_span("tokenize")
         if services.quarantine.holds(self.prepared.keys[-1], self._loop.time()):
             raise AttemptsExhausted("workers were lost over this prompt; it is not tried again for a while")
         self._answer = Answer(self.prepared.sampling, services.codec)
@@ -149,13 +150,13 @@ class Flow:
             await self._decode(None)
             return
         async with self._services.holds.hold(self._attempt_id, self.prepared.keys) as hold:
-            self._reached("wait_room")
+            self._end_span("wait_room")
             await self._prefill(hold)
             if not self.answer.has_ended:
                 await self._decode(hold)
 
     async def _prefill(self, hold: Hold) -> None:
-        """Has the prompt's blocks published, under a hold, and takes one first token per choice."""
+        """Lets a worker publish the prompt's blocks under a hold, and takes one first token per choice."""
         num_prompt = len(self.prepared.prompt_ids)
         member = self._services.placement.choose_prefill(self.prepared.keys, num_prompt)
         if member is not None:
@@ -164,10 +165,10 @@ class Flow:
                 await self._run("prefill", member, hold.keep)
 
     async def _decode(self, hold: Hold | None) -> None:
-        """Has the unfinished choices decoded to their end. The hold is over once their blocks are fetched."""
+        """Lets a worker decode the unfinished choices. The hold ends when their blocks are fetched."""
         num_prompt = len(self.prepared.prompt_ids)
         member = await self._services.placement.choose_decode(self.prepared.keys, num_prompt)
-        self._reached("wait_decode")
+        self._end_span("wait_decode")
         self._decode_worker = member.id
         choices = self.answer.unfinished
         num_tokens = sum(num_prompt + len(choice.output.ids) for choice in choices)
@@ -177,14 +178,14 @@ class Flow:
             raise AttemptFailed(WireError("a worker ended an attempt before every choice had ended"))
 
     async def _run(self, name: str, member: Member, on_prompt: Callable[[], None]) -> None:
-        """Runs the attempt on a worker. `on_prompt`: called when the worker has told of the prompt's KV."""
+        """Runs the attempt on a worker. on_prompt: called when prefill has published its blocks, or decode has them."""
         spans: list[pb.Span] = []
         call = self.timeline.sent(name, member.id, self._loop.time())
         try:
             await member.line.run(self._begin(), self._take(on_prompt, spans))
         except (Unavailable, Cancelled) as error:
             is_leaving = isinstance(error, Unavailable) and member.state is WorkerState.DRAINING
-            self._services.suspect(member.id)
+            self._services.mark_lost(member.id)
             raise AttemptFailed(WorkerLeaving(error.message) if is_leaving else error) from error
         except BatonError as error:
             raise AttemptFailed(error) from error
@@ -214,7 +215,7 @@ class Flow:
             if self._is_alone and not self._attempts.is_in_vain(self.answer.num_tokens):
                 self._services.suspects.clear(self._order.request_id)
             spans.extend(update.end.spans)
-            return not self.answer.has_ended_here
+            return not self.answer.worker_goes_on
 
         return take
 
@@ -273,5 +274,5 @@ class Flow:
             self._attempts.number,
         )
 
-    def _reached(self, name: str) -> None:
-        self.timeline.reached(name, self._loop.time())
+    def _end_span(self, name: str) -> None:
+        self.timeline.end_span(name, self._loop.time())

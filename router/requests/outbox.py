@@ -9,12 +9,12 @@ from wire.pb import inference_pb2 as pb
 class Outbox:
     """A bounded queue for one reader, ended by one last message or one error.
 
-    `max_events` bounds what waits here. What gRPC took and the client did not read is seen by `taken_at`: the time of
-    the loop's clock when the reader left with a message or with the end, None while it waits for one.
+    `max_events` bounds what waits here. What gRPC took and the client did not read is seen by `writing_since`: the
+    loop's time when the reader last took a message, which it may still be writing; None while it waits for one.
     """
 
     def __init__(self, max_events: int) -> None:
-        self.taken_at: float | None = None
+        self.writing_since: float | None = None
         self._max_events = max_events
         self._events: deque[pb.GenerateResponse] = deque()
         self._error: Exception | None = None
@@ -52,11 +52,11 @@ class Outbox:
 
     async def __anext__(self) -> pb.GenerateResponse:
         loop = asyncio.get_running_loop()
-        self.taken_at = None
+        self.writing_since = None
         while not self._events and not self._closed:
             self._reader = loop.create_future()
             await self._reader
-        self.taken_at = loop.time()
+        self.writing_since = loop.time()
         if self._events:
             return self._events.popleft()
         if self._error is not None:

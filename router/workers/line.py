@@ -1,7 +1,7 @@
 """The router's end of the line to one worker: orders of all requests go out, and updates come in, each to its attempt.
 
     begin, abort, renew, release, ask ─▶ Outgoing ─▶ Transport ─▶ worker
-    request.take(update)  ◀─ Line._deliver ◀────────  Transport ◀─ one message per step of the engine
+    _Attempt.take(update) ◀─ Line._deliver ◀────────  Transport ◀─ one message per step of the engine
 
 A line ends once. Whatever was under way on it then fails with Unavailable; a new line is made for what follows.
 """

@@ -33,7 +33,7 @@ class Faults:
 
     delay_s: before each message from the worker.
     bytes_per_s: how fast messages to the worker go; None, at once.
-    fail_after: the worker dies instead of sending its so-many-and-first next update; None, never.
+    fail_after: the worker dies after so many more updates; None, never.
     drop: updates that never arrive, by their number on the connection, from 0.
     is_dead: the worker is no more, for this connection and later ones.
     """

@@ -46,7 +46,7 @@ class Membership:
             self._on_change()
         return {worker.id: reason for worker, reason in zip(new, reasons, strict=True) if reason is not None}
 
-    def suspect(self, worker_id: WorkerId) -> None:
+    def mark_lost(self, worker_id: WorkerId) -> None:
         """Gives a worker no more work until it has answered: its line or a call on it broke.
 
         A DRAINING worker stays so: its requests have met with no accident.
@@ -90,7 +90,7 @@ class Membership:
         return None
 
     def _open(self, worker: Worker) -> Line:
-        return Line(self._connect(worker.address), lambda _: self.suspect(worker.id))
+        return Line(self._connect(worker.address), lambda _: self.mark_lost(worker.id))
 
     async def _probe(self, member: Member) -> None:
         """Asks a lost worker until it answers or is no longer listed; tells the controller of it once."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from deploy.processes import process_record
+from deploy.processes.process import recorded
 
 COMMAND_TIMEOUT_S = 110
 SHARED_MEMORY = Path("/dev/shm")
@@ -74,7 +74,7 @@ class ServedCluster:
 
     def actor(self, name: str) -> psutil.Process:
         """The process of an actor, by its name in Ray."""
-        process = process_record.read(Path(self.state()["run_dir"]), name)
+        process = recorded(Path(self.state()["run_dir"]), name)
         assert process is not None
         return psutil.Process(process.pid)
 

@@ -34,7 +34,7 @@ def test_tokens_come_with_their_text_until_the_last() -> None:
     assert accept(one, tokens("bc", 1)) == [chunk("bc")]
     assert one.unfinished == [so_far("abc")]
     assert accept(one, tokens("d", 3, finish_reason=LENGTH)) == [chunk("d")]
-    assert (one.has_ended, one.has_ended_here, one.num_tokens, one.unfinished) == (True, False, 4, [])
+    assert (one.has_ended, one.worker_goes_on, one.num_tokens, one.unfinished) == (True, False, 4, [])
     assert one.finishes == [pb.Choice(finish_reason=LENGTH)]
 
 
@@ -42,7 +42,7 @@ def test_a_stop_token_has_no_text_and_is_named() -> None:
     one = answer()
     assert accept(one, tokens("a", 0, finish_reason=STOP, stop_token_id=97)) == [pb.Chunk(token_ids=[97])]
     assert one.finishes == [pb.Choice(finish_reason=STOP, stop_token_id=97)]
-    assert not one.has_ended_here
+    assert not one.worker_goes_on
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_stop_string_across_tokens_ends_the_choice_here() -> None:
     one = answer(tokens("a", 0), stop=("xyz",))
     assert accept(one, tokens("bx", 1)) == [chunk("bx", text="b")]
     assert accept(one, tokens("yzef", 3)) == [chunk("yz", text="")]
-    assert one.has_ended_here
+    assert one.worker_goes_on
     assert one.finishes == [pb.Choice(finish_reason=STOP, stop_string="xyz")]
     assert one.num_tokens == 5
 
@@ -137,7 +137,7 @@ def test_a_choice_ended_by_a_stop_string_waits_for_the_others_and_takes_no_more(
     assert (one.has_ended, one.unfinished) == (False, [so_far("a")])
     assert accept(one, tokens("b", 1), tokens("y", 1, index=1)) == [chunk("b")]
     accept(one, tokens("x", 2))
-    assert (one.has_ended, one.has_ended_here) == (True, True)
+    assert (one.has_ended, one.worker_goes_on) == (True, True)
     assert [choice.stop_string for choice in one.finishes] == ["x", "x"]
     assert one.num_tokens == 4
 

@@ -147,10 +147,10 @@ async def test_another_worker_at_the_address_is_refused(club: Club) -> None:
 async def test_a_worker_that_does_not_answer_is_lost_and_reported(club: Club) -> None:
     await club.list("here", "there")
     club.transports["here"].kill()
-    club.membership.suspect(D0)
+    club.membership.mark_lost(D0)
     assert club.ready == {"d1"}
     await until(lambda: club.port.lost)
-    club.membership.suspect(D0)
+    club.membership.mark_lost(D0)
     assert club.port.lost == ["d0"]
 
 
@@ -189,7 +189,7 @@ async def test_a_line_that_ends_with_the_answer_to_a_probe_is_not_taken_for_good
         return status
 
     monkeypatch.setattr(club.line(D0), "status", answer_and_die)
-    club.membership.suspect(D0)
+    club.membership.mark_lost(D0)
     await until(lambda: club.port.lost == ["d0"])
     assert club.ready == set()
 
@@ -211,7 +211,7 @@ async def test_the_controller_is_told_of_a_lost_worker_until_it_hears(
 
 async def test_a_worker_that_answers_after_all_is_back(club: Club) -> None:
     await club.list("here")
-    club.membership.suspect(D0)
+    club.membership.mark_lost(D0)
     assert club.ready == set()
     await until(lambda: club.ready == {"d0"})
     assert club.port.lost == []
@@ -220,7 +220,7 @@ async def test_a_worker_that_answers_after_all_is_back(club: Club) -> None:
 async def test_a_worker_that_answers_that_it_drains_is_not_chosen(club: Club) -> None:
     await club.list("here")
     club.workers["here"].state = "draining"
-    club.membership.suspect(D0)
+    club.membership.mark_lost(D0)
     await until(lambda: club.members[D0].state is WorkerState.DRAINING)
     assert club.ready == set()
 
@@ -229,7 +229,7 @@ async def test_a_worker_that_drains_is_not_taken_for_lost_when_its_line_breaks(c
     await club.list("here")
     await club.list("here", draining=True)
     line = club.line(D0)
-    club.membership.suspect(D0)
+    club.membership.mark_lost(D0)
     assert club.members[D0].state is WorkerState.DRAINING
     await club.list("there")
     with pytest.raises(WorkerLeaving):
@@ -240,7 +240,7 @@ async def test_a_worker_that_drains_is_not_taken_for_lost_when_its_line_breaks(c
 async def test_a_worker_that_answers_that_it_is_broken_stays_lost(club: Club) -> None:
     await club.list("here")
     club.workers["here"].state = "broken"
-    club.membership.suspect(D0)
+    club.membership.mark_lost(D0)
     await until(lambda: club.port.lost)
     assert club.members[D0].state is WorkerState.LOST
 
@@ -248,7 +248,7 @@ async def test_a_worker_that_answers_that_it_is_broken_stays_lost(club: Club) ->
 async def test_a_lost_worker_is_probed_no_more_once_it_is_not_listed(club: Club) -> None:
     await club.list("here")
     club.transports["here"].kill()
-    club.membership.suspect(D0)
+    club.membership.mark_lost(D0)
     await until(lambda: club.port.lost)
     await club.list("there")
     assert D0 not in club.members
@@ -256,7 +256,7 @@ async def test_a_lost_worker_is_probed_no_more_once_it_is_not_listed(club: Club)
 
 
 async def test_suspicion_of_an_unknown_worker_is_nothing(club: Club) -> None:
-    club.membership.suspect(D0)
+    club.membership.mark_lost(D0)
     assert club.num_changes == 0
 
 

@@ -46,7 +46,7 @@ async def test_it_tells_since_when_the_reader_has_been_away() -> None:
     outbox = Outbox(2)
 
     def is_away() -> bool:
-        return outbox.taken_at is not None
+        return outbox.writing_since is not None
 
     assert not is_away()
     outbox.put(event("a"))

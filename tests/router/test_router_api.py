@@ -440,7 +440,7 @@ async def test_status_counts_requests_and_tells_of_problems(service: Service) ->
 
 async def test_a_lost_worker_shows_in_the_status(service: Service) -> None:
     service.cluster.transports["d0"].kill()
-    service.cluster.router.membership.suspect(service.cluster.workers["d0"].worker_id)
+    service.cluster.router.membership.mark_lost(service.cluster.workers["d0"].worker_id)
     await until(lambda: service.cluster.port.lost)
     status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
     assert [(one.worker_id, one.state) for one in status.workers] == [("p0", "ready"), ("d0", "lost")]

@@ -15,7 +15,7 @@ from wire.ids import WorkerId
 from wire.pb.worker_pb2_grpc import add_WorkerServicer_to_server
 from wire.pools import Role
 from wire.rpc import LINE_OPTIONS, SERVER_OPTIONS, TokenInterceptor, listen
-from worker.server import Lines
+from worker.server import WorkerApi
 
 
 @asynccontextmanager
@@ -24,7 +24,7 @@ async def served(
 ) -> AsyncIterator[tuple[grpc.aio.Server, str]]:
     """The server and its address."""
     server = grpc.aio.server(interceptors=[TokenInterceptor(token)], options=(*SERVER_OPTIONS, *LINE_OPTIONS))
-    add_WorkerServicer_to_server(Lines(worker), server)
+    add_WorkerServicer_to_server(WorkerApi(worker), server)
     host, _, port = address.rpartition(":")
     bound = listen(server, host, int(port))
     await server.start()

@@ -9,7 +9,7 @@ from wire.ids import AttemptId, RequestId
 from wire.pb import inference_pb2, worker_pb2
 from worker import line as line_module
 from worker.inbox import Call
-from worker.line import RouterLine
+from worker.line import WorkerLine
 from worker.update import ChoiceTokens, End, Update
 
 A, B = (AttemptId(RequestId(name), 1) for name in "ab")
@@ -29,7 +29,7 @@ class Worker:
         if self.refusal is not None:
             raise self.refusal
 
-    def abort(self, line: RouterLine, attempt: AttemptId) -> None:
+    def abort(self, line: WorkerLine, attempt: AttemptId) -> None:
         self.orders.append(("abort", attempt))
 
     def renew(self, attempts: list[AttemptId]) -> None:
@@ -38,10 +38,10 @@ class Worker:
     def release(self, attempts: list[AttemptId]) -> None:
         self.orders.append(("release", attempts))
 
-    def answer(self, line: RouterLine, ask: worker_pb2.Ask) -> None:
+    def answer(self, line: WorkerLine, ask: worker_pb2.Ask) -> None:
         self.orders.append(("answer", ask.number))
 
-    def line_ended(self, line: RouterLine) -> None:
+    def line_ended(self, line: WorkerLine) -> None:
         self.orders.append(("line_ended", line))
 
 
@@ -51,8 +51,8 @@ def worker() -> Worker:
 
 
 @pytest.fixture
-def line(worker: Worker) -> RouterLine:
-    return RouterLine(worker, "w-0")
+def line(worker: Worker) -> WorkerLine:
+    return WorkerLine(worker, "w-0")
 
 
 def update(position: int, num_tokens: int = 1) -> Update:
@@ -78,43 +78,43 @@ def pieces(attempt: AttemptId, data: bytes, num_pieces: int) -> list[worker_pb2.
     ]
 
 
-def take_all(line: RouterLine, requests: Sequence[worker_pb2.ConnectRequest]) -> None:
+def take_all(line: WorkerLine, requests: Sequence[worker_pb2.ConnectRequest]) -> None:
     for request in requests:
         line.take(request)
 
 
-async def read(line: RouterLine) -> worker_pb2.ConnectResponse:
+async def read(line: WorkerLine) -> worker_pb2.ConnectResponse:
     async with asyncio.timeout(TIMEOUT_S):
         response = await line.next()
     assert response is not None
     return response
 
 
-async def read_tokens(line: RouterLine) -> list[tuple[AttemptId, int, list[int]]]:
+async def read_tokens(line: WorkerLine) -> list[tuple[AttemptId, int, list[int]]]:
     """Of each update of the next message: its attempt, the first position and the tokens of its one choice."""
     updates = (await read(line)).updates
     return [(attempt_of(one.id), one.choices[0].first_position, list(one.choices[0].token_ids)) for one in updates]
 
 
-async def read_errors(line: RouterLine) -> list[tuple[AttemptId, type[Exception]]]:
+async def read_errors(line: WorkerLine) -> list[tuple[AttemptId, type[Exception]]]:
     return [(attempt_of(one.id), type(error_from_pb(one.end.error))) for one in (await read(line)).updates]
 
 
-async def test_what_is_not_sent_joins_to_one_update_of_each_attempt(line: RouterLine) -> None:
+async def test_what_is_not_sent_joins_to_one_update_of_each_attempt(line: WorkerLine) -> None:
     for position in range(3):
         line.send(A, update(position))
         line.send(B, update(10 * position, num_tokens=10))
     assert await read_tokens(line) == [(A, 0, [0, 1, 2]), (B, 0, list(range(30)))]
 
 
-async def test_what_is_sent_is_not_said_again(line: RouterLine) -> None:
+async def test_what_is_sent_is_not_said_again(line: WorkerLine) -> None:
     line.send(A, update(0))
     await read(line)
     line.send(A, update(1))
     assert await read_tokens(line) == [(A, 1, [1])]
 
 
-async def test_waits_for_news(line: RouterLine) -> None:
+async def test_waits_for_news(line: WorkerLine) -> None:
     reading = asyncio.create_task(line.next())
     await asyncio.sleep(0)
     assert not reading.done()
@@ -124,7 +124,7 @@ async def test_waits_for_news(line: RouterLine) -> None:
     assert [attempt_of(one.id) for one in response.updates] == [A]
 
 
-async def test_answers_go_with_the_news(line: RouterLine) -> None:
+async def test_answers_go_with_the_news(line: WorkerLine) -> None:
     line.send(A, update(0))
     for number in (4, 5):
         line.send_answer(worker_pb2.Answer(number=number))
@@ -133,7 +133,7 @@ async def test_answers_go_with_the_news(line: RouterLine) -> None:
 
 
 async def test_a_message_has_about_so_many_tokens_and_the_rest_follows(
-    line: RouterLine, monkeypatch: pytest.MonkeyPatch
+    line: WorkerLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(line_module, "MAX_MESSAGE_TOKENS", 10)
     attempts = [AttemptId(RequestId(str(number)), 1) for number in range(5)]
@@ -143,7 +143,7 @@ async def test_a_message_has_about_so_many_tokens_and_the_rest_follows(
     assert [len((await read(line)).updates) for _ in range(3)] == [2, 2, 1]
 
 
-async def test_a_finished_line_says_what_waits_and_then_ends(line: RouterLine, worker: Worker) -> None:
+async def test_a_finished_line_says_what_waits_and_then_ends(line: WorkerLine, worker: Worker) -> None:
     line.send(A, update(0))
     line.finish()
     line.send(A, update(1))
@@ -154,7 +154,7 @@ async def test_a_finished_line_says_what_waits_and_then_ends(line: RouterLine, w
     assert worker.orders == []
 
 
-async def test_a_closed_line_says_and_takes_nothing_more(line: RouterLine, worker: Worker) -> None:
+async def test_a_closed_line_says_and_takes_nothing_more(line: WorkerLine, worker: Worker) -> None:
     line.send(A, update(0))
     line.close()
     line.send(A, update(1))
@@ -163,7 +163,7 @@ async def test_a_closed_line_says_and_takes_nothing_more(line: RouterLine, worke
     assert worker.orders == [("line_ended", line)]
 
 
-async def test_closing_wakes_the_reader(line: RouterLine) -> None:
+async def test_closing_wakes_the_reader(line: WorkerLine) -> None:
     reading = asyncio.create_task(line.next())
     await asyncio.sleep(0)
     line.close()
@@ -171,7 +171,7 @@ async def test_closing_wakes_the_reader(line: RouterLine) -> None:
         assert await reading is None
 
 
-def test_orders_of_a_message_are_carried_out_in_order(line: RouterLine, worker: Worker) -> None:
+def test_orders_of_a_message_are_carried_out_in_order(line: WorkerLine, worker: Worker) -> None:
     line.take(
         worker_pb2.ConnectRequest(
             aborts=[attempt_to_pb(A), attempt_to_pb(B)],
@@ -192,7 +192,7 @@ def test_orders_of_a_message_are_carried_out_in_order(line: RouterLine, worker: 
     ]
 
 
-async def test_an_attempt_that_cannot_begin_ends_alone(line: RouterLine, worker: Worker) -> None:
+async def test_an_attempt_that_cannot_begin_ends_alone(line: WorkerLine, worker: Worker) -> None:
     line.send(B, update(0))
     worker.refusal = RequestExists("it runs")
     line.take(worker_pb2.ConnectRequest(begins=[begin(A)]))
@@ -201,7 +201,7 @@ async def test_an_attempt_that_cannot_begin_ends_alone(line: RouterLine, worker:
     assert (attempt_of(ended.id), type(error_from_pb(ended.end.error))) == (A, RequestExists)
 
 
-async def test_an_abort_takes_back_what_is_not_sent(line: RouterLine, worker: Worker) -> None:
+async def test_an_abort_takes_back_what_is_not_sent(line: WorkerLine, worker: Worker) -> None:
     line.send(A, update(0))
     line.send(B, update(0))
     line.take(worker_pb2.ConnectRequest(aborts=[attempt_to_pb(A)]))
@@ -210,26 +210,26 @@ async def test_an_abort_takes_back_what_is_not_sent(line: RouterLine, worker: Wo
 
 
 @pytest.mark.parametrize("num_pieces", [1, 2, 7])
-def test_a_long_begin_comes_in_pieces(line: RouterLine, worker: Worker, num_pieces: int) -> None:
+def test_a_long_begin_comes_in_pieces(line: WorkerLine, worker: Worker, num_pieces: int) -> None:
     take_all(line, pieces(A, begin(A, prompt_len=1000).SerializeToString(), num_pieces))
     assert worker.orders == [("begin", (A, 1000))]
 
 
-def test_short_orders_pass_between_the_pieces(line: RouterLine, worker: Worker) -> None:
+def test_short_orders_pass_between_the_pieces(line: WorkerLine, worker: Worker) -> None:
     first, last = pieces(A, begin(A, prompt_len=1000).SerializeToString(), 2)
     between = worker_pb2.ConnectRequest(aborts=[attempt_to_pb(B)], renewals=[attempt_to_pb(B)])
     take_all(line, [first, between, last])
     assert worker.orders == [("abort", B), ("renew", [B]), ("begin", (A, 1000))]
 
 
-async def test_an_abort_between_the_pieces_ends_them(line: RouterLine, worker: Worker) -> None:
+async def test_an_abort_between_the_pieces_ends_them(line: WorkerLine, worker: Worker) -> None:
     first, second, _ = pieces(A, begin(A, prompt_len=1000).SerializeToString(), 3)
     abort = worker_pb2.ConnectRequest(aborts=[attempt_to_pb(A)])
     take_all(line, [first, second, abort, *pieces(B, begin(B, prompt_len=500).SerializeToString(), 2)])
     assert worker.orders == [("abort", A), ("begin", (B, 500))]
 
 
-async def test_an_aborted_begin_is_not_made_whole(line: RouterLine, worker: Worker) -> None:
+async def test_an_aborted_begin_is_not_made_whole(line: WorkerLine, worker: Worker) -> None:
     first, last = pieces(A, begin(A, prompt_len=1000).SerializeToString(), 2)
     take_all(line, [first, worker_pb2.ConnectRequest(aborts=[attempt_to_pb(A)]), last])
     assert worker.orders == [("abort", A)]
@@ -245,7 +245,7 @@ async def test_an_aborted_begin_is_not_made_whole(line: RouterLine, worker: Work
     ],
 )
 async def test_pieces_that_are_not_the_begin_they_claim_to_be_end_their_attempt(
-    line: RouterLine, worker: Worker, data: bytes
+    line: WorkerLine, worker: Worker, data: bytes
 ) -> None:
     take_all(line, pieces(A, data, 2))
     assert await read_errors(line) == [(A, InvalidRequest)]
@@ -253,7 +253,7 @@ async def test_pieces_that_are_not_the_begin_they_claim_to_be_end_their_attempt(
 
 
 async def test_a_begin_that_is_too_long_ends_its_attempt_and_the_rest_of_it_is_passed_over(
-    line: RouterLine, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    line: WorkerLine, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(line_module, "MAX_BEGIN_BYTES", 1000)
     whole = begin(A).SerializeToString()
@@ -264,7 +264,7 @@ async def test_a_begin_that_is_too_long_ends_its_attempt_and_the_rest_of_it_is_p
     assert worker.orders == []
 
 
-async def test_a_begin_of_another_attempt_takes_the_place_of_a_half_one(line: RouterLine, worker: Worker) -> None:
+async def test_a_begin_of_another_attempt_takes_the_place_of_a_half_one(line: WorkerLine, worker: Worker) -> None:
     first, _ = pieces(A, begin(A, prompt_len=1000).SerializeToString(), 2)
     take_all(line, [first, *pieces(B, begin(B, prompt_len=500).SerializeToString(), 2)])
     assert worker.orders == [("begin", (B, 500))]

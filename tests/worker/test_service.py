@@ -37,7 +37,7 @@ from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
 from wire.sampling import SamplingParams
 from worker.config import MIN_SILENCE_S
-from worker.line import RouterLine
+from worker.line import WorkerLine
 
 ORACLE = HashModel(LAYOUT, VOCAB_SIZE)
 ATTEMPT = AttemptId(RequestId("r"), 1)
@@ -70,7 +70,7 @@ def setter_of(event: asyncio.Event) -> Callable[[], None]:
     return set_soon
 
 
-async def read(line: RouterLine) -> list[worker_pb2.Update]:
+async def read(line: WorkerLine) -> list[worker_pb2.Update]:
     """The updates of the next message."""
     async with asyncio.timeout(TIMEOUT_S):
         response = await line.next()

@@ -8,9 +8,9 @@ from worker.stopwatch import Phase, Span, Stopwatch
 
 def test_phases_follow_one_another_in_milliseconds_since_arrival() -> None:
     stopwatch = Stopwatch(Role.DECODE, 100.0)
-    stopwatch.reach(Phase.FETCH, 100.5)
+    stopwatch.begin_phase(Phase.FETCH, 100.5)
     stopwatch.count(blocks=3, bytes=0)
-    stopwatch.reach(Phase.COMPUTE, 100.75)
+    stopwatch.begin_phase(Phase.COMPUTE, 100.75)
     stopwatch.count(tokens=1)
     stopwatch.count(tokens=2)
     assert stopwatch.spans(102.0) == (
@@ -22,15 +22,15 @@ def test_phases_follow_one_another_in_milliseconds_since_arrival() -> None:
 
 def test_a_phase_may_be_skipped() -> None:
     stopwatch = Stopwatch(Role.DECODE, 0.0)
-    stopwatch.reach(Phase.COMPUTE, 1.0)
+    stopwatch.begin_phase(Phase.COMPUTE, 1.0)
     assert [span.name for span in stopwatch.spans(2.0)] == ["decode.queue", "decode.compute"]
 
 
 @pytest.mark.parametrize("phase", [Phase.QUEUE, Phase.FETCH])
 def test_a_phase_that_was_passed_does_not_come_again(phase: Phase) -> None:
     stopwatch = Stopwatch(Role.DECODE, 0.0)
-    stopwatch.reach(Phase.FETCH, 1.0)
-    stopwatch.reach(phase, 1.5)
+    stopwatch.begin_phase(Phase.FETCH, 1.0)
+    stopwatch.begin_phase(phase, 1.5)
     assert [(span.name, span.start_ms) for span in stopwatch.spans(2.0)] == [
         ("decode.queue", 0.0),
         ("decode.fetch", 1000.0),
@@ -42,7 +42,7 @@ def test_spans_leave_no_gap(reached: list[tuple[Phase, int]]) -> None:
     stopwatch, now_s = Stopwatch(Role.DECODE, 0.0), 0.0
     for phase, passed_s in reached:
         now_s += passed_s
-        stopwatch.reach(phase, now_s)
+        stopwatch.begin_phase(phase, now_s)
     spans = stopwatch.spans(now_s + 1)
     ends = [span.start_ms + span.duration_ms for span in spans]
     assert [span.start_ms for span in spans] == [0.0, *ends[:-1]]

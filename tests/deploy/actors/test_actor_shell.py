@@ -6,8 +6,7 @@ import pytest
 
 from deploy.actors import ray_host
 from deploy.actors.ray_host import ActorShell
-from deploy.processes import process_record
-from deploy.processes.process import ProcessRef
+from deploy.processes.process import ProcessRef, recorded, recorded_living
 from wire.errors import ConfigError, Unavailable
 
 
@@ -37,10 +36,10 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ActorShell:
 
 
 async def test_its_process_is_written_down(shell: ActorShell, tmp_path: Path) -> None:
-    process = process_record.read(tmp_path, "clerk")
+    process = recorded(tmp_path, "clerk")
     assert process == ProcessRef.of(os.getpid())
-    assert process_record.living(tmp_path) == [process]
-    assert process_record.read(tmp_path, "another") is None
+    assert recorded_living(tmp_path) == [process]
+    assert recorded(tmp_path, "another") is None
 
 
 async def test_calls_are_passed_on_once_it_has_started(shell: ActorShell) -> None:
@@ -50,12 +49,12 @@ async def test_calls_are_passed_on_once_it_has_started(shell: ActorShell) -> Non
     assert await shell.call("add", 1, 2) == "3"
 
 
-async def test_whoever_starts_it_again_gets_the_first_answer(shell: ActorShell) -> None:
+async def test_a_second_start_gets_the_first_answer(shell: ActorShell) -> None:
     both = await asyncio.gather(shell.start(""), shell.start(""))
     assert [*both, await shell.start("")] == ["number 1"] * 3
 
 
-async def test_a_start_that_is_given_up_goes_on_for_who_asks_next(shell: ActorShell) -> None:
+async def test_a_start_that_is_given_up_goes_on_for_the_next_caller(shell: ActorShell) -> None:
     impatient = asyncio.create_task(shell.start(""))
     await asyncio.sleep(0)
     impatient.cancel()

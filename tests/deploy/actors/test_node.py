@@ -11,6 +11,7 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory_client import DirectoryClient
 from tests.kv_store.names import LAYOUT
 from wire.errors import ConfigError
+from wire.settings import to_json
 from worker.config import StoreSettings
 
 NUM_SLOTS = 16
@@ -25,7 +26,7 @@ def config(tmp_path: Path) -> Iterator[NodeConfig]:
 
 
 def test_a_node_serves_its_arena_and_takes_it_away(config: NodeConfig) -> None:
-    node = NodeActor(config.to_json())
+    node = NodeActor(to_json(config))
     assert asyncio.run(node.start()) == "{}"
     client = DirectoryClient(config.store.directory_path)
     assert client.info().arena_path == config.arena_path
@@ -38,7 +39,7 @@ def test_a_node_serves_its_arena_and_takes_it_away(config: NodeConfig) -> None:
 def test_a_later_node_gets_the_memory_of_a_dead_one_that_workers_still_map(config: NodeConfig) -> None:
     Arena.create(config.arena_path, LAYOUT.block_bytes, NUM_SLOTS).close()
     mapped = Arena.open(config.arena_path)
-    node = NodeActor(config.to_json())
+    node = NodeActor(to_json(config))
     with open(config.arena_path, "rb") as file:
         asyncio.run(node.start())
         assert os.fstat(file.fileno()).st_blocks == 0
@@ -48,7 +49,7 @@ def test_a_later_node_gets_the_memory_of_a_dead_one_that_workers_still_map(confi
 
 def test_a_node_that_cannot_serve_leaves_no_arena(config: NodeConfig) -> None:
     Path(config.store.directory_path).mkdir()
-    node = NodeActor(config.to_json())
+    node = NodeActor(to_json(config))
     with pytest.raises(ConfigError):
         asyncio.run(node.start())
     assert not os.path.exists(config.arena_path)

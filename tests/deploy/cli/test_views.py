@@ -1,7 +1,6 @@
 from baton.results import Completion, Draft
-from deploy.cli.generate import to_object
+from deploy.cli.generate import render_timeline, to_object
 from deploy.cli.table import render
-from deploy.cli.timeline_view import render_timeline
 from wire.convert import tiers_to_pb
 from wire.pb import inference_pb2 as pb
 

@@ -285,7 +285,7 @@ async def test_the_end_of_a_fleet_waits_for_workers_that_are_slow_to_end() -> No
     assert host.actors == {}
 
 
-async def test_what_nobody_thought_of_does_not_end_the_care_for_workers() -> None:
+async def test_an_unforeseen_error_does_not_end_the_care_for_workers() -> None:
     async with World(1, 1, BrokenHost([RuntimeError("no such thing")])).running() as world:
         await world.settled()
         world.host.actors[P0] = Liveness.DEAD
@@ -436,7 +436,7 @@ async def test_a_silent_worker_that_another_has_left_gets_as_much_time_as_any() 
             assert P0 not in world.pools
 
 
-async def test_a_full_disk_holds_nobody_up() -> None:
+async def test_a_full_disk_holds_no_worker_up() -> None:
     world = World(1, 1)
     async with world.running():
         await world.settled()
@@ -453,7 +453,7 @@ async def test_a_full_disk_holds_nobody_up() -> None:
         await until(lambda: world.record.text != before)
 
 
-async def test_a_worker_that_has_left_is_not_missed_by_who_takes_over() -> None:
+async def test_a_worker_that_has_left_is_not_missed_after_a_takeover() -> None:
     world = World(0, 2)
     async with world.running():
         await world.settled()

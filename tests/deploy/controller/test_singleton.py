@@ -43,7 +43,7 @@ class World:
         self.service = self.make_service()
 
     def make_service(self) -> Singleton:
-        return Singleton(self.host, "node", "a:B", "{}", self.run_dir, self.events, lambda: self.now_s)
+        return Singleton("node", "a:B", "{}", self.host, self.run_dir, self.events, lambda: self.now_s)
 
     def becomes(self, liveness: Liveness) -> None:
         self.host.actors["node"] = liveness
@@ -131,7 +131,7 @@ async def test_a_service_is_not_taken_for_dead_because_the_controller_slept(worl
     assert world.num_launched == 1
 
 
-async def test_what_nobody_thought_of_does_not_end_the_watch(world: World) -> None:
+async def test_an_unforeseen_error_does_not_end_the_watch(world: World) -> None:
     world.host.failures = [ValueError("the name is taken")]
     async with world.watched():
         world.becomes(Liveness.DEAD)

@@ -10,7 +10,7 @@ async def fail() -> None:
     raise RuntimeError("no such thing")
 
 
-async def test_a_failure_is_logged_and_those_who_wait_do_not_hear_of_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_is_logged_and_a_wait_does_not_raise_it(caplog: pytest.LogCaptureFixture) -> None:
     tasks = Tasks()
     tasks.begin(fail())
     await tasks.wait()
@@ -20,7 +20,7 @@ async def test_a_failure_is_logged_and_those_who_wait_do_not_hear_of_it(caplog: 
     assert str(record.exc_info[1]) == "no such thing"
 
 
-async def test_who_waits_for_tasks_is_no_reason_for_them_to_end() -> None:
+async def test_a_wait_that_is_cancelled_does_not_end_tasks() -> None:
     tasks, may_end, ended = Tasks(), asyncio.Event(), asyncio.Event()
 
     async def work() -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from deploy.local import ray_process
-from deploy.local.ray_process import Launched, RayProcess
+from deploy.local.ray_process import RayProcess
 from deploy.plan.cluster_plan import make_plan
 from deploy.plan.config import ClusterConfig
 from deploy.processes.process import ProcessRef, end_session, spawn_leader
 from tests.deploy.plan.test_cluster_plan import MODEL, NODE, SIZES
 from wire.errors import ConfigError
+from wire.settings import to_json
 
 PLAN = make_plan(ClusterConfig(), MODEL, SIZES, NODE, "token", b"secret")
 PROGRAM = """
@@ -56,7 +57,10 @@ def test_ray_and_then_the_cluster_are_heard_of(
     monkeypatch.setattr(ray_process, "PROGRESS_EVERY_S", 0.01)
     ray = RayProcess(tmp_path, "baton-x", None)
     assert ray.wait_for_ray() == "ray:1"
-    assert ray.launch(PLAN, on_wait=go_on.touch) == Launched(str(len(PLAN.to_json())), "o:2")
+    assert ray.launch(PLAN, on_wait=go_on.touch) == {
+        "address": str(len(to_json(PLAN))),
+        "operator_address": "o:2",
+    }
     ray.close()
 
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import pytest
 
 from deploy.local import run_dir, startup
-from deploy.local.ray_process import Launched
 from deploy.local.shutdown import tear_down
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
@@ -18,6 +17,7 @@ from deploy.processes.process import ProcessRef, spawn_leader
 from tests.checkpoints import make_checkpoint
 from wire.errors import ConfigError
 from wire.pools import PoolSizes
+from wire.settings import from_json, to_json
 
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 NAME = f"u{os.getpid()}"
@@ -35,13 +35,13 @@ class FakeHead:
     def wait_for_ray(self) -> str:
         return "ray:1"
 
-    def launch(self, plan: ClusterPlan, on_wait: Callable[[], None]) -> Launched:
+    def launch(self, plan: ClusterPlan, on_wait: Callable[[], None]) -> dict[str, str]:
         self.plans.append(plan)
         with open(plan.node.arena_path, "wb") as arena:
             os.posix_fallocate(arena.fileno(), 0, 8192)
         on_wait()
         self.on_launch()
-        return Launched("public:1", "operator:2", "metrics:3")
+        return {"address": "public:1", "operator_address": "operator:2", "metrics_address": "metrics:3"}
 
     @staticmethod
     def on_launch() -> None:
@@ -105,7 +105,7 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
         assert plan.worker.server.token == plan.router.cluster.token == state.token
         assert plan.worker.model.fingerprint_hex == plan.router.model.fingerprint_hex
         assert plan.router.cluster.ray_namespace == f"baton-{NAME}"
-        assert ClusterPlan.from_json(plan.to_json()) == plan
+        assert from_json(ClusterPlan, to_json(plan), "plan") == plan
         assert reporter.told["progress"] == f"8192 of {plan.node.num_slots * plan.node.layout.block_bytes}"
     finally:
         _end(state)

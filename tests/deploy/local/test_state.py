@@ -6,8 +6,7 @@ import pytest
 
 from deploy.local import run_dir
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, load_secret, state_dir
-from deploy.processes import process_record
-from deploy.processes.process import ProcessRef
+from deploy.processes.process import ProcessRef, record_own
 from wire.errors import ConfigError
 from wire.settings import to_json
 
@@ -66,7 +65,7 @@ def test_a_cluster_lives_while_any_process_of_it_does(tmp_path: Path) -> None:
     assert not STATE.is_alive
     assert dataclasses.replace(STATE, command=me).is_alive
     assert not dataclasses.replace(STATE, command=me, phase=ClusterPhase.RUNNING).is_alive
-    process_record.write_own(tmp_path, "router")
+    record_own(tmp_path, "router")
     assert dataclasses.replace(STATE, phase=ClusterPhase.RUNNING, run_dir=str(tmp_path)).is_alive
     assert dataclasses.replace(STATE, phase=ClusterPhase.RUNNING, redis=me).is_alive
 

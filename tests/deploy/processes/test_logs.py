@@ -110,7 +110,7 @@ def test_nothing_that_is_logged_can_look_like_another_line(message: str, value: 
     assert (decoded["message"], decoded["request_id"]) == (message, value)
 
 
-def test_whoever_logs_never_waits_and_what_is_dropped_is_counted(log: logging.Logger) -> None:
+def test_logging_never_waits_and_dropped_lines_are_counted(log: logging.Logger) -> None:
     stream = Gate()
     handler = LineHandler("router", stream, max_waiting=5)
     log.addHandler(handler)
@@ -126,7 +126,7 @@ def test_whoever_logs_never_waits_and_what_is_dropped_is_counted(log: logging.Lo
     assert [line["num_dropped"] for line in lines if line["level"] == "WARNING"] == [7]
 
 
-def test_a_stream_that_is_gone_is_no_error_of_whoever_logs(log: logging.Logger) -> None:
+def test_a_stream_that_is_gone_is_no_error_of_the_logging_thread(log: logging.Logger) -> None:
     stream = io.StringIO()
     handler = LineHandler("router", stream)
     log.addHandler(handler)
@@ -147,7 +147,7 @@ def test_flushing_into_a_stream_that_takes_nothing_ends(log: logging.Logger, mon
     stream.opened.set()
 
 
-def test_a_process_whose_pipe_nobody_reads_goes_on() -> None:
+def test_a_process_whose_pipe_is_not_read_goes_on() -> None:
     """A pipe takes 64 KiB; the process logs many times as much."""
     command = [sys.executable, "-c", LOG_A_LOT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
