@@ -84,7 +84,6 @@ class Runner:
                 return False
 
     def _probe(self, page: PageId) -> Batch:
-        """Makes a batch of one token, at the start of a page."""
         zero = torch.zeros(1, dtype=torch.int64, device=self._model.device)
         slot = zero + page * self._model.layout.block_size
         return Batch(zero, zero, slot, self._int32([page]).unsqueeze(0), self._int32([1]), self._int32([0, 1]), 1, zero)

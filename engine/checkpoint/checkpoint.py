@@ -83,7 +83,6 @@ def _read_generation_eos(folder: Path) -> tuple[int, ...]:
 
 
 def _open_weights(folder: Path) -> dict[str, TensorFile]:
-    """Maps each tensor to its file."""
     if os.path.lexists(folder / SINGLE_FILE):
         file = TensorFile(folder / SINGLE_FILE)
         return dict.fromkeys(file.entries, file)

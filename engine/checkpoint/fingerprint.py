@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 class DigestCache:
     """SHA-256 of large files, each computed once as long as its path, size and time stay the same.
 
-    Digests kept in a JSON file, which may be lost or damaged at any time: that costs reading the files again."""
+    Digests kept in a JSON file, which may be lost or damaged at any time: that costs reading the files again.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,6 +75,5 @@ def fingerprint(files: Iterable[Path], dtype: str, backend_version: str, cache: 
 
 
 def _stamp(file: FileIO) -> list[int]:
-    """Tells size and time of the last change."""
     found = os.fstat(file.fileno())
     return [found.st_size, found.st_mtime_ns]

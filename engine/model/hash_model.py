@@ -115,7 +115,6 @@ def _mix(value: int) -> int:
 
 
 def _odd(table: int, index: int) -> int:
-    """Draws a constant of a table."""
     return _mix(table << 32 | index) | 1
 
 

@@ -97,7 +97,6 @@ class WeightLoader:
         )
 
     def _linear(self, name_to_size: dict[str, int], in_size: int, has_bias: bool) -> Linear:
-        """Stacks named matrices of so many rows."""
         weight = self._stacked({f"{name}.weight": (size, in_size) for name, size in name_to_size.items()})
         bias = self._stacked({f"{name}.bias": (size,) for name, size in name_to_size.items()}) if has_bias else None
         return Linear(weight, bias)

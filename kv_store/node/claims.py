@@ -46,9 +46,7 @@ class Expiring(Generic[K, V]):
         heapq.heappush(self._order, (end, next(self._counter), key))
 
     def pop(self, key: K) -> V | None:
-        value = self.get(key)
-        self._values.pop(key, None)
-        return value
+        return self._values.pop(key, (None, 0.0))[0]
 
     def expire(self) -> list[V]:
         """Takes out the values past their end, in the order of their ends."""

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, TypeVar
 
 import redis
@@ -54,14 +53,12 @@ class RedisTier(FramedTier):
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         found: list[bool] = []
-        rest = iter(keys)
-        while batch := list(islice(rest, _KEYS_PER_ROUND)):
+        for batch in _rounds(keys):
             found += self._ask(partial(self._exist, batch), [False] * len(batch))
         return found
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        rest = iter(keys)
-        while batch := list(islice(rest, _KEYS_PER_ROUND)):
+        for batch in _rounds(keys):
             self._ask(partial(self._redis.unlink, *(_PREFIX + key for key in batch)), 0)
 
     def close(self) -> None:
@@ -73,7 +70,7 @@ class RedisTier(FramedTier):
     def _state(self) -> str:
         return "broken" if self._breaker.is_open else "up"
 
-    def _exist(self, keys: list[BlockKey]) -> list[bool]:
+    def _exist(self, keys: Sequence[BlockKey]) -> list[bool]:
         pipeline = self._redis.pipeline(transaction=False)
         for key in keys:
             pipeline.exists(_PREFIX + key)
@@ -157,6 +154,10 @@ class RedisTier(FramedTier):
         except RedisError as error:
             self._breaker.failed()
             log.warning("the cold tier does not answer yet: %s", error)
+
+
+def _rounds(keys: Sequence[BlockKey]) -> list[Sequence[BlockKey]]:
+    return [keys[start : start + _KEYS_PER_ROUND] for start in range(0, len(keys), _KEYS_PER_ROUND)]
 
 
 def _warn_of_policy(server: Any) -> None:
