@@ -26,6 +26,7 @@ class IncrementalText:
 
     def __init__(self, tokenizer: Detokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
         self._window = Window(tokenizer)
+        self._has_stops = bool(stop)
         self._stops = StopMatcher(stop)
         self._num_free_tokens = min_tokens
         self._matched_stop: str | None = None
@@ -57,6 +58,8 @@ class IncrementalText:
         return self._scan(text)
 
     def _scan(self, text: str) -> str:
+        if not self._has_stops:
+            return text
         scanned = self._stops.feed(text)
         self._matched_stop = scanned.stop
         return scanned.text

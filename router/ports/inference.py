@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -30,18 +29,16 @@ class InferenceApi(InferenceServicer):
         self._dispatcher = dispatcher
         self._max_stall_s = bounds.max_stall_s
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
+        """Writes to its context: gRPC may drop a generator half-way, without its `finally`."""
         opened = self._dispatcher.open(request, context.time_remaining())
         watch = asyncio.create_task(_watch_reader(opened, context, self._max_stall_s, asyncio.current_task()))
-
-        def over(_: object) -> None:
-            """Runs however the call ends, which a `finally` would not: gRPC may drop the generator half-way."""
+        try:
+            async for response in opened.outbox:
+                await context.write(response)
+        finally:
             watch.cancel()
             opened.stop(Cancelled("the client went away"))
-
-        context.add_done_callback(over)  # type: ignore[arg-type]
-        async for response in opened.outbox:
-            yield response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         await self._dispatcher.abort(RequestId(request.request_id))

@@ -41,8 +41,10 @@ class ChoiceStream:
         text = piece.text + self._end(tokens, piece)
         if not taken and not text:
             return None
-        logprobs = tokens.logprobs[num_repeated : num_repeated + len(taken)]
-        return pb.Chunk(index=self.index, token_ids=taken, text=text, logprobs=logprobs)
+        chunk = pb.Chunk(index=self.index, token_ids=taken, text=text)
+        if tokens.logprobs:
+            chunk.logprobs.extend(tokens.logprobs[num_repeated : num_repeated + len(taken)])
+        return chunk
 
     def _end(self, tokens: worker_pb2.ChoiceTokens, piece: Piece) -> str:
         """Decides whether and how the choice has ended; the text that was held back until its end."""

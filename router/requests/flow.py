@@ -83,7 +83,7 @@ class AttemptFailed(Exception):
 class Flow:
     """A request from its tokens to the last of its answer. Belongs to the running event loop.
 
-    on_first_token: called with every chunk; only the first counts. stop: ends the request with an error.
+    on_first_token: called before the first chunk is sent. stop: ends the request with an error.
     """
 
     def __init__(
@@ -220,7 +220,8 @@ class Flow:
         return take
 
     def _send(self, chunk: pb.Chunk) -> None:
-        self._on_first_token()
+        if self.timing.first_token_s is None:
+            self._on_first_token()
         self.timing.gained(chunk.index, len(chunk.token_ids), self._loop.time())
         if not self._outbox.put(pb.GenerateResponse(request_id=self._order.request_id, chunk=chunk)):
             self._stop(Overloaded("the client reads more slowly than its tokens come"))
