@@ -16,7 +16,7 @@ from worker.update import NOTHING_NEW, ChoiceTokens, End, Update
 class DecodeJob:
     """A Job with an update for each token, and one at the last choice's fetch, which ends the hold.
 
-    An attempt that ends before leaves its hold to the router, which knows whether another attempt follows.
+    An attempt that ends before leaves its hold to the router, which ends it with the attempt.
     """
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:

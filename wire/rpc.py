@@ -33,15 +33,15 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
+_SMALL_WINDOW = (("grpc.http2.lookahead_bytes", LINE_WINDOW_BYTES), ("grpc.http2.bdp_probe", 0))
+"""So little is on its way that a short order overtakes a long one on a slow network, too."""
 LINE_OPTIONS = (
     *CHANNEL_OPTIONS[2:],
     ("grpc.max_receive_message_length", MAX_LINE_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_LINE_MESSAGE_BYTES),
-    # So little is on its way that a short order overtakes a long one on a slow network, too.
-    ("grpc.http2.lookahead_bytes", LINE_WINDOW_BYTES),
-    ("grpc.http2.bdp_probe", 0),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    *_SMALL_WINDOW,
 )
-"""Of the line between a router and a worker: of the channel, and after SERVER_OPTIONS of the server."""
+"""Of a router's channel to a worker."""
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
@@ -52,6 +52,12 @@ SERVER_OPTIONS = (
     ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
     ("grpc.so_reuseport", 0),
 )
+WORKER_SERVER_OPTIONS = (
+    *(option for option in SERVER_OPTIONS if option[0] != "grpc.max_send_message_length"),
+    ("grpc.max_send_message_length", MAX_LINE_MESSAGE_BYTES),
+    *_SMALL_WINDOW,
+)
+"""Of two options of one name gRPC takes the first."""
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):

@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 from wire.errors import BatonError, InvalidRequest
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from wire.rpc import LINE_OPTIONS, SERVER_OPTIONS, TokenInterceptor, listen
+from wire.rpc import WORKER_SERVER_OPTIONS, TokenInterceptor, listen
 from wire.rpc_status import to_status
 from worker.config import ServerSettings
 from worker.service import WorkerService
@@ -31,9 +31,7 @@ class WorkerServer:
         self._service = service
         self._settings = settings
         self._health = health.HealthServicer()
-        self._server = grpc.aio.server(
-            interceptors=[TokenInterceptor(settings.token)], options=(*SERVER_OPTIONS, *LINE_OPTIONS)
-        )
+        self._server = grpc.aio.server(interceptors=[TokenInterceptor(settings.token)], options=WORKER_SERVER_OPTIONS)
 
     async def start(self) -> str:
         """Opens the port and returns the address. Raises ConfigError if the port is taken."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 
 from engine.core import EngineCore
 from kv_store.block_store import BlockStore
+from wire import incident
 from wire.convert import error_to_pb
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, Unavailable, Unsupported, WorkerLeaving
 from wire.ids import AttemptId, RequestId
@@ -57,6 +58,7 @@ class WorkerService:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._is_draining = False
+        self._is_closed = False
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._on_broken = on_broken
         self._clock = clock
@@ -88,6 +90,7 @@ class WorkerService:
         if not await asyncio.to_thread(self._loop.stop, STOP_TIMEOUT_S):
             log.error("the engine's thread is still in a step after %s s", STOP_TIMEOUT_S)
         await self._store.close()
+        self._is_closed = True
         for line in self._lines:
             line.finish()
 
@@ -95,6 +98,8 @@ class WorkerService:
         """Makes the worker's end of a new line."""
         line = WorkerLine(self, self.info.worker_id)
         self._lines.add(line)
+        if self._is_closed:
+            line.finish()
         return line
 
     def begin(self, call: Call, begin: worker_pb2.Begin) -> None:
@@ -217,6 +222,8 @@ class WorkerService:
                     raise Unsupported("this worker does not know that question")
         except BatonError as error:
             answer.error.CopyFrom(error_to_pb(error))
+        except Exception as bug:  # the router waits for an answer
+            answer.error.CopyFrom(error_to_pb(incident.report(bug)))
         line.send_answer(answer)
 
     async def _watch_engine(self) -> None:

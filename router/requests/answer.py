@@ -29,10 +29,12 @@ class ChoiceStream:
 
         Tokens after a stop string are left out, and nothing is taken once the choice has ended.
         """
+        if self.finish is not None:
+            return None
         num_repeated = len(self.token_ids) - tokens.first_position
         if num_repeated < 0:
             raise WireError("a worker skipped tokens")
-        if self.finish is not None or num_repeated > len(tokens.token_ids):
+        if num_repeated > len(tokens.token_ids):
             return None
         new = tokens.token_ids[num_repeated:]
         piece = self._text.feed(new[:-1] if tokens.HasField("stop_token_id") else new)

@@ -103,7 +103,9 @@ class Hold:
 
 
 class Holds:
-    """All holds of a router. Orders go on the line of any one worker: the workers of a node share its arena."""
+    """All holds of a router. The workers of a node share its arena: one is told of a release, and all of
+    renewals: a worker that hangs would let holds run out.
+    """
 
     def __init__(self, members: Members, renew_every_s: float = RENEW_EVERY_S) -> None:
         self.budget = HoldBudget()
@@ -137,9 +139,9 @@ class Holds:
         """Ends the hold of an attempt, or its wait for one. The worker hears of it, if there is one to tell."""
         was_waiting = self._turns.pop(attempt, None) is not None
         self._let_start(self.budget.release(attempt))
-        line = None if was_waiting else self._any_line()
-        if line is not None:
-            line.release(attempt)
+        if not was_waiting:
+            for line in self._lines[:1]:
+                line.release(attempt)
 
     def resize(self) -> None:
         """Learns of the arena from its workers, which have changed."""
@@ -163,12 +165,14 @@ class Holds:
     async def _renew_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._renew_every_s)
-            kept, line = self.budget.kept, self._any_line()
-            if kept and line is not None:
-                line.renew(kept)
-            elif kept:
+            kept, lines = self.budget.kept, self._lines
+            if kept and not lines:
                 log.warning("no worker can be told of holds; they will run out")
+            for line in lines if kept else ():
+                line.renew(kept)
 
-    def _any_line(self) -> Line | None:
+    @property
+    def _lines(self) -> list[Line]:
+        """Lines to workers that are not lost."""
         reachable = (member for member in self._members if member.state is not WorkerState.LOST)
-        return next((member.line for member in reachable if member.line.is_open), None)
+        return [member.line for member in reachable if member.line.is_open]

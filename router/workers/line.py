@@ -19,6 +19,8 @@ from wire.ids import AttemptId
 from wire.pb import worker_pb2
 
 MAX_PIECE_BYTES = 64 << 10
+LAST_WORDS_S = 1.0
+"""After a failed write, the time for what the worker said before: its reader ends the line with the true reason."""
 Take = Callable[[worker_pb2.Update], bool]
 """Takes an update, at once; whether more is wanted. An exception ends the attempt, and it alone."""
 
@@ -195,6 +197,7 @@ class Line:
             while True:
                 await self._transport.write(await self._outgoing.take())
         except Exception as error:
+            await asyncio.sleep(LAST_WORDS_S)
             self._end(_reason_of(error))
 
     async def _read_all(self) -> None:

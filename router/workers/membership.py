@@ -87,6 +87,8 @@ class Membership:
             log.warning("worker %s is not taken in: %s", worker.id, error.message)
             await line.close(error)
             return error.message
+        if not line.is_open:
+            self.mark_lost(worker.id)
         return None
 
     def _open(self, worker: Worker) -> Line:

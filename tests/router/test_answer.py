@@ -142,6 +142,13 @@ def test_a_choice_ended_by_a_stop_string_waits_for_the_others_and_takes_no_more(
     assert one.num_tokens == 4
 
 
+def test_a_choice_ended_by_a_stop_string_may_go_on_at_its_worker() -> None:
+    one = answer(tokens("ab", 0), tokens("x", 0, index=1), n=2, stop=("x",))
+    for position in range(1, 4):
+        assert accept(one, tokens("y", position, index=1)) == []
+    assert accept(one, tokens("c", 2)) == [chunk("c")]
+
+
 def test_logprobs_go_with_their_tokens() -> None:
     logprobs = [pb.TokenLogprobs(token_id=token, logprob=-token) for token in b"abc"]
     gained = worker_pb2.ChoiceTokens(first_position=0, token_ids=b"abc", logprobs=logprobs)

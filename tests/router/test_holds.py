@@ -218,6 +218,14 @@ async def test_one_worker_speaks_for_the_node_and_the_next_one_if_it_is_lost(pai
     assert (pair.workers[0].renewed, pair.workers[0].releases) == ([], [])
 
 
+async def test_renewals_go_to_every_worker_for_one_may_hang(pair: Pair) -> None:
+    async with pair.holds.hold(A, FIVE) as hold:
+        hold.keep()
+        await until(lambda: all(worker.renewed for worker in pair.workers))
+    await until(lambda: pair.workers[0].releases)
+    assert pair.workers[1].releases == []
+
+
 async def test_a_worker_whose_line_has_ended_is_passed_over(pair: Pair) -> None:
     await pair.members[WorkerId("d0")].line.close(Unavailable("it is gone"))
     async with pair.holds.hold(A, FIVE):

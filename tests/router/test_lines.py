@@ -425,6 +425,27 @@ def long_begin(attempt: AttemptId) -> worker_pb2.Begin:
     return begin(attempt, num_prompt=MAX_PIECE_BYTES)
 
 
+async def test_a_long_backlog_of_updates_arrives(opening: Opening) -> None:
+    """More than the 4 MiB that other messages may have."""
+    ids = list(range(1_200_000, 2_600_000))
+
+    class Prolific(FakeWorker):
+        async def decode(self, begin: worker_pb2.Begin) -> AsyncIterator[worker_pb2.Update]:
+            tokens = worker_pb2.ChoiceTokens(first_position=1, token_ids=ids)
+            yield worker_pb2.Update(choices=[tokens], end=worker_pb2.End())
+
+    updates: list[worker_pb2.Update] = []
+
+    def take(update: worker_pb2.Update) -> bool:
+        updates.append(update)
+        return True
+
+    async for pair in opening(Prolific(WorkerId("w"), Role.DECODE)):
+        await pair.line.run(begin(A), take)
+        assert updates[0].ByteSize() > 4 << 20
+        assert list(updates[0].choices[0].token_ids) == ids
+
+
 class TestOutgoing:
     """The order of orders, without a line."""
 

@@ -1,7 +1,7 @@
 """The members of a router: workers join, are refused, get lost and come back."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -30,7 +30,8 @@ class Club:
         self.members = Members(FINGERPRINT, LAYOUT.encode())
         self.port = LocalController(PoolSizes(0, 2))
         self.num_changes = 0
-        self.membership = Membership(self.members, self._connect, self.port, self._changed)
+        self.connect: Callable[[str], LocalTransport] = self._connect
+        self.membership = Membership(self.members, lambda address: self.connect(address), self.port, self._changed)
 
     async def list(self, *addresses: str, draining: bool = False) -> dict[WorkerId, str]:
         listed = [
@@ -271,3 +272,22 @@ async def test_the_controller_may_list_a_worker_as_draining(club: Club) -> None:
     await club.list("here", draining=True)
     assert club.ready == set()
     assert D0 in club.members
+
+
+async def test_a_worker_whose_line_ends_while_it_joins_is_lost(club: Club) -> None:
+    connect = club.connect
+
+    class Brief(LocalTransport):
+        """A connection that ends after the worker's first word."""
+
+        num_read = 0
+
+        async def read(self) -> worker_pb2.ConnectResponse | None:
+            self.num_read += 1
+            return await super().read() if self.num_read == 1 else None
+
+    club.connect = lambda address: Brief(club.workers[address])
+    await club.list("here")
+    assert club.ready == set()
+    club.connect = connect
+    await until(lambda: club.ready == {"d0"})
