@@ -70,7 +70,7 @@ class RouterActor:
         return json.dumps(await self._started.membership.set(listed))
 
     async def stop(self) -> str:
-        """Ends what is under way and closes the ports. Returns `{}`."""
+        """Ends open requests and closes the ports. Returns `{}`."""
         if self._server is not None:
             await self._server.stop()
         return "{}"

@@ -67,7 +67,7 @@ class Router:
         self.watch.start()
 
     async def stop(self) -> None:
-        """Ends what is under way; clients of open requests are told that the service is unavailable."""
+        """Ends open requests; their clients are told that the service is unavailable."""
         self.dispatcher.stop()
         await self.watch.stop()
         await self.holds.stop()

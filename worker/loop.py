@@ -117,7 +117,7 @@ class WorkerLoop:
             events = self._engine.step()
             self._pass_on(events, began_s)
             self._has_more_to_do = bool(events) or self._engine.can_step
-            if any(isinstance(event, Emitted) for event in events):
+            if self._num_failed_steps and any(isinstance(event, Emitted) for event in events):
                 self._num_failed_steps = 0
         except Exception as error:  # of whatever the model's step may raise; the thread has to outlive it
             self._recover(error)

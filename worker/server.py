@@ -25,7 +25,7 @@ SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 
 class WorkerServer:
-    """The gRPC server of a worker, from `start` to `stop`. WorkerApi need the cluster's token; health needs none."""
+    """The gRPC server of a worker, from `start` to `stop`. Lines need the cluster's token; health needs none."""
 
     def __init__(self, service: WorkerService, settings: ServerSettings) -> None:
         self._service = service

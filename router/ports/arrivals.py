@@ -22,7 +22,7 @@ RETRY_AFTER_S = 1.0
 
 
 class ArrivalLimit:
-    """Bounds what is on its way to one port. A message for the method `generate` wants room for a request, too."""
+    """Bounds the messages on their way to one port. A message of `generate` needs room for a request too."""
 
     def __init__(self, dispatcher: Dispatcher, generate: str) -> None:
         self._dispatcher = dispatcher

@@ -62,17 +62,18 @@ class OpenRequest:
         self._deadline.cancel()
         self._on_end(self.request_id)
         error = self._error_of(task)
+        summary = self._flow.summary
         timeline = self._flow.timeline.finish(self._loop.time())
         if error is None:
             complete = self._flow.complete
             complete.timeline.CopyFrom(timeline)
-            complete.timeline.prefill_worker = self._flow.summary.prefill_worker or ""
-            complete.timeline.decode_worker = self._flow.summary.decode_worker or ""
+            complete.timeline.prefill_worker = summary.prefill_worker or ""
+            complete.timeline.decode_worker = summary.decode_worker or ""
             self.outbox.complete(pb.GenerateResponse(request_id=self.request_id, complete=complete))
         else:
             self.outbox.fail(error)
         outcome = OK if error is None else outcome_of(error)
-        record = RequestRecord(self.request_id, outcome, self._flow.summary, self._flow.timing.ttft_s, timeline)
+        record = RequestRecord(self.request_id, outcome, summary, self._flow.timing.ttft_s, timeline)
         self._metrics.ended(record)
         log.info("request ended", extra=record.values)
 
@@ -123,7 +124,7 @@ class Dispatcher:
             yield
 
     def open(self, request: pb.GenerateRequest, time_left_s: float | None) -> OpenRequest:
-        """Starts a request, or raises at once what is wrong with it, or Overloaded. None: it has no deadline."""
+        """Starts a request, or raises InvalidRequest or Overloaded at once. None: it has no deadline."""
         with self._refusals_counted():
             return self._begin(request, time_left_s)
 

@@ -4,7 +4,7 @@
                    ▲                          │             │              │
                    └── another attempt, with all tokens so far ◀── its worker is lost
 
-Once the client has a token, an attempt goes straight to a decode worker, which fetches what is published and computes
+Once the client has a token, an attempt goes straight to a decode worker, which fetches published blocks and computes
 the rest. When the client goes, the deadline passes or the request is aborted, `OpenRequest.stop` cancels `serve`, at
 any await. Nothing is waited for on the way out: hold, assigned work and a turn alone are given back, the worker is told
 to abort, and `Line` drops updates that come late. `OpenRequest` sends the last message.

@@ -35,7 +35,7 @@ class Outbox:
         self._close()
 
     def fail(self, error: Exception) -> None:
-        """The reader gets what is there already, and then this error."""
+        """The reader gets the messages that are there already, and then this error."""
         self._error = error
         self._close()
 

@@ -42,7 +42,7 @@ class ControllerPort(Protocol):
 
 
 class LocalController:
-    """A controller whose workers are numbers: what was asked of it can be read from it."""
+    """A controller whose workers are numbers: its orders can be read from it."""
 
     def __init__(self, pools: PoolSizes) -> None:
         self.pools = pools

@@ -162,7 +162,7 @@ class Line:
         self._outgoing.release(attempt)
 
     async def close(self, reason: BatonError) -> None:
-        """Ends what is under way with this error, and closes the connection."""
+        """Ends open attempts with this error, and closes the connection."""
         self._on_end = lambda _: None
         self._end(reason)
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -26,16 +26,14 @@ PACKAGES = (
 SMALL_LINES = 60
 MAX_ENTRIES = 15
 SEAMS = (
-    "decode_worker.actor",
     "decode_worker.batcher",
     "engine.schedule.continuous_batcher",
     "kv_store.tiers.memory_tier",
-    "prefill_worker.actor",
     "prefill_worker.batcher",
     "router.workers.grpc_transport",
     "text.byte_tokenizer",
 )
-"""Small files that keep a room of their own: a twin, a policy, a transport, an actor."""
+"""Small files that keep a room of their own: a twin, a policy, a transport."""
 PROGRAMS = ("deploy.cli.",)
 """Modules with one file a command."""
 
