@@ -14,7 +14,7 @@ MIN_SILENCE_S = 3.0
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """The model's folder and device. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere."""
+    """The model's folder and device. Without a dtype it is the checkpoint's own."""
 
     folder: str
     fingerprint_hex: str

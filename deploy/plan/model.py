@@ -40,17 +40,16 @@ def inspect_model(settings: ModelSettings, device: str) -> ModelFacts:
     from kernels.backend import select_backend
 
     checkpoint = Checkpoint(find_folder(settings.path or _demo_model()))
-    place = torch.device(device)
+    backend = select_backend(torch.device(device))
     asked = None if settings.dtype == "auto" else settings.dtype
-    dtype = str(compute_dtype(asked, checkpoint.config, place)).removeprefix("torch.")
-    version = select_backend(place).version
+    dtype = str(compute_dtype(asked, checkpoint.config, backend)).removeprefix("torch.")
     served = ServedModel(
         name=_name(settings.path),
         folder=str(checkpoint.folder.resolve()),
         dtype=dtype,
         max_context_len=checkpoint.config.max_context_len,
         vocab_size=checkpoint.config.vocab_size,
-        fingerprint_hex=fingerprint(checkpoint.files, dtype, version, DigestCache.of_user()).hex(),
+        fingerprint_hex=fingerprint(checkpoint.files, dtype, backend.version, DigestCache.of_user()).hex(),
         layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size).encode().hex(),
     )
     weights = [file for file in checkpoint.files if file.suffix == ".safetensors"]

@@ -58,13 +58,13 @@ class Decoder:
         block_size: int,
         backend: Backend | None = None,
     ) -> "Decoder":
-        """Loads a checkpoint folder. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere.
+        """Loads a checkpoint folder. Without a dtype it is the checkpoint's own, where the backend is made for it.
 
         Raises ModelError for a folder that cannot be served, ConfigError for an unknown dtype.
         """
         checkpoint = Checkpoint(folder)
         backend = backend or select_backend(device)
-        resolved = compute_dtype(dtype, checkpoint.config, device)
+        resolved = compute_dtype(dtype, checkpoint.config, backend)
         weights = WeightLoader(checkpoint, resolved, device, backend).load()
         if checkpoint.unread:
             logger.warning("%d tensors are no part of the model: %s", len(checkpoint.unread), min(checkpoint.unread))
@@ -87,9 +87,12 @@ class Decoder:
         return do.logits(do.rms_norm(states[batch.sample_rows], self.weights.norm, eps), self.weights.head)
 
 
-def compute_dtype(dtype: str | None, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Resolves a compute dtype: as asked, else float32 on a CPU and the checkpoint's own dtype elsewhere."""
-    name = dtype or ("float32" if device.type == "cpu" else config.dtype)
+def compute_dtype(dtype: str | None, config: ModelConfig, backend: Backend) -> torch.dtype:
+    """Resolves a compute dtype: as asked, else the checkpoint's own; float32 where torch serves on a CPU.
+
+    Raises ConfigError for an unknown dtype.
+    """
+    name = dtype or ("float32" if backend.name == "reference" else config.dtype)
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name[:64]}; known: {', '.join(DTYPES)}")
     resolved = getattr(torch, name)

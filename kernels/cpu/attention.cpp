@@ -36,10 +36,68 @@ template <class T>
 using Factor = float;
 #endif
 
-inline void convert(const void* from, bf16* to, int64_t count) { std::memcpy(to, from, count * sizeof(bf16)); }
+inline void convert(const bf16* from, bf16* to, int64_t count) { std::memcpy(to, from, count * sizeof(bf16)); }
 template <class T>
 inline void convert(const T* from, float* to, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) to[i] = to_float(from[i]);
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+    for (; i < count; ++i) to[i] = to_float(from[i]);
+}
+
+// Sixteen rows of `count` words of 32 bits become columns: out[word][row], rows of `out` PANEL words apart.
+inline void transpose(const uint32_t* const* rows, int64_t count, uint32_t* out) {
+#if defined(__AVX512F__)
+    for (int64_t first = 0; first < count; first += LANES, out += LANES * PANEL) {
+        const int words = int(std::min<int64_t>(LANES, count - first));
+        const __mmask16 mask = __mmask16((1u << words) - 1);
+        __m512i a[LANES], b[LANES];
+        for (int i = 0; i < LANES; ++i) a[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + first);
+        for (int i = 0; i < LANES; i += 2) {  // pairs of rows, then fours, then whole halves: four rounds of exchanges
+            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+            b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+        }
+        for (int i = 0; i < LANES; i += 4)
+            for (int j = 0; j < 2; ++j) {
+                a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+                a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+            }
+        for (int i = 0; i < LANES; i += 8)
+            for (int j = 0; j < 4; ++j) {
+                b[i + j] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0x88);
+                b[i + j + 4] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0xdd);
+            }
+        for (int j = 0; j < 8; ++j) {
+            a[j] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0x88);
+            a[j + 8] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0xdd);
+        }
+        for (int word = 0; word < words; ++word) _mm512_storeu_si512(out + word * PANEL, a[word]);
+    }
+#else
+    for (int64_t word = 0; word < count; ++word)
+        for (int row = 0; row < LANES; ++row) out[word * PANEL + row] = rows[row][word];
+#endif
+}
+
+// Two rows of `count` values become pairs, 32 columns at a time: out[column] = {first, second}, zeros behind the last.
+inline void interleave(const bf16* first, const bf16* second, int64_t count, bf16* out, int64_t panel_stride) {
+    for (int64_t begin = 0; begin < count; begin += PANEL, out += panel_stride) {
+        const int columns = int(std::min<int64_t>(PANEL, count - begin));
+#if defined(__AVX512BW__)
+        const __mmask32 mask = __mmask32((uint64_t(1) << columns) - 1);
+        const __m512i a = _mm512_maskz_loadu_epi16(mask, first + begin), b = _mm512_maskz_loadu_epi16(mask, second + begin);
+        const __m512i low_a = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(a));
+        const __m512i low_b = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(b));
+        const __m512i high_a = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(a, 1));
+        const __m512i high_b = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(b, 1));
+        _mm512_storeu_si512(out, _mm512_or_si512(low_a, _mm512_slli_epi32(low_b, 16)));
+        _mm512_storeu_si512(out + PANEL, _mm512_or_si512(high_a, _mm512_slli_epi32(high_b, 16)));
+#else
+        for (int i = 0; i < PANEL; ++i) {
+            out[2 * i] = i < columns ? first[begin + i] : bf16{};
+            out[2 * i + 1] = i < columns ? second[begin + i] : bf16{};
+        }
+#endif
+    }
 }
 
 // The keys and values of one piece, packed for `multiply`: keys as columns over the head, values as columns over the keys.
@@ -51,58 +109,66 @@ class Piece {
    public:
     explicit Piece(const Shape& shape)
         : shape_(shape),
-          keys_((shape.head_size + 1) / DEPTH * DEPTH * PIECE),
+          keys_(key_panel_stride() * (PIECE / PANEL)),
           values_(PIECE * shape.num_panels() * PANEL),
-          row_(shape.num_panels() * PANEL) {}
+          rows_((LANES + 1) * shape.num_panels() * PANEL) {}
 
     // Packs positions begin to begin + PIECE - 1 of a sequence; those from `end` on become zeros.
     void pack(const T* kv, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end) {
-        for (int64_t key = 0; key < PIECE; ++key) {
-            const int64_t position = begin + key;
-            if (position >= end) {
-                pack_key(key, nullptr);
-                pack_value(key, nullptr);
-                continue;
+        const F* rows[LANES];
+        for (int64_t first = 0; first < PIECE; first += LANES) {
+            const T* tokens[LANES];
+            for (int64_t i = 0; i < LANES; ++i) {
+                tokens[i] = find(kv, block_table, kv_head, begin + first + i, end);
+                if (const T* next = find(kv, block_table, kv_head, begin + first + i + PIECE, end)) {
+                    prefetch(next, shape_.head_size * sizeof(T));
+                    prefetch(next + shape_.plane_stride, shape_.head_size * sizeof(T));
+                }
             }
-            const T* token = kv + block_table[position / shape_.block_size] * shape_.page_stride + kv_head * shape_.head_stride +
-                             position % shape_.block_size * shape_.head_size;
-            pack_key(key, token);
-            pack_value(key, token + shape_.plane_stride);
+            for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i], i);
+            transpose((const uint32_t* const*)rows, key_steps(), (uint32_t*)(keys_.data() + first / PANEL * key_panel_stride()) + first % PANEL);
+            for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i] ? tokens[i] + shape_.plane_stride : nullptr, i);
+            for (int64_t i = 0; i < LANES; i += DEPTH) pack_values(rows + i, values_.data() + (first + i) * PANEL);
         }
     }
 
     const F* keys() const { return keys_.data(); }
     const F* values() const { return values_.data(); }
-    int64_t key_steps() const { return (shape_.head_size + DEPTH - 1) / DEPTH; }
+    int64_t key_steps() const { return shape_.head_size / DEPTH; }
     int64_t key_panel_stride() const { return key_steps() * PANEL * DEPTH; }
     static constexpr int64_t value_panel_stride() { return PIECE * PANEL; }
 
    private:
-    void pack_key(int64_t key, const T* from) {
-        const F* row = read(from);
-        F* out = keys_.data() + key / PANEL * key_panel_stride() + key % PANEL * DEPTH;
-        for (int64_t step = 0; step < key_steps(); ++step, out += PANEL * DEPTH)
-            std::memcpy(out, row + step * DEPTH, DEPTH * sizeof(F));
+    // The key of a position, or null from `end` on.
+    const T* find(const T* kv, const int32_t* block_table, int64_t kv_head, int64_t position, int64_t end) const {
+        if (position >= end) return nullptr;
+        return kv + block_table[position / shape_.block_size] * shape_.page_stride + kv_head * shape_.head_stride +
+               position % shape_.block_size * shape_.head_size;
     }
 
-    void pack_value(int64_t key, const T* from) {
-        const F* row = read(from);
-        for (int64_t panel = 0; panel < shape_.num_panels(); ++panel) {
-            F* out = values_.data() + panel * value_panel_stride() + key / DEPTH * PANEL * DEPTH + key % DEPTH;
-            for (int column = 0; column < PANEL; ++column) out[column * DEPTH] = row[panel * PANEL + column];
+    void pack_values(const F* const* rows, bf16* out) {
+        interleave(rows[0], rows[1], shape_.head_size, out, value_panel_stride());
+    }
+
+    void pack_values(const F* const* rows, float* out) {
+        for (int64_t begin = 0; begin < shape_.head_size; begin += PANEL, out += value_panel_stride())
+            std::memcpy(out, rows[0] + begin, std::min<int64_t>(PANEL, shape_.head_size - begin) * sizeof(float));
+    }
+
+    // A token's head as factors: where it lies if it has their dtype, else widened into one of our rows; zeros for no token.
+    const F* read(const T* token, int64_t row) {
+        const int64_t size = shape_.num_panels() * PANEL;
+        if (!token) return rows_.data() + LANES * size;
+        if constexpr (std::is_same_v<T, F>)
+            return token;
+        else {
+            convert(token, rows_.data() + row * size, shape_.head_size);
+            return rows_.data() + row * size;
         }
     }
 
-    const F* read(const T* from) {
-        if (from)
-            convert(from, row_.data(), shape_.head_size);
-        else
-            std::fill(row_.begin(), row_.end(), F{});
-        return row_.data();
-    }
-
     const Shape& shape_;
-    std::vector<F> keys_, values_, row_;
+    std::vector<F> keys_, values_, rows_;
 };
 
 // The state of rows in the middle of a softmax: the largest score, the sum of powers, and the sum of values, unnormalized.
@@ -141,7 +207,7 @@ class Rows {
         : shape_(shape),
           first_position_(first_position),
           num_tokens_(num_tokens),
-          depth_((shape.head_size + 1) / 2 * 2),
+          depth_(shape.head_size),
           queries_(num_tokens * shape.group() * depth_),
           scores_(MAX_ROWS * PIECE),
           weights_(MAX_ROWS * PIECE),
@@ -174,8 +240,8 @@ class Rows {
                 for (int half = 0; half < 2; ++half)
                     store(scores_.data() + r * PIECE + panel * PANEL + half * LANES, sums[r][half] * splat(shape_.scale));
         }
-        float kept[ROWS];
-        for (int r = 0; r < ROWS; ++r) kept[r] = weigh(r, row + r, begin);
+        alignas(64) float kept[LANES];
+        weigh<ROWS>(row, begin, kept);
         for (int64_t panel = 0; panel < shape_.num_panels(); ++panel) {
             float* values = segment.values.data() + row * segment.columns + panel * PANEL;
             for (int r = 0; r < ROWS; ++r)
@@ -188,25 +254,35 @@ class Rows {
         }
     }
 
-    // Turns a row's scores into weights; returns the factor of what was summed before.
-    float weigh(int r, int64_t row, int64_t begin) {
-        float* scores = scores_.data() + r * PIECE;
-        const int64_t position = first_position_ + row / shape_.group();
+    // Turns the scores of rows into weights, and tells of each row the factor of what was summed before.
+    template <int ROWS>
+    void weigh(int64_t row, int64_t begin, float* kept) {
+        float now[LANES] = {}, powers[ROWS];
+        for (int r = 0; r < ROWS; ++r) {
+            float* scores = scores_.data() + r * PIECE;
+            hide(scores, first_position_ + (row + r) / shape_.group(), begin);
+            Floats top = load(scores);
+            for (int i = LANES; i < PIECE; i += LANES) top = max(top, load(scores + i));
+            now[r] = std::max(segment.largest[row + r], largest(top));
+            Floats all = splat(0);
+            for (int i = 0; i < PIECE; i += LANES) {
+                const Floats power = exponential(load(scores + i) - splat(now[r]));
+                all = all + power;
+                store(weights_.data() + r * PIECE + i, power);
+            }
+            powers[r] = sum(all);
+        }
+        store(kept, exponential(load_some(segment.largest.data() + row, ROWS) - load(now)));  // 0 at first: e^-infinity
+        for (int r = 0; r < ROWS; ++r) {
+            segment.powers[row + r] = segment.powers[row + r] * kept[r] + powers[r];
+            segment.largest[row + r] = now[r];
+        }
+    }
+
+    // Hides the keys behind a position, and those before its window.
+    void hide(float* scores, int64_t position, int64_t begin) const {
         for (int64_t key = std::max<int64_t>(0, position + 1 - begin); key < PIECE; ++key) scores[key] = NOTHING;
         for (int64_t key = 0; key < std::min<int64_t>(PIECE, position - shape_.window + 1 - begin); ++key) scores[key] = NOTHING;
-        Floats top = load(scores);
-        for (int i = LANES; i < PIECE; i += LANES) top = max(top, load(scores + i));
-        const float before = segment.largest[row], now = std::max(before, largest(top));
-        Floats powers = splat(0);
-        for (int i = 0; i < PIECE; i += LANES) {
-            const Floats power = exponential(load(scores + i) - splat(now));
-            powers = powers + power;
-            store(weights_.data() + r * PIECE + i, power);
-        }
-        const float kept = before == NOTHING ? 0 : exponential(before - now);
-        segment.largest[row] = now;
-        segment.powers[row] = segment.powers[row] * kept + sum(powers);
-        return kept;
     }
 
     const Shape& shape_;
@@ -223,7 +299,8 @@ inline int64_t first_visible(const Shape& shape, int64_t position) { return std:
 
 template <class T>
 void write(const Shape& shape, const float* values, float powers, T* out) {
-    for (int64_t i = 0; i < shape.head_size; ++i) from_float(values[i] / powers, out + i);
+    for (int64_t i = 0; i < shape.head_size; i += LANES)
+        store_some(out + i, load(values + i) / splat(powers), int(std::min<int64_t>(LANES, shape.head_size - i)));
 }
 
 // One token a sequence. A unit is a segment of a sequence's keys, for one KV head: long contexts are shared by threads.

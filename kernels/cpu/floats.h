@@ -211,22 +211,37 @@ inline void store_some(T* p, Floats a, int count) {
     std::memcpy(p, padded, count * sizeof(T));
 }
 
-// Sums and maxima of all lanes, always over the same tree.
+// Sums and maxima of all lanes, always over the same tree: lane i with lane i + 8, then + 4, + 2, + 1.
+#if defined(__AVX2__)
+template <class Function>
+inline float reduce(Floats a, Function&& function) {
+#if defined(__AVX512F__)
+    const __m256 of_8 = function(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+#else
+    const __m256 of_8 = function(a.lo, a.hi);
+#endif
+    const __m256 of_4 = function(of_8, _mm256_permute2f128_ps(of_8, of_8, 1));
+    const __m256 of_2 = function(of_4, _mm256_permute_ps(of_4, 0b01001110));
+    return _mm256_cvtss_f32(function(of_2, _mm256_permute_ps(of_2, 0b10110001)));
+}
 inline float sum(Floats a) {
-    float v[LANES];
-    store(v, a);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; ++i) v[i] += v[i + width];
-    return v[0];
+    return reduce(a, [](__m256 x, __m256 y) { return _mm256_add_ps(x, y); });
 }
-
 inline float largest(Floats a) {
-    float v[LANES];
-    store(v, a);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; ++i) v[i] = v[i] > v[i + width] ? v[i] : v[i + width];
-    return v[0];
+    return reduce(a, [](__m256 x, __m256 y) { return _mm256_max_ps(x, y); });
 }
+#else
+inline float sum(Floats a) {
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
+    return a.v[0];
+}
+inline float largest(Floats a) {
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];
+    return a.v[0];
+}
+#endif
 
 // e^x for x <= 88; 0 below -87.3, where the result would be subnormal; NaN stays NaN. Within 2 units of the last place:
 // x = n ln 2 + r, |r| <= ln 2 / 2, and the Taylor polynomial of degree 7 of e^r.

@@ -80,8 +80,8 @@ constexpr int MAX_ROWS = 12;  // 24 sums, 2 weights and a row, of 32 registers
 constexpr int MAX_ROWS = 3;
 #endif
 
-inline void prefetch(const void* p, int num_bytes) {
-    for (int i = 0; i < num_bytes; i += 64) __builtin_prefetch((const char*)p + i);
+inline void prefetch(const void* p, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch((const char*)p + i);
 }
 
 // Panels that are read side by side: few rows alone would wait for one another's sums.
