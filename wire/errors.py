@@ -15,6 +15,7 @@ BatonError                INTERNAL             500
 ├── DeadlineExceeded      DEADLINE_EXCEEDED    504
 ├── Cancelled             CANCELLED            499
 ├── AttemptsExhausted     ABORTED              409   the request outlived as many workers as it may
+├── Overtaken             ABORTED              409   a later order of the operator is in force
 ├── WireError             INTERNAL             500   a message or frame of ours that cannot be what it claims
 ├── StoreError            INTERNAL             500   a tier failed; callers count a miss
 └── ConfigError           FAILED_PRECONDITION  400   refused at start, exit code 78
@@ -145,6 +146,12 @@ class Cancelled(BatonError):
 
 class AttemptsExhausted(BatonError):
     """The request was tried on as many workers as it may be."""
+
+    status = Status("ABORTED", 409, False)
+
+
+class Overtaken(BatonError):
+    """A later order set another size of the same pool."""
 
     status = Status("ABORTED", 409, False)
 

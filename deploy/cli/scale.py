@@ -8,8 +8,9 @@ from wire.errors import InvalidRequest
 from wire.pb import cluster_pb2
 
 DESCRIPTION = """\
-Changes the number of workers while the cluster serves, and returns when both pools have their size. Workers that go
-finish or hand over their requests first; no request fails."""
+Changes the number of workers while the cluster serves, and returns when the pools named have their size. Workers that
+go finish or hand over their requests first; no request fails. Where workers do not start, the pool goes back to the
+size that it has reached; a later order for the same pool ends this one with an error."""
 TIMEOUT_S = 600.0
 
 

@@ -124,10 +124,9 @@ class ClusterConfig:
         for name, choices in (("model.dtype", DTYPES), ("model.block_size", BLOCK_SIZES)):
             value = attrgetter(name)(self)
             _require(value in choices, name, f"one of {', '.join(map(str, choices))}", value)
-        for name, (least, most) in RANGES.items():
-            value = attrgetter(name)(self)
-            is_in = not isinstance(value, int | float) or least <= value <= most
-            _require(is_in, name, f"between {least} and {most}", value)
+        for name in RANGES:
+            if problem := range_problem(name, attrgetter(name)(self)):
+                raise ConfigError(f"{name} {problem}")
         is_redis_url = _REDIS_URL.fullmatch(self.redis.url)
         _require(is_redis_url, "redis.url", "own, off, or a redis://, rediss:// or unix:// URL", "")
         port = self.router.metrics_port
@@ -138,6 +137,13 @@ class ClusterConfig:
         """Reads a TOML file, if there is one, with the nested table `flags` over it. Raises ConfigError."""
         table = _merge(_read(file) if file is not None else {}, flags)
         return from_object(cls, _count_bytes(table), "settings")
+
+
+def range_problem(name: str, value: object) -> str:
+    """Returns the reason for which a number may not be a setting, in words; "" for one in range, and for no number."""
+    least, most = RANGES[name]
+    is_in = not isinstance(value, int | float) or least <= value <= most
+    return "" if is_in else f"must be between {least} and {most}, not {repr(value)[:MAX_ECHO_CHARS]}"
 
 
 def check_name(name: str) -> str:
