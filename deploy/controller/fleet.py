@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from operator import attrgetter
 
 from deploy.actors.actor_host import ActorHost
@@ -15,6 +15,8 @@ from deploy.controller.event_log import EventLog
 from deploy.controller.pools import Pools
 from deploy.controller.tasks import Tasks, repeat
 from deploy.plan.cluster_plan import ClusterPlan
+from deploy.plan.machine import Machine, inspect_machine
+from deploy.plan.sizing import require_room
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import WorkerId
@@ -70,6 +72,7 @@ class Fleet:
     events: EventLog
     record: AtomicFile
     clock: Callable[[], float] = time.monotonic
+    inspect: Callable[[], Machine] = inspect_machine
 
     def __post_init__(self) -> None:
         self._member_list = MemberList(self.pools, self.host, self.events)
@@ -108,7 +111,15 @@ class Fleet:
             raise Unavailable(self._failures[-1])
 
     async def resize(self, prefill: int | None, decode: int | None) -> dict[str, int]:
-        """Takes an order, None leaving a pool as it is; returns its numbers, for `scaled`. Raises InvalidRequest."""
+        """Takes an order, None leaving a pool as it is; returns its numbers, for `scaled`.
+
+        Raises InvalidRequest, or ConfigError for workers that would not fit, and then changes nothing.
+        """
+        if sum(astuple(self.pools.resized(prefill, decode))) > sum(astuple(self.pools.sizes)):
+            machine = await asyncio.to_thread(self.inspect)
+            used_bytes = [self.host.memory_bytes(worker.id) for worker in self.pools]
+            after = self.pools.resized(prefill, decode)
+            require_room(self.pools.sizes, after, used_bytes, self.plan.resources.num_gpus, machine)
         numbers = self.pools.resize(prefill, decode)
         self._write_record()
         self.events.note(f"scaling to {self.pools.sizes.prefill} prefill, {self.pools.sizes.decode} decode")

@@ -2,6 +2,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -14,9 +15,18 @@ from deploy.controller.fleet import Fleet
 from deploy.controller.pools import Pools, PoolsRecord
 from deploy.plan.cluster_plan import make_plan
 from deploy.plan.config import ClusterConfig
+from deploy.plan.machine import Machine
 from deploy.processes.atomic_file import AtomicFile
 from tests.deploy.plan.test_cluster_plan import MODEL, NODE, SIZES
-from wire.errors import DeadlineExceeded, InvalidRequest, ModelError, Overtaken, Unavailable, WorkerNotFound
+from wire.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelError,
+    Overtaken,
+    Unavailable,
+    WorkerNotFound,
+)
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
@@ -111,6 +121,7 @@ class World:
         self.events = EventLog(lambda: self.now_s)
         self.pools = Pools(PoolsRecord(PoolSizes(prefill, decode)))
         self.record = LocalRecord()
+        self.machine = Machine(memory_bytes=8 << 30, shared_bytes=0, num_cores=2)
         self.node_is_up = asyncio.Event()
         self.node_is_up.set()
         self.fleet = self._make_fleet()
@@ -124,7 +135,16 @@ class World:
         self.fleet = self._make_fleet()
 
     def _make_fleet(self) -> Fleet:
-        return Fleet(self.pools, self.host, PLAN, self.node_is_up, self.events, self.record, lambda: self.now_s)
+        return Fleet(
+            pools=self.pools,
+            host=self.host,
+            plan=PLAN,
+            node_is_up=self.node_is_up,
+            events=self.events,
+            record=self.record,
+            clock=lambda: self.now_s,
+            inspect=lambda: self.machine,
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["World"]:
@@ -140,6 +160,10 @@ class World:
 
     async def scaled(self, prefill: int | None, decode: int | None) -> PoolSizes:
         return await self.fleet.scaled(await self.fleet.resize(prefill, decode), 5)
+
+    async def refused(self, prefill: int | None, decode: int | None) -> None:
+        with pytest.raises(ConfigError):
+            await self.fleet.resize(prefill, decode)
 
     async def drained(self, worker_id: WorkerId) -> None:
         await self.fleet.drain(worker_id)
@@ -287,6 +311,20 @@ async def test_workers_that_never_start_give_an_order_up_with_the_size_that_was_
         world.controller_dies()
         with pytest.raises(Unavailable, match=words):
             await world.fleet.scaled(order, 5)
+
+
+async def test_workers_that_would_not_fit_are_refused_before_any_starts() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        world.host.memory = {P0: 1 << 30, D0: 2 << 30}
+        told = world.record.text
+        with pytest.raises(ConfigError, match="6 more workers take 2 GiB of memory each, and 7 GiB are left for them"):
+            await world.fleet.resize(2, 6)
+        assert (world.pools.sizes, world.host.launched, world.record.text) == (PoolSizes(1, 1), [P0, D0], told)
+        order, _ = await asyncio.gather(world.fleet.resize(2, None), world.refused(None, 4))
+        assert await world.fleet.scaled(order, 5) == PoolSizes(2, 1)
+        world.machine = replace(world.machine, memory_bytes=0)
+        assert await world.scaled(0, None) == PoolSizes(0, 1)
 
 
 async def test_the_router_knows_of_a_drain_before_it_begins() -> None:
