@@ -38,6 +38,7 @@ class BatonError(Exception):
     """The root. `message` is fit for clients: no paths, no exception text of libraries, at most 64 chars of input."""
 
     status = Status("INTERNAL", 500, False)
+    exit_code = 1
 
     def __init__(self, message: str, **ids: str) -> None:
         super().__init__(message)
@@ -65,6 +66,7 @@ class InvalidRequest(BatonError):
     """A parameter of the request is wrong."""
 
     status = Status("INVALID_ARGUMENT", 400, False)
+    exit_code = 2
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}", param=param)

@@ -4,7 +4,8 @@ import argparse
 
 from deploy.cli.command import Subparsers, add_command
 from deploy.local.client import call_operator, find_cluster
-from wire.errors import InvalidRequest
+from deploy.plan.config import range_problem
+from wire.errors import ConfigError, InvalidRequest
 from wire.pb import cluster_pb2
 
 DESCRIPTION = """\
@@ -23,9 +24,9 @@ def add_parser(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.prefill is None and args.decode is None:
         raise InvalidRequest("scale", "give --prefill N, --decode M or both")
-    for role in ("prefill", "decode"):
-        if (getattr(args, role) or 0) < 0:
-            raise InvalidRequest(role, "must not be negative")
+    for setting, size in (("pools.prefill", args.prefill), ("pools.decode", args.decode)):
+        if problem := range_problem(setting, size):
+            raise ConfigError(f"{setting} {problem}")
     request = cluster_pb2.ScaleRequest(prefill=args.prefill, decode=args.decode)
     sizes = call_operator(find_cluster(args.name), "Scale", request, TIMEOUT_S)
     print(f"{sizes.prefill} prefill and {sizes.decode} decode workers")
