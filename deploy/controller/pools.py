@@ -25,8 +25,8 @@ NONE = PoolSizes(0, 0)
 class Order:
     """The last order that a pool got; the numbers of its orders grow.
 
-    reached: the largest size up to the one asked for that the pool has had in full. failure: the reason for which the
-    order was given up.
+    reached: the number of workers that were ready at once, at most the size asked for; the size of an order given up.
+    failure: the reason for giving it up.
     """
 
     role: Role
