@@ -84,9 +84,10 @@ class BatchSettings:
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_chunk_tokens", "patience_tokens"):
-            _require(getattr(self, name) > 0, f"batch.{name}", "must be positive")
-        enough = self.max_step_tokens >= self.max_running + self.max_chunk_tokens
-        _require(enough, "batch.max_step_tokens", "must be at least max_running + max_chunk_tokens")
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"batch.{name} must be positive")
+        if self.max_step_tokens < self.max_running + self.max_chunk_tokens:
+            raise ConfigError("batch.max_step_tokens must be at least batch.max_running + batch.max_chunk_tokens")
 
 
 @dataclass(frozen=True)

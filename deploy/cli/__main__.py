@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from deploy.cli import down, drain, generate, scale, status, up
-from wire.errors import BatonError, ConfigError
+from deploy.cli.command import Parser
+from wire.errors import BatonError
 
 COMMANDS = (up, generate, status, scale, drain, down)
 INTERRUPTED = 130
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BatonError as error:
         ids = ", ".join(f"{name} {value}" for name, value in error.ids.items() if name != "param")
         print(f"baton: {error.message}{f' ({ids})' if ids else ''}", file=sys.stderr)
-        return ConfigError.exit_code if isinstance(error, ConfigError) else 1
+        return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of the output has gone, and that is all
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="baton",
         description="Serve a language model with prefill and decode on separate pools of workers.",
         epilog='Begin with `baton up`, then `baton generate "Once upon a time"`; `baton down` ends it.',

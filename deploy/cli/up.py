@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy.cli.command import Subparsers
+from deploy.cli.command import Subparsers, read_whole
 from deploy.local.startup import Startup
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.config import DTYPES, ClusterConfig
@@ -25,7 +25,7 @@ SLOW_S = 1.0
 
 
 def _port_or_off(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
+    return read_whole(text) if text.isdecimal() else text
 
 
 _MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)"

@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -22,8 +23,19 @@ def _kill(process: psutil.Process) -> None:
     process.send_signal(signal.SIGKILL)
 
 
+def _order(cluster: ServedCluster, num_decode: int) -> "subprocess.Popen[str]":
+    """A `baton scale` under way, whose order the controller has taken."""
+    scaling = cluster.start("scale", "--decode", str(num_decode))
+    record = Path(cluster.state()["run_dir"]) / "pools.json"
+    wait_until(lambda: json.loads(record.read_text())["sizes"]["decode"] == num_decode, "the order is taken")
+    return scaling
+
+
 def test_pools_grow_and_shrink(cluster: ServedCluster, checkpoint: Path) -> None:
+    overtaken = _order(cluster, 3)
     assert cluster.do("scale", "--prefill", "2", "--decode", "2") == "2 prefill and 2 decode workers\n"
+    assert overtaken.communicate()[1] == "baton: overtaken by a later order: decode 2\n"
+    assert overtaken.returncode == 1
     assert (len(cluster.workers("prefill")), len(cluster.workers("decode"))) == (2, 2)
     assert _is_right(cluster, checkpoint)
     pids = [worker["pid"] for role in ("prefill", "decode") for worker in cluster.workers(role).values()]
@@ -40,7 +52,7 @@ def test_one_worker_is_drained_and_the_last_cannot_be(cluster: ServedCluster, ch
     cluster.do("drain", first)
     assert list(cluster.workers("decode")) == [second]
     refused = cluster.run("drain", second)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "at least one decode worker" in refused.stderr
     assert cluster.workers("decode")[second]["state"] == "ready"
     assert _is_right(cluster, checkpoint)
@@ -70,9 +82,10 @@ def test_the_router_and_the_node_service_come_back(cluster: ServedCluster, check
 
 
 def test_a_killed_controller_comes_back_and_goes_on(cluster: ServedCluster, checkpoint: Path) -> None:
-    cluster.do("scale", "--decode", "2")
+    scaling = _order(cluster, 2)
     _kill(cluster.actor("controller"))
     assert _is_right(cluster, checkpoint)
+    assert scaling.communicate() == ("1 prefill and 2 decode workers\n", "")
     wait_until(lambda: "the controller was lost, and is back" in json.dumps(cluster.status()["events"]), "it is back")
     first, second = sorted(cluster.workers("decode"))
     _kill(psutil.Process(cluster.workers("decode")[first]["pid"]))

@@ -96,7 +96,9 @@ async def test_the_controller_is_told_in_text(monkeypatch: pytest.MonkeyPatch) -
     await port.shutdown()
     assert handle.calls == [
         ("scale", '{"prefill": null, "decode": 2}'),
+        ("scaled", '{"prefill": 1, "decode": 2}'),
         ("drain", "d0"),
+        ("drained", "d0"),
         ("worker_lost", "d1"),
         ("shutdown",),
     ]
@@ -124,7 +126,6 @@ def failing(error: Exception) -> Answer:
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (ActorDiedError(), Unavailable),
         (RayTaskError("drain", "a traceback", WorkerNotFound("no worker of that id")), WorkerNotFound),
         (RayTaskError("drain", "a traceback", ZeroDivisionError()), Unavailable),
         (TimeoutError(), Unavailable),
@@ -134,6 +135,29 @@ async def test_what_goes_wrong_there(monkeypatch: pytest.MonkeyPatch, error: Exc
     port, _ = controller(monkeypatch, failing(error))
     with pytest.raises(told):
         await port.drain(WorkerId("d0"))
+
+
+async def test_a_controller_that_dies_is_asked_again_for_what_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.actor.PAUSE_S", 0.001)
+    answers = ["", '{"decode": 7}', "", "", '{"prefill": 1, "decode": 2}']
+
+    async def answer() -> str:
+        if given := answers.pop(0):
+            return given
+        raise ActorDiedError
+
+    port, handle = controller(monkeypatch, answer)
+    assert await port.scale(None, 2) == PoolSizes(1, 2)
+    order = ("scale", '{"prefill": null, "decode": 2}')
+    assert handle.calls == [order] * 2 + [("scaled", '{"decode": 7}')] * 3
+
+
+async def test_an_order_is_not_asked_for_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.actor.SCALE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("router.actor.PAUSE_S", 0.001)
+    port, _ = controller(monkeypatch, failing(ActorDiedError()))
+    with pytest.raises(Unavailable, match="the controller does not answer"):
+        await port.scale(None, 2)
 
 
 async def test_a_controller_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
