@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.cpu.library import NoKernels, best_isa
+
 logger = logging.getLogger(__name__)
 
 
@@ -107,11 +109,12 @@ class Backend(Protocol):
 
 
 @cache
-def select_backend(device: torch.device) -> Backend:
-    """Selects Triton on a CUDA device; on a CPU the C++ kernels, or where they cannot be had the torch reference.
+def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
+    """Selects Triton on a CUDA device, and on a CPU the kernels of that name: auto, avx512, avx2, portable or torch.
 
-    Compiles the C++ kernels at their first use on a machine, which takes seconds. ImportError on a CUDA device without
-    Triton.
+    `auto` takes the best that the machine has; without a compiler it takes torch, with a warning. The first use on a
+    machine compiles them, which takes seconds. Raises NoKernels for named ones that cannot be had, ImportError on a
+    CUDA device without Triton.
     """
     if device.type == "cuda":
         # Imported here so that a machine without Triton serves on its CPU.
@@ -119,11 +122,14 @@ def select_backend(device: torch.device) -> Backend:
 
         return TritonBackend()
     from kernels.cpu.backend import CpuBackend
-    from kernels.cpu.library import NoKernels, best_isa
     from kernels.torch_backend import TorchBackend
 
+    if kernels == "torch":
+        return TorchBackend()
     try:
-        return CpuBackend(best_isa())
+        return CpuBackend(best_isa() if kernels == "auto" else kernels)
     except NoKernels as error:
-        logger.warning("serving with the torch reference, several times slower than C++ kernels: %s", error)
+        if kernels != "auto":
+            raise
+        logger.warning("serving with torch, several times slower than C++ kernels: %s", error)
         return TorchBackend()

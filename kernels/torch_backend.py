@@ -14,8 +14,8 @@ TILE_ROWS = 16
 class TorchBackend:
     """Torch's operations, step by step as transformers rounds them."""
 
-    name = "reference"
-    version = "reference-2"
+    name = "torch"
+    version = "torch-2"
 
     def pack(self, weight: Tensor) -> Weight:
         return Weight(weight, *weight.shape)

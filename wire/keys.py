@@ -61,7 +61,7 @@ class KeyChain:
             self._full.append(self._name(self._parent(len(self._full)), data, data))
 
     def full(self, num_tokens: int, from_token: int = 0) -> list[BlockName]:
-        """Names the full blocks of the first `num_tokens` tokens, but for those that `from_token` tokens fill."""
+        """Names the full blocks of the first `num_tokens` tokens, without the full ones of the first `from_token`."""
         return self._full[from_token // self._block_size : num_tokens // self._block_size]
 
     def tail(self, num_tokens: int) -> BlockName | None:

@@ -92,7 +92,7 @@ def compute_dtype(dtype: str | None, config: ModelConfig, backend: Backend) -> t
 
     Raises ConfigError for an unknown dtype.
     """
-    name = dtype or ("float32" if backend.name == "reference" else config.dtype)
+    name = dtype or ("float32" if backend.name == "torch" else config.dtype)
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name[:64]}; known: {', '.join(DTYPES)}")
     resolved = getattr(torch, name)

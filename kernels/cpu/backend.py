@@ -36,10 +36,9 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 class CpuBackend:
     """The C++ kernels of one instruction set. Rows do not depend on one another, nor on the number of threads."""
 
-    name = "cpu"
-
     def __init__(self, isa: str) -> None:
-        """Raises NoKernels where they cannot be compiled or loaded."""
+        """Raises NoKernels where they cannot be compiled, loaded or run."""
+        self.name = isa
         self.version = f"cpu-{isa}-{source_version()}"
         self._library = load_library(isa)
         for name, (result, arguments) in SIGNATURES.items():

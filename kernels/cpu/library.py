@@ -24,6 +24,7 @@ AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", 
 ISA_TO_FEATURES: dict[str, tuple[str, ...]] = {"avx512": AVX512, "avx2": ("avx2", "fma", "f16c"), "portable": ()}
 """Instruction sets, best first, with the features that each takes, as /proc/cpuinfo names them."""
 COMPILE_TIMEOUT_S = 300.0
+MAX_REASON_CHARS = 200
 
 
 class NoKernels(Exception):
@@ -32,11 +33,15 @@ class NoKernels(Exception):
 
 def best_isa() -> str:
     """Returns the best instruction set that this machine has."""
-    present: set[str] = set()
+    present = _features()
+    return next(isa for isa, features in ISA_TO_FEATURES.items() if present.issuperset(features))
+
+
+def _features() -> set[str]:
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        present = set(next((line for line in lines if line.startswith("flags")), "").split())
-    return next(isa for isa, features in ISA_TO_FEATURES.items() if present.issuperset(features))
+        return set(next((line for line in lines if line.startswith("flags")), "").split())
+    return set()
 
 
 def source_version() -> str:
@@ -50,8 +55,11 @@ def source_version() -> str:
 def load_library(isa: str) -> ctypes.CDLL:
     """Loads the kernels of an instruction set, compiled first where they are not yet. Blocks for seconds then.
 
-    Raises NoKernels without a compiler, and for a cache that cannot be written or is not the user's own.
+    Raises NoKernels for one that this machine has not, without a compiler, and for a cache that cannot be written or is
+    not the user's own.
     """
+    if not _features().issuperset(ISA_TO_FEATURES[isa]):
+        raise NoKernels(f"this machine has no {isa}: it has {best_isa()}")
     compiler = _find_compiler()
     flags = (*COMMON_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in ISA_TO_FEATURES[isa]))
     try:
@@ -99,11 +107,12 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
         sources = [str(SOURCE / unit) for unit in UNITS]
         command = [compiler, *flags, "-shared", "-o", str(output), *sources]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+            done = subprocess.run(command, capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:
             raise NoKernels(f"{compiler} did not end within {COMPILE_TIMEOUT_S:.0f} s") from error
         if done.returncode:
-            raise NoKernels(f"{compiler} failed: {done.stderr.strip().splitlines()[:1]}")
+            reason = (done.stderr.decode(errors="replace").strip() or "it does not say why").splitlines()[0]
+            raise NoKernels(f"{compiler} failed: {reason[:MAX_REASON_CHARS]}")
         output.chmod(0o700)
         output.replace(path)
 

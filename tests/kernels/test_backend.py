@@ -31,7 +31,7 @@ def test_a_cpu_without_a_compiler_is_served_by_torch_with_one_warning(
     backends = [select_backend(torch.device("cpu")) for _ in range(3)]
     assert isinstance(backends[0], TorchBackend)
     assert [record.message for record in caplog.records] == [
-        "serving with the torch reference, several times slower than C++ kernels: there is no C++ compiler: install g++"
+        "serving with torch, several times slower than C++ kernels: there is no C++ compiler: install g++"
     ]
 
 
