@@ -57,6 +57,7 @@ def to_object(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
     return {
         **_pick(status, *CLUSTER_FIELDS),
         "pools": {role: [_worker(worker) for worker in status.workers if worker.role == role] for role in roles},
+        "sizes": {pool.role: _pick(pool, "size", "num_ready") for pool in status.pools},
         "prefix_cache": {"queries": status.prefix_cache.queries, **tiers_from_pb(status.prefix_cache.hits)},
         "tiers": {tier.tier: _tier(tier) for tier in status.tiers},
         "events": [_pick(event, "age_s", "text") for event in status.events],

@@ -34,6 +34,9 @@ def render_status(status: cluster_pb2.ClusterStatus) -> str:
 def _summary(status: cluster_pb2.ClusterStatus) -> Iterator[str]:
     yield f"{status.model} at {status.address}"
     yield f"requests  {status.num_running} running, {status.num_queued} waiting for their first token"
+    if status.pools:
+        ready = ", ".join(f"{pool.role} {pool.num_ready} of {pool.size}" for pool in status.pools)
+        yield f"pools     {ready} workers ready"
     cache = status.prefix_cache
     by_tier = ", ".join(f"{hits.tier} {_share(hits.tokens, cache.queries)}" for hits in cache.hits)
     found = _share(sum(hits.tokens for hits in cache.hits), cache.queries)

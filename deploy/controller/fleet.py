@@ -40,11 +40,15 @@ class MemberList:
         self.is_announced = False
 
     async def announce(self) -> None:
-        """Tells the router which workers serve and drain. `is_announced` stays False if it does not hear or take it."""
+        """Tells the router the sizes of the pools, and which workers serve and drain.
+
+        `is_announced` stays False if it does not hear or take it.
+        """
         async with self._announcing:
             self.is_announced = True  # a change during the call makes it False again
             members = [worker for worker in self._pools if worker.address]
-            listed = json.dumps([asdict(worker) for worker in members], default=attrgetter("value"))
+            told = {"sizes": asdict(self._pools.sizes), "workers": [asdict(worker) for worker in members]}
+            listed = json.dumps(told, default=attrgetter("value"))
             try:
                 answer = await self._host.call("router", "set_members", listed, timeout_s=TELL_TIMEOUT_S)
             except BatonError as error:
@@ -121,7 +125,7 @@ class Fleet:
     def resize(self, prefill: int | None, decode: int | None) -> None:
         """Sets what the pools are to become; None leaves a pool as it is. Raises InvalidRequest."""
         self._pools.resize(prefill, decode)
-        self._write_record()
+        self._tell_of_change()
         self._events.note(f"scaling to {self._pools.sizes.prefill} prefill, {self._pools.sizes.decode} decode")
         self._wake.set()
 

@@ -10,7 +10,7 @@ from router.workers.members import Member, Members
 from wire.convert import status_of
 from wire.errors import BatonError
 from wire.pb import cluster_pb2, worker_pb2
-from wire.pools import WorkerState
+from wire.pools import Role, WorkerState
 from wire.tier import Tier
 
 ASK_TIMEOUT_S = 5.0
@@ -36,9 +36,12 @@ class StatusReader:
     async def read(self, request: cluster_pb2.GetStatusRequest) -> cluster_pb2.ClusterStatus:
         """Everything but names, addresses and events. With `check`, workers and router verify their invariants."""
         workers = await asyncio.gather(*(_ask(member, request.check) for member in self._members))
+        pools = [_pool(role, self._members) for role in Role]
         problems = [f"{worker.worker_id}: {problem}" for worker in workers for problem in worker.problems]
+        problems += [_shortage(pool) for pool in pools if pool.num_ready < pool.size]
         status = cluster_pb2.ClusterStatus(
             workers=workers,
+            pools=pools,
             num_running=self._dispatcher.num_running,
             num_queued=self._dispatcher.num_queued,
             problems=[*problems, *(self._check() if request.check else [])],
@@ -59,6 +62,14 @@ async def _ask(member: Member, check: bool) -> worker_pb2.WorkerStatus:
     if member.state is not WorkerState.READY:
         status.state = member.state.value
     return status
+
+
+def _pool(role: Role, members: Members) -> cluster_pb2.PoolStatus:
+    return cluster_pb2.PoolStatus(role=role.value, size=members.sizes[role], num_ready=len(members.ready(role)))
+
+
+def _shortage(pool: cluster_pb2.PoolStatus) -> str:
+    return f"the {pool.role} pool has {pool.num_ready} of {pool.size} workers: the last events tell why"
 
 
 def _summed(tier: Tier, workers: Iterable[worker_pb2.WorkerStatus]) -> worker_pb2.TierStatus:

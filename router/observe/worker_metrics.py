@@ -31,6 +31,11 @@ class WorkerCollector(Collector):
         yield from _of_requests(status, answering)
         yield from _of_blocks(status, answering)
         yield from _of_tiers(status, answering)
+        for name, field, text in (
+            ("pool_size", "size", "Workers that a pool is to have"),
+            ("pool_ready", "num_ready", "Workers of a pool that take work now"),
+        ):
+            yield _gauge(name, text, ("role",), [((pool.role,), getattr(pool, field)) for pool in status.pools])
         yield _gauge(
             "worker_up",
             "Whether a worker answered when it was last asked",

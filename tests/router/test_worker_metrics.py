@@ -71,6 +71,13 @@ def test_a_worker_that_does_not_answer_is_down_and_tells_nothing_else() -> None:
     assert cluster.value("num_requests_running", role="decode", worker="d1") is None
 
 
+def test_a_pool_without_workers_still_tells_its_size() -> None:
+    cluster = Cluster()
+    cluster.status.pools.add(role="decode", size=2, num_ready=0)
+    assert cluster.value("pool_size", role="decode") == 2
+    assert cluster.value("pool_ready", role="decode") == 0
+
+
 def test_a_worker_that_is_gone_is_gone_from_here() -> None:
     cluster = Cluster(worker("d0"), worker("d1"))
     assert 'worker="d1"' in cluster.text()
