@@ -15,6 +15,14 @@ from wire.tier import Tier
 
 ASK_TIMEOUT_S = 5.0
 COUNTED_BY_WORKERS = ("hits", "misses", "errors", "corrupt")
+COUNTED_BY_NODE = ("written", "refused")
+TIER_STATES = {
+    "broken": "does not answer: workers go on without it",
+    "full": "is full and refuses blocks: set its maxmemory-policy to allkeys-lru, or give it more memory",
+    "read-only": "refuses blocks: workers read what it has",
+    "up": "is up again",
+}
+"""The worst first, with the event that it is when a tier comes to it."""
 READ_EVERY_S = 2.0
 MAX_EVENTS = 20
 LONG_SILENCE_S = 10.0
@@ -75,8 +83,8 @@ def _shortage(pool: cluster_pb2.PoolStatus) -> str:
 def _summed(tier: Tier, workers: Iterable[worker_pb2.WorkerStatus]) -> worker_pb2.TierStatus:
     """A tier of the node as its workers tell of it.
 
-    The first speaks for what they share, pages and what is held; what each counts for itself is added up, but blocks
-    written, which are the node's. A tier that any worker finds broken is broken.
+    The first speaks for what they share, pages and what is held; what each counts for itself is added up, but not what
+    the node's service counts. The tier's state is the worst that any worker finds.
     """
     told = [status for worker in workers for status in worker.tiers if status.tier == tier]
     if not told:
@@ -84,12 +92,13 @@ def _summed(tier: Tier, workers: Iterable[worker_pb2.WorkerStatus]) -> worker_pb
     summed = worker_pb2.TierStatus()
     summed.CopyFrom(told[0])
     states = {status.state for status in told}
-    summed.state = next((state for state in ("broken", "up", "off") if state in states), "")
+    summed.state = next((state for state in (*TIER_STATES, "off") if state in states), "")
     for name in COUNTED_BY_WORKERS:
         if name in summed.counts:
             summed.counts[name] = sum(status.counts[name] for status in told)
-    if "written" in summed.counts:
-        summed.counts["written"] = max(status.counts["written"] for status in told)
+    for name in COUNTED_BY_NODE:
+        if name in summed.counts:
+            summed.counts[name] = max(status.counts[name] for status in told)
     return summed
 
 
@@ -133,10 +142,8 @@ class StatusWatch:
 def changes(before: cluster_pb2.ClusterStatus, after: cluster_pb2.ClusterStatus) -> Iterator[str]:
     """Yields the changes between two statuses that an operator wants to know of."""
     for old, new in ((status_of(tier, before.tiers), status_of(tier, after.tiers)) for tier in Tier):
-        if (old.state, new.state) == ("up", "broken"):
-            yield f"tier {old.tier} does not answer: workers go on without it"
-        if (old.state, new.state) == ("broken", "up"):
-            yield f"tier {old.tier} answers again"
+        if old.state in TIER_STATES and new.state in TIER_STATES and old.state != new.state:
+            yield f"tier {new.tier} {TIER_STATES[new.state]}"
         if old.epoch and new.epoch and old.epoch != new.epoch:
             yield f"the directory of tier {old.tier} is a new one: every block in it is a miss"
     yield from _changes_of_silence(_silences(before), _silences(after))

@@ -48,7 +48,7 @@ def busy() -> cluster_pb2.ClusterStatus:
         block_bytes=1 << 18,
         counts={"leases": 2, "holds": 6},
     )
-    counts = {"hits": 1504, "misses": 33, "errors": 5, "corrupt": 0, "written": 4012}
+    counts = {"hits": 1504, "misses": 33, "errors": 5, "corrupt": 0, "written": 4012, "refused": 8}
     status.tiers.add(tier="redis", state="broken", counts=counts)
     for age_s, text in (
         (172_800, "the cluster serves"),
@@ -85,7 +85,7 @@ decode-10   1024     0 %  1024      0          0       0         0
 arena       2048    22 %   100     32        410    1506         0
 
 arena  512 MiB, 2 being read, 6 prompts held for decode
-redis  does not answer, and is left alone: 1504 hits, 33 misses, 5 errors, 0 corrupt, 4012 written (blocks)
+redis  does not answer, and is left alone: 1504 hits, 33 misses, 5 errors, 0 corrupt, 4012 written, 8 refused (blocks)
 
 last events
      2 d ago  the cluster serves
@@ -112,7 +112,10 @@ redis  -"""
     )
 
 
-@pytest.mark.parametrize(("state", "shown"), [("off", "redis  off"), ("up", "redis  up: 0 hits")])
+@pytest.mark.parametrize(
+    ("state", "shown"),
+    [("off", "redis  off"), ("up", "redis  up: 0 hits"), ("full", "redis  full, and refuses blocks (maxmemory-policy")],
+)
 def test_redis_as_it_is(state: str, shown: str) -> None:
     status = cluster_pb2.ClusterStatus(tiers=[worker_pb2.TierStatus(tier="redis", state=state)])
     assert shown in render_status(status)
