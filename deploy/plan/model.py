@@ -37,9 +37,12 @@ def inspect_model(settings: ModelSettings, device: str) -> ModelFacts:
     from engine.checkpoint.fingerprint import DigestCache, fingerprint
     from engine.checkpoint.hub import find_folder
     from engine.model.decoder import compute_dtype
+    from engine.model.weights import check_weights
     from kernels.backend import select_backend
 
     checkpoint = Checkpoint(find_folder(settings.path or _demo_model()))
+    check_weights(checkpoint)
+    checkpoint.load_tokenizer()
     place = torch.device(device)
     asked = None if settings.dtype == "auto" else settings.dtype
     dtype = str(compute_dtype(asked, checkpoint.config, place)).removeprefix("torch.")

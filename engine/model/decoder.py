@@ -4,7 +4,6 @@ Numerics follow transformers step by step (norms, angles and softmax in float32,
 greedy tokens in float32 are the same.
 """
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +14,9 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import DTYPES, ModelConfig
 from engine.checkpoint.rope import RopeConfig
 from engine.model.batch import Batch
-from engine.model.weights import DecoderWeights, LayerWeights, WeightLoader
+from engine.model.weights import DecoderWeights, LayerWeights, WeightLoader, check_weights
 from kernels.backend import KernelBackend, select_backend
 from wire.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 
 class Rope:
@@ -124,9 +121,8 @@ class Decoder:
         Raises ModelError for a folder that cannot be served, ConfigError for an unknown dtype.
         """
         checkpoint = Checkpoint(folder)
+        check_weights(checkpoint)
         weights = WeightLoader(checkpoint, compute_dtype(dtype, checkpoint.config, device), device).load()
-        if checkpoint.unread:
-            logger.warning("%d tensors are no part of the model: %s", len(checkpoint.unread), min(checkpoint.unread))
         return cls(checkpoint.config, weights, block_size, backend or select_backend(device))
 
     @torch.inference_mode()

@@ -109,3 +109,9 @@ class WeightLoader:
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self._checkpoint.read(name, shape, self._dtype, self._device)
+
+
+def check_weights(checkpoint: Checkpoint) -> None:
+    """Raises ModelError for a tensor that is missing, of another shape or no part of the model; reads no content."""
+    WeightLoader(checkpoint, torch.float32, torch.device("meta")).load()
+    checkpoint.refuse_unread()
