@@ -62,15 +62,17 @@ class RouterActor:
         )
 
     async def set_members(self, members_json: str) -> str:
-        """Takes the list of workers, `[{"id", "role", "address", "state"}]`; drops all others.
+        """Takes `{"sizes": {"prefill", "decode"}, "workers": [{"id", "role", "address", "state"}]}`.
 
-        Returns `{worker_id: reason}` for workers that were not taken in.
+        Drops all other workers. Returns `{worker_id: reason}` for workers that were not taken in.
         """
+        router, told = self._started, json.loads(members_json)
         listed = [
             Worker(WorkerId(one["id"]), Role(one["role"]), one["address"], WorkerState(one["state"]))
-            for one in json.loads(members_json)
+            for one in told["workers"]
         ]
-        return json.dumps(await self._started.membership.set(listed))
+        router.members.sizes = PoolSizes(**told["sizes"])
+        return json.dumps(await router.membership.set(listed))
 
     async def stop(self) -> str:
         """Ends open requests and closes the ports. Returns `{}`."""

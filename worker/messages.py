@@ -139,9 +139,14 @@ def _host_to_pb(store: StoreStatus) -> worker_pb2.TierStatus:
 
 
 def _redis_to_pb(store: StoreStatus) -> worker_pb2.TierStatus:
-    """Adds the blocks that the node's service wrote to the blocks that the worker read."""
+    """Joins what the worker finds, which reads, and what the node's service finds, which writes."""
     if store.cold is None:
         return worker_pb2.TierStatus(tier=Tier.REDIS, state="off")
     counts = asdict(store.cold)
-    counts["written"] += 0 if store.directory is None else store.directory.copied
-    return worker_pb2.TierStatus(tier=Tier.REDIS, state=counts.pop("state"), counts=counts)
+    state = counts.pop("state")
+    if store.directory is not None:
+        if state == "up" and store.directory.cold_state != "broken":  # that may be long over: only writes find out
+            state = store.directory.cold_state
+        counts["written"] += store.directory.copied
+        counts["refused"] += store.directory.refused
+    return worker_pb2.TierStatus(tier=Tier.REDIS, state=state, counts=counts)

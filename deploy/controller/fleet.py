@@ -43,11 +43,15 @@ class MemberList:
         self.is_announced = False
 
     async def announce(self) -> None:
-        """Tells the router which workers serve and drain. `is_announced` stays False if it does not hear or take it."""
+        """Tells the router the sizes of the pools, and which workers serve and drain.
+
+        `is_announced` stays False if it does not hear or take it.
+        """
         async with self._announcing:
             self.is_announced = True  # a change during the call makes it False again
             members = [worker for worker in self._pools if worker.address]
-            listed = json.dumps([asdict(worker) for worker in members], default=attrgetter("value"))
+            told = {"sizes": asdict(self._pools.sizes), "workers": [asdict(worker) for worker in members]}
+            listed = json.dumps(told, default=attrgetter("value"))
             try:
                 answer = await self._host.call("router", "set_members", listed, timeout_s=TELL_TIMEOUT_S)
             except BatonError as error:
@@ -121,7 +125,7 @@ class Fleet:
             after = self.pools.resized(prefill, decode)
             require_room(self.pools.sizes, after, used_bytes, self.plan.resources.num_gpus, machine)
         numbers = self.pools.resize(prefill, decode)
-        self._write_record()
+        self._tell_of_change()
         self.events.note(f"scaling to {self.pools.sizes.prefill} prefill, {self.pools.sizes.decode} decode")
         self._wake.set()
         await self._notify()

@@ -38,10 +38,13 @@ def inspect_model(settings: ModelSettings, device: str, cpu_kernels: str = "auto
     from engine.checkpoint.fingerprint import DigestCache, fingerprint
     from engine.checkpoint.hub import find_folder
     from engine.model.decoder import compute_dtype
+    from engine.model.weights import check_weights
     from kernels.backend import select_backend
     from kernels.cpu.library import NoKernels
 
     checkpoint = Checkpoint(find_folder(settings.path or _demo_model()))
+    check_weights(checkpoint)
+    checkpoint.load_tokenizer()
     try:
         backend = select_backend(torch.device(device), cpu_kernels)
     except NoKernels as error:

@@ -8,6 +8,7 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import ModelConfig
 from kernels.backend import Backend, Heads, Weight
+from kernels.torch_backend import TorchBackend
 
 
 @dataclass(frozen=True)
@@ -104,3 +105,9 @@ class WeightLoader:
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self._checkpoint.read(name, shape, self._dtype, self._device)
+
+
+def check_weights(checkpoint: Checkpoint) -> None:
+    """Raises ModelError for a tensor that is missing, of another shape or no part of the model; reads no content."""
+    WeightLoader(checkpoint, torch.float32, torch.device("meta"), TorchBackend()).load()
+    checkpoint.refuse_unread()

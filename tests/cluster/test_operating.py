@@ -1,4 +1,5 @@
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import psutil
 import pytest
 
 from tests.checkpoints import choose_prompt
-from tests.cluster.served_cluster import ServedCluster, wait_until
+from tests.cluster.served_cluster import SHARED_MEMORY, ServedCluster, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
@@ -77,6 +78,22 @@ def test_the_router_and_the_node_service_come_back(cluster: ServedCluster, check
     assert (after["address"], after["metrics_address"]) == (before["address"], before["metrics_address"])
     _kill(cluster.actor("node"))
     wait_until(lambda: "the node is back" in json.dumps(cluster.status()["events"]), "the node is back")
+    assert _is_right(cluster, checkpoint)
+    wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+
+
+def test_an_arena_that_is_damaged_is_made_anew_and_workers_start_on_it(
+    cluster: ServedCluster, checkpoint: Path
+) -> None:
+    before = cluster.status()["tiers"]["host"]["epoch"]
+    (arena,) = SHARED_MEMORY.glob(f"baton-{cluster.name}-*")
+    with arena.open("r+b") as file:
+        file.seek(-mmap.PAGESIZE, os.SEEK_END)
+        file.write(b"?")
+    ((name, worker),) = cluster.workers("decode").items()
+    _kill(psutil.Process(worker["pid"]))
+    wait_until(lambda: bool(set(cluster.workers("decode")) - {name}), "a new worker")
+    assert cluster.status()["tiers"]["host"]["epoch"] != before
     assert _is_right(cluster, checkpoint)
     wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
 

@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ MAX_LEN = 4096
 CPU = torch.device("cpu")
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WRONG_THETAS = (1e-300, 0, 1, 9.9, -10_000.0, 1e13, 1e300, math.inf, math.nan)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 PARAMETERS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -118,7 +120,21 @@ def test_angles_that_depend_on_the_total_length_are_refused_with_the_reason(kind
         ({"rope_scaling": {"type": "linear", "factor": True}}, "factor is True"),
         ({"rope_scaling": [1]}, "expected an object"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "more than low_freq_factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0, expected a number from 0.01 to 10000"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e30}}, "factor is 1e"),
+        ({"rope_scaling": {**LLAMA3, "factor": math.inf}}, "factor is inf"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 0}}, "low_freq_factor is 0"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1e9}}, "high_freq_factor is 1000000000.0"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 1}}, "original_max_position_embeddings is 1"),
+        ({"rope_scaling": {**YARN, "factor": -4}}, "factor is -4"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1e9}}, "attention_factor is 1000000000.0"),
+        ({"rope_scaling": {**YARN, "beta_fast": -32}}, "beta_fast is -32"),
+        ({"rope_scaling": {**YARN, "beta_slow": math.nan}}, "beta_slow is nan"),
+        ({"rope_scaling": {**YARN, "mscale": 1e30}}, "mscale is 1e"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, "original_max_position_embeddings is 0"),
         ({"rope_theta": "10000"}, "rope_theta is 10000"),
+        *(({"rope_theta": theta}, "rope_theta is .*from 10 to 1e") for theta in WRONG_THETAS),
+        *(({"rope_parameters": {"rope_theta": theta}}, "rope_parameters: rope_theta is ") for theta in WRONG_THETAS),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer to layer"),

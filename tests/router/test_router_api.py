@@ -423,6 +423,15 @@ async def test_each_worker_speaks_to_redis_for_itself(service: Service) -> None:
     assert redis.counts["written"] == 10, "by the node's service, of which both know"
 
 
+@pytest.mark.parametrize("others", ["up", "off"])
+async def test_a_full_redis_is_full_whatever_others_say(service: Service, others: str) -> None:
+    for name, state in (("p0", "full"), ("d0", others)):
+        service.cluster.workers[name].redis = worker_pb2.TierStatus(state=state, counts={"refused": 6})
+    status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
+    redis = status_of("redis", status.tiers)
+    assert (redis.state, redis.counts["refused"]) == ("full", 6)
+
+
 async def test_status_counts_requests_and_tells_of_problems(service: Service) -> None:
     for worker in service.cluster.workers.values():
         worker.may_go.clear()

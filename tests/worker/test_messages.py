@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from engine.events import EngineStats, TierTokens
@@ -26,6 +28,18 @@ STATS = EngineStats(
     cached_prompt_tokens=0,
     generated_tokens=0,
     num_preemptions=0,
+)
+DIRECTORY = DirectoryStatus(
+    COUNTS,
+    num_leases=2,
+    num_holds=3,
+    epoch="e",
+    hits=0,
+    misses=0,
+    evictions=0,
+    copied=5,
+    refused=0,
+    cold_state="up",
 )
 LOGPROBS = (Logprobs(-0.5, ((7, -0.5), (9, -1.0))), Logprobs(-0.25, ((8, -0.25), (9, -2.0))))
 
@@ -109,14 +123,23 @@ def test_an_update_tells_where_the_prompt_came_from_and_where_its_time_went() ->
 
 
 def test_status_shows_every_tier() -> None:
-    directory = DirectoryStatus(COUNTS, num_leases=2, num_holds=3, epoch="e", hits=0, misses=0, evictions=0, copied=5)
-    store = StoreStatus(directory, ColdStatus("up", hits=4), block_bytes=4096)
+    store = StoreStatus(DIRECTORY, ColdStatus("up", hits=4), block_bytes=4096)
     status = status_to_pb(worker_pb2.WorkerInfo(worker_id="w"), "ready", 1.5, STATS, store, ["a"])
     assert (status.blocks.cached, status.blocks.total, status.num_running) == (4, 15, 6)
     host, redis = status.tiers
     assert (host.blocks.published, host.counts["holds"], host.block_bytes) == (3, 3, 4096)
     assert (redis.state, redis.counts["hits"], redis.counts["written"]) == ("up", 4, 5)
     assert list(status.problems) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("read", "written", "told"),
+    [("up", "up", "up"), ("up", "full", "full"), ("up", "broken", "up"), ("broken", "full", "broken")],
+)
+def test_redis_is_as_its_readers_and_its_writer_find_it(read: str, written: str, told: str) -> None:
+    store = StoreStatus(replace(DIRECTORY, cold_state=written, refused=7), ColdStatus(read), block_bytes=4096)
+    _, redis = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, store, []).tiers
+    assert (redis.state, redis.counts["refused"]) == (told, 7)
 
 
 def test_status_of_a_worker_without_a_store_in_reach() -> None:

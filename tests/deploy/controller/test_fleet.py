@@ -39,16 +39,19 @@ class FakeRouter:
 
     def __init__(self) -> None:
         self.told: list[list[Worker]] = []
+        self.sizes = PoolSizes(0, 0)
         self.refused: dict[WorkerId, str] = {}
         self.away = False
 
     def set_members(self, members_json: str) -> str:
         if self.away:
             raise Unavailable("away")
+        told = json.loads(members_json)
+        self.sizes = PoolSizes(**told["sizes"])
         self.told.append(
             [
                 Worker(WorkerId(one["id"]), Role(one["role"]), one["address"], WorkerState(one["state"]))
-                for one in json.loads(members_json)
+                for one in told["workers"]
             ]
         )
         return json.dumps(self.refused)
@@ -325,6 +328,19 @@ async def test_workers_that_would_not_fit_are_refused_before_any_starts() -> Non
         assert await world.fleet.scaled(order, 5) == PoolSizes(2, 1)
         world.machine = replace(world.machine, memory_bytes=0)
         assert await world.scaled(0, None) == PoolSizes(0, 1)
+
+
+async def test_the_router_is_told_the_sizes_whatever_workers_there_are() -> None:
+    """The one worker does not start: the pool keeps none, and what it is asked to be changes nothing for now."""
+    world = World(0, 1)
+    world.host.failures = [Unavailable("not now")]
+    async with world.running():
+        with pytest.raises(Unavailable):
+            await world.settled()
+        await until(lambda: world.router.sizes == PoolSizes(0, 1))
+        await world.fleet.resize(0, 2)
+        await until(lambda: world.router.sizes == PoolSizes(0, 2))
+        assert world.router.told[-1] == []
 
 
 async def test_the_router_knows_of_a_drain_before_it_begins() -> None:
