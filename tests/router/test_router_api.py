@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.config import AdmissionBounds, Listeners, RouterConfig
-from router.ports.arrivals import MAX_ARRIVING
+from router.ports.arrivals import MAX_ARRIVING, reserved_names
 from router.ports.operator import Addresses
 from router.ports.server import RouterServer
 from tests.router.fake_cluster import CONFIG, FakeCluster, expected, request, until
@@ -458,3 +458,13 @@ async def test_the_operator_reaches_the_controller(service: Service) -> None:
     assert service.cluster.port.is_shut_down
     status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
     assert list(status.problems) == ["the controller is shut down"]
+
+
+def test_names_and_numbers_that_requests_reserve_pair() -> None:
+    assert reserved_names(pb.GenerateRequest) == {
+        5: "messages",
+        7: "adapter",
+        8: "cache_salt",
+        9: "priority",
+    }
+    assert reserved_names(pb.SamplingParams) == {16: "logit_bias", 17: "response_format"}
