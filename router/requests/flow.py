@@ -38,8 +38,8 @@ from wire.pools import WorkerState
 
 MAX_SHORT_PROMPT = 256
 """A prompt of so many characters or tokens is prepared on the event loop: a thread would take longer to begin."""
-MAX_NUMBERS = 1 << 32
-"""The numbers that a message can carry."""
+MAX_NUMBER = (1 << 32) - 1
+"""The last number that a message can carry; the first is 1."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Services:
     quarantine: Quarantine
     mark_lost: Callable[[WorkerId], None]
     metrics: RequestMetrics
-    attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBERS for number in count(1)))
+    attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
 
 
 @dataclass(frozen=True)
