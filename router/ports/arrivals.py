@@ -26,7 +26,23 @@ RETRY_AFTER_S = 1.0
 MAX_LISTED_BYTES = 64 << 10
 """Unknown fields of more bytes are not listed: a million of them would hold up the event loop for a second."""
 MAX_NAMED = 4
+MAX_UNPACED_BYTES = 256 << 10
+PACE_BYTES_PER_S = 64 << 20
+"""The event loop takes 10 to 20 ms for a message of 4 MiB, and may do so 16 times a second."""
 _PACKAGE = inference_pb2.DESCRIPTOR.package
+
+
+class Pace:
+    """Turns of long messages to be parsed: one at a time, with time for all else between. Made within an event loop."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def wait(self, data: bytes) -> None:
+        """Waits for a turn, if the message is long; the next one comes after a time by its bytes."""
+        if len(data) > MAX_UNPACED_BYTES:
+            await self._turn.acquire()
+            asyncio.get_running_loop().call_later(len(data) / PACE_BYTES_PER_S, self._turn.release)
 
 
 class ArrivalLimit:
@@ -50,7 +66,7 @@ class ArrivalLimit:
                 self.num_arriving -= 1
 
 
-async def take_one(parse: Any, arriving: Arriving, context: Context) -> Any:
+async def take_one(parse: Any, arriving: Arriving, pace: Pace, context: Context) -> Any:
     """The only message of a call. Raises InvalidRequest, or DeadlineExceeded if it does not come."""
     with arriving():
         async with _in_time():
@@ -59,23 +75,26 @@ async def take_one(parse: Any, arriving: Arriving, context: Context) -> Any:
                 raise errors.InvalidRequest("message", "missing")
             if await context.read() is not grpc.aio.EOF:
                 raise errors.InvalidRequest("message", "more than the one that this method takes")
+            await pace.wait(first)
         return _parse(parse, first)
 
 
-async def take_all(parse: Any, arriving: Arriving, context: Context) -> AsyncIterator[Any]:
+async def take_all(parse: Any, arriving: Arriving, pace: Pace, context: Context) -> AsyncIterator[Any]:
     """The messages of a call, as they come. Going through them raises as above."""
-    return _each(parse, arriving, context)
+    return _each(parse, arriving, pace, context)
 
 
-async def _each(parse: Any, arriving: Arriving, context: Context) -> AsyncIterator[Any]:
-    while (message := await _next(parse, arriving, context)) is not grpc.aio.EOF:
+async def _each(parse: Any, arriving: Arriving, pace: Pace, context: Context) -> AsyncIterator[Any]:
+    while (message := await _next(parse, arriving, pace, context)) is not grpc.aio.EOF:
         yield message
 
 
-async def _next(parse: Any, arriving: Arriving, context: Context) -> Any:
+async def _next(parse: Any, arriving: Arriving, pace: Pace, context: Context) -> Any:
     with arriving():
         async with _in_time():
             data = await context.read()
+            if data is not grpc.aio.EOF:
+                await pace.wait(data)
         return data if data is grpc.aio.EOF else _parse(parse, data)
 
 

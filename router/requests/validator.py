@@ -13,6 +13,7 @@ from wire.pb import inference_pb2 as pb
 from wire.sampling import SamplingParams
 
 SEED_BITS = 63
+MAX_CHARACTER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,20 @@ def validate(message: pb.GenerateRequest, limits: Limits) -> ValidRequest:
     )
 
 
+def require_may_fit(valid: ValidRequest, codec: TextCodec, limits: Limits) -> None:
+    """Raises InvalidRequest for a text that is too long however it is tokenized. Takes milliseconds for megabytes."""
+    if isinstance(valid.prompt, str) and len(valid.prompt) * MAX_CHARACTER_BYTES >= limits.max_sequence_len:
+        _require_room(codec.min_tokens(valid.prompt, limits.max_sequence_len), limits, "at least ")
+
+
 def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: NamespaceRoot) -> Prepared:
     """Tokenizes, draws a seed if none was given, names the blocks. Raises InvalidRequest if it does not fit.
 
     May be called on any thread; takes as long as the text is.
     """
-    prompt_ids = tuple(codec.encode(valid.prompt)) if isinstance(valid.prompt, str) else valid.prompt
-    sampling = resolve(valid, prompt_ids, limits, secrets.randbits(SEED_BITS))
+    encoded = codec.encode(valid.prompt) if isinstance(valid.prompt, str) else valid.prompt
+    sampling = resolve(valid, encoded, limits, secrets.randbits(SEED_BITS))
+    prompt_ids = tuple(encoded)
     keys = tuple(name.key for name in cover(root, prompt_ids, limits.block_size))
     return Prepared(prompt_ids, sampling, keys)
 
@@ -101,21 +109,21 @@ def _room(prompt_ids: Sequence[int], limits: Limits) -> int:
     """How many output tokens fit after the prompt, at least one."""
     num_tokens = len(prompt_ids)
     _require(num_tokens > 0, "prompt", "has no tokens")
-    _require(max(prompt_ids) < limits.vocab_size, "prompt", "has a token that is not in the model's vocabulary")
     _require_room(num_tokens, limits)
+    _require(max(prompt_ids) < limits.vocab_size, "prompt", "has a token that is not in the model's vocabulary")
     return limits.max_sequence_len - num_tokens
 
 
-def _require_room(num_tokens: int, limits: Limits) -> None:
+def _require_room(num_tokens: int, limits: Limits, at_least: str = "") -> None:
     _require(
         num_tokens < limits.max_context_len,
         "prompt",
-        f"{num_tokens} tokens leave no room in a context of {limits.max_context_len}",
+        f"{at_least}{num_tokens} tokens leave no room in a context of {limits.max_context_len}",
     )
     _require(
         num_tokens < limits.max_sequence_len,
         "prompt",
-        f"{num_tokens} tokens need more blocks than the {limits.num_blocks} of the smallest pool",
+        f"{at_least}{num_tokens} tokens need more blocks than the {limits.num_blocks} of the smallest pool",
     )
 
 
@@ -137,8 +145,9 @@ def _prompt(message: pb.GenerateRequest, limits: Limits) -> str | tuple[int, ...
     if kind is None:
         raise InvalidRequest("prompt", "missing: give text or token_ids")
     if kind == "text":
-        _require(message.text != "", "text", "must not be empty")
-        return message.text
+        text = message.text
+        _require(text != "", "text", "must not be empty")
+        return text
     return _token_ids(message.token_ids.ids, limits)
 
 
