@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -44,6 +45,8 @@ class RouterActor:
         Raises ConfigError or ModelError.
         """
         config = self._config
+        # Else texts of all threads queue for a pool of the library's, the short behind the long.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         codec = await asyncio.to_thread(Tokenizer.load, Path(config.model.folder))
         connect = partial(GrpcTransport, token=config.cluster.token)
         port = RayController(config.cluster.controller, config.cluster.ray_namespace)

@@ -146,7 +146,7 @@ class Fleet:
     async def drain(self, worker_id: WorkerId) -> None:
         """Begins to take a worker out. Raises WorkerNotFound, or InvalidRequest for the last decode worker."""
         worker = self.pools.release(worker_id)
-        self._write_record()
+        self._tell_of_change()
         if worker is not None:
             self._tasks.begin(self._carry_out(worker))
         await self._notify()

@@ -11,7 +11,7 @@ from router.observe.record import OK, RequestRecord, outcome_of
 from router.requests.admission import Admission
 from router.requests.flow import Flow, Order, Services
 from router.requests.outbox import Outbox
-from router.requests.validator import Limits, validate
+from router.requests.validator import Limits, require_may_fit, validate
 from wire import incident
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, Unavailable
 from wire.ids import NamespaceRoot, RequestId
@@ -62,10 +62,12 @@ class OpenRequest:
         self._deadline.cancel()
         self._on_end(self.request_id)
         error = self._error_of(task)
-        summary = self._flow.summary
-        timeline = self._flow.timeline.finish(self._loop.time())
+        flow = self._flow
+        del self._flow  # it refers to this object: the two, and the text, would stay until garbage is looked for
+        summary = flow.summary
+        timeline = flow.timeline.finish(self._loop.time())
         if error is None:
-            complete = self._flow.complete
+            complete = flow.complete
             complete.timeline.CopyFrom(timeline)
             complete.timeline.prefill_worker = summary.prefill_worker or ""
             complete.timeline.decode_worker = summary.decode_worker or ""
@@ -73,18 +75,21 @@ class OpenRequest:
         else:
             self.outbox.fail(error)
         outcome = OK if error is None else outcome_of(error)
-        record = RequestRecord(self.request_id, outcome, summary, self._flow.timing.ttft_s, timeline)
+        record = RequestRecord(self.request_id, outcome, summary, flow.timing.ttft_s, timeline)
         self._metrics.ended(record)
         log.info("request ended", extra=record.values)
 
     def _error_of(self, task: asyncio.Task[None]) -> BatonError | None:
         """Returns the error that a request ended with; None if it is whole. A bug of ours becomes an incident."""
-        if task.cancelled():
+        try:
+            task.result()  # unlike `exception`, this takes the frames of `Flow` out of the task
+        except asyncio.CancelledError:
             return self._reason or Cancelled("the router is stopping")
-        error = task.exception()
-        if error is None or isinstance(error, BatonError):
-            return error
-        return incident.report(error, request_id=self.request_id)
+        except BatonError as error:
+            return error.with_traceback(None)
+        except Exception as error:
+            return incident.report(error, request_id=self.request_id)
+        return None
 
 
 class Dispatcher:
@@ -152,6 +157,7 @@ class Dispatcher:
         now_s = asyncio.get_running_loop().time()
         limits = self._limits()
         valid = validate(request, limits)
+        require_may_fit(valid, self._services.codec, limits)
         request_id = valid.request_id or RequestId(secrets.token_hex(12))
         self._admission.admit(request_id, request.ByteSize())
         max_s = self._bounds.max_deadline_s

@@ -12,7 +12,6 @@ to abort, and `Line` drops updates that come late. `OpenRequest` sends the last 
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,6 +23,7 @@ from router.placement.placement import Placement
 from router.requests.answer import Answer
 from router.requests.outbox import Outbox
 from router.requests.replay import MAX_ATTEMPTS, Attempts, NextStep, Quarantine, Suspects, next_step
+from router.requests.tokenizing import TokenizerThreads
 from router.requests.validator import Limits, Prepared, ValidRequest, prepare
 from router.workers.holds import Hold, Holds
 from router.workers.line import Take
@@ -36,10 +36,10 @@ from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import WorkerState
 
-MAX_SHORT_PROMPT = 256
+MAX_TINY_LEN = 256
 """A prompt of so many characters or tokens is prepared on the event loop: a thread would take longer to begin."""
-MAX_NUMBERS = 1 << 32
-"""The numbers that a message can carry."""
+MAX_NUMBER = (1 << 32) - 1
+"""The last number that a message can carry; the first is 1."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Services:
     """
 
     codec: TextCodec
-    threads: Executor
+    threads: TokenizerThreads
     placement: Placement
     holds: Holds
     suspects: Suspects
     quarantine: Quarantine
     mark_lost: Callable[[WorkerId], None]
     metrics: RequestMetrics
-    attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBERS for number in count(1)))
+    attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,14 @@ class Flow:
                 step = self._after(failure.error)
 
     async def _prepare(self) -> None:
-        """Tokenizes the prompt and names its blocks, in a thread, or on the event loop if the prompt is short."""
+        """Tokenizes the prompt and names its blocks, in a thread, or on the event loop if the prompt is tiny."""
         services, order, clock = self._services, self._order, self._loop.time
 
         def work() -> tuple[float, Prepared]:
             return clock(), prepare(order.valid, services.codec, order.limits, order.root)
 
-        is_short = len(order.valid.prompt) <= MAX_SHORT_PROMPT
-        began_s, self._prepared = work() if is_short else await self._loop.run_in_executor(services.threads, work)
+        length = len(order.valid.prompt)
+        began_s, self._prepared = work() if length <= MAX_TINY_LEN else await services.threads.run(length, work)
         self.timeline.end_span("wait_tokenizer", began_s)
         self._end_span("tokenize")
         if services.quarantine.holds(self.prepared.keys[-1], self._loop.time()):

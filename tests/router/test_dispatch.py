@@ -9,6 +9,7 @@ import pytest
 from router.config import AdmissionBounds, RouterConfig
 from tests.router.fake_cluster import CONFIG, PROMPT, Output, collect, expected, request, running, until
 from tests.router.fake_worker import FakeWorker
+from text.byte_tokenizer import ByteTokenizer
 from wire.convert import tiers_to_pb
 from wire.errors import (
     AttemptsExhausted,
@@ -377,3 +378,15 @@ async def test_the_timeline_accounts_for_every_millisecond() -> None:
             assert span.start_ms <= covered_ms + 1e-6
             covered_ms = max(covered_ms, span.start_ms + span.duration_ms)
         assert covered_ms == pytest.approx(timeline.total_ms)
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(codec: ByteTokenizer, text: str) -> list[int]:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    async with running(1, 1) as cluster:
+        with pytest.raises(InvalidRequest) as raised:
+            cluster.open(pb.GenerateRequest(text="a" * (4 << 20)))
+        assert str(raised.value) == "prompt: at least 4194304 tokens leave no room in a context of 2000"
+        assert cluster.router.dispatcher.num_queued == 0

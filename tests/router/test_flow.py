@@ -14,7 +14,7 @@ from router.config import RouterConfig
 from router.requests import validator
 from router.requests.answer import Answer
 from router.requests.dispatch import OpenRequest
-from router.requests.flow import MAX_SHORT_PROMPT
+from router.requests.flow import MAX_TINY_LEN
 from router.requests.replay import MAX_ATTEMPTS, MIN_PROGRESS
 from router.requests.validator import Prepared
 from tests.router.fake_cluster import CONFIG, FakeCluster, request, running, until
@@ -577,10 +577,17 @@ async def tokenizing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         return prepare(*arguments)
 
     monkeypatch.setattr("router.requests.flow.prepare", wait)
-    client = stage.open(text="x" * (MAX_SHORT_PROMPT + 1))
+    client = stage.open(text="x" * (MAX_TINY_LEN + 1))
     await until(has_begun.is_set)
     yield client
     may_end.set()
+
+
+@asynccontextmanager
+async def waiting_for_the_tokenizer(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
+    async with tokenizing(stage, monkeypatch) as first:
+        yield stage.open(text="x" * (MAX_TINY_LEN + 2))
+        first.opened.stop(ENOUGH)
 
 
 @asynccontextmanager
@@ -649,6 +656,7 @@ async def waiting_to_be_tried_alone(stage: Stage, monkeypatch: pytest.MonkeyPatc
 PLACES: list[Reach] = [
     not_begun,
     tokenizing,
+    waiting_for_the_tokenizer,
     waiting_for_room,
     prefilling,
     waiting_for_a_decode_worker,

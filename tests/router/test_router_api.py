@@ -1,9 +1,11 @@
 """The public service over real gRPC, before fake workers."""
 
 import asyncio
+import gc
 import time
 import urllib.request
-from collections.abc import AsyncIterable, AsyncIterator
+import weakref
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +18,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.config import AdmissionBounds, Listeners, RouterConfig
-from router.ports.arrivals import MAX_ARRIVING
+from router.ports.arrivals import MAX_ARRIVING, MAX_UNPACED_BYTES, Pace, reserved_names
 from router.ports.operator import Addresses
 from router.ports.server import RouterServer
+from router.requests.validator import ValidRequest, validate
 from tests.router.fake_cluster import CONFIG, FakeCluster, expected, request, until
+from text.byte_tokenizer import ByteTokenizer
 from wire.convert import status_of, tiers_from_pb
 from wire.errors import ConfigError
 from wire.ids import WorkerId
@@ -32,6 +36,7 @@ from wire.rpc_status import details_of
 
 Code = grpc.StatusCode
 GENERATE = "/baton.v1.Inference/Generate"
+LONG = "a" * 100_000
 TOKEN = ((TOKEN_METADATA, CONFIG.cluster.token),)
 
 
@@ -467,3 +472,97 @@ async def test_the_operator_reaches_the_controller(service: Service) -> None:
     assert service.cluster.port.is_shut_down
     status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
     assert list(status.problems) == ["the controller is shut down"]
+
+
+def test_names_and_numbers_that_requests_reserve_pair() -> None:
+    assert reserved_names(pb.GenerateRequest) == {
+        5: "messages",
+        7: "adapter",
+        8: "cache_salt",
+        9: "priority",
+    }
+    assert reserved_names(pb.SamplingParams) == {16: "logit_bias", 17: "response_format"}
+
+
+async def whole(service: Service) -> None:
+    await read(service.inference.Generate(request(max_tokens=4)))
+
+
+async def refused_before_it_is_tokenized(service: Service) -> None:
+    failure = await failure_of(service.inference.Generate(pb.GenerateRequest(text=LONG)))
+    assert "at least" in (failure.details() or "")
+
+
+async def refused_once_it_is_tokenized(service: Service) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ByteTokenizer, "min_tokens", lambda *_: 0)
+        assert "at least" not in (
+            (await failure_of(service.inference.Generate(pb.GenerateRequest(text=LONG)))).details() or ""
+        )
+
+
+async def cancelled_by_the_client(service: Service) -> None:
+    call = await until_it_decodes(service)
+    call.cancel()
+
+
+async def stopped_by_an_abort(service: Service) -> None:
+    call = await until_it_decodes(service, request_id="mine")
+    await service.inference.Abort(pb.AbortRequest(request_id="mine"))
+    await failure_of(call)
+
+
+async def until_it_decodes(service: Service, **fields: Any) -> Any:
+    worker = service.cluster.workers["d0"]
+    worker.may_go.clear()
+    message = request()
+    message.MergeFrom(pb.GenerateRequest(**fields))
+    call = service.inference.Generate(message)
+    await until(lambda: worker.open_calls)
+    return call
+
+
+ENDS = [
+    whole,
+    refused_before_it_is_tokenized,
+    refused_once_it_is_tokenized,
+    cancelled_by_the_client,
+    stopped_by_an_abort,
+]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+async def test_nothing_of_a_request_waits_for_the_garbage_collector(
+    service: Service, end: Callable[[Service], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks seldom, and texts of megabytes would add up to gigabytes until then."""
+    requests: list[weakref.ref[ValidRequest]] = []
+
+    def validated(*arguments: Any) -> ValidRequest:
+        valid = validate(*arguments)
+        requests.append(weakref.ref(valid))
+        return valid
+
+    monkeypatch.setattr("router.requests.dispatch.validate", validated)
+    gc.disable()
+    try:
+        await end(service)
+        await until(lambda: not [one for one in requests if one() is not None])
+    finally:
+        gc.enable()
+    assert len(requests) == 1
+
+
+async def test_long_messages_take_turns_and_short_ones_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.ports.arrivals.PACE_BYTES_PER_S", 10 * MAX_UNPACED_BYTES)
+    pace, long = Pace(), bytes(MAX_UNPACED_BYTES + 1)
+    await pace.wait(long)
+    following = [asyncio.create_task(pace.wait(long)) for _ in range(3)]
+    for _ in range(10):
+        await pace.wait(long[:-1])
+        await asyncio.sleep(0)
+    assert not any(task.done() for task in following)
+    following[0].cancel()
+    await asyncio.wait(following[:2])
+    assert not following[2].done()
+    await following[2]
