@@ -139,8 +139,10 @@ def test_a_stream_without_its_last_message_is_an_error(connect: Connect) -> None
 
 def test_a_call_ends_at_its_timeout(connect: Connect) -> None:
     may_go = threading.Event()
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded) as raised:
         connect(ScriptedService([may_go])).generate("hello", timeout_s=0.1)
+    late = "no whole answer within the timeout of 0.1 s"
+    assert raised.value.message == f"{late}: give a longer one, or see `baton status`"
     may_go.set()
 
 
