@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 from wire.errors import BatonError, ConfigError
 
@@ -17,23 +19,25 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns 0 done, 1 failed, 2 wrong usage, 78 wrong configuration, 130 interrupted."""
     _open_closed_streams()
-    failure: OSError | None = None
     try:
         code = _run(arguments)
-    except SystemExit as end:  # argparse has said why
-        code = int(end.code or 0)
     except OSError as error:
-        code, failure = FAILED, error
-    unwritten = _flush()
-    if unwritten:
-        code, failure = FAILED, unwritten
-    if failure is not None and not isinstance(failure, BrokenPipeError):  # a reader that has gone is no failure to tell
-        print("baton:", *filter(None, (failure.filename, failure.strerror or failure)), file=sys.stderr)
+        code = _tell(error)
+    if (unwritten := _flush()) is not None:
+        code = _tell(unwritten)
+        _flush()
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that fails where its words cannot be written, as the commands do."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (file or sys.stderr).write(message)
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="baton",
         description="Serve a language model with prefill and decode on separate pools of workers.",
         epilog='Begin with `baton up`, then `baton generate "Once upon a time"`; `baton down` ends it.',
@@ -56,6 +60,16 @@ def _run(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would break into the interpreter's end
         return INTERRUPTED
+    except SystemExit as end:  # argparse has said why
+        return int(end.code or 0)
+
+
+def _tell(failure: OSError) -> int:
+    """Tells of a file or a stream that failed, if that is possible; not of a reader that has gone, which knows."""
+    with suppress(OSError):
+        if not isinstance(failure, BrokenPipeError):
+            print(f"baton: {failure.filename or 'the output'}: {failure.strerror or failure}", file=sys.stderr)
+    return FAILED
 
 
 def _open_closed_streams() -> None:
@@ -69,12 +83,12 @@ def _open_closed_streams() -> None:
 def _flush() -> OSError | None:
     """Writes what the streams still hold, and throws away what they do not take; returns the last reason why not."""
     failure: OSError | None = None
-    for stream in (sys.stdout, sys.stderr):
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
         try:
             stream.flush()
         except OSError as error:
             failure = error
-            failure.filename = f"{stream.name}:"
+            failure.filename = name
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter flushes once more
     return failure
 

@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,12 @@ def _is_right(cluster: ServedCluster, checkpoint: Path) -> bool:
 
 def _kill(process: psutil.Process) -> None:
     process.send_signal(signal.SIGKILL)
+
+
+def _wait_for_redis_and_ray(starting: subprocess.Popen[str]) -> None:
+    """Both processes have begun when the model is told."""
+    assert starting.stdout is not None
+    assert any(line.startswith("model ") for line in starting.stdout)
 
 
 def test_pools_grow_and_shrink(cluster: ServedCluster, checkpoint: Path) -> None:
@@ -120,14 +127,24 @@ def test_a_ray_cluster_that_is_not_there_is_found_out_at_once(tmp_path: Path, ch
 def test_a_start_that_was_killed_leaves_what_down_removes(tmp_path: Path, checkpoint: Path) -> None:
     other = ServedCluster(f"k{os.getpid()}", tmp_path)
     starting = other.start("up", "--model", str(checkpoint), "--grpc-port", "0")
-    assert starting.stdout is not None
-    assert starting.stdout.readline().startswith("redis ")
+    _wait_for_redis_and_ray(starting)
     starting.kill()
     starting.communicate()
     assert other.left_behind() != []
     other.do("down")
     assert other.left_behind() == []
     assert other.do("down") == f"no cluster named {other.name} is running\n"
+
+
+def test_a_start_that_is_interrupted_leaves_nothing(tmp_path: Path, checkpoint: Path) -> None:
+    other = ServedCluster(f"i{os.getpid()}", tmp_path)
+    starting = other.start("up", "--model", str(checkpoint), "--grpc-port", "0")
+    _wait_for_redis_and_ray(starting)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        starting.send_signal(number)
+    _, told = starting.communicate(timeout=60)
+    assert (starting.returncode, told) == (130, "")
+    assert other.left_behind() == []
 
 
 def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:

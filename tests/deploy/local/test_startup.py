@@ -177,6 +177,18 @@ def test_what_a_crashed_cluster_left_is_removed(checkpoint: Path) -> None:
     _end(state)
 
 
+def test_a_cluster_whose_ray_crashed_is_removed_though_parts_of_it_live(checkpoint: Path) -> None:
+    folder = _crash()
+    crashed = StateFile(NAME).read()
+    assert crashed is not None
+    redis = spawn_leader(["sleep", "60"], folder / "redis.log")
+    StateFile(NAME).write(dataclasses.replace(crashed, redis=redis))
+    state = Startup(_config(checkpoint), Silent()).run()
+    assert not redis.is_alive
+    assert not folder.exists()
+    _end(state)
+
+
 def test_a_cluster_that_lives_keeps_its_name(checkpoint: Path) -> None:
     me = ProcessRef.of(os.getpid())
     living = ClusterState(NAME, ClusterPhase.RUNNING, GONE, f"/tmp/baton-{NAME}-00000000", "t", head=me)

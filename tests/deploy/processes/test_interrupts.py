@@ -1,5 +1,6 @@
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -14,19 +15,27 @@ def _no_signal_ends_the_tests() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def _raise_all() -> None:
+    for number in SIGNALS:
+        signal.raise_signal(number)
+
+
+@contextmanager
+def _undone(done: list[str]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        _raise_all()
+        done.append("undone")
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_wait_is_interrupted_once(number: signal.Signals) -> None:
-    done = []
+    done: list[str] = []
     with Interrupts() as interrupts:
-        with pytest.raises(KeyboardInterrupt), interrupts.awaited():
-            try:
-                signal.raise_signal(number)
-            finally:
-                for other in SIGNALS:
-                    signal.raise_signal(other)
-                done.append("undone")
-        for other in SIGNALS:
-            signal.raise_signal(other)
+        with pytest.raises(KeyboardInterrupt), interrupts.awaited(), _undone(done):
+            signal.raise_signal(number)
+        _raise_all()
     assert done == ["undone"]
 
 
