@@ -19,14 +19,16 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns 0 done, 1 failed, 2 wrong usage, 78 wrong configuration, 130 interrupted."""
     _open_closed_streams()
+    code, failure = FAILED, None
     try:
         code = _run(arguments)
     except OSError as error:
-        code = _tell(error)
-    if (unwritten := _flush()) is not None:
-        code = _tell(unwritten)
-        _flush()
-    return code
+        failure = error
+    if (failure := _flush() or failure) is None:
+        return code
+    _tell(failure)
+    _flush()
+    return FAILED
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,12 +66,11 @@ def _run(arguments: Sequence[str] | None) -> int:
         return int(end.code or 0)
 
 
-def _tell(failure: OSError) -> int:
+def _tell(failure: OSError) -> None:
     """Tells of a file or a stream that failed, if that is possible; not of a reader that has gone, which knows."""
     with suppress(OSError):
         if not isinstance(failure, BrokenPipeError):
             print(f"baton: {failure.filename or 'the output'}: {failure.strerror or failure}", file=sys.stderr)
-    return FAILED
 
 
 def _open_closed_streams() -> None:

@@ -27,7 +27,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 def shut_down(file: StateFile, state: ClusterState) -> list[str]:
-    """Ends a cluster, gently if it still answers, and the rest by force. Returns the problems, in words.
+    """Ends a cluster, gently unless its Ray has crashed, and the rest by force. Returns the problems, in words.
 
     Without problems it removes the state, too; that of a later cluster of the name stays. Raises Unavailable while
     another command is at work with the name.
@@ -37,7 +37,7 @@ def shut_down(file: StateFile, state: ClusterState) -> list[str]:
         now = file.read()
         if now is None or now.token != state.token:
             return []
-        if now.phase is ClusterPhase.RUNNING:
+        if now.phase is ClusterPhase.RUNNING and now.crash is None:
             with suppress(BatonError):
                 _end_gently(now)
         problems = tear_down(now)

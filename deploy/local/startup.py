@@ -81,13 +81,16 @@ class Startup:
         self._reporter.tell("redis", self._find_redis())
 
     def _remove_earlier(self) -> None:
-        """Removes the remains of a crashed cluster of the name. Raises ConfigError if one lives, or does not end."""
+        """Removes the remains of a cluster of the name that crashed or never came up: no other start has the lock.
+
+        Raises ConfigError if the cluster runs, or a part of the remains does not end.
+        """
         if (earlier := self._file.read()) is None:
             return
         down = f"`{command_line('down', earlier.name)}`"
-        if earlier.is_alive and earlier.crash is None:
+        if earlier.phase is ClusterPhase.RUNNING and earlier.is_alive and earlier.crash is None:
             advice = f"stop it with {down}, or give this one another --name"
-            raise ConfigError(f"a cluster named {earlier.name} is {earlier.phase.value}: {advice}")
+            raise ConfigError(f"a cluster named {earlier.name} is running: {advice}")
         self._reporter.tell("cleanup", "removing what an earlier cluster of this name has left")
         if problems := tear_down(earlier):
             raise ConfigError(f"an earlier cluster of this name has not ended ({'; '.join(problems)}): see {down}")

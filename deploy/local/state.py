@@ -52,9 +52,8 @@ class ClusterState:
 
     @property
     def is_alive(self) -> bool:
-        """True while any process that the state knows of runs."""
+        """True while any process of the cluster runs; the command that starts it is none of them."""
         known = [self.head, self.redis, *recorded_living(Path(self.run_dir))]
-        known += [self.command] if self.phase is ClusterPhase.STARTING else []
         return any(one.is_alive for one in known if one is not None)
 
     @property
