@@ -77,6 +77,7 @@ def _connect(namespace: str, folder: Path, address: str | None) -> str:
         os.environ.setdefault("RAY_worker_niceness", ACTORS_NICENESS)
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         ray.init(address="local", _temp_dir=str(run_dir.ray_folder(folder)), **own, **common)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own there, which ends in a stack
     gcs_address: str = ray.get_runtime_context().gcs_address
     return gcs_address
 

@@ -25,15 +25,20 @@ MIN_FREE_BYTES = 32 << 20
 
 def create(cluster: str) -> Path:
     """Makes an empty folder that only its owner may enter. Raises ConfigError where there is no room for one."""
+    if (shortage := find_shortage()) is not None:
+        raise ConfigError(shortage)
     try:
-        free = os.statvfs(ROOT)
-        if (free_bytes := free.f_bavail * free.f_frsize) < MIN_FREE_BYTES:
-            raise ConfigError(
-                f"only {format_bytes(free_bytes)} of {ROOT} are free: make room for a cluster's logs there"
-            )
         return Path(tempfile.mkdtemp(dir=ROOT, prefix=f"{PREFIX}{cluster}-"))
     except OSError as error:
         raise ConfigError(f"{ROOT} takes no folder of a cluster ({error.strerror}): make room for one") from error
+
+
+def find_shortage() -> str | None:
+    """Returns what to do, in words, where too little room is left for a cluster's logs and sockets."""
+    free = os.statvfs(ROOT)
+    if (free_bytes := free.f_bavail * free.f_frsize) >= MIN_FREE_BYTES:
+        return None
+    return f"only {format_bytes(free_bytes)} of {ROOT} are free: make room for a cluster's logs there"
 
 
 def is_of(cluster: str, folder: Path) -> bool:

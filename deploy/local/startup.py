@@ -66,8 +66,11 @@ class Startup:
             self._run_dir = Path(self._state.run_dir)
             try:
                 self._start()
-            except BaseException:
+            except BaseException as error:
+                shortage = run_dir.find_shortage()
                 self._undo()
+                if shortage is not None and isinstance(error, ConfigError):
+                    raise ConfigError(shortage) from error  # it says more than the part that failed of it
                 raise
         return self._state
 

@@ -158,6 +158,17 @@ def test_a_start_that_ends_early_leaves_nothing(
     assert _left_behind() == []
 
 
+def test_a_start_that_fails_for_want_of_room_says_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_the_disk() -> None:
+        monkeypatch.setattr(run_dir, "MIN_FREE_BYTES", 1 << 60)
+        raise ConfigError("a file did not come")
+
+    monkeypatch.setattr(FakeHead, "on_launch", staticmethod(fill_the_disk))
+    with pytest.raises(ConfigError, match=r"^only .* of /tmp are free: make room"):
+        Startup(_config(checkpoint), Silent()).run()
+    assert _left_behind() == []
+
+
 def _crash() -> Path:
     """Leaves what a crashed cluster does; returns its folder."""
     folder = run_dir.create(NAME)
