@@ -18,6 +18,7 @@ from wire.settings import from_object
 from worker.config import MIN_SILENCE_S, BatchSettings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CPU_KERNELS = ("auto", "avx512", "avx2", "portable", "torch")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_WORKERS = 64
 MIB = 1 << 20
@@ -46,6 +47,7 @@ class WorkerSettings:
     pool_bytes: int | None = None
     num_threads: int | None = None
     num_gpus: float | None = None
+    cpu_kernels: str = "auto"
     num_cpus: float = 0.0
     drain_grace_s: int = 30
     max_silence_s: float | None = None
@@ -131,7 +133,8 @@ class ClusterConfig:
             value = attrgetter(name)(self)
             is_text = value is None or _TEXT.fullmatch(value)
             _require(is_text, name, "text without control characters, and not empty: leave it out for the default", "")
-        for name, choices in (("model.dtype", DTYPES), ("model.block_size", BLOCK_SIZES)):
+        choices_of = {"model.dtype": DTYPES, "model.block_size": BLOCK_SIZES, "worker.cpu_kernels": CPU_KERNELS}
+        for name, choices in choices_of.items():
             value = attrgetter(name)(self)
             _require(value in choices, name, f"one of {', '.join(map(str, choices))}", value)
         for name in RANGES:
