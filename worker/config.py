@@ -14,12 +14,13 @@ MIN_SILENCE_S = 3.0
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """The model's folder and device. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere."""
+    """The model's folder and device. kernels: a CPU's; see `select_backend`."""
 
     folder: str
     fingerprint_hex: str
     dtype: str | None = None
     device: str = "cpu"
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         _require(self.folder, "model.folder", "must not be empty")

@@ -96,6 +96,11 @@ class RopeConfig:
     theta: float
     scaling: RopeScaling
 
+    def frequencies(self, head_dim: int) -> torch.Tensor:
+        """Returns radians per position, float32 [head_dim / 2]."""
+        periods = self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        return self.scaling.inverse_frequencies(periods, self.theta)
+
     @classmethod
     def parse(cls, config: JsonFields, max_context_len: int) -> "RopeConfig":
         """Parses `rope_scaling` and `rope_theta` (transformers 4) or `rope_parameters` (5) of a whole config.json.

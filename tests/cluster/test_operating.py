@@ -32,6 +32,11 @@ def _order(cluster: ServedCluster, num_decode: int) -> "subprocess.Popen[str]":
     return scaling
 
 
+def _wait_for_line(starting: subprocess.Popen[str], beginning: str) -> None:
+    assert starting.stdout is not None
+    assert any(line.startswith(beginning) for line in starting.stdout)
+
+
 def test_pools_grow_and_shrink(cluster: ServedCluster, checkpoint: Path) -> None:
     overtaken = _order(cluster, 3)
     assert cluster.do("scale", "--prefill", "2", "--decode", "2") == "2 prefill and 2 decode workers\n"
@@ -150,14 +155,34 @@ def test_a_ray_cluster_that_is_not_there_is_found_out_at_once(tmp_path: Path, ch
 def test_a_start_that_was_killed_leaves_what_down_removes(tmp_path: Path, checkpoint: Path) -> None:
     other = ServedCluster(f"k{os.getpid()}", tmp_path)
     starting = other.start("up", "--model", str(checkpoint), "--grpc-port", "0")
-    assert starting.stdout is not None
-    assert starting.stdout.readline().startswith("redis ")
+    _wait_for_line(starting, "model ")  # Redis and Ray have begun
     starting.kill()
     starting.communicate()
     assert other.left_behind() != []
     other.do("down")
     assert other.left_behind() == []
     assert other.do("down") == f"no cluster named {other.name} is running\n"
+
+
+def test_a_start_that_is_interrupted_leaves_nothing(tmp_path: Path, checkpoint: Path) -> None:
+    other = ServedCluster(f"i{os.getpid()}", tmp_path)
+    starting = other.start("up", "--model", str(checkpoint), "--grpc-port", "0")
+    _wait_for_line(starting, "model ")  # Redis and Ray have begun
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        starting.send_signal(number)
+    _, told = starting.communicate(timeout=60)
+    assert (starting.returncode, told) == (130, "")
+    assert other.left_behind() == []
+
+
+def test_a_start_whose_ray_is_told_to_end_says_so(tmp_path: Path, checkpoint: Path) -> None:
+    other = ServedCluster(f"e{os.getpid()}", tmp_path)
+    starting = other.start("up", "--model", str(checkpoint), "--grpc-port", "0")
+    _wait_for_line(starting, "arena ")
+    psutil.Process(other.state()["head"]["pid"]).terminate()
+    _, told = starting.communicate(timeout=60)
+    assert (starting.returncode, told) == (78, "baton: the process of Ray was told to end (SIGTERM)\n")
+    assert other.left_behind() == []
 
 
 def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
