@@ -214,7 +214,9 @@ async def give_wrong_arguments(service: BatonService, rng: random.Random) -> lis
     """Runs commands with arguments that are none, and with a stdout that takes nothing."""
     answers = []
     for arguments, status, words in rng.sample(WRONG, 6):
-        answers.append((await baton(*arguments)).answer((status, re.escape(words)), within_s=_SOON_S))
+        free_port = ("--grpc-port", "0") if "--model" in arguments else ()
+        done = await baton(*arguments, *free_port)
+        answers.append(done.answer((status, re.escape(words)), within_s=_SOON_S))
     command = f"{sys.executable} -m deploy.cli status --name {service.name}"
     for output, words in ((">&-", "stdout: Bad file descriptor$"), (">/dev/full", "No space left on device$")):
         answers.append((await run("sh", "-c", f"{command} {output}")).answer((1, words)))
