@@ -19,6 +19,8 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns 0 done, 1 failed, 2 wrong usage, 78 wrong configuration, 130 interrupted."""
     _open_closed_streams()
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _leave)
     code, failure = FAILED, None
     try:
         code = _run(arguments)
@@ -52,11 +54,15 @@ def _run(arguments: Sequence[str] | None) -> int:
         ids = ", ".join(f"{name} {value}" for name, value in error.ids.items() if name != "param")
         print(f"baton: {error.message}{f' ({ids})' if ids else ''}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would break into the interpreter's end
+    except KeyboardInterrupt:  # `up` and `down` have their own way with signals
         return INTERRUPTED
     except SystemExit as end:  # argparse has said why
         return int(end.code or 0)
+
+
+def _leave(*_: object) -> None:
+    """Ends a command that has nothing to undo. An exception amid the start of a call would keep its channel open."""
+    os._exit(INTERRUPTED)
 
 
 def _tell(failure: OSError) -> None:

@@ -115,7 +115,10 @@ def _request(*arguments: str) -> pb.GenerateRequest:
 
 
 def test_no_command_loads_torch_or_ray_to_begin_with() -> None:
-    program = "import sys, deploy.cli.__main__; print({'torch', 'ray', 'transformers'} & set(sys.modules))"
+    program = (
+        "import sys, deploy.cli.__main__ as cli; cli.make_parser(); "
+        "print({'torch', 'ray', 'transformers', 'redis'} & set(sys.modules))"
+    )
     assert (
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
     )
