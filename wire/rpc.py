@@ -24,6 +24,9 @@ MAX_HANDSHAKE_MS = 10_000
 """How long a connection may take until HTTP/2 begins."""
 MAX_IDLE_MS = 600_000
 """How long a connection may have no call open."""
+MAX_CALLS_A_CONNECTION = 256
+"""More wait in the client. Calls that are opened and reset count until they are forgotten: gRPC cancels calls of all
+clients at random once 1,000 wait to be looked at."""
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -50,6 +53,7 @@ SERVER_OPTIONS = (
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.server_handshake_timeout_ms", MAX_HANDSHAKE_MS),
     ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
+    ("grpc.max_concurrent_streams", MAX_CALLS_A_CONNECTION),
     ("grpc.so_reuseport", 0),
 )
 WORKER_SERVER_OPTIONS = (
