@@ -33,14 +33,21 @@ class Interrupts:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Raises KeyboardInterrupt amid the block when a signal comes, or at its start if one has come before."""
+        """Raises KeyboardInterrupt amid the block when a signal comes, or at its start if one has come before.
+
+        Raises it at the block's end where Python has lost it, as it does amid a destructor.
+        """
         self._is_awaited = True
         try:
-            if self._has_come:
-                raise KeyboardInterrupt
+            self._check()
             yield
+            self._check()
         finally:
             self._is_awaited = False
+
+    def _check(self) -> None:
+        if self._has_come:
+            raise KeyboardInterrupt
 
     def _take(self, _number: int, _frame: FrameType | None) -> None:
         is_first, self._has_come = not self._has_come, True

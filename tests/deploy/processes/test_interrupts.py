@@ -1,4 +1,5 @@
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -48,6 +49,19 @@ def test_other_work_is_not_and_the_next_wait_does_not_begin(number: signal.Signa
         with pytest.raises(KeyboardInterrupt), interrupts.awaited():
             done.append("wait")
     assert done == ["work"]
+
+
+class Interrupted:
+    """An object that a signal meets as it goes."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_that_comes_amid_a_destructor_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt), interrupts.awaited():
+        Interrupted()
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
