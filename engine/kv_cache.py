@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.events import Fetched, TierTokens
 from engine.schedule.batcher import Pages
-from engine.sequence import Sequence, State
+from engine.sequence import BlockTable, Sequence, State
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 from kv_store.transfers import Fetch, Publish, Transfer, Transfers, Withdraw
@@ -60,7 +60,7 @@ class KVCache:
         except OutOfBlocks:
             self._free(hits)
             return False
-        sequence.pages = [*hits, *to_fill]
+        sequence.pages = BlockTable([*hits, *to_fill])
         sequence.state = State.FETCHING
         self._begin(Fetch(names[len(hits) :], to_fill), sequence)
         return True
@@ -69,7 +69,7 @@ class KVCache:
         """Makes room for the next `num_tokens` tokens; False, and nothing changed, if there is none."""
         num_blocks = -(-(sequence.num_computed + num_tokens) // self._block_size)
         try:
-            sequence.pages += self._ledger.allocate(max(0, num_blocks - len(sequence.pages)))
+            sequence.pages.extend(self._ledger.allocate(max(0, num_blocks - len(sequence.pages))))
         except OutOfBlocks:
             return False
         return True
@@ -92,13 +92,14 @@ class KVCache:
         """Takes a sequence's pages away; its computed blocks can be found again, its tail in the store."""
         tail = sequence.tail(sequence.num_computed)
         if tail is not None and sequence.num_computed == sequence.num_known - 1:
-            self._publish([tail], [sequence.pages[sequence.num_computed // self._block_size]], None)
+            index = sequence.num_computed // self._block_size
+            self._publish([tail], sequence.pages[index : index + 1], None)
         self.free(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Makes the blocks of a sequence unfindable, here and in the store."""
         names = sequence.cover(sequence.num_computed)
-        for page in sequence.pages:
+        for page in sequence.pages[:]:
             self._ledger.withdraw(page)
         if names:
             self._begin(Withdraw(names), None)
@@ -112,8 +113,8 @@ class KVCache:
 
     def free(self, sequence: Sequence) -> None:
         """Gives a sequence's pages back; pages with a transfer under way drain first."""
-        self._free(sequence.pages)
-        sequence.pages = []
+        self._free(sequence.pages[:])
+        sequence.pages = BlockTable()
         sequence.num_computed = 0
 
     def poll(self) -> list[Fetched | PublishedFor]:
@@ -133,7 +134,7 @@ class KVCache:
         num_device = len(sequence.pages) - len(names)
         num_hits = num_device + len(tiers)
         self._free(sequence.pages[num_hits:])
-        sequence.pages = sequence.pages[:num_hits]
+        sequence.pages = BlockTable(sequence.pages[:num_hits])
         sequence.num_computed = min(num_hits * self._block_size, sequence.num_known - 1)
         sequence.state = State.RUNNING
         for name, page in zip(names, sequence.pages[num_device:], strict=False):

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from engine.kv_cache import KVCache
@@ -90,32 +91,33 @@ class Runner:
 
     def _batch(self, chunks: Seq[Chunk]) -> Batch:
         ends = list(accumulate(chunk.num_tokens for chunk in chunks))
-        positions = [range(chunk.sequence.num_computed, chunk.context_len) for chunk in chunks]
-        tokens = [chunk.sequence.tokens(chunk.sequence.num_computed, chunk.num_tokens) for chunk in chunks]
-        slots = [
-            [chunk.sequence.slot(position) for position in run] for chunk, run in zip(chunks, positions, strict=True)
-        ]
+        block_size = self._model.layout.block_size
+        spans = [(chunk.sequence, chunk.sequence.num_computed, chunk.context_len) for chunk in chunks]
         return Batch(
-            token_ids=self._flat(tokens),
-            positions=self._flat(positions),
-            slot_mapping=self._flat(slots),
+            token_ids=self._int64([token for one, start, end in spans for token in one.tokens(start, end - start)]),
+            positions=self._int64(np.concatenate([np.arange(start, end) for _, start, end in spans])),
+            slot_mapping=self._int64(
+                np.concatenate([one.pages.slots(start, end, block_size) for one, start, end in spans])
+            ),
             block_tables=self._tables(chunks),
-            context_lens=self._int32([chunk.context_len for chunk in chunks]),
+            context_lens=self._int32([end for _, _, end in spans]),
             cu_query_lens=self._int32([0, *ends]),
             num_decodes=sum(chunk.num_tokens == 1 for chunk in chunks),
-            sample_rows=self._flat([[end - 1] for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]),
+            sample_rows=self._int64([end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]),
         )
 
     def _tables(self, chunks: Seq[Chunk]) -> torch.Tensor:
-        width = max(len(chunk.sequence.pages) for chunk in chunks)
-        return self._int32([[*chunk.sequence.pages, *[0] * (width - len(chunk.sequence.pages))] for chunk in chunks])
+        rows = [chunk.sequence.pages.row for chunk in chunks]
+        tables = np.zeros((len(rows), max(map(len, rows))), dtype=np.int32)
+        for table, row in zip(tables, rows, strict=True):
+            table[: len(row)] = row
+        return torch.from_numpy(tables).to(self._model.device)
 
-    def _flat(self, rows: Seq[Seq[int]]) -> torch.Tensor:
-        values = [value for row in rows for value in row]
-        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+    def _int64(self, values: object) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=self._model.device)
 
-    def _int32(self, values: Seq[object]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self._model.device)
+    def _int32(self, values: object) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int32, device=self._model.device)
 
 
 def _draw(sequence: Sequence, model: Model) -> Draw:

@@ -1,7 +1,12 @@
 """A choice of a request while an engine has it: its tokens, its pages, how far its KV is computed."""
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import cast
+
+import numpy as np
 
 from engine.model.batch import Model
 from engine.request import ChoiceSoFar, EngineRequest
@@ -21,6 +26,32 @@ class State(Enum):
     ENDED = "ended"
 
 
+class BlockTable:
+    """The pages of a sequence, in order; `row` is what a kernel reads of it, int32."""
+
+    def __init__(self, pages: Iterable[PageId] = ()) -> None:
+        self._pages = array("i", pages)
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __getitem__(self, span: slice) -> list[PageId]:
+        return cast(list[PageId], self._pages[span].tolist())
+
+    def extend(self, pages: Iterable[PageId]) -> None:
+        self._pages.extend(pages)
+
+    @property
+    def row(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """Views the pages; the view must be gone before the next change."""
+        return np.frombuffer(self._pages, dtype=np.int32)
+
+    def slots(self, start: int, stop: int, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Locates the KV of positions start to stop - 1: page * block_size + offset."""
+        positions = np.arange(start, stop)
+        return self.row[positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+
 @dataclass(frozen=True)
 class End:
     """The reason of a choice's end, and the token that ended it, if one did."""
@@ -37,7 +68,7 @@ class Sequence:
         self.request = request
         self.choice = choice.index
         self.output_ids = list(choice.output_ids)
-        self.pages: list[PageId] = []
+        self.pages = BlockTable()
         self.num_computed = 0
         self.state = State.WAITING
         self.gate: Gate | None = None
@@ -104,8 +135,4 @@ class Sequence:
     def full_blocks(self, start: int, stop: int) -> list[tuple[BlockName, PageId]]:
         """Lists the blocks that became full as the computed tokens went from `start` to `stop`."""
         first, last = start // self._block_size, stop // self._block_size
-        return list(zip(self._keys.full(stop)[first:], self.pages[first:last], strict=True))
-
-    def slot(self, position: int) -> int:
-        """Locates the KV of a position: page * block_size + offset."""
-        return self.pages[position // self._block_size] * self._block_size + position % self._block_size
+        return list(zip(self._keys.full(stop, start), self.pages[first:last], strict=True)) if first < last else []

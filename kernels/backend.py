@@ -1,56 +1,135 @@
-"""The kernels of a device, as one value that the engine is given."""
+"""The kernels of a device, as one object that the model is given: Torch everywhere, Triton on a GPU, C++ on a CPU."""
 
-from collections.abc import Callable
+import logging
 from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels.cpu.library import NoKernels, best_isa
 
-WriteKv = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-PagedDecodeAttention = Callable[[Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
-PagedPrefillAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class KernelBackend:
-    """The three kernels of one implementation; `kernels.reference` holds their contracts.
+class Weight:
+    """A matrix [columns, depth] in the layout of one backend; no other can read `data`."""
 
-    `version` is part of the model fingerprint: it changes whenever the numbers may, so that KV of other kernels is
-    never mistaken for that of these.
+    data: Tensor
+    columns: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a row of queries, keys and values, and the norms of a query's and a key's head: both or neither."""
+
+    num_queries: int
+    num_kv: int
+    size: int
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Cosines and sines of a rotary embedding, float32 [num_positions, head size / 2]."""
+
+    cosines: Tensor
+    sines: Tensor
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Where the sequences of a batch have their KV; the first `num_decodes` have one row each.
+
+    block_tables: int32 [S, N], pages; context_lens: int32 [S], the batch's own tokens included; cu_query_lens: int32
+    [S + 1], where each sequence's rows start.
     """
 
-    name: str
-    version: str
-    write_kv: WriteKv
-    paged_decode_attention: PagedDecodeAttention
-    paged_prefill_attention: PagedPrefillAttention
+    block_tables: Tensor
+    context_lens: Tensor
+    cu_query_lens: Tensor
+    num_decodes: int
 
 
-def select_backend(device: torch.device) -> KernelBackend:
-    """Selects Triton on a CUDA device, the torch reference elsewhere. ImportError on a CUDA device without Triton."""
-    return _triton_backend() if device.type == "cuda" else _reference_backend()
+class Backend(Protocol):
+    """The operations of a decoder. Rows are tokens; each operation gives a row the same whatever rows are beside it.
+
+    `version` is part of the model fingerprint: it changes whenever the numbers may, so that KV of other kernels is
+    never mistaken for that of these. On a GPU, rows do depend on one another in the last bits.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    def pack(self, weight: Tensor) -> Weight:
+        """Copies a matrix [columns, depth] into the backend's own layout."""
+        ...
+
+    def embed(self, token_ids: Tensor, table: Weight) -> Tensor:
+        """Returns the rows `token_ids` int64 [T] of a table, [T, depth]."""
+        ...
+
+    def rms_norm(self, states: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalizes rows [T, columns], in float32, and scales them by `weight` [columns]. Source: arXiv 1910.07467."""
+        ...
+
+    def linear(self, states: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+        """Multiplies rows [T, depth], adds `bias` [columns] and then `residual` [T, columns]; returns [T, columns]."""
+        ...
+
+    def logits(self, states: Tensor, weight: Weight) -> Tensor:
+        """Multiplies rows [T, depth]; returns float32 [T, columns]."""
+        ...
+
+    def rotate_and_write(
+        self, qkv: Tensor, heads: Heads, angles: Angles, positions: Tensor, kv_layer: Tensor, slot_mapping: Tensor
+    ) -> Tensor:
+        """Normalizes and rotates queries and keys, and writes keys and values into one layer of KV, in place.
+
+        qkv: [T, (num_queries + 2 * num_kv) * size], which may be changed; positions: int64 [T]; kv_layer and
+        slot_mapping: as in `kernels.reference.write_kv`. Returns the queries, [T, num_queries, size], perhaps a view.
+        """
+        ...
+
+    def attend(self, query: Tensor, kv_layer: Tensor, tables: Tables, scale: float, window: int | None) -> Tensor:
+        """Attends with rows [T, num_queries, size] over pages, as `kernels.reference` says; returns the same shape."""
+        ...
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """Returns silu(first half) * second half of rows [T, 2 * columns]."""
+        ...
 
 
-def _reference_backend() -> KernelBackend:
-    return KernelBackend(
-        name="reference",
-        version="reference-1",
-        write_kv=reference.write_kv,
-        paged_decode_attention=reference.paged_decode_attention,
-        paged_prefill_attention=reference.paged_prefill_attention,
-    )
+@cache
+def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
+    """Selects Triton on a CUDA device, and on a CPU the kernels of that name: auto, avx512, avx2, portable or torch.
 
+    `auto` takes the best that the machine has; without a compiler it takes torch, with a warning. The first use on a
+    machine compiles them, which takes seconds. Raises NoKernels for named ones that cannot be had, ImportError on a
+    CUDA device without Triton.
+    """
+    if device.type == "cuda":
+        # Imported here so that a machine without Triton serves on its CPU.
+        from kernels.triton_backend import TritonBackend
 
-def _triton_backend() -> KernelBackend:
-    # Imported here so that a machine without Triton serves on its CPU.
-    from kernels import kv_write, paged_decode
+        return TritonBackend()
+    from kernels.cpu.backend import CpuBackend
+    from kernels.torch_backend import TorchBackend
 
-    return KernelBackend(
-        name="triton",
-        version="triton-1",
-        write_kv=kv_write.write_kv,
-        paged_decode_attention=paged_decode.paged_decode_attention,
-        paged_prefill_attention=reference.paged_prefill_attention,
-    )
+    if kernels == "torch":
+        return TorchBackend()
+    try:
+        return CpuBackend(best_isa() if kernels == "auto" else kernels)
+    except NoKernels as error:
+        if kernels != "auto":
+            raise
+        logger.warning("serving with torch, several times slower than C++ kernels: %s", error)
+        return TorchBackend()

@@ -1,4 +1,4 @@
-"""The three kernels in plain torch: a CPU serves with them, and they are the oracle of the Triton kernels.
+"""The kernels over pages in plain torch: the oracle of the others, and what a CPU without a compiler serves with.
 
 They share their signatures with `kernels.kv_write` and `kernels.paged_decode`. KV is read a sequence at a time, cut to
 the tokens that a query may see before anything is computed: the rest of a page, and other pages, are never operands,
@@ -46,13 +46,13 @@ def paged_decode_attention(
     """
     num_seqs, num_heads, head_dim = query.shape
     num_kv_heads = kv_layer.shape[2]
-    grouped = query.view(num_seqs, 1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = query.reshape(num_seqs, 1, num_kv_heads, num_heads // num_kv_heads, head_dim)
     output = query.new_zeros(grouped.shape)
     for seq, context_len in enumerate(context_lens.tolist()):
         if context_len:
             begin = _first_visible(context_len - 1, sliding_window)
             keys, values = _gather_kv(kv_layer, block_tables[seq], begin, context_len)
-            output[seq] = scaled_dot_product_attention(grouped[seq], keys[None], values[None], scale=scale)
+            output[seq] = _attend_alone(grouped[seq], keys, values, scale)
     return output.view(num_seqs, num_heads, head_dim)
 
 
@@ -71,9 +71,11 @@ def paged_prefill_attention(
     sequence s stands at position context_lens[s] - query_len[s] + j, so a chunk attends to the chunks before it. The
     rest is as in `paged_decode_attention`; `context_lens` counts the chunk's own tokens.
 
-    Returns [num_tokens, num_heads, head_dim] in the dtype of `query`.
+    Returns [num_tokens, num_heads, head_dim] in the dtype of `query`. On a CPU it goes row by row, which is slow, so
+    that each row gets the bits of a decoding one.
     """
-    output = torch.empty_like(query)
+    attend = _attend_row_by_row if query.device.type == "cpu" else _attend_causally
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
     bounds = cu_query_lens.tolist()
     for seq, context_len in enumerate(context_lens.tolist()):
         chunk = slice(bounds[seq], bounds[seq + 1])
@@ -81,7 +83,7 @@ def paged_prefill_attention(
         if query_len:
             begin = _first_visible(context_len - query_len, sliding_window)
             keys, values = _gather_kv(kv_layer, block_tables[seq], begin, context_len)
-            output[chunk] = _attend_causally(query[chunk], keys, values, scale, sliding_window)
+            output[chunk] = attend(query[chunk], keys, values, scale, sliding_window)
     return output
 
 
@@ -99,12 +101,27 @@ def _gather_kv(kv_layer: Tensor, block_table: Tensor, begin: int, end: int) -> t
     return keys, values
 
 
+def _attend_alone(grouped: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attends with one row [1, num_kv_heads, group_size, head_dim] to all of `keys`."""
+    return scaled_dot_product_attention(grouped, keys[None].contiguous(), values[None].contiguous(), scale=scale)
+
+
+def _attend_row_by_row(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+    num_kv_heads, num_keys, head_dim = keys.shape
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for row, end in enumerate(range(num_keys - len(query) + 1, num_keys + 1)):
+        visible = slice(_first_visible(end - 1, sliding_window), end)
+        grouped = query[row].reshape(1, num_kv_heads, -1, head_dim)
+        output[row] = _attend_alone(grouped, keys[:, visible], values[:, visible], scale).flatten(0, 2)
+    return output
+
+
 def _attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
     """Attends with queries [query_len, num_heads, head_dim] at the last positions of `keys`."""
     query_len, num_heads, head_dim = query.shape
     num_kv_heads, num_keys, _ = keys.shape
     group_size = num_heads // num_kv_heads
-    grouped = query.view(query_len, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
+    grouped = query.reshape(query_len, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
     # KV heads take the batch's place, so that a group reads its keys through a zero stride, never a copy.
     shape = (num_kv_heads, group_size, num_keys, head_dim)
     attended = scaled_dot_product_attention(

@@ -3,13 +3,15 @@
 import asyncio
 import gc
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from router.config import RouterConfig
 from router.ports.server import RouterServer
@@ -22,7 +24,9 @@ from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
 TELL_TIMEOUT_S = 5.0
-SCALE_TIMEOUT_S = 600.0
+SCALE_TIMEOUT_S = 590.0
+"""Less than the command line waits for an answer."""
+PAUSE_S = 0.5
 _NO_ANSWER = "the controller does not answer"
 
 
@@ -41,6 +45,8 @@ class RouterActor:
         Raises ConfigError or ModelError.
         """
         config = self._config
+        # Else texts of all threads queue for a pool of the library's, the short behind the long.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         codec = await asyncio.to_thread(Tokenizer.load, Path(config.model.folder))
         connect = partial(GrpcTransport, token=config.cluster.token)
         port = RayController(config.cluster.controller, config.cluster.ray_namespace)
@@ -59,15 +65,17 @@ class RouterActor:
         )
 
     async def set_members(self, members_json: str) -> str:
-        """Takes the list of workers, `[{"id", "role", "address", "state"}]`; drops all others.
+        """Takes `{"sizes": {"prefill", "decode"}, "workers": [{"id", "role", "address", "state"}]}`.
 
-        Returns `{worker_id: reason}` for workers that were not taken in.
+        Drops all other workers. Returns `{worker_id: reason}` for workers that were not taken in.
         """
+        router, told = self._started, json.loads(members_json)
         listed = [
             Worker(WorkerId(one["id"]), Role(one["role"]), one["address"], WorkerState(one["state"]))
-            for one in json.loads(members_json)
+            for one in told["workers"]
         ]
-        return json.dumps(await self._started.membership.set(listed))
+        router.members.sizes = PoolSizes(**told["sizes"])
+        return json.dumps(await router.membership.set(listed))
 
     async def stop(self) -> str:
         """Ends open requests and closes the ports. Returns `{}`."""
@@ -83,7 +91,11 @@ class RouterActor:
 
 
 class RayController:
-    """The controller, found by its name. Its methods take and return text."""
+    """The controller, found by its name. Its methods take and return text.
+
+    A controller that dies is back in seconds, and knows the orders that its predecessor took: the orders' outcome is
+    asked for again then, and an order that was perhaps not taken is given again.
+    """
 
     def __init__(self, name: str, ray_namespace: str) -> None:
         self._name = name
@@ -91,11 +103,14 @@ class RayController:
         self._actor: Any = None
 
     async def scale(self, prefill: int | None, decode: int | None) -> PoolSizes:
-        answer = await self._call("scale", SCALE_TIMEOUT_S, json.dumps({"prefill": prefill, "decode": decode}))
-        return PoolSizes(**json.loads(answer))
+        async with _answering(SCALE_TIMEOUT_S):
+            order = await self._insist("scale", json.dumps({"prefill": prefill, "decode": decode}))
+            return PoolSizes(**json.loads(await self._insist("scaled", order)))
 
     async def drain(self, worker_id: WorkerId) -> None:
-        await self._call("drain", SCALE_TIMEOUT_S, worker_id)
+        async with _answering(SCALE_TIMEOUT_S):
+            await self._insist("drain", worker_id)
+            await self._insist("drained", worker_id)
 
     async def shutdown(self) -> None:
         await self._call("shutdown", TELL_TIMEOUT_S)
@@ -108,14 +123,34 @@ class RayController:
         await self._call("worker_lost", TELL_TIMEOUT_S, worker_id)
 
     async def _call(self, method: str, timeout_s: float, *arguments: str) -> str:
+        async with _answering(timeout_s):
+            return await self._ask(method, *arguments)
+
+    async def _insist(self, method: str, *arguments: str) -> str:
+        """Asks again and again while the controller dies, or is not back yet."""
+        while True:
+            with suppress(RayActorError):
+                return await self._ask(method, *arguments)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _ask(self, method: str, *arguments: str) -> str:
+        if self._actor is None:
+            self._actor = await asyncio.to_thread(ray.get_actor, self._name, self._ray_namespace)
         try:
-            async with asyncio.timeout(timeout_s):
-                if self._actor is None:
-                    self._actor = await asyncio.to_thread(ray.get_actor, self._name, self._ray_namespace)
-                answer: str = await getattr(self._actor, method).remote(*arguments)
-                return answer
+            answer: str = await getattr(self._actor, method).remote(*arguments)
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, BatonError) else Unavailable(_NO_ANSWER) from error
-        except (RayError, ValueError, TimeoutError) as error:
+        except RayActorError:
             self._actor = None
-            raise Unavailable(_NO_ANSWER) from error
+            raise
+        return answer
+
+
+@asynccontextmanager
+async def _answering(timeout_s: float) -> AsyncIterator[None]:
+    """Raises Unavailable where the controller is gone, or does not answer in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except (RayError, ValueError, TimeoutError) as error:
+        raise Unavailable(_NO_ANSWER) from error

@@ -1,7 +1,6 @@
 """A router without its ports: the parts that serve requests, put together."""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
 from router.config import RouterConfig
 from router.observe.metrics import RequestMetrics
@@ -13,6 +12,7 @@ from router.requests.admission import Admission
 from router.requests.dispatch import Dispatcher
 from router.requests.flow import Services
 from router.requests.replay import Quarantine, Suspects
+from router.requests.tokenizing import TokenizerThreads
 from router.requests.validator import Limits
 from router.workers.controller_port import ControllerPort
 from router.workers.holds import Holds
@@ -24,7 +24,6 @@ from wire.keys import namespace_root
 
 TENANT = "default"
 NO_ADAPTER = ""
-NUM_TOKENIZER_THREADS = 2
 
 
 class Router:
@@ -43,7 +42,7 @@ class Router:
         self._placement = Placement(
             self.members, PrefixMap(config.max_prefix_keys), layout.block_size, config.streams.max_worker_wait_s
         )
-        self._threads = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._threads = TokenizerThreads()
         self.membership = Membership(self.members, connect, port, self._members_changed)
         self._suspects = Suspects()
         services = Services(
@@ -72,7 +71,7 @@ class Router:
         await self.watch.stop()
         await self.holds.stop()
         await self.membership.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def check(self) -> list[str]:
         """Violated invariants of the router's books; most are known only while no request is open."""

@@ -19,6 +19,9 @@ class ByteTokenizer:
         except UnicodeEncodeError as error:
             raise InvalidRequest("text", "not valid Unicode") from error
 
+    def min_tokens(self, text: str, enough: int) -> int:
+        return len(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token_id for token_id in ids if token_id < NUM_BYTES).decode(errors="replace")
 

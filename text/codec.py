@@ -33,3 +33,6 @@ class TextCodec(Detokenizer, Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Encodes a text, with the special tokens that belong around it. Raises InvalidRequest for lone surrogates."""
+
+    def min_tokens(self, text: str, enough: int) -> int:
+        """Counts tokens that a text has at the least, until there are more than `enough`; 0 where that is not known."""

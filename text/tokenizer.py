@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 
 from text.codec import TokenKind
 from text.model_file import read_text
+from text.token_bound import TokenBound
 from wire.errors import InvalidRequest, ModelError
 
 MAX_TOKENIZER_BYTES = 64 << 20
@@ -67,6 +68,7 @@ class Tokenizer:
         self._vocab_size = max(ids, default=-1) + 1
         self._silent_ids = frozenset(range(self._vocab_size)) - ids | _special_ids(backend)
         self._byte_ids = _byte_fallback_ids(backend)
+        self._bound = TokenBound(backend)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -93,7 +95,11 @@ class Tokenizer:
             (encoding,) = self._backend.encode_batch_fast([text])
         except TypeError as error:
             raise InvalidRequest("text", "not valid Unicode") from error
-        return list(encoding.ids)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def min_tokens(self, text: str, enough: int) -> int:
+        return self._bound.min_tokens(text, enough)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=True)

@@ -77,7 +77,10 @@ class Lease:
 
 @dataclass(frozen=True)
 class DirectoryStatus:
-    """Hits and misses count keys that readers asked for; `copied` counts blocks written to the cold tier."""
+    """Hits and misses count keys that readers asked for; `copied` blocks were written to the cold tier.
+
+    It has refused `refused` others, and `cold_state` is its state as its writer finds it.
+    """
 
     counts: BlockCounts
     num_leases: int
@@ -87,3 +90,5 @@ class DirectoryStatus:
     misses: int
     evictions: int
     copied: int
+    refused: int
+    cold_state: str

@@ -15,6 +15,7 @@ BatonError                INTERNAL             500
 ├── DeadlineExceeded      DEADLINE_EXCEEDED    504
 ├── Cancelled             CANCELLED            499
 ├── AttemptsExhausted     ABORTED              409   the request outlived as many workers as it may
+├── Overtaken             ABORTED              409   a later order of the operator is in force
 ├── WireError             INTERNAL             500   a message or frame of ours that cannot be what it claims
 ├── StoreError            INTERNAL             500   a tier failed; callers count a miss
 └── ConfigError           FAILED_PRECONDITION  400   refused at start, exit code 78
@@ -37,6 +38,7 @@ class BatonError(Exception):
     """The root. `message` is fit for clients: no paths, no exception text of libraries, at most 64 chars of input."""
 
     status = Status("INTERNAL", 500, False)
+    exit_code = 1
 
     def __init__(self, message: str, **ids: str) -> None:
         super().__init__(message)
@@ -64,6 +66,7 @@ class InvalidRequest(BatonError):
     """A parameter of the request is wrong."""
 
     status = Status("INVALID_ARGUMENT", 400, False)
+    exit_code = 2
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}", param=param)
@@ -145,6 +148,12 @@ class Cancelled(BatonError):
 
 class AttemptsExhausted(BatonError):
     """The request was tried on as many workers as it may be."""
+
+    status = Status("ABORTED", 409, False)
+
+
+class Overtaken(BatonError):
+    """A later order set another size of the same pool."""
 
     status = Status("ABORTED", 409, False)
 

@@ -1,8 +1,10 @@
 """Identifiers. Distinct types, so that one is not passed for another."""
 
+import re
 from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 WorkerId = NewType("WorkerId", str)
 
 

@@ -60,9 +60,9 @@ class KeyChain:
             data = token_bytes(self._tokens[end - size : end])
             self._full.append(self._name(self._parent(len(self._full)), data, data))
 
-    def full(self, num_tokens: int) -> list[BlockName]:
-        """Names the full blocks of the first `num_tokens` tokens."""
-        return self._full[: num_tokens // self._block_size]
+    def full(self, num_tokens: int, from_token: int = 0) -> list[BlockName]:
+        """Names the full blocks of the first `num_tokens` tokens, without the full ones of the first `from_token`."""
+        return self._full[from_token // self._block_size : num_tokens // self._block_size]
 
     def tail(self, num_tokens: int) -> BlockName | None:
         """Names the last block of the first `num_tokens` tokens if they fill it partly."""

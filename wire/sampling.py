@@ -1,11 +1,26 @@
-"""How the next token is chosen: every setting with its default. Ranges are checked once, by the router's validator."""
+"""How the next token is chosen: every setting with its default and its range."""
 
 from dataclasses import dataclass
 from enum import Enum
 
+from wire.errors import InvalidRequest
+
 GREEDY_BELOW = 1e-5
 DEFAULT_MAX_TOKENS = 256
 MAX_CHOICES = 16
+MAX_LOGPROBS = 20
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 16
+MAX_REPETITION_PENALTY = 10.0
+_RANGES = {
+    "temperature": (0, 2),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "logprobs": (0, MAX_LOGPROBS),
+    "n": (1, MAX_CHOICES),
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,30 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    def require_in_range(self, vocab_size: int) -> None:
+        """Raises InvalidRequest for a setting out of its range; the router and each worker check all of a request."""
+        for param, (low, high) in _RANGES.items():
+            value = getattr(self, param)
+            _require(value is None or low <= value <= high, param, f"must be from {low} to {high}")
+        _require(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
+        _require(self.top_k >= -1, "top_k", "must be at least 1, or 0 or -1 for off")
+        is_penalty = 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY
+        _require(is_penalty, "repetition_penalty", f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}")
+        _require(self.seed >= 0, "seed", "must not be negative")
+        _require(self.min_tokens >= 0, "min_tokens", "must not be negative")
+        _require(self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        _require(len(self.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
+        fit = all(1 <= len(stop) <= MAX_STOP_CHARS for stop in self.stop)
+        _require(fit, "stop", f"must be from 1 to {MAX_STOP_CHARS} characters")
+        _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+        known = all(token_id < vocab_size for token_id in self.stop_token_ids)
+        _require(known, "stop_token_ids", f"must be below the vocabulary's size, {vocab_size}")
+
+
+def _require(valid: bool, param: str, message: str) -> None:
+    if not valid:
+        raise InvalidRequest(param, message)
 
 
 class FinishReason(Enum):

@@ -29,15 +29,16 @@ def from_json(cls: type[T], text: str, where: str) -> T:
 
 
 def from_object(cls: type[T], raw: object, path: str) -> T:
-    """The same from nested mappings; `path` is where they stand."""
+    """The same from nested mappings; `path` is where they stand, "" at the root."""
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path}: must be an object")
+    prefix = f"{path}." if path else ""
     hints = get_type_hints(cls)
     required = {one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING}  # type: ignore[arg-type]
     for problem, names in (("unknown", set(raw) - set(hints)), ("missing", required - set(raw))):
         if names:
-            raise ConfigError(f"{path}.{min(names)[:64]}: {problem}")
-    return cls(**{name: _read_value(hints[name], value, f"{path}.{name}") for name, value in raw.items()})
+            raise ConfigError(f"{prefix}{repr(min(names)[:64])[1:-1]}: {problem}")
+    return cls(**{name: _read_value(hints[name], value, f"{prefix}{name}") for name, value in raw.items()})
 
 
 def _read_value(hint: Any, value: object, path: str) -> object:

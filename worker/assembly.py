@@ -14,6 +14,7 @@ from engine.core import EngineCore
 from engine.model.batch import Model
 from engine.model.decoder import Decoder
 from kernels.backend import select_backend
+from kernels.cpu.library import NoKernels
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
 from kv_store.node.directory_client import DirectoryClient
@@ -22,7 +23,7 @@ from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.redis_tier import RedisTier
 from kv_store.transfers import ThreadTransfers, Transfers
-from wire.errors import ModelError
+from wire.errors import ConfigError, ModelError
 from wire.ids import PROTOCOL_VERSION
 from wire.pb import worker_pb2
 from worker.config import WorkerConfig
@@ -60,10 +61,14 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
     Raises ModelError or ConfigError for a model that it cannot serve, StoreError without the node's directory.
     """
     torch.set_num_threads(config.num_threads)
-    model = Decoder.load(
-        Path(config.model.folder), config.model.dtype, torch.device(config.model.device), config.pool.block_size
-    )
-    _require_same_model(config, model.layout.dtype)
+    checkpoint = config.model
+    device = torch.device(checkpoint.device)
+    try:
+        backend = select_backend(device, checkpoint.kernels)
+    except NoKernels as error:
+        raise ConfigError(f"worker.cpu_kernels: {error}") from error
+    model = Decoder.load(Path(checkpoint.folder), checkpoint.dtype, device, config.pool.block_size, backend)
+    _require_same_model(config, model.layout.dtype, backend.version)
     directory = DirectoryClient(config.store.directory_path)
     arena = Arena.open(directory.attach().arena_path)
     store = config.store
@@ -86,14 +91,13 @@ def assemble_on(
     return Assembly(info, engine, transfers, service)
 
 
-def _require_same_model(config: WorkerConfig, dtype: str) -> None:
+def _require_same_model(config: WorkerConfig, dtype: str, backend_version: str) -> None:
     """Raises ModelError if the folder is not, or no longer, the model of the cluster: KV would be mixed up.
 
     Runs after loading, so that any earlier change shows. The digest cache spares reading unchanged files again.
     """
     checkpoint = Checkpoint(Path(config.model.folder))
-    version = select_backend(torch.device(config.model.device)).version
-    if fingerprint(checkpoint.files, dtype, version, DigestCache.of_user()) != config.model.fingerprint:
+    if fingerprint(checkpoint.files, dtype, backend_version, DigestCache.of_user()) != config.model.fingerprint:
         raise ModelError("the model folder has changed since the cluster was started", folder=config.model.folder)
 
 

@@ -14,12 +14,13 @@ MIN_SILENCE_S = 3.0
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """The model's folder and device. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere."""
+    """The model's folder and device. kernels: a CPU's; see `select_backend`."""
 
     folder: str
     fingerprint_hex: str
     dtype: str | None = None
     device: str = "cpu"
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         _require(self.folder, "model.folder", "must not be empty")
@@ -84,9 +85,10 @@ class BatchSettings:
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_chunk_tokens", "patience_tokens"):
-            _require(getattr(self, name) > 0, f"batch.{name}", "must be positive")
-        enough = self.max_step_tokens >= self.max_running + self.max_chunk_tokens
-        _require(enough, "batch.max_step_tokens", "must be at least max_running + max_chunk_tokens")
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"batch.{name} must be positive")
+        if self.max_step_tokens < self.max_running + self.max_chunk_tokens:
+            raise ConfigError("batch.max_step_tokens must be at least batch.max_running + batch.max_chunk_tokens")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Conversion between a worker's own values and the messages of its line."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
@@ -16,9 +17,8 @@ from wire.convert import (
     tiers_to_pb,
 )
 from wire.errors import InvalidRequest
-from wire.ids import AttemptId, NamespaceRoot
+from wire.ids import REQUEST_ID, AttemptId, NamespaceRoot
 from wire.pb import inference_pb2, worker_pb2
-from wire.sampling import MAX_CHOICES
 from wire.tier import BlockCounts, Tier
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, Update
@@ -27,14 +27,14 @@ ROOT_BYTES = 32
 
 
 def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_size: int) -> EngineRequest:
-    """Makes the engine's request, under the attempt's own name.
+    """Makes the engine's request, under the attempt's own name; the engine checks its length.
 
-    Raises InvalidRequest for an empty prompt, tokens outside of the vocabulary, and no, too many or equal choices.
+    Raises InvalidRequest for a field out of its range, which no router sends.
     """
-    if not message.id.request_id:
-        raise InvalidRequest("request_id", "missing")
-    if len(message.namespace_root) != ROOT_BYTES:
-        raise InvalidRequest("namespace_root", f"must be {ROOT_BYTES} bytes")
+    _require(REQUEST_ID.fullmatch(message.id.request_id), "request_id", "not an id that a router gives")
+    _require(message.id.attempt, "attempt", "must be at least 1")
+    _require(len(message.namespace_root) == ROOT_BYTES, "namespace_root", f"must be {ROOT_BYTES} bytes")
+    _require(0 < message.time_left_s < math.inf, "time_left_s", "must be above 0 and finite")
     choices = tuple(ChoiceSoFar(choice.index, tuple(choice.output.ids)) for choice in message.choices)
     request = cls(
         attempt_of(message.id).name,
@@ -43,7 +43,7 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
         sampling_from_pb(message.sampling_params),
         choices,
     )
-    _require_sane(request, vocab_size)
+    _require_in_range(request, vocab_size)
     return request
 
 
@@ -89,15 +89,23 @@ def status_to_pb(
     )
 
 
-def _require_sane(request: EngineRequest, vocab_size: int) -> None:
+def _require_in_range(request: EngineRequest, vocab_size: int) -> None:
+    sampling, num_choices = request.sampling, len(request.choices)
+    sampling.require_in_range(vocab_size)
+    _require(sampling.min_tokens <= sampling.max_tokens, "min_tokens", "must not be more than max_tokens")
     indices = {choice.index for choice in request.choices}
-    if not indices or len(indices) < len(request.choices) or max(indices) >= MAX_CHOICES:
-        raise InvalidRequest("choices", f"must be from 1 to {MAX_CHOICES}, each with an index of its own")
-    if not request.prompt_ids:
-        raise InvalidRequest("prompt", "has no tokens")
-    tokens = [request.prompt_ids, *(choice.output_ids for choice in request.choices)]
-    if max(max(ids, default=0) for ids in tokens) >= vocab_size:
-        raise InvalidRequest("prompt", "has a token that is not in the model's vocabulary")
+    differ = 0 < len(indices) == num_choices and max(indices) < sampling.n
+    _require(differ, "choices", f"must be from 1 to n, each with an index of its own below n, which is {sampling.n}")
+    outputs = [choice.output_ids for choice in request.choices]
+    _require(max(map(len, outputs)) < sampling.max_tokens, "choices", "must have fewer tokens than max_tokens")
+    _require(request.prompt_ids, "prompt", "has no tokens")
+    highest = max(max(ids, default=0) for ids in (request.prompt_ids, *outputs))
+    _require(highest < vocab_size, "prompt", "has a token that is not in the model's vocabulary")
+
+
+def _require(valid: object, param: str, message: str) -> None:
+    if not valid:
+        raise InvalidRequest(param, message)
 
 
 def _choice_to_pb(choice: ChoiceTokens) -> worker_pb2.ChoiceTokens:
@@ -139,9 +147,14 @@ def _host_to_pb(store: StoreStatus) -> worker_pb2.TierStatus:
 
 
 def _redis_to_pb(store: StoreStatus) -> worker_pb2.TierStatus:
-    """Adds the blocks that the node's service wrote to the blocks that the worker read."""
+    """Joins what the worker finds, which reads, and what the node's service finds, which writes."""
     if store.cold is None:
         return worker_pb2.TierStatus(tier=Tier.REDIS, state="off")
     counts = asdict(store.cold)
-    counts["written"] += 0 if store.directory is None else store.directory.copied
-    return worker_pb2.TierStatus(tier=Tier.REDIS, state=counts.pop("state"), counts=counts)
+    state = counts.pop("state")
+    if store.directory is not None:
+        if state == "up" and store.directory.cold_state != "broken":  # that may be long over: only writes find out
+            state = store.directory.cold_state
+        counts["written"] += store.directory.copied
+        counts["refused"] += store.directory.refused
+    return worker_pb2.TierStatus(tier=Tier.REDIS, state=state, counts=counts)

@@ -194,7 +194,7 @@ class WorkerService:
 
     def _remember(self, call: Call, time_left_s: float) -> None:
         out_of_time = DeadlineExceeded("the request's deadline has passed", request_id=call.id.request_id)
-        life_s = min(max(0.0, time_left_s), MAX_REQUEST_S)  # 0 for a NaN, too
+        life_s = min(time_left_s, MAX_REQUEST_S)
         timer = asyncio.get_running_loop().call_later(life_s, self._end, call, out_of_time)
         self._calls[call.id.request_id] = call, timer
         self._is_idle.clear()

@@ -29,6 +29,9 @@ class ActorHost(Protocol):
 
     async def probe(self, name: str) -> Liveness: ...
 
+    def memory_bytes(self, name: str) -> int:
+        """Returns the memory of an actor's process that it shares with no other; 0 without a process."""
+
     async def end(self, name: str) -> None:
         """Lets the object stop, then ends the process, by force if need be; returns when it is gone, or never was."""
 
@@ -41,6 +44,7 @@ class LocalHost:
         self.launched: list[str] = []
         self.failures: list[Exception] = []
         self.drained: list[str] = []
+        self.memory: dict[str, int] = {}
         self._busy: dict[str, asyncio.Event] = {}
 
     def keep_busy(self, name: str) -> None:
@@ -74,6 +78,9 @@ class LocalHost:
 
     async def probe(self, name: str) -> Liveness:
         return self.actors.get(name, Liveness.DEAD)
+
+    def memory_bytes(self, name: str) -> int:
+        return self.memory.get(name, 0)
 
     async def end(self, name: str) -> None:
         self.actors.pop(name, None)

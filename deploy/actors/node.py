@@ -1,6 +1,8 @@
 """The node's service: owns the arena, keeps its directory for all processes of the node, writes cold blocks away."""
 
 import asyncio
+import logging
+import os
 from contextlib import ExitStack
 
 from deploy.plan.cluster_plan import NodeConfig
@@ -11,24 +13,51 @@ from kv_store.node.directory_server import DirectoryServer
 from kv_store.tiers.redis_tier import RedisTier
 from wire.settings import from_json
 
+LOOK_EVERY_S = 1.0
+
+log = logging.getLogger(__name__)
+
 
 class NodeActor:
-    """The service of a node, started once. It removes the arena of an earlier, dead service, and the arena's memory."""
+    """The service of a node, started once. It removes the arena of an earlier, dead service, and the arena's memory.
+
+    It ends its process once the arena's file or the directory's socket is not the one that it made: no worker could
+    start any more. The controller makes another service, with new files and a new epoch.
+    """
 
     def __init__(self, config_json: str) -> None:
         """Raises ConfigError."""
         self._config = from_json(NodeConfig, config_json, "node")
         self._parts = ExitStack()
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Makes the arena, which takes seconds where it is large, and serves. Returns `{}`. Raises ConfigError."""
         self._parts = await asyncio.to_thread(_make, self._config)
+        self._watch = asyncio.create_task(self._end_unless_found(_files(self._config)))
         return "{}"
 
     async def stop(self) -> str:
-        """Removes the arena's file; processes that have it mapped keep it until they end. Returns `{}`."""
+        """Removes the arena's file and frees its memory; processes that map it read zeros. Returns `{}`."""
+        if self._watch is not None:
+            self._watch.cancel()
         await asyncio.to_thread(self._parts.close)
         return "{}"
+
+    async def _end_unless_found(self, made: object) -> None:
+        while _files(self._config) == made:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_EVERY_S)
+        log.critical("the arena's file or the directory's socket is damaged: the node's service ends, for a new one")
+        try:
+            await asyncio.to_thread(self._parts.close)
+        finally:
+            os._exit(1)
+
+
+def _files(config: NodeConfig) -> tuple[object, int | None]:
+    """Identifies the files by which other processes find this service."""
+    socket = config.store.directory_path
+    return Arena.identity(config.arena_path), os.stat(socket).st_ino if os.path.exists(socket) else None
 
 
 def _make(config: NodeConfig) -> ExitStack:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -96,6 +97,13 @@ class RayHost:
         except (RayError, TimeoutError):
             return Liveness.SILENT
         return Liveness.ANSWERING
+
+    def memory_bytes(self, name: str) -> int:
+        process = recorded(self._run_dir, name)
+        with suppress(psutil.NoSuchProcess):
+            used = psutil.Process(process.pid).memory_info() if process and process.is_alive else None
+            return used.rss - used.shared if used else 0  # shared: the arena, and files like program code
+        return 0
 
     async def end(self, name: str) -> None:
         if name not in self._handles:

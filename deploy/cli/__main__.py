@@ -7,9 +7,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
-from wire.errors import BatonError, ConfigError
+from deploy.cli.command import Parser
+from wire.errors import BatonError
 
 COMMANDS = ("up", "generate", "status", "scale", "drain", "down")
 FAILED = 1
@@ -33,15 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return FAILED
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that fails where its words cannot be written, as the commands do."""
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        (file or sys.stderr).write(message)
-
-
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="baton",
         description="Serve a language model with prefill and decode on separate pools of workers.",
         epilog='Begin with `baton up`, then `baton generate "Once upon a time"`; `baton down` ends it.',
@@ -60,7 +53,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BatonError as error:
         ids = ", ".join(f"{name} {value}" for name, value in error.ids.items() if name != "param")
         print(f"baton: {error.message}{f' ({ids})' if ids else ''}", file=sys.stderr)
-        return ConfigError.exit_code if isinstance(error, ConfigError) else FAILED
+        return error.exit_code
     except KeyboardInterrupt:  # `up` and `down` have their own way with signals
         return INTERRUPTED
     except SystemExit as end:  # argparse has said why

@@ -14,7 +14,7 @@ TIMEOUT_S = 600.0
 
 def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "drain", "take one worker out", DESCRIPTION, run)
-    parser.add_argument("worker", help="its id, as `baton status` shows it")
+    parser.add_argument("worker", type=str, help="its id, as `baton status` shows it")
 
 
 def run(args: argparse.Namespace) -> int:

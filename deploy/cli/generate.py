@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any, cast
 
 from google.protobuf.json_format import MessageToDict
@@ -12,12 +13,14 @@ from google.protobuf.json_format import MessageToDict
 from baton import Client, Completion
 from baton.request import Options, Prompt, make_request
 from baton.results import Choice
-from deploy.cli.command import Subparsers, add_command
+from deploy.cli.command import Subparsers, add_command, read_number, read_whole
 from deploy.cli.table import render
 from deploy.local.client import explained, find_cluster
 from deploy.local.state import ClusterState
+from deploy.plan.byte_size import format_bytes
 from wire.convert import logprobs_to_pb
 from wire.errors import InvalidRequest
+from wire.rpc import MAX_MESSAGE_BYTES
 from wire.tier import Tier
 
 DESCRIPTION = """\
@@ -26,14 +29,17 @@ from which tier blocks of KV came. Greedy (temperature 0) unless told otherwise.
 NO_TIMEOUT_S = 86400.0
 """More than any cluster lets a request take."""
 MIN_WAIT_MS = 1.0
-SCALARS: dict[str, tuple[type, str, str]] = {
+TOO_LONG = f"longer than {format_bytes(MAX_MESSAGE_BYTES)}, the most that a request may have"
+MAX_STOPS = 4
+_read_seed = partial(read_whole, num_bits=64)
+SCALARS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "max_tokens": (int, "N", "tokens to generate at most (default: 256, or what fits)"),
     "min_tokens": (int, "N", "tokens to generate at least"),
     "temperature": (float, "T", "0 to 2; 0 is greedy (default: 0)"),
     "top_p": (float, "P", "sample from the likeliest tokens that make up this share, 0 to 1"),
     "top_k": (int, "K", "sample from the K likeliest tokens"),
     "min_p": (float, "P", "leave out tokens less likely than this share of the likeliest"),
-    "seed": (int, "SEED", "the same seed gives the same tokens (default: drawn, and shown with --json)"),
+    "seed": (_read_seed, "SEED", "the same seed gives the same tokens (default: drawn, and shown with --json)"),
     "n": (int, "N", "independent answers, 1 to 16"),
     "presence_penalty": (float, "X", "-2 to 2"),
     "frequency_penalty": (float, "X", "-2 to 2"),
@@ -44,20 +50,23 @@ SCALARS: dict[str, tuple[type, str, str]] = {
 
 def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "generate", "send a prompt and stream the answer", DESCRIPTION, run)
-    parser.add_argument("prompt", nargs="?", help="text; - reads it from stdin")
-    parser.add_argument("--token-ids", metavar="1,2,3", help="a prompt of token ids instead of text")
+    parser.add_argument("prompt", type=str, nargs="?", help="text; - reads it from stdin")
+    parser.add_argument("--token-ids", type=str, metavar="1,2,3", help="a prompt of token ids instead of text")
     parser.add_argument("--json", action="store_true", help="print one object when the answer is complete, for scripts")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long")
+    parser.add_argument("--timeout", type=read_timeout, metavar="SECONDS", help="give up after so long")
     group = parser.add_argument_group("sampling")
     for name, (kind, metavar, text) in SCALARS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; up to 4")
+    stop = f"end before this text; up to {MAX_STOPS}"
+    group.add_argument("--stop", type=str, action="append", default=[], metavar="TEXT", help=stop)
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
 
 
 def run(args: argparse.Namespace) -> int:
     prompt, options = read_prompt(args), read_options(args)
-    make_request(prompt, options)  # what no message can hold is told before a cluster is looked for
+    # A request that no message can hold is told before a cluster is looked for.
+    if make_request(prompt, options).ByteSize() > MAX_MESSAGE_BYTES:
+        raise InvalidRequest("prompt", TOO_LONG)
     state = find_cluster(args.name)
     with explained(state):
         completion = _generate(state, prompt, options, not args.json and (args.n or 1) == 1)
@@ -77,15 +86,37 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
     if (args.prompt is None) == (args.token_ids is None):
         raise InvalidRequest("prompt", "give either a text (or - for stdin) or --token-ids")
     if args.prompt is not None:
-        return sys.stdin.read() if args.prompt == "-" else str(args.prompt)
+        return _read_stdin() if args.prompt == "-" else str(args.prompt)
     parts = args.token_ids.replace(",", " ").split()
-    if not all(part.isdecimal() and int(part) < 1 << 32 for part in parts):
+    if not all(part.isdecimal() and len(part) <= 10 and int(part) < 1 << 32 for part in parts):
         raise InvalidRequest("token_ids", "must be whole numbers with commas between them")
     return [int(part) for part in parts]
 
 
+def _read_stdin() -> str:
+    """Returns all of stdin. Raises InvalidRequest for more than a message holds, and for all but UTF-8."""
+    try:
+        data = sys.stdin.buffer.read(MAX_MESSAGE_BYTES + 1) if sys.stdin else b""  # a closed one is None
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise InvalidRequest("prompt", TOO_LONG)
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("prompt", "stdin must be UTF-8") from error
+    except OSError as error:
+        raise InvalidRequest("prompt", "stdin cannot be read") from error
+
+
+def read_timeout(text: str) -> float:
+    """Reads a number of seconds that a request may take. Raises ArgumentTypeError."""
+    if 0 < (seconds := read_number(text)) <= NO_TIMEOUT_S:
+        return seconds
+    raise argparse.ArgumentTypeError(f"must be above 0 and at most {NO_TIMEOUT_S:.0f} seconds, not {seconds:g}")
+
+
 def read_options(args: argparse.Namespace) -> Options:
     """Takes the given flags, and greedy sampling unless told otherwise. The server checks their ranges."""
+    if len(args.stop) > MAX_STOPS:
+        raise InvalidRequest("stop", f"at most {MAX_STOPS} strings")
     given = {name: getattr(args, name) for name in SCALARS if getattr(args, name) is not None}
     timeout_s = NO_TIMEOUT_S if args.timeout is None else args.timeout
     eos = {"ignore_eos": True} if args.ignore_eos else {}

@@ -4,12 +4,14 @@ import argparse
 
 from deploy.cli.command import Subparsers, add_command
 from deploy.local.client import call_operator, find_cluster
-from wire.errors import InvalidRequest
+from deploy.plan.config import range_problem
+from wire.errors import ConfigError, InvalidRequest
 from wire.pb import cluster_pb2
 
 DESCRIPTION = """\
-Changes the number of workers while the cluster serves, and returns when both pools have their size. Workers that go
-finish or hand over their requests first; no request fails."""
+Changes the number of workers while the cluster serves, and returns when the pools named have their size. Workers that
+go finish or hand over their requests first; no request fails. Where workers do not start, the pool goes back to the
+size that it has reached; a later order for the same pool ends this one with an error."""
 TIMEOUT_S = 600.0
 
 
@@ -22,9 +24,9 @@ def add_parser(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.prefill is None and args.decode is None:
         raise InvalidRequest("scale", "give --prefill N, --decode M or both")
-    for role in ("prefill", "decode"):
-        if (getattr(args, role) or 0) < 0:
-            raise InvalidRequest(role, "must not be negative")
+    for setting, size in (("pools.prefill", args.prefill), ("pools.decode", args.decode)):
+        if problem := range_problem(setting, size):
+            raise ConfigError(f"{setting} {problem}")
     request = cluster_pb2.ScaleRequest(prefill=args.prefill, decode=args.decode)
     sizes = call_operator(find_cluster(args.name), "Scale", request, TIMEOUT_S)
     print(f"{sizes.prefill} prefill and {sizes.decode} decode workers")

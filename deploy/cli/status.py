@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from deploy.cli.command import Subparsers, add_command
-from deploy.cli.status_view import render_status
+from deploy.cli.status_view import CONNECTION_COUNTS, render_status
 from deploy.local import run_dir
 from deploy.local.client import call_operator, find_cluster
 from wire.convert import tiers_from_pb
@@ -25,7 +25,6 @@ TIMEOUT_S = 30.0
 CLUSTER_FIELDS = ("model", "address", "metrics_address", "num_running", "num_queued")
 WORKER_COUNTS = ("computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens")
 WORKER_STATE = ("num_running", "num_waiting", "num_preemptions", "engine_silent_s")
-CONNECTION_COUNTS = ("hits", "misses", "errors", "corrupt", "written")
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -57,6 +56,7 @@ def to_object(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
     return {
         **_pick(status, *CLUSTER_FIELDS),
         "pools": {role: [_worker(worker) for worker in status.workers if worker.role == role] for role in roles},
+        "sizes": {pool.role: _pick(pool, "size", "num_ready") for pool in status.pools},
         "prefix_cache": {"queries": status.prefix_cache.queries, **tiers_from_pb(status.prefix_cache.hits)},
         "tiers": {tier.tier: _tier(tier) for tier in status.tiers},
         "events": [_pick(event, "age_s", "text") for event in status.events],

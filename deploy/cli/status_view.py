@@ -14,6 +14,12 @@ WORKER_NOTE = """\
 (running, waiting, preempted: answers; computed, cached: tokens of prompts; hits: the share that was cached;
 generated: tokens; since the start of each worker)"""
 BLOCK_HEAD = ("KV blocks", "total", "in use", *BLOCK_STATES)
+CONNECTION_COUNTS = ("hits", "misses", "errors", "corrupt", "written", "refused")
+REDIS_STATES = {
+    "broken": "does not answer, and is left alone",
+    "full": "full, and refuses blocks (maxmemory-policy allkeys-lru, or more memory, helps)",
+    "read-only": "refuses blocks, and is only read",
+}
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
 
 
@@ -34,6 +40,9 @@ def render_status(status: cluster_pb2.ClusterStatus) -> str:
 def _summary(status: cluster_pb2.ClusterStatus) -> Iterator[str]:
     yield f"{status.model} at {status.address}"
     yield f"requests  {status.num_running} running, {status.num_queued} waiting for their first token"
+    if status.pools:
+        ready = ", ".join(f"{pool.role} {pool.num_ready} of {pool.size}" for pool in status.pools)
+        yield f"pools     {ready} workers ready"
     cache = status.prefix_cache
     by_tier = ", ".join(f"{hits.tier} {_share(hits.tokens, cache.queries)}" for hits in cache.hits)
     found = _share(sum(hits.tokens for hits in cache.hits), cache.queries)
@@ -72,10 +81,10 @@ def _block_row(name: str, blocks: worker_pb2.BlockCounts) -> tuple[str, ...]:
 
 def _render_tiers(status: cluster_pb2.ClusterStatus) -> str:
     host, redis = status_of(Tier.HOST, status.tiers), status_of(Tier.REDIS, status.tiers)
-    counts = ", ".join(f"{redis.counts[name]} {name}" for name in ("hits", "misses", "errors", "corrupt", "written"))
+    counts = ", ".join(f"{redis.counts[name]} {name}" for name in CONNECTION_COUNTS)
     size = format_bytes(host.blocks.total * host.block_bytes)
     arena = f"{size}, {host.counts['leases']} being read, {host.counts['holds']} prompts held for decode"
-    state = "does not answer, and is left alone" if redis.state == "broken" else redis.state
+    state = REDIS_STATES.get(redis.state, redis.state)
     has_redis = redis.state not in ("", "off")
     redis_line = f"{state}: {counts} (blocks)" if has_redis else state or NOT_KNOWN
     return f"arena  {arena if host.blocks.total else NOT_KNOWN}\nredis  {redis_line}"

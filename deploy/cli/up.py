@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy.cli.command import Subparsers
+from deploy.cli.command import Subparsers, read_whole
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterState, command_line
 from deploy.plan.byte_size import format_bytes
@@ -25,11 +25,11 @@ SLOW_S = 1.0
 
 
 def _port_or_off(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
+    return read_whole(text) if text.isdecimal() else text
 
 
 _MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)"
-_DTYPE = "what it computes in (default: auto, which is float32 on a CPU and the checkpoint's own on a GPU)"
+_DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
 _GRPC = "where clients connect, on 127.0.0.1; 0 is any free port (default: 50051)"
 _METRICS = "where Prometheus scrapes, on 127.0.0.1; 0 is any free port, `off` is none (default: 0)"
 _REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"

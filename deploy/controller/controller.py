@@ -30,7 +30,6 @@ from wire.settings import from_json, to_json
 START_TIMEOUT_S = 1800.0
 SCALE_TIMEOUT_S = 570.0
 """Less than the router waits for an answer."""
-MAX_FAILED_STARTS = 3
 
 
 class Controller:
@@ -65,19 +64,27 @@ class Controller:
         """
         self._tasks.begin(self._fleet.run())
         addresses = await self._bring_up(self._node.start(), self._router.start())
-        await self._fleet.settle(START_TIMEOUT_S, max_failures=1)
+        await self._fleet.settle(START_TIMEOUT_S)
         self._watch()
         self._events.note("the cluster serves")
         return addresses
 
     async def scale(self, sizes_json: str) -> str:
-        """Takes `{"prefill", "decode"}`, null leaving a pool as it is; returns the same when both have their size."""
-        self._fleet.resize(**json.loads(sizes_json))
-        return json.dumps(asdict(await self._fleet.settle(SCALE_TIMEOUT_S, MAX_FAILED_STARTS)))
+        """Takes an order, `{"prefill", "decode"}`, null leaving a pool as it is; returns its numbers, for `scaled`."""
+        return json.dumps(await self._fleet.resize(**json.loads(sizes_json)))
+
+    async def scaled(self, order_json: str) -> str:
+        """Returns `{"prefill", "decode"}`, the workers there are, when the order is carried out."""
+        return json.dumps(asdict(await self._fleet.scaled(json.loads(order_json), SCALE_TIMEOUT_S)))
 
     async def drain(self, worker_id: str) -> str:
-        """Returns `{}` when the worker has finished its requests and is gone. No other takes its place."""
-        await self._fleet.drain(WorkerId(worker_id), SCALE_TIMEOUT_S)
+        """Begins to take a worker out; no other takes its place. Returns `{}`."""
+        await self._fleet.drain(WorkerId(worker_id))
+        return "{}"
+
+    async def drained(self, worker_id: str) -> str:
+        """Returns `{}` when the worker has finished its requests and is gone."""
+        await self._fleet.drained(WorkerId(worker_id), SCALE_TIMEOUT_S)
         return "{}"
 
     async def worker_lost(self, worker_id: str) -> str:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, astuple, dataclass
 from operator import attrgetter
 
 from deploy.actors.actor_host import ActorHost
@@ -15,6 +15,8 @@ from deploy.controller.event_log import EventLog
 from deploy.controller.pools import Pools
 from deploy.controller.tasks import Tasks, repeat
 from deploy.plan.cluster_plan import ClusterPlan
+from deploy.plan.machine import Machine, inspect_machine
+from deploy.plan.sizing import require_room
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import WorkerId
@@ -23,6 +25,7 @@ from wire.pools import PoolSizes, Role, Worker, WorkerState
 START_TIMEOUT_S = 900.0
 DRAIN_MARGIN_S = 10.0
 TELL_TIMEOUT_S = 20.0
+NOT_YET = "the pools do not have the size asked for yet"
 TARGETS = {Role.PREFILL: "prefill_worker.actor:PrefillActor", Role.DECODE: "decode_worker.actor:DecodeActor"}
 
 log = logging.getLogger(__name__)
@@ -40,11 +43,15 @@ class MemberList:
         self.is_announced = False
 
     async def announce(self) -> None:
-        """Tells the router which workers serve and drain. `is_announced` stays False if it does not hear or take it."""
+        """Tells the router the sizes of the pools, and which workers serve and drain.
+
+        `is_announced` stays False if it does not hear or take it.
+        """
         async with self._announcing:
             self.is_announced = True  # a change during the call makes it False again
             members = [worker for worker in self._pools if worker.address]
-            listed = json.dumps([asdict(worker) for worker in members], default=attrgetter("value"))
+            told = {"sizes": asdict(self._pools.sizes), "workers": [asdict(worker) for worker in members]}
+            listed = json.dumps(told, default=attrgetter("value"))
             try:
                 answer = await self._host.call("router", "set_members", listed, timeout_s=TELL_TIMEOUT_S)
             except BatonError as error:
@@ -58,28 +65,22 @@ class MemberList:
             self._refused = refused
 
 
+@dataclass
 class Fleet:
     """The workers of both pools. The task of `run` looks after them; each start and each end is a task of its own."""
 
-    def __init__(
-        self,
-        pools: Pools,
-        host: ActorHost,
-        plan: ClusterPlan,
-        node_is_up: asyncio.Event,
-        events: EventLog,
-        record: AtomicFile,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._pools = pools
-        self._host = host
-        self._plan = plan
-        self._node_is_up = node_is_up
-        self._member_list = MemberList(pools, host, events)
-        self._events = events
-        self._record = record
+    pools: Pools
+    host: ActorHost
+    plan: ClusterPlan
+    node_is_up: asyncio.Event
+    events: EventLog
+    record: AtomicFile
+    clock: Callable[[], float] = time.monotonic
+    inspect: Callable[[], Machine] = inspect_machine
+
+    def __post_init__(self) -> None:
+        self._member_list = MemberList(self.pools, self.host, self.events)
         self._is_recorded = True
-        self._clock = clock
         self._detectors: dict[WorkerId, FailureDetector] = {}
         self._failures: list[str] = []
         self._tasks = Tasks()
@@ -89,57 +90,74 @@ class Fleet:
 
     @property
     def is_settled(self) -> bool:
-        """True when the pools are as asked, and the router has all of their workers."""
-        return self._pools.are_as_asked and self._member_list.is_announced
+        """True when both pools are as asked, and the router has all of their workers."""
+        return self.pools.are_as_asked and self._member_list.is_announced
 
     async def take_over(self) -> None:
         """Goes on with the workers that an earlier controller has left, and replaces dead ones."""
-        are_there = {worker: await asyncio.to_thread(self._host.adopt, worker.id) for worker in self._pools}
+        are_there = {worker: await asyncio.to_thread(self.host.adopt, worker.id) for worker in self.pools}
         for worker, is_there in are_there.items():
             if not is_there:
-                self._pools.forget(worker.id)
-                self._events.note(f"worker {worker.id} was lost")
+                self.pools.forget(worker.id)
+                self.events.note(f"worker {worker.id} was lost")
             elif worker.state is not WorkerState.READY:
                 self._tasks.begin(self._carry_out(worker))
 
     async def run(self) -> None:
         """Looks after the workers until cancelled."""
-        await repeat("the care for the workers", self._step, self._events)
+        await repeat("the care for the workers", self._step, self.events)
 
-    async def settle(self, timeout_s: float, max_failures: int) -> PoolSizes:
-        """Returns when all is as asked. Raises Unavailable, with the reason, after so many more failed starts."""
-        num_allowed = len(self._failures) + max_failures
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self.is_settled or len(self._failures) >= num_allowed)
-        except TimeoutError as error:
-            raise DeadlineExceeded("the pools do not have the size asked for yet") from error
+    async def settle(self, timeout_s: float) -> None:
+        """Returns when all is as asked. Raises Unavailable, with the reason, after one more failed start."""
+        num_failures = len(self._failures)
+        await self._wait_for(lambda: self.is_settled or len(self._failures) > num_failures, timeout_s, NOT_YET)
         if not self.is_settled:
             raise Unavailable(self._failures[-1])
-        return self._pools.sizes
 
-    def resize(self, prefill: int | None, decode: int | None) -> None:
-        """Sets what the pools are to become; None leaves a pool as it is. Raises InvalidRequest."""
-        self._pools.resize(prefill, decode)
-        self._write_record()
-        self._events.note(f"scaling to {self._pools.sizes.prefill} prefill, {self._pools.sizes.decode} decode")
+    async def resize(self, prefill: int | None, decode: int | None) -> dict[str, int]:
+        """Takes an order, None leaving a pool as it is; returns its numbers, for `scaled`.
+
+        Raises InvalidRequest, or ConfigError for workers that would not fit, and then changes nothing.
+        """
+        if sum(astuple(self.pools.resized(prefill, decode))) > sum(astuple(self.pools.sizes)):
+            machine = await asyncio.to_thread(self.inspect)
+            used_bytes = [self.host.memory_bytes(worker.id) for worker in self.pools]
+            after = self.pools.resized(prefill, decode)
+            require_room(self.pools.sizes, after, used_bytes, self.plan.resources.num_gpus, machine)
+        numbers = self.pools.resize(prefill, decode)
+        self._tell_of_change()
+        self.events.note(f"scaling to {self.pools.sizes.prefill} prefill, {self.pools.sizes.decode} decode")
         self._wake.set()
+        await self._notify()
+        return numbers
 
-    async def drain(self, worker_id: WorkerId, timeout_s: float) -> None:
-        """Returns when the worker is gone. WorkerNotFound, DeadlineExceeded, InvalidRequest for the last decode."""
-        worker = self._pools.release(worker_id)
-        self._write_record()
+    async def scaled(self, numbers: dict[str, int], timeout_s: float) -> PoolSizes:
+        """Returns the number of ready workers once the orders of `resize` are carried out, in the router too.
+
+        Raises Overtaken, Unavailable with the reason for an order that was given up, or DeadlineExceeded.
+        """
+
+        def are_scaled() -> bool:
+            return self.pools.have_done(numbers) and self._member_list.is_announced
+
+        await self._wait_for(are_scaled, timeout_s, NOT_YET)
+        return self.pools.num_ready
+
+    async def drain(self, worker_id: WorkerId) -> None:
+        """Begins to take a worker out. Raises WorkerNotFound, or InvalidRequest for the last decode worker."""
+        worker = self.pools.release(worker_id)
+        self._tell_of_change()
         if worker is not None:
             self._tasks.begin(self._carry_out(worker))
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: worker_id not in self._pools)
-        except TimeoutError as error:
-            raise DeadlineExceeded("the worker is still draining", worker_id=worker_id) from error
+        await self._notify()
+
+    async def drained(self, worker_id: WorkerId, timeout_s: float) -> None:
+        """Returns when the worker is gone. Raises DeadlineExceeded."""
+        await self._wait_for(lambda: worker_id not in self.pools, timeout_s, f"worker {worker_id} is still draining")
 
     async def suspect(self, worker_id: WorkerId) -> None:
         """Probes a worker that the router cannot reach."""
-        if worker_id in self._pools:
+        if worker_id in self.pools:
             await self._probe(worker_id)
 
     def introduce(self) -> None:
@@ -150,15 +168,15 @@ class Fleet:
     async def end(self) -> None:
         """Ends all workers, whatever they do."""
         self._tasks.cancel()
-        for worker in self._pools:
-            self._endings[worker.role].begin(self._host.end(worker.id))
+        for worker in self.pools:
+            self._endings[worker.role].begin(self.host.end(worker.id))
         await asyncio.gather(*(endings.wait() for endings in self._endings.values()))
 
     async def _step(self) -> None:
         self._wake.clear()
         if not self._is_recorded:
             self._write_record()
-        if planned := self._pools.plan(self._clock()):
+        if planned := self.pools.plan(self.clock()):
             self._tell_of_change()
         for worker in planned:
             self._tasks.begin(self._carry_out(worker))
@@ -168,7 +186,7 @@ class Fleet:
         with suppress(TimeoutError):
             async with asyncio.timeout(PROBE_EVERY_S):
                 await self._wake.wait()
-        await asyncio.gather(*(self._probe(worker.id) for worker in self._pools))
+        await asyncio.gather(*(self._probe(worker.id) for worker in self.pools))
 
     async def _carry_out(self, worker: Worker) -> None:
         await (self._start(worker) if worker.state is WorkerState.STARTING else self._dismiss(worker))
@@ -178,27 +196,27 @@ class Fleet:
     async def _start(self, worker: Worker) -> None:
         """Starts a worker, once the processes of its role's lost workers are gone. Any failure is a failed start."""
         await self._endings[worker.role].wait()
-        if not self._pools.has(worker.id, WorkerState.STARTING):
+        if not self.pools.has(worker.id, WorkerState.STARTING):
             return  # it was stopped meanwhile
-        began_s = self._clock()
+        began_s = self.clock()
         try:
             address = await self._serve(worker)
         except Exception as error:
-            log.info("worker %s did not start", worker.id, exc_info=error)
-            if self._pools.has(worker.id, WorkerState.STARTING):  # else it was stopped meanwhile
+            if self.pools.has(worker.id, WorkerState.STARTING):  # else it was stopped meanwhile
+                log.info("worker %s did not start", worker.id, exc_info=error)
                 reason = error.message if isinstance(error, BatonError) else repr(error)
                 self._failures.append(f"worker {worker.id} did not start: {reason}")
                 self._lose(worker, self._failures[-1])
             return
-        if self._pools.has(worker.id, WorkerState.STARTING):
-            self._pools.became_ready(worker.id, address)
+        if self.pools.has(worker.id, WorkerState.STARTING):
+            self.pools.became_ready(worker.id, address)
             self._tell_of_change()
-            self._events.note(f"worker {worker.id} is ready after {self._clock() - began_s:.1f} s")
+            self.events.note(f"worker {worker.id} is ready after {self.clock() - began_s:.1f} s")
 
     async def _serve(self, worker: Worker) -> str:
-        self._host.launch(worker.id, TARGETS[worker.role], self._plan.resources)
-        await self._node_is_up.wait()
-        answer = await self._host.start(worker.id, self._plan.worker.config_of(worker).to_json(), START_TIMEOUT_S)
+        self.host.launch(worker.id, TARGETS[worker.role], self.plan.resources)
+        await self.node_is_up.wait()
+        answer = await self.host.start(worker.id, self.plan.worker.config_of(worker).to_json(), START_TIMEOUT_S)
         return str(json.loads(answer)["address"])
 
     async def _dismiss(self, worker: Worker) -> None:
@@ -206,39 +224,40 @@ class Fleet:
         if worker.address:
             await self._member_list.announce()
             await self._let_finish(worker.id)
-            self._pools.finished(worker.id)
+            self.pools.finished(worker.id)
             await self._member_list.announce()
-        await self._host.end(worker.id)
-        self._pools.forget(worker.id)
+        await self.host.end(worker.id)
+        self.pools.forget(worker.id)
         self._detectors.pop(worker.id, None)
         self._tell_of_change()
-        self._events.note(f"worker {worker.id} has left")
+        self.events.note(f"worker {worker.id} has left")
 
     async def _let_finish(self, worker_id: WorkerId) -> None:
         try:
-            grace_s = self._plan.drain_grace_s
-            answer = await self._host.call(worker_id, "drain", grace_s, timeout_s=grace_s + DRAIN_MARGIN_S)
+            grace_s = self.plan.drain_grace_s
+            answer = await self.host.call(worker_id, "drain", grace_s, timeout_s=grace_s + DRAIN_MARGIN_S)
         except BatonError as error:
-            self._events.note(f"worker {worker_id} was lost while draining: {error.message}")
+            self.events.note(f"worker {worker_id} was lost while draining: {error.message}")
             return
         if num_unfinished := json.loads(answer)["unfinished"]:
-            self._events.note(f"worker {worker_id} handed over {num_unfinished} requests")
+            self.events.note(f"worker {worker_id} handed over {num_unfinished} requests")
 
     async def _probe(self, worker_id: WorkerId) -> None:
         """Probes a READY worker; STARTING and DRAINING ones report through their own task."""
-        if not self._pools.has(worker_id, WorkerState.READY):
+        if not self.pools.has(worker_id, WorkerState.READY):
             return
-        liveness = await self._host.probe(worker_id)
-        reason = self._detectors.setdefault(worker_id, FailureDetector()).judge(liveness, self._clock())
-        if reason is not None and self._pools.has(worker_id, WorkerState.READY):
-            self._lose(self._pools[worker_id], f"worker {worker_id} {reason}")
+        liveness = await self.host.probe(worker_id)
+        reason = self._detectors.setdefault(worker_id, FailureDetector()).judge(liveness, self.clock())
+        if reason is not None and self.pools.has(worker_id, WorkerState.READY):
+            self._lose(self.pools[worker_id], f"worker {worker_id} {reason}")
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        self._events.note(reason)
+        self.events.note(reason)
         self._detectors.pop(worker.id, None)
-        self._pools.lost(worker.id, self._clock())
+        if failure := self.pools.lost(worker.id, self.clock(), reason):
+            self.events.note(failure)
         self._tell_of_change()
-        self._endings[worker.role].begin(self._host.end(worker.id))
+        self._endings[worker.role].begin(self.host.end(worker.id))
         self._wake.set()
 
     def _tell_of_change(self) -> None:
@@ -247,10 +266,17 @@ class Fleet:
 
     def _write_record(self) -> None:
         """Writes the pools down. If that fails, work goes on, and the next step tries again."""
-        is_recorded = self._record.try_write(self._pools.to_json().encode())
+        is_recorded = self.record.try_write(self.pools.to_json().encode())
         if self._is_recorded and not is_recorded:
-            self._events.note("the pools cannot be written down: a controller that takes over now will not know them")
+            self.events.note("the pools cannot be written down: a controller that takes over now will not know them")
         self._is_recorded = is_recorded
+
+    async def _wait_for(self, holds: Callable[[], bool], timeout_s: float, problem: str) -> None:
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(holds)
+        except TimeoutError as error:
+            raise DeadlineExceeded(problem) from error
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -5,18 +5,34 @@ starting -> ready -> draining -> gone
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wire.errors import ConfigError, InvalidRequest, WorkerNotFound
+from deploy.plan.config import range_problem
+from wire.errors import ConfigError, InvalidRequest, Overtaken, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 from wire.settings import from_json, to_json
 
 MAX_PAUSE_S = 30.0
-VERSION = 1
+MAX_FAILED_STARTS = 3
+VERSION = 2
 NONE = PoolSizes(0, 0)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The last order that a pool got; the numbers of its orders grow.
+
+    reached: the number of workers that were ready at once, at most the size asked for; the size of an order given up.
+    failure: the reason for giving it up.
+    """
+
+    role: Role
+    number: int = 0
+    reached: int = 0
+    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -24,12 +40,14 @@ class PoolsRecord:
     """The knowledge of the pools that a controller needs to take over from a dead one.
 
     A controller writes it ahead of its actions, so that it names every worker that there may be; some may have died, or
-    not started yet. num_named: of each role, the number of names given so far; no name is given twice.
+    not started yet. num_named: of each role, the number of names given so far; no name is given twice. orders: none in
+    records of version 1.
     """
 
     sizes: PoolSizes
     workers: tuple[Worker, ...] = ()
     num_named: PoolSizes = NONE
+    orders: tuple[Order, ...] = ()
     version: int = VERSION
 
 
@@ -40,19 +58,21 @@ class Pools:
         self.sizes = record.sizes
         self._workers = {worker.id: worker for worker in record.workers}
         self._num_named = record.num_named
+        self._orders = {role: Order(role, reached=record.sizes[role]) for role in Role}
+        self._orders |= {order.role: order for order in record.orders}
         self._num_failures = Counter[Role]()
         self._paused_until_s: dict[Role, float] = {}
 
     @classmethod
     def from_json(cls, text: str) -> "Pools":
-        """Reads a PoolsRecord. Raises ConfigError for another version, or for no record at all."""
+        """Reads a PoolsRecord. Raises ConfigError for one of a later version, or for no record at all."""
         record = from_json(PoolsRecord, text, "pools")
-        if record.version != VERSION:
-            raise ConfigError(f"pools.version: must be {VERSION}")
+        if not 1 <= record.version <= VERSION:
+            raise ConfigError(f"pools.version: must be between 1 and {VERSION}")
         return cls(record)
 
     def to_json(self) -> str:
-        return to_json(PoolsRecord(self.sizes, tuple(self), self._num_named))
+        return to_json(PoolsRecord(self.sizes, tuple(self), self._num_named, tuple(self._orders.values())))
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))
@@ -73,18 +93,38 @@ class Pools:
     @property
     def are_as_asked(self) -> bool:
         """True when each pool has its size, all workers are ready, and no worker is left that should go."""
-        are_ready = all(worker.state is WorkerState.READY for worker in self)
-        return are_ready and all(len(self._of(role)) == self.sizes[role] for role in Role)
+        return all(self._is_as_asked(role) for role in Role)
 
-    def resize(self, prefill: int | None = None, decode: int | None = None) -> None:
-        """Sets the sizes; None leaves a pool as it is. Raises InvalidRequest, and then changes nothing."""
+    @property
+    def num_ready(self) -> PoolSizes:
+        return PoolSizes(len(self._ready(Role.PREFILL)), len(self._ready(Role.DECODE)))
+
+    def resized(self, prefill: int | None = None, decode: int | None = None) -> PoolSizes:
+        """Returns the sizes that an order asks for; None leaves a pool as it is. Raises InvalidRequest."""
         given = {role: size for role, size in (("prefill", prefill), ("decode", decode)) if size is not None}
-        resized = replace(self.sizes, **given)
-        if resized.prefill < 0:
-            raise InvalidRequest("prefill", "must not be negative")
-        if resized.decode < 1:
-            raise InvalidRequest("decode", "at least one decode worker must stay")
-        self.sizes = resized
+        for role, size in given.items():
+            if problem := range_problem(f"pools.{role}", size):
+                raise InvalidRequest(f"pools.{role}", problem)
+        return replace(self.sizes, **given)
+
+    def resize(self, prefill: int | None = None, decode: int | None = None) -> dict[str, int]:
+        """Takes an order; returns its number for each pool that it names. Raises InvalidRequest, and changes nothing.
+
+        The size that a pool is to have anyway is no other order.
+        """
+        sizes = self.resized(prefill, decode)
+        named = [role for role, size in ((Role.PREFILL, prefill), (Role.DECODE, decode)) if size is not None]
+        return {role.value: self._order(role, sizes[role]) for role in named}
+
+    def have_done(self, numbers: Mapping[str, int]) -> bool:
+        """True when the orders of `resize` are carried out. Raises Overtaken, or Unavailable for one given up."""
+        for role, number in numbers.items():
+            order = self._orders[Role(role)]
+            if order.number != number:
+                raise Overtaken(f"overtaken by a later order: {role} {self.sizes[order.role]}")
+            if order.failure:
+                raise Unavailable(order.failure)
+        return all(self._is_as_asked(Role(role)) for role in numbers)
 
     def release(self, worker_id: WorkerId) -> Worker | None:
         """Shrinks a worker's pool by that worker; returns it to be dismissed, or None if it drains already.
@@ -94,7 +134,9 @@ class Pools:
         worker = self[worker_id]
         if worker.state is WorkerState.DRAINING:
             return None
-        self.resize(**{worker.role.value: max(0, self.sizes[worker.role] - 1)})
+        if worker.role is Role.DECODE and self.sizes.decode == 1:
+            raise InvalidRequest("worker_id", "at least one decode worker must stay")
+        self._order(worker.role, max(0, self.sizes[worker.role] - 1))
         return self._change(worker, state=WorkerState.DRAINING)
 
     def became_ready(self, worker_id: WorkerId, address: str) -> None:
@@ -103,6 +145,9 @@ class Pools:
         self._num_failures[worker.role] = 0
         if worker.state is WorkerState.STARTING:
             self._change(worker, state=WorkerState.READY, address=address)
+            order = self._orders[worker.role]
+            num_ready = min(len(self._ready(worker.role)), self.sizes[worker.role])
+            self._orders[worker.role] = replace(order, reached=max(order.reached, num_ready))
 
     def finished(self, worker_id: WorkerId) -> None:
         """Marks a draining worker as one without requests: it has no address any more."""
@@ -112,12 +157,25 @@ class Pools:
         """Drops a worker that is gone, and counts no failure of its role."""
         self._workers.pop(worker_id, None)
 
-    def lost(self, worker_id: WorkerId, now_s: float) -> None:
-        """Drops a worker that died, or did not start. Repeated failures make the next start wait longer each time."""
+    def lost(self, worker_id: WorkerId, now_s: float, reason: str = "") -> str:
+        """Drops a worker that died, or did not start. Repeated failures make the next start wait longer each time.
+
+        After three in a row, an order for more workers is given up: the size goes back to the one that was reached.
+        Returns the words for that, or "".
+        """
         worker = self._workers.pop(worker_id, None)
-        if worker is not None and worker.state is WorkerState.STARTING:
-            self._paused_until_s[worker.role] = now_s + min(MAX_PAUSE_S, 2.0 ** self._num_failures[worker.role])
-            self._num_failures[worker.role] += 1
+        if worker is None or worker.state is not WorkerState.STARTING:
+            return ""
+        role = worker.role
+        self._paused_until_s[role] = now_s + min(MAX_PAUSE_S, 2.0 ** self._num_failures[role])
+        self._num_failures[role] += 1
+        order, asked = self._orders[role], self.sizes[role]
+        if self._num_failures[role] < MAX_FAILED_STARTS or order.reached >= asked:
+            return ""
+        failure = f"{role.value} stays at {order.reached} of the {asked} workers asked for: {reason}"
+        self._orders[role] = replace(order, failure=failure)
+        self.sizes = replace(self.sizes, **{role.value: order.reached})
+        return failure
 
     def plan(self, now_s: float) -> list[Worker]:
         """Returns the workers to act on now, as they are to be: STARTING ones to start, DRAINING ones to dismiss.
@@ -133,6 +191,20 @@ class Pools:
         if now_s < self._paused_until_s.get(role, now_s):
             return []
         return [self._hire(role) for _ in range(-surplus)]
+
+    def _order(self, role: Role, size: int) -> int:
+        order = self._orders[role]
+        if size != self.sizes[role] or order.failure:
+            self._orders[role] = Order(role, order.number + 1, min(order.reached, size))
+            self._num_failures[role] = 0
+            self.sizes = replace(self.sizes, **{role.value: size})
+        return self._orders[role].number
+
+    def _is_as_asked(self, role: Role) -> bool:
+        return sum(worker.role is role for worker in self) == len(self._ready(role)) == self.sizes[role]
+
+    def _ready(self, role: Role) -> list[Worker]:
+        return [worker for worker in self if worker.role is role and worker.state is WorkerState.READY]
 
     def _of(self, role: Role) -> list[Worker]:
         return [worker for worker in self if worker.role is role and worker.state is not WorkerState.DRAINING]

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.actors.actor_host import ActorHost
@@ -21,6 +22,7 @@ MAX_PAUSE_S = 30.0
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Singleton:
     """An actor under a fixed name; takes over one that an earlier controller has left. `target` is MODULE:CLASS.
 
@@ -28,33 +30,26 @@ class Singleton:
     before.
     """
 
-    def __init__(
-        self,
-        name: str,
-        target: str,
-        config_json: str,
-        host: ActorHost,
-        run_dir: Path,
-        events: EventLog,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.config_json = config_json
-        self.name = name
-        self._host = host
-        self._target = target
-        self._record = AtomicFile(run_dir / f"{name}.json")
+    name: str
+    target: str
+    config_json: str
+    host: ActorHost
+    run_dir: Path
+    events: EventLog
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._record = AtomicFile(self.run_dir / f"{self.name}.json")
         content = self._record.read()
         self.answer = None if content is None else content.decode()
-        self._events = events
-        self._clock = clock
         self._detector = FailureDetector()
-        if not host.adopt(name):
-            host.launch(name, target, Resources())
+        if not self.host.adopt(self.name):
+            self.host.launch(self.name, self.target, Resources())
 
     async def start(self) -> str:
         """Returns the object's answer. Raises as `ActorHost.start` does."""
-        self._host.launch(self.name, self._target, Resources())
-        self.answer = await self._host.start(self.name, self.config_json, START_TIMEOUT_S)
+        self.host.launch(self.name, self.target, Resources())
+        self.answer = await self.host.start(self.name, self.config_json, START_TIMEOUT_S)
         self._record.try_write(self.answer.encode())
         self._detector = FailureDetector()
         return self.answer
@@ -65,24 +60,24 @@ class Singleton:
 
     async def watch(self, on_restart: Callable[[], None]) -> None:
         """Replaces the actor whenever it dies, until cancelled; calls `on_restart` when the service is there again."""
-        await repeat(f"the care for the {self.name}", lambda: self._step(on_restart), self._events)
+        await repeat(f"the care for the {self.name}", lambda: self._step(on_restart), self.events)
 
     async def _step(self, on_restart: Callable[[], None]) -> None:
         await asyncio.sleep(PROBE_EVERY_S)
-        reason = self._detector.judge(await self._host.probe(self.name), self._clock())
+        reason = self._detector.judge(await self.host.probe(self.name), self.clock())
         if reason is not None:
-            self._events.note(f"the {self.name} {reason}")
+            self.events.note(f"the {self.name} {reason}")
             await self._replace()
             on_restart()
 
     async def _replace(self) -> str:
         """Tries until it succeeds, after longer and longer pauses; returns the object's answer."""
-        await self._host.end(self.name)
+        await self.host.end(self.name)
         pause_s = FIRST_PAUSE_S
         while not (answer := await self._attempt()):
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
-        self._events.note(f"the {self.name} is back")
+        self.events.note(f"the {self.name} is back")
         return answer
 
     async def _attempt(self) -> str:
@@ -92,6 +87,6 @@ class Singleton:
         except Exception as error:
             log.info("the %s did not start again", self.name, exc_info=error)
             reason = error.message if isinstance(error, BatonError) else repr(error)
-            self._events.note(f"the {self.name} did not start again: {reason}")
-            await self._host.end(self.name)  # a process whose object did not start would answer a probe all the same
+            self.events.note(f"the {self.name} did not start again: {reason}")
+            await self.host.end(self.name)  # a process whose object did not start would answer a probe all the same
             return ""

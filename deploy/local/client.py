@@ -45,7 +45,7 @@ def explained(state: ClusterState) -> Iterator[None]:
 def call_operator(state: ClusterState, method: str, request: Message, timeout_s: float) -> Any:
     """Calls a method of the operator's service, and blocks until its answer. Raises BatonError."""
     channel = grpc.insecure_channel(state.operator_address, options=CHANNEL_OPTIONS)
-    with explained(state), typed_errors(), channel:
+    with explained(state), typed_errors(timeout_s), channel:
         call = getattr(ClusterStub(channel), method)
         return call(request, metadata=((TOKEN_METADATA, state.token),), timeout=timeout_s)
 

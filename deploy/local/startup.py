@@ -153,9 +153,11 @@ class Startup:
 
     def _inspect_model(self, machine: Machine) -> ModelFacts:
         device = "cuda" if machine.gpus and self._config.worker.num_gpus != 0 else "cpu"
-        model = inspect_model(self._config.model, device)
+        model = inspect_model(self._config.model, device, self._config.worker.cpu_kernels)
         served = model.served
-        self._reporter.tell("model", f"{served.name}, {served.dtype} on {device}, context {served.max_context_len}")
+        self._reporter.tell(
+            "model", f"{served.name}, {served.dtype} on {device} ({model.kernels}), context {served.max_context_len}"
+        )
         return model
 
     def _size(self, model: ModelFacts, machine: Machine) -> Sizes:

@@ -5,14 +5,14 @@ import re
 from wire.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)")
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]iB|B|)")
 
 
-def parse_bytes(text: str) -> int:
-    """Reads `1GiB`, `512 MiB` or `4096`. Raises ConfigError for anything else."""
+def parse_bytes(text: str, name: str) -> int:
+    """Reads a setting like `1GiB`, `512 MiB` or `4096`. Raises ConfigError for anything else, and names it."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise ConfigError(f"{text[:64]!r} is not a size: write it like 512MiB, 1.5GiB or 4096")
+        raise ConfigError(f"{name} must be a size like 512MiB, 1.5GiB or 4096, not {text[:64]!r}")
     number, unit = found.groups()
     return int(float(number) * _UNITS[unit])
 

@@ -97,7 +97,7 @@ def _worker(config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeCo
     # On a GPU only the first steps take more than a second, which compile kernels.
     default_silence_s = MAX_SILENCE_S if model.device == "cpu" else MAX_SILENCE_ON_GPU_S
     return WorkerTemplate(
-        model=CheckpointSettings(served.folder, served.fingerprint_hex, served.dtype, model.device),
+        model=CheckpointSettings(served.folder, served.fingerprint_hex, served.dtype, model.device, model.kernels),
         pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
         store=node.store,
         server=ServerSettings(token),

@@ -1,9 +1,10 @@
 """All settings of a cluster, from a TOML file and the command line. `baton.example.toml` explains each of them."""
 
 import re
+import stat
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,15 @@ from wire.settings import from_object
 from worker.config import MIN_SILENCE_S, BatchSettings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CPU_KERNELS = ("auto", "avx512", "avx2", "portable", "torch")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_WORKERS = 64
 MIB = 1 << 20
 MAX_FILE_BYTES = MIB
 MAX_ECHO_CHARS = 64
+MAX_ECHO_BITS = 1024
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,15}")
+_TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")
 _REDIS_URL = re.compile(r"own|off|rediss?://[^\s/]+(/\d*)?(\?\S*)?|unix://[^\s/]*/\S+")
 _RAY_ADDRESS = re.compile(r"auto|[^\s/]+:\d+")
 
@@ -43,6 +47,7 @@ class WorkerSettings:
     pool_bytes: int | None = None
     num_threads: int | None = None
     num_gpus: float | None = None
+    cpu_kernels: str = "auto"
     num_cpus: float = 0.0
     drain_grace_s: int = 30
     max_silence_s: float | None = None
@@ -95,6 +100,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "worker.num_cpus": (0, 1024),
     "worker.drain_grace_s": (0, 3600),
     "worker.max_silence_s": (MIN_SILENCE_S, 3600),
+    **{f"batch.{each.name}": (1, 1 << 20) for each in fields(BatchSettings)},
     "arena.size_bytes": (MIB, 1 << 50),
     "redis.max_bytes": (16 * MIB, 1 << 50),
     "redis.timeout_ms": (1, 10_000),
@@ -123,13 +129,17 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        for name, choices in (("model.dtype", DTYPES), ("model.block_size", BLOCK_SIZES)):
+        for name in ("model.path", "redis.url", "ray.address"):
+            value = attrgetter(name)(self)
+            is_text = value is None or _TEXT.fullmatch(value)
+            _require(is_text, name, "text without control characters, and not empty: leave it out for the default", "")
+        choices_of = {"model.dtype": DTYPES, "model.block_size": BLOCK_SIZES, "worker.cpu_kernels": CPU_KERNELS}
+        for name, choices in choices_of.items():
             value = attrgetter(name)(self)
             _require(value in choices, name, f"one of {', '.join(map(str, choices))}", value)
-        for name, (least, most) in RANGES.items():
-            value = attrgetter(name)(self)
-            is_in = not isinstance(value, int | float) or least <= value <= most
-            _require(is_in, name, f"between {least} and {most}", value)
+        for name in RANGES:
+            if problem := range_problem(name, attrgetter(name)(self)):
+                raise ConfigError(f"{name} {problem}")
         is_redis_url = _REDIS_URL.fullmatch(self.redis.url) and _names_a_host(self.redis.url)
         _require(is_redis_url, "redis.url", "own, off, or a URL: redis://HOST:PORT/DB, rediss://..., unix:///PATH", "")
         ray = self.ray.address
@@ -144,7 +154,14 @@ class ClusterConfig:
     def load(cls, file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
         """Reads a TOML file, if there is one, with the nested table `flags` over it. Raises ConfigError."""
         table = _merge(_read(file) if file is not None else {}, flags)
-        return from_object(cls, _count_bytes(table), "settings")
+        return from_object(cls, {name: _count_bytes(value, name) for name, value in table.items()}, "")
+
+
+def range_problem(name: str, value: object) -> str:
+    """Returns the reason for which a number may not be a setting, in words; "" for one in range, and for no number."""
+    least, most = RANGES[name]
+    is_in = not isinstance(value, int | float) or least <= value <= most
+    return "" if is_in else f"must be between {least} and {most}, not {_echo(value)}"
 
 
 def check_name(name: str) -> str:
@@ -163,7 +180,10 @@ def _names_a_host(url: str) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    _require(_TEXT.fullmatch(str(file)), "--config", "a path without control characters", str(file))
     try:
+        # Asked first: to open a pipe would wait for its writer.
+        _require(stat.S_ISREG(file.stat().st_mode), str(file), "a regular file", "")
         with file.open("rb") as content:
             data = content.read(MAX_FILE_BYTES + 1)
     except OSError as error:
@@ -171,8 +191,12 @@ def _read(file: Path) -> dict[str, Any]:
     _require(len(data) <= MAX_FILE_BYTES, str(file), f"a file of at most {MAX_FILE_BYTES} bytes", "")
     try:
         return tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8, as TOML must be") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is nested too deeply, or a number in it is too long") from error
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,14 +207,20 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _count_bytes(value: Any, key: str = "") -> Any:
-    """Turns each text under a name that ends in `_bytes` into a number. Raises ConfigError for any other text."""
-    if isinstance(value, Mapping):
-        return {key: _count_bytes(below, key) for key, below in value.items()}
-    return parse_bytes(value) if key.endswith("_bytes") and isinstance(value, str) else value
+def _count_bytes(table: Any, name: str) -> Any:
+    """Turns each text of a table under a key that ends in `_bytes` into a number. Raises ConfigError for other text."""
+    if not isinstance(table, Mapping):
+        return table
+    sizes = {key: value for key, value in table.items() if key.endswith("_bytes") and isinstance(value, str)}
+    return {**table, **{key: parse_bytes(value, f"{name}.{key}") for key, value in sizes.items()}}
 
 
 def _require(holds: object, name: str, what: str, value: object) -> None:
     if not holds:
-        given = f", not {repr(value)[:MAX_ECHO_CHARS]}" if value != "" else ""
+        given = f", not {_echo(value)}" if value != "" else ""
         raise ConfigError(f"{name} must be {what}{given}")
+
+
+def _echo(value: object) -> str:
+    is_endless = isinstance(value, int) and value.bit_length() > MAX_ECHO_BITS  # Python would not write it out
+    return "a number of so many digits" if is_endless else repr(value)[:MAX_ECHO_CHARS]

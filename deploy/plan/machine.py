@@ -12,12 +12,15 @@ import psutil
 from wire.errors import ConfigError
 
 SHARED_MEMORY = Path("/dev/shm")
+CGROUP = Path("/sys/fs/cgroup")
+RAYS_SHARE = 20
+"""Ray ends workers when less than one part in so many of the memory is free."""
 QUERY_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Free memory, free shared memory (which is memory too), cores of this process, and free bytes of each GPU."""
+    """Memory to be had, free shared memory (which is memory too), cores of this process, and free bytes of each GPU."""
 
     memory_bytes: int
     shared_bytes: int
@@ -29,19 +32,22 @@ def inspect_machine() -> Machine:
     """Looks at the machine; blocks for a second where there is a GPU. Raises ConfigError for a GPU without answer."""
     shared = os.statvfs(SHARED_MEMORY)
     return Machine(
-        memory_bytes=min(psutil.virtual_memory().available, _free_in_cgroup()),
+        memory_bytes=_free_memory(),
         shared_bytes=shared.f_bavail * shared.f_frsize,
         num_cores=len(os.sched_getaffinity(0)),
         gpus=_free_on_gpus(),
     )
 
 
-def _free_in_cgroup() -> int:
-    """Returns the memory that a container still has; without a limit, which is `max` there, all memory."""
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):
-        return max(0, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return psutil.virtual_memory().total
+def _free_memory() -> int:
+    """Returns the memory that may be taken yet, of the machine and of its container; files in memory can go."""
+    system = psutil.virtual_memory()
+    free = [system.available - system.total // RAYS_SHARE]
+    with suppress(OSError, ValueError):  # no container, or `max`
+        limit, current = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        free.append(limit - limit // RAYS_SHARE - current + int(counts.get("inactive_file", 0)))
+    return max(0, min(free))
 
 
 def _free_on_gpus() -> tuple[int, ...]:

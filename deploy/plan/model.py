@@ -12,11 +12,12 @@ DEMO_MODEL = "demo-model"
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A checked model folder. `device` is cpu or cuda."""
+    """A checked model folder. `device` is cpu or cuda, `kernels` the backend that all workers use there."""
 
     served: ServedModel
     device: str
     weight_bytes: int
+    kernels: str = "auto"
 
     @property
     def context_bytes(self) -> int:
@@ -25,7 +26,7 @@ class ModelFacts:
         return -(-self.served.max_context_len // layout.block_size) * layout.block_bytes
 
 
-def inspect_model(settings: ModelSettings, device: str) -> ModelFacts:
+def inspect_model(settings: ModelSettings, device: str, cpu_kernels: str = "auto") -> ModelFacts:
     """Finds, checks and hashes a model; reads no file again that has not changed since an earlier hashing.
 
     Blocks for as long as a download or the hashing takes. Raises ModelError for an unfit folder.
@@ -37,24 +38,30 @@ def inspect_model(settings: ModelSettings, device: str) -> ModelFacts:
     from engine.checkpoint.fingerprint import DigestCache, fingerprint
     from engine.checkpoint.hub import find_folder
     from engine.model.decoder import compute_dtype
+    from engine.model.weights import check_weights
     from kernels.backend import select_backend
+    from kernels.cpu.library import NoKernels
 
     checkpoint = Checkpoint(find_folder(settings.path or _demo_model()))
-    place = torch.device(device)
+    check_weights(checkpoint)
+    checkpoint.load_tokenizer()
+    try:
+        backend = select_backend(torch.device(device), cpu_kernels)
+    except NoKernels as error:
+        raise ConfigError(f"worker.cpu_kernels: {error}") from error
     asked = None if settings.dtype == "auto" else settings.dtype
-    dtype = str(compute_dtype(asked, checkpoint.config, place)).removeprefix("torch.")
-    version = select_backend(place).version
+    dtype = str(compute_dtype(asked, checkpoint.config, backend)).removeprefix("torch.")
     served = ServedModel(
         name=_name(settings.path),
         folder=str(checkpoint.folder.resolve()),
         dtype=dtype,
         max_context_len=checkpoint.config.max_context_len,
         vocab_size=checkpoint.config.vocab_size,
-        fingerprint_hex=fingerprint(checkpoint.files, dtype, version, DigestCache.of_user()).hex(),
+        fingerprint_hex=fingerprint(checkpoint.files, dtype, backend.version, DigestCache.of_user()).hex(),
         layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size).encode().hex(),
     )
     weights = [file for file in checkpoint.files if file.suffix == ".safetensors"]
-    return ModelFacts(served, device, sum(file.stat().st_size for file in weights))
+    return ModelFacts(served, device, sum(file.stat().st_size for file in weights), backend.name)
 
 
 def _demo_model() -> str:

@@ -1,5 +1,6 @@
 """Memory and threads of each part. Pure: from the settings, the model and the machine to numbers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deploy.plan.byte_size import format_bytes
@@ -7,6 +8,7 @@ from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine
 from deploy.plan.model import ModelFacts
 from wire.errors import ConfigError
+from wire.pools import PoolSizes
 
 MAX_DEFAULT_ARENA_BYTES = 1 << 30
 MAX_DEFAULT_POOL_BYTES = 512 << 20
@@ -14,6 +16,8 @@ MAX_DEFAULT_CONTEXTS = 64
 """More full contexts than this are not kept by default: a small model then takes little memory, and starts quickly."""
 GPU_RESERVE_BYTES = 2 << 30
 """Of each GPU, for activations and libraries."""
+WORKER_BYTES = 256 << 20
+"""Of a worker's process beside weights and pages: 190 MiB as measured on a CPU, and room for activations."""
 MIN_BLOCKS = 8
 
 
@@ -35,9 +39,12 @@ def size(config: ClusterConfig, model: ModelFacts, machine: Machine) -> Sizes:
     _require_gpus(num_gpus * num_workers, machine)
     pool_bytes = config.worker.pool_bytes or _default_pool_bytes(num_gpus, num_workers, model, machine)
     arena_bytes = config.arena.size_bytes or _default_arena_bytes(model, machine)
-    whole_bytes = arena_bytes + (0 if num_gpus else num_workers * (pool_bytes + model.weight_bytes))
-    _require("weights, pools and arena", whole_bytes, "memory", machine.memory_bytes)
-    _require("the arena", arena_bytes, "/dev/shm", machine.shared_bytes)
+    if arena_bytes > machine.shared_bytes:
+        problem = f"the arena takes {format_bytes(arena_bytes)}, but only {format_bytes(machine.shared_bytes)}"
+        raise ConfigError(f"{problem} of /dev/shm are free: set arena.size_bytes")
+    worker_bytes = WORKER_BYTES + (0 if num_gpus else pool_bytes + model.weight_bytes)
+    advice = "; start fewer, or set worker.pool_bytes and arena.size_bytes"
+    _require_memory(num_workers, "workers", worker_bytes, machine.memory_bytes - arena_bytes, advice)
     sizes = Sizes(
         num_pool_blocks=_num_blocks(pool_bytes, model, "worker.pool_bytes"),
         num_arena_slots=_num_blocks(arena_bytes, model, "arena.size_bytes"),
@@ -45,6 +52,21 @@ def size(config: ClusterConfig, model: ModelFacts, machine: Machine) -> Sizes:
         num_gpus=num_gpus,
     )
     return replace(sizes, notes=_notes(sizes, model))
+
+
+def require_room(
+    before: PoolSizes, after: PoolSizes, used_bytes: Sequence[int], num_gpus: float, machine: Machine
+) -> None:
+    """Raises ConfigError where pools that grow would not fit, saying how many workers would.
+
+    used_bytes: the memory of each worker's process that it shares with none. The largest tells what a worker takes;
+    workers that are asked for already, but have not started yet, count like ready ones.
+    """
+    num_before, num_after = before.prefill + before.decode, after.prefill + after.decode
+    _require_gpus(num_gpus * num_after, machine)
+    worker_bytes = max([WORKER_BYTES, *used_bytes])
+    free_bytes = machine.memory_bytes + sum(used_bytes) - num_before * worker_bytes
+    _require_memory(num_after - num_before, "more workers", worker_bytes, free_bytes, "")
 
 
 def _default_pool_bytes(num_gpus: float, num_workers: int, model: ModelFacts, machine: Machine) -> int:
@@ -74,10 +96,12 @@ def _require_gpus(num_gpus: float, machine: Machine) -> None:
         raise ConfigError(f"{problem}: start fewer workers, or set worker.num_gpus")
 
 
-def _require(what: str, num_bytes: int, where: str, free_bytes: int) -> None:
-    if num_bytes > free_bytes:
-        problem = f"{what} take {format_bytes(num_bytes)}, but only {format_bytes(free_bytes)} of {where} are free"
-        raise ConfigError(f"{problem}: start fewer workers, or set worker.pool_bytes and arena.size_bytes")
+def _require_memory(num: int, workers: str, worker_bytes: int, free_bytes: int, advice: str) -> None:
+    most = max(0, free_bytes // worker_bytes)
+    if num > most:
+        problem = f"{num} {workers} take {format_bytes(worker_bytes)} of memory each"
+        left = format_bytes(max(0, free_bytes))
+        raise ConfigError(f"{problem}, and {left} are left for them: at most {most} fit{advice}")
 
 
 def _notes(sizes: Sizes, model: ModelFacts) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ import torch
 
 from engine.checkpoint.config import ModelConfig, parse_eos
 from engine.checkpoint.json_fields import JsonFields, parse_object
-from engine.checkpoint.tensor_file import TensorFile
+from engine.checkpoint.tensor_file import TensorFile, is_finite
 from text.model_file import read_regular
+from text.tokenizer import Tokenizer
 from wire.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,9 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 1 << 25
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PARTS = ("model.", "lm_head.")
+RECOMPUTED = "rotary_emb.inv_freq"
+"""Buffers that older files have, and that follow from config.json."""
 
 
 class Checkpoint:
@@ -52,7 +56,10 @@ class Checkpoint:
         return frozenset(self._unread)
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Reads and converts a tensor. Raises ModelError if it is missing, of another shape or not of floats."""
+        """Reads and converts a tensor; to the device `meta` without its content.
+
+        Raises ModelError if it is missing, of another shape or not of floats, or not finite in `dtype`.
+        """
         if name not in self:
             raise ModelError(f"the weights lack the tensor {name}", folder=str(self.folder))
         file = self._tensor_to_file[name]
@@ -62,7 +69,33 @@ class Checkpoint:
         if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
             raise ModelError(f"tensor {name} is {entry.dtype}: quantized weights are not supported")
         self._unread.discard(name)
-        return file.read(name).to(device, dtype)
+        if device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=device)
+        tensor = file.read(name).to(device, dtype)
+        if not is_finite(tensor):
+            raise ModelError(f"tensor {name} has NaN or infinity as {str(dtype).removeprefix('torch.')}")
+        return tensor
+
+    def refuse_unread(self) -> None:
+        """Raises ModelError for a tensor of the decoder that was not read; warns of others, such as further heads."""
+        parts = [one for one in self._unread if one.startswith(PARTS) and not one.endswith(RECOMPUTED)]
+        if parts:
+            raise ModelError(
+                f"the weights have {min(parts)[:128]}, which is no part of the model that config.json describes "
+                f"({self.config.architecture} of {self.config.num_layers} layers)"
+            )
+        if self._unread:
+            logger.warning("%d tensors are no part of the model: %s", len(self._unread), min(self._unread))
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Reads the tokenizer. Raises ModelError for a malformed one, or for tokens that the model does not know."""
+        tokenizer, vocab_size = Tokenizer.load(self.folder), self.config.vocab_size
+        if tokenizer.vocab_size > vocab_size:
+            raise ModelError(
+                f"the tokenizer has a token {tokenizer.vocab_size - 1}, config.json a vocab_size of {vocab_size}: "
+                "one of the two is of another model"
+            )
+        return tokenizer
 
 
 def _read_config(folder: Path) -> ModelConfig:
@@ -70,16 +103,14 @@ def _read_config(folder: Path) -> ModelConfig:
     if "auto_map" in values:
         logger.warning("config.json names code of its own (auto_map), which is ignored")
     config = ModelConfig.parse(values)
-    eos_token_ids = _read_generation_eos(folder) or config.eos_token_ids
-    # An id that is no token can never come; it must not be looked up among the logits either.
-    return replace(config, eos_token_ids=tuple(one for one in eos_token_ids if one < config.vocab_size))
+    return replace(config, eos_token_ids=_read_generation_eos(folder, config.vocab_size) or config.eos_token_ids)
 
 
-def _read_generation_eos(folder: Path) -> tuple[int, ...]:
+def _read_generation_eos(folder: Path, vocab_size: int) -> tuple[int, ...]:
     if not os.path.lexists(folder / "generation_config.json"):
         return ()
     data = read_regular(folder / "generation_config.json", MAX_CONFIG_BYTES)
-    return parse_eos(JsonFields(parse_object(data, "generation_config.json"), "generation_config.json"))
+    return parse_eos(JsonFields(parse_object(data, "generation_config.json"), "generation_config.json"), vocab_size)
 
 
 def _open_weights(folder: Path) -> dict[str, TensorFile]:

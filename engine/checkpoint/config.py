@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.checkpoint.json_fields import JsonFields
-from engine.checkpoint.rope import RopeConfig
+from engine.checkpoint.rope import MAX_CONTEXT, MIN_CONTEXT, RopeConfig
 from wire.errors import ModelError
 from wire.layout import KVLayout
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 1024
+RMS_NORM_EPS = (1e-12, 0.1)
 
 _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -98,19 +99,20 @@ class ModelConfig:
         _refuse_unsupported(fields)
         hidden_size = fields.count("hidden_size")
         num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
-        max_context_len = fields.count("max_position_embeddings")
+        max_context_len = fields.count("max_position_embeddings", most=MAX_CONTEXT, least=MIN_CONTEXT)
+        vocab_size = fields.count("vocab_size")
         return cls(
             architecture=architecture,
-            vocab_size=fields.count("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=fields.count("intermediate_size"),
             num_layers=num_layers,
             max_context_len=max_context_len,
-            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+            rms_norm_eps=fields.number("rms_norm_eps", *RMS_NORM_EPS, 1e-6),
             mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
             tied_embeddings=fields.flag("tie_word_embeddings", False),
             dtype=_parse_dtype(fields),
-            eos_token_ids=parse_eos(fields),
+            eos_token_ids=parse_eos(fields, vocab_size),
             attention=AttentionConfig.parse(architecture, fields, hidden_size, num_layers),
             rope=RopeConfig.parse(fields, max_context_len),
         )
@@ -120,12 +122,12 @@ class ModelConfig:
         return KVLayout(self.num_layers, self.attention.num_kv_heads, self.attention.head_dim, block_size, dtype)
 
 
-def parse_eos(fields: JsonFields) -> tuple[int, ...]:
-    """Reads the ids of `eos_token_id`: none, one or a list."""
+def parse_eos(fields: JsonFields, vocab_size: int) -> tuple[int, ...]:
+    """Reads the ids of `eos_token_id`: none, one or a list. An id that is no token would end nothing."""
     value = fields.raw("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0 for token_id in ids):
-        raise fields.wrong("eos_token_id", "a token id or a list of them")
+    if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < vocab_size for one in ids):
+        raise fields.wrong("eos_token_id", f"a token id below {vocab_size}, or a list of them")
     return tuple(ids)
 
 
@@ -172,8 +174,8 @@ def _parse_sliding_layers(fields: JsonFields, num_layers: int, window: int | Non
     layer_types = fields.raw("layer_types")
     if layer_types is None:
         first = fields.raw("max_window_layers")
-        if isinstance(first, bool) or not isinstance(first, int):
-            raise fields.wrong("max_window_layers", "an integer")
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise fields.wrong("max_window_layers", "an integer from 0")
         return [layer >= first for layer in range(num_layers)]
     known = ("full_attention", "sliding_attention")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers or any(t not in known for t in layer_types):

@@ -10,6 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.tensor_file import TensorFile
 from text.model_file import open_regular
 from wire.errors import ModelError
 
@@ -20,6 +21,7 @@ class DigestCache:
     """SHA-256 of large files, each computed once as long as its path, size and time stay the same.
 
     Digests kept in a JSON file, which may be lost or damaged at any time: that costs reading the files again.
+    Reading weights looks for NaN and infinity, too; the file keeps what it found.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,15 +34,21 @@ class DigestCache:
         return cls(Path(root if os.path.isabs(root) else os.path.expanduser("~/.cache"), "baton", "digests.json"))
 
     def digest(self, file: Path) -> str:
-        """Computes or recalls the hex SHA-256 of a file's content. Raises ModelError if it cannot be read."""
+        """Computes or recalls the hex SHA-256 of a file's content.
+
+        Raises ModelError if it cannot be read, or is a .safetensors file with NaN or infinity.
+        """
         with open_regular(file) as content:
             name, stamp = str(file.resolve()), _stamp(content)
             match self._load().get(name):
-                case [size, mtime_ns, str(digest)] if [size, mtime_ns] == stamp:
-                    return digest
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
-            if _stamp(content) == stamp:
-                self._store(name, [*stamp, digest])
+                case [size, mtime_ns, str(digest), str() | None as flawed] if [size, mtime_ns] == stamp:
+                    pass
+                case _:
+                    digest, flawed = _digest(file, content)
+                    if _stamp(content) == stamp:
+                        self._store(name, [*stamp, digest, flawed])
+        if flawed is not None:
+            raise ModelError(f"{file.name}: tensor {flawed[:128]} has NaN or infinity")
         return digest
 
     def _load(self) -> dict[str, Any]:
@@ -51,7 +59,7 @@ class DigestCache:
             return {}
         return known if isinstance(known, dict) else {}
 
-    def _store(self, name: str, entry: list[int | str]) -> None:
+    def _store(self, name: str, entry: list[int | str | None]) -> None:
         """Replaces the file in one step: a reader sees the old file or the new one."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +82,12 @@ def fingerprint(files: Iterable[Path], dtype: str, backend_version: str, cache: 
         total.update(f"{file.name}\0{cache.digest(file)}\0".encode())
     total.update(f"{dtype}\0{backend_version}".encode())
     return total.digest()
+
+
+def _digest(file: Path, content: FileIO) -> tuple[str, str | None]:
+    if file.suffix == ".safetensors":
+        return TensorFile(file).digest()
+    return hashlib.file_digest(content, "sha256").hexdigest(), None
 
 
 def _stamp(file: FileIO) -> list[int]:

@@ -26,7 +26,7 @@ _FILES = [
 
 def find_folder(model: str) -> Path:
     """Finds the folder of a model by its path, else by its name on the hub. Raises ModelError if it is neither."""
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))  # which leaves the home of a user who does not exist as it is
     return folder if os.path.lexists(folder) else _download(model)
 
 

@@ -1,15 +1,12 @@
 """A JSON object from a model folder, read field by field with types and bounds."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from wire.errors import ModelError
 
 MAX_COUNT = 1 << 31
-MAX_NUMBER = math.ldexp(1.0, 100)
-"""Keeps values derived from a number finite in float32."""
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -55,18 +52,18 @@ class JsonFields:
         found = "is missing" if name not in self else f"is {str(self._values[name])[:64]}"
         return ModelError(f"{self._source}: {name} {found}, expected {expected}")
 
-    def count(self, name: str, default: int | None = None, most: int = MAX_COUNT) -> int:
-        """Reads an integer from 1 to `most`; required where there is no default."""
+    def count(self, name: str, default: int | None = None, most: int = MAX_COUNT, least: int = 1) -> int:
+        """Reads an integer from `least` to `most`; required where there is no default."""
         value = self._or(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise self.wrong(name, f"an integer from 1 to {most}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.wrong(name, f"an integer from {least} to {most}")
         return value
 
-    def positive(self, name: str, default: float | None = None) -> float:
-        """Reads a finite number above 0, as the int or float that it is; required where there is no default."""
+    def number(self, name: str, least: float, most: float, default: float | None = None) -> float:
+        """Reads a number from `least` to `most`, as the int or float that it is; required where there is no default."""
         value = self._or(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
-            raise self.wrong(name, "a number above 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise self.wrong(name, f"a number from {least:g} to {most:g}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:

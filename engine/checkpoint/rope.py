@@ -13,7 +13,12 @@ import torch
 from engine.checkpoint.json_fields import JsonFields
 from wire.errors import ModelError
 
+MIN_CONTEXT, MAX_CONTEXT = 16, 1 << 24
+"""Tokens: less is of no use, and float32, in which angles are computed, does not tell higher positions apart."""
 DEFAULT_THETA = 10_000.0
+THETAS = (10.0, 1e12)
+FACTORS = (0.01, 10_000.0)
+"""Wider than any model's: a number beyond them is an error in config.json, and would leave no position known."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,11 @@ class RopeConfig:
     theta: float
     scaling: RopeScaling
 
+    def frequencies(self, head_dim: int) -> torch.Tensor:
+        """Returns radians per position, float32 [head_dim / 2]."""
+        periods = self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        return self.scaling.inverse_frequencies(periods, self.theta)
+
     @classmethod
     def parse(cls, config: JsonFields, max_context_len: int) -> "RopeConfig":
         """Parses `rope_scaling` and `rope_theta` (transformers 4) or `rope_parameters` (5) of a whole config.json.
@@ -102,12 +112,11 @@ class RopeConfig:
             if name in fields:
                 raise ModelError("rotary embeddings that differ from layer to layer are not supported")
         for source in (fields, config):
-            if source.positive("partial_rotary_factor", 1.0) != 1.0:
+            if source.raw("partial_rotary_factor") not in (None, 1):
                 raise ModelError("rotary embedding of a part of the head (partial_rotary_factor) is not supported")
-        trained_len = config.count("original_max_position_embeddings", max_context_len)
-        if "original_max_position_embeddings" not in config:
-            trained_len = fields.count("original_max_position_embeddings", max_context_len)
-        theta = fields.positive("rope_theta", config.positive("rope_theta", DEFAULT_THETA))
+        length = "original_max_position_embeddings"
+        trained_len = (config if length in config else fields).count(length, max_context_len, MAX_CONTEXT, MIN_CONTEXT)
+        theta = (fields if "rope_theta" in fields else config).number("rope_theta", *THETAS, DEFAULT_THETA)
         return cls(theta, _parse_scaling(fields, max_context_len, trained_len))
 
 
@@ -117,7 +126,7 @@ def _parse_scaling(fields: JsonFields, max_context_len: int, trained_len: int) -
         case "default":
             return RopeScaling()
         case "linear":
-            return RopeScaling(fields.positive("factor"))
+            return RopeScaling(fields.number("factor", *FACTORS))
         case "llama3":
             return _parse_llama3(fields, trained_len)
         case "yarn":
@@ -131,35 +140,35 @@ def _parse_scaling(fields: JsonFields, max_context_len: int, trained_len: int) -
 
 
 def _parse_llama3(fields: JsonFields, trained_len: int) -> Llama3Scaling:
-    low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
+    low, high = fields.number("low_freq_factor", *FACTORS), fields.number("high_freq_factor", *FACTORS)
     if low >= high:
         raise fields.wrong("high_freq_factor", "more than low_freq_factor")
-    factor = fields.positive("factor")
+    factor = fields.number("factor", *FACTORS)
     return Llama3Scaling(factor, low_freq_factor=low, high_freq_factor=high, trained_len=trained_len)
 
 
 def _parse_yarn(fields: JsonFields, max_context_len: int, trained_len: int) -> YarnScaling:
-    factor = fields.positive("factor", max_context_len / trained_len)
+    factor = fields.number("factor", *FACTORS, max_context_len / trained_len)
     return YarnScaling(
         factor,
-        fields.positive("attention_factor", _yarn_attention_factor(fields, factor)),
+        fields.number("attention_factor", *FACTORS, _yarn_attention_factor(fields, factor)),
         trained_len=trained_len,
-        beta_fast=_positive_if_set(fields, "beta_fast") or 32.0,
-        beta_slow=_positive_if_set(fields, "beta_slow") or 1.0,
+        beta_fast=_factor_if_set(fields, "beta_fast") or 32.0,
+        beta_slow=_factor_if_set(fields, "beta_slow") or 1.0,
         truncate=fields.flag("truncate", True),
     )
 
 
 def _yarn_attention_factor(fields: JsonFields, factor: float) -> float:
     """Computes the attention factor of a configuration that names none."""
-    mscale, mscale_all_dim = _positive_if_set(fields, "mscale"), _positive_if_set(fields, "mscale_all_dim")
+    mscale, mscale_all_dim = _factor_if_set(fields, "mscale"), _factor_if_set(fields, "mscale_all_dim")
     if mscale and mscale_all_dim:
         return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
     return _mscale(factor, 1.0)
 
 
-def _positive_if_set(fields: JsonFields, name: str) -> float | None:
-    return fields.positive(name) if fields.raw(name) else None
+def _factor_if_set(fields: JsonFields, name: str) -> float | None:
+    return fields.number(name, *FACTORS) if fields.raw(name) else None
 
 
 def _mscale(factor: float, weight: float) -> float:

@@ -5,6 +5,7 @@ bounds of its bytes), then the bytes of all tensors without gap or overlap. Sour
 safetensors repository. Ours is stricter in two things: a header has at most 25 MB, and no name occurs twice.
 """
 
+import hashlib
 import math
 import os
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from text.model_file import open_regular
 from wire.errors import ModelError
 
 MAX_HEADER_BYTES = 25_000_000
+_STEP_BYTES = 4 << 20
 
 _DTYPES = {
     "F64": torch.float64,
@@ -63,15 +65,40 @@ class TensorFile:
         if not _tiles(self.entries.values(), data_bytes):
             raise ModelError(f"{path.name}: the tensors do not fill the file without gap or overlap")
 
+    def digest(self) -> tuple[str, str | None]:
+        """Reads the whole file; returns its hex SHA-256, and a tensor's name that has NaN or infinity, if one has."""
+        sha, flawed = hashlib.sha256(), None
+        buffer = torch.empty(_STEP_BYTES, dtype=torch.uint8)
+        with BufferedReader(open_regular(self.path)) as file:
+            sha.update(file.read(self._data_start))
+            for name, entry in sorted(self.entries.items(), key=lambda item: item[1].begin):
+                for start in range(entry.begin, entry.end, _STEP_BYTES):
+                    part = buffer[: min(_STEP_BYTES, entry.end - start)]
+                    self._fill(part, file, name)
+                    sha.update(part.numpy().data)
+                    if flawed is None and not is_finite(part.view(entry.dtype)):
+                        flawed = name
+        return sha.hexdigest(), flawed
+
     def read(self, name: str) -> torch.Tensor:
         """Reads a tensor into the CPU's memory, in the file's dtype. ModelError if the file has been cut meanwhile."""
         entry = self.entries[name]
         raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
         with BufferedReader(open_regular(self.path)) as file:
             file.seek(self._data_start + entry.begin)
-            if file.readinto(raw.numpy().data) != len(raw):
-                raise ModelError(f"{self.path.name} ended while {name[:64]} was being read")
+            self._fill(raw, file, name)
         return raw.view(entry.dtype).view(entry.shape)
+
+    def _fill(self, raw: torch.Tensor, file: "BufferedReader[FileIO]", name: str) -> None:
+        if file.readinto(raw.numpy().data) != len(raw):
+            raise ModelError(f"{self.path.name} ended while {name[:64]} was being read")
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Tells whether no element is NaN or infinite; not asked of integers and floats of one byte."""
+    if not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
+        return True
+    return all(math.isfinite(end.item()) for end in torch.aminmax(tensor))  # which passes NaN on
 
 
 def _read_header(file: FileIO, source: str) -> tuple[dict[str, Any], int]:

@@ -4,111 +4,53 @@ Numerics follow transformers step by step (norms, angles and softmax in float32,
 greedy tokens in float32 are the same.
 """
 
-import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import DTYPES, ModelConfig
 from engine.checkpoint.rope import RopeConfig
 from engine.model.batch import Batch
-from engine.model.weights import DecoderWeights, LayerWeights, WeightLoader
-from kernels.backend import KernelBackend, select_backend
+from engine.model.weights import DecoderWeights, WeightLoader, check_weights
+from kernels.backend import Angles, Backend, Tables, select_backend
 from wire.errors import ConfigError
 
-logger = logging.getLogger(__name__)
+ANGLES_AT_ONCE = 1 << 16
 
 
-class Rope:
-    """The rotary embedding of a model. Angles are float32 in every dtype of the model."""
+def make_angles(config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> Angles:
+    """Makes the angles of a rotary embedding for the first positions.
 
-    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        periods = config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        self._inverse_frequencies = config.scaling.inverse_frequencies(periods, config.theta).to(device)
-        self._attention_factor = config.scaling.attention_factor
-        self._dtype = dtype
-
-    def rotation(self, positions: torch.Tensor) -> "Rotation":
-        """Rotates positions int64 [T]."""
-        angles = positions[:, None].float() * self._inverse_frequencies
-        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
-        return Rotation(cos.to(self._dtype), sin.to(self._dtype))
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """cos, sin: [T, 1, head_dim], both halves of the head alike."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def apply(self, states: torch.Tensor) -> torch.Tensor:
-        """Rotates queries or keys [T, heads, head_dim], element i of a head with element i + head_dim / 2."""
-        first, second = states.chunk(2, dim=-1)
-        return states * self.cos + torch.cat((-second, first), dim=-1) * self.sin
-
-
-class PagedAttention:
-    """The attention of one batch, layer after layer."""
-
-    def __init__(self, backend: KernelBackend, batch: Batch, scale: float) -> None:
-        self._backend = backend
-        self._batch = batch
-        self._scale = scale
-        self._prompt_starts = batch.cu_query_lens[batch.num_decodes :] - batch.num_decodes
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_layer: torch.Tensor,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Writes the batch's keys and values into a layer, then attends to all of its sequences' tokens there.
-
-        query and the result: [T, num_heads, head_dim]; key and value: [T, num_kv_heads, head_dim]; kv_layer:
-        [num_pages, 2, num_kv_heads, block_size, head_dim]. window: tokens that a row sees, itself included.
-        """
-        self._backend.write_kv(key, value, kv_layer, self._batch.slot_mapping)
-        num_decodes, num_sequences = self._batch.num_decodes, len(self._batch.context_lens)
-        if num_decodes == num_sequences:
-            return self._decode(query, kv_layer, window)
-        prompts = self._prefill(query[num_decodes:], kv_layer, window)
-        if num_decodes == 0:
-            return prompts
-        return torch.cat((self._decode(query[:num_decodes], kv_layer, window), prompts))
-
-    def _decode(self, query: torch.Tensor, kv_layer: torch.Tensor, window: int | None) -> torch.Tensor:
-        tables, lens = self._batch.block_tables[: len(query)], self._batch.context_lens[: len(query)]
-        return self._backend.paged_decode_attention(query, kv_layer, tables, lens, self._scale, window)
-
-    def _prefill(self, query: torch.Tensor, kv_layer: torch.Tensor, window: int | None) -> torch.Tensor:
-        first = self._batch.num_decodes
-        tables, lens = self._batch.block_tables[first:], self._batch.context_lens[first:]
-        starts = self._prompt_starts
-        return self._backend.paged_prefill_attention(query, kv_layer, tables, lens, starts, self._scale, window)
+    Angles are float32 as in transformers; their cosines are taken in float64 and rounded, so that no bit depends on
+    where a position stands in a batch, nor on the number of threads.
+    """
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * config.frequencies(head_dim)
+    parts = angles.split(ANGLES_AT_ONCE)
+    factor = config.scaling.attention_factor
+    cosines, sines = (
+        torch.cat([(take(part.double()) * factor).float() for part in parts]) for take in (torch.cos, torch.sin)
+    )
+    return Angles(cosines.to(device), sines.to(device))
 
 
 class Decoder:
     """A `Model` with weights. Its twin is `engine.model.hash_model.HashModel`."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, block_size: int, backend: KernelBackend) -> None:
-        """Takes device and dtype from the weights."""
-        dtype = weights.embedding.dtype
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, dtype: str, block_size: int, backend: Backend
+    ) -> None:
+        """Takes the device from the weights, which `backend` has packed."""
         self.config = config
         self.weights = weights
-        self.layout = config.kv_layout(str(dtype).removeprefix("torch."), block_size)
-        self.device = weights.embedding.device
+        self.layout = config.kv_layout(dtype, block_size)
+        self.device = weights.norm.device
         self.vocab_size = config.vocab_size
         self.max_context_len = config.max_context_len
         self.eos_token_ids = config.eos_token_ids
         self._backend = backend
-        self._rope = Rope(config.rope, config.attention.head_dim, dtype, self.device)
+        self._angles = make_angles(config.rope, config.attention.head_dim, 1, self.device)
+        self._scale = config.attention.head_dim**-0.5
 
     @classmethod
     def load(
@@ -117,58 +59,50 @@ class Decoder:
         dtype: str | None,
         device: torch.device,
         block_size: int,
-        backend: KernelBackend | None = None,
+        backend: Backend | None = None,
     ) -> "Decoder":
-        """Loads a checkpoint folder. Without a dtype it is float32 on a CPU, the checkpoint's own elsewhere.
+        """Loads a checkpoint folder. Without a dtype it is the checkpoint's own, where the backend is made for it.
 
         Raises ModelError for a folder that cannot be served, ConfigError for an unknown dtype.
         """
         checkpoint = Checkpoint(folder)
-        weights = WeightLoader(checkpoint, compute_dtype(dtype, checkpoint.config, device), device).load()
-        if checkpoint.unread:
-            logger.warning("%d tensors are no part of the model: %s", len(checkpoint.unread), min(checkpoint.unread))
-        return cls(checkpoint.config, weights, block_size, backend or select_backend(device))
+        check_weights(checkpoint)
+        backend = backend or select_backend(device)
+        resolved = compute_dtype(dtype, checkpoint.config, backend)
+        weights = WeightLoader(checkpoint, resolved, device, backend).load()
+        return cls(checkpoint.config, weights, str(resolved).removeprefix("torch."), block_size, backend)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
         """Does as `Model.forward`. Returns an inference tensor, not to be changed in place outside that mode."""
-        attention = PagedAttention(self._backend, batch, self.config.attention.head_dim**-0.5)
-        rotation = self._rope.rotation(batch.positions)
-        states = F.embedding(batch.token_ids, self.weights.embedding)
+        do, eps = self._backend, self.config.rms_norm_eps
+        angles = self._angles_within(len(kv) * self.layout.block_size)
+        tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes)
+        states = do.embed(batch.token_ids, self.weights.embedding)
         for index, layer in enumerate(self.weights.layers):
-            window = self.config.attention.windows[index]
-            states = states + self._attend(
-                layer, layer.attention_norm(states), rotation, attention, kv[:, index], window
-            )
-            states = states + _feed_forward(layer, layer.mlp_norm(states))
-        return self.weights.head(self.weights.norm(states[batch.sample_rows])).float()
+            pages, window = kv[:, index], self.config.attention.windows[index]
+            qkv = do.linear(do.rms_norm(states, layer.attention_norm, eps), layer.qkv.weight, layer.qkv.bias)
+            query = do.rotate_and_write(qkv, layer.heads, angles, batch.positions, pages, batch.slot_mapping)
+            attended = do.attend(query, pages, tables, self._scale, window).flatten(1)
+            states = do.linear(attended, layer.attention_output.weight, layer.attention_output.bias, states)
+            gate_up = do.linear(do.rms_norm(states, layer.mlp_norm, eps), layer.gate_up.weight, layer.gate_up.bias)
+            states = do.linear(do.gate(gate_up), layer.down.weight, layer.down.bias, states)
+        return do.logits(do.rms_norm(states[batch.sample_rows], self.weights.norm, eps), self.weights.head)
 
-    def _attend(
-        self,
-        layer: LayerWeights,
-        states: torch.Tensor,
-        rotation: Rotation,
-        attention: PagedAttention,
-        kv_layer: torch.Tensor,
-        window: int | None,
-    ) -> torch.Tensor:
-        shape = self.config.attention
-        heads = layer.qkv(states).view(len(states), -1, shape.head_dim)
-        query, key, value = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
-        if layer.query_norm and layer.key_norm:
-            query, key = layer.query_norm(query), layer.key_norm(key)
-        attended = attention(rotation.apply(query), rotation.apply(key), value, kv_layer, window)
-        return layer.attention_output(attended.flatten(1))
+    def _angles_within(self, num_positions: int) -> Angles:
+        """Makes the angles of all positions that a pool has room for, once."""
+        num_positions = min(num_positions, self.max_context_len)
+        if len(self._angles.cosines) < num_positions:
+            self._angles = make_angles(self.config.rope, self.config.attention.head_dim, num_positions, self.device)
+        return self._angles
 
 
-def _feed_forward(layer: LayerWeights, states: torch.Tensor) -> torch.Tensor:
-    gate, up = layer.gate_up(states).chunk(2, dim=-1)
-    return layer.down(F.silu(gate) * up)
+def compute_dtype(dtype: str | None, config: ModelConfig, backend: Backend) -> torch.dtype:
+    """Resolves a compute dtype: as asked, else the checkpoint's own; float32 where torch serves on a CPU.
 
-
-def compute_dtype(dtype: str | None, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Resolves a compute dtype: as asked, else float32 on a CPU and the checkpoint's own dtype elsewhere."""
-    name = dtype or ("float32" if device.type == "cpu" else config.dtype)
+    Raises ConfigError for an unknown dtype.
+    """
+    name = dtype or ("float32" if backend.name == "torch" else config.dtype)
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name[:64]}; known: {', '.join(DTYPES)}")
     resolved = getattr(torch, name)

@@ -32,14 +32,14 @@ def fit_running(running: Sequence[Candidate], pages: Pages, max_step_tokens: int
     While pages drain no sequence is preempted: the pages that come free may do.
     """
     for_chunks = max(0, max_step_tokens - sum(candidate.num_missing == 1 for candidate in running))
-    sharing = _Sharing(pages)
+    sharing = _Sharing(running, pages)
     run: dict[int, int] = {}
     for age, candidate in enumerate(running):
         if candidate in sharing.yielding:
             continue
         decodes = candidate.num_missing == 1
         wanted = 1 if decodes else min(candidate.num_missing, for_chunks)
-        granted = sharing.grant(candidate, wanted, running[age + 1 :])
+        granted = sharing.grant(age, wanted)
         if granted:
             run[candidate.handle] = granted
             for_chunks -= 0 if decodes else granted
@@ -49,15 +49,17 @@ def fit_running(running: Sequence[Candidate], pages: Pages, max_step_tokens: int
 class _Sharing:
     """The pages of a pool while a step gives them out, and the sequences that yield theirs."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, running: Sequence[Candidate], pages: Pages) -> None:
+        self._running = running
         self._pages = pages
         self.num_left = pages.num_allocatable
         self.yielding: list[Candidate] = []
 
-    def grant(self, candidate: Candidate, num_tokens: int, younger: Sequence[Candidate]) -> int:
+    def grant(self, age: int, num_tokens: int) -> int:
         """Grants as many of these tokens as there are pages; for the first of them, younger sequences yield."""
+        candidate = self._running[age]
         if num_tokens and self._pages.affordable(candidate, self.num_left) < 1 and not self._pages.num_draining:
-            self._preempt(younger, self._pages.needed(candidate, 1) - self.num_left)
+            self._preempt(self._running[age + 1 :], self._pages.needed(candidate, 1) - self.num_left)
         granted = max(0, min(num_tokens, self._pages.affordable(candidate, self.num_left)))
         if granted:
             self.num_left -= self._pages.needed(candidate, granted)

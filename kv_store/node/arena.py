@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -90,6 +91,21 @@ class Arena:
             log.warning("the memory of arena %s stays until nobody maps it: %s", path, error)
         Path(path).unlink(missing_ok=True)
 
+    @staticmethod
+    def identity(path: str) -> tuple[int, int, bytes] | None:
+        """Tells inode, size and last page of the file at a path, which an arena never changes; None if it has none."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            file = os.fstat(descriptor)
+            return file.st_ino, file.st_size, os.pread(descriptor, PAGE_ALIGNMENT, file.st_size - PAGE_ALIGNMENT)
+        except OSError:  # shorter than a page, or no file at all
+            return None
+        finally:
+            os.close(descriptor)
+
     @classmethod
     def anonymous(cls, block_bytes: int, num_slots: int) -> "Arena":
         """Makes an arena without a file."""
@@ -113,9 +129,11 @@ class Arena:
             log.debug("a slot of arena %s is still in use", self.path)
 
     def unlink(self) -> None:
-        """Removes the file, if it is there; processes that map it keep the memory."""
+        """Removes the file, if it is there, and frees its memory: processes that still map it read zeros."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+            with suppress(OSError, ValueError):  # not in shared memory, or closed: it goes with its last mapping
+                self._memory.madvise(mmap.MADV_REMOVE)
 
 
 def _size(block_bytes: int, num_slots: int) -> int:

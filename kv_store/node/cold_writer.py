@@ -50,7 +50,7 @@ class ColdWriter:
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def write_some(self) -> int:
-        """Writes blocks that the directory offers, up to the first failure, and counts them."""
+        """Writes blocks that the directory offers, up to the first failure, and counts them; tells it how that went."""
         batch = self._directory.cold_candidates(self._max_blocks, _LEASE_TTL_S)
         written: list[BlockKey] = []
         try:
@@ -61,6 +61,7 @@ class ColdWriter:
                 written.append(block.name.key)
         finally:
             held = self._directory.release(batch.lease_id)
+            self._directory.note_cold(self._cold.status())
         return self._directory.mark_cold(written) if held else 0
 
     def _run(self) -> None:

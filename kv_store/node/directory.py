@@ -19,6 +19,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from kv_store.ledger import Ledger, PageState, Worth
 from kv_store.node.claims import Holds, Leases, Reservations
 from kv_store.node.directory_port import DirectoryPort
+from kv_store.tiers.cold_tier import ColdStatus
 from wire.directory import Block, DirectoryInfo, DirectoryStatus, Entry, Hold, Lease, Reservation
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
@@ -72,6 +73,7 @@ class Directory(DirectoryPort):
         self._blocks: dict[PageId, Block] = {}
         self._num_read = Counter[bool]()
         self._num_copied = 0
+        self._cold = ColdStatus("up")
         self._lock = threading.Lock()
 
     def info(self) -> DirectoryInfo:
@@ -164,6 +166,11 @@ class Directory(DirectoryPort):
         return len(slots)
 
     @_exclusive
+    def note_cold(self, cold: ColdStatus) -> None:
+        """Notes the cold tier's state as its writer finds it, for the processes that only read there."""
+        self._cold = cold
+
+    @_exclusive
     def status(self) -> DirectoryStatus:
         return DirectoryStatus(
             counts=self._ledger.counts(),
@@ -174,6 +181,8 @@ class Directory(DirectoryPort):
             misses=self._num_read[False],
             evictions=self._ledger.num_evicted,
             copied=self._num_copied,
+            refused=self._cold.refused,
+            cold_state=self._cold.state,
         )
 
     @_exclusive

@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import threading
+from contextlib import suppress
 
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import CALLS, GREETING
@@ -59,7 +60,8 @@ class DirectoryServer:
         self._loop.add_reader(self._listener, self._accept)
         self._is_ready.set()
         await self._is_stopping.wait()
-        os.unlink(self._path)
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
         self._loop.remove_reader(self._listener)
         self._listener.close()
         await self._hang_up()

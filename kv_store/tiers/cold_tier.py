@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ColdStatus:
-    """`state` is "up" or "broken"; counts of blocks since the start of this client."""
+    """`state` is "up", "broken", or "full" or "read-only" while the tier refuses blocks.
+
+    Counts of blocks since the start of this client; `refused` ones it tried to write in vain.
+    """
 
     state: str
     hits: int = 0
@@ -30,6 +33,7 @@ class ColdStatus:
     errors: int = 0
     corrupt: int = 0
     written: int = 0
+    refused: int = 0
 
 
 class ColdTier(Protocol):

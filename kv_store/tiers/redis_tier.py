@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
 from kv_store.breaker import Breaker
@@ -35,6 +35,7 @@ class RedisTier(FramedTier):
 
     Once the server is silent, or has failed three times in a row, no command is sent until a probe has succeeded. A
     thread of its own probes, so that callers do not wait: at once until the third failure, then every two seconds.
+    Once it has refused three writes in a row, as a full one or a replica does, one write every two seconds is tried.
 
     timeout_s: for a connection to be made, and for each reply to begin and go on. One caller may wait that long in
     vain, once; a block that takes longer is cheaper to compute.
@@ -47,9 +48,11 @@ class RedisTier(FramedTier):
         super().__init__(layout)
         self._redis = _connect(url, timeout_s)
         self._breaker = Breaker(clock)
+        self._writes = Breaker(clock)
+        self._refusal = ""
         self._is_silent = False
         self._probe: threading.Thread | None = None
-        if (reason := greet(url, max(timeout_s, _GREETING_TIMEOUT_S))) is not None:
+        if (reason := greet(url, max(timeout_s, _GREETING_TIMEOUT_S), self._refused)) is not None:
             self._breaker.failed()
             log.warning("the cold tier does not answer yet: %s", reason)
 
@@ -70,7 +73,9 @@ class RedisTier(FramedTier):
 
     @property
     def _state(self) -> str:
-        return "broken" if self._breaker.is_open else "up"
+        if self._breaker.is_open:
+            return "broken"
+        return self._refusal if self._writes.is_open else "up"
 
     def _exist(self, keys: Sequence[BlockKey]) -> list[bool]:
         pipeline = self._redis.pipeline(transaction=False)
@@ -82,7 +87,32 @@ class RedisTier(FramedTier):
         return self._ask(lambda: self._get_range(key, max_bytes), b"")
 
     def _write(self, key: BlockKey, frame: bytes) -> bool:
-        return bool(self._ask(lambda: self._redis.set(_PREFIX + key, frame), None))
+        return self._writes.allows() and self._ask(lambda: self._set(key, frame), False)
+
+    def _set(self, key: BlockKey, frame: bytes) -> bool:
+        """Stores a value; False if the server answers, but refuses it."""
+        try:
+            self._redis.set(_PREFIX + key, frame)
+        except ResponseError as error:
+            self._refused(error)
+            return False
+        with self._lock:
+            was_refusing = self._writes.is_open
+            self._writes.succeeded()
+        if was_refusing:
+            log.warning("Redis takes blocks again")
+        return True
+
+    def _refused(self, error: ResponseError) -> None:
+        is_full = isinstance(error, OutOfMemoryError)
+        with self._lock:
+            was_refusing = self._writes.is_open
+            self._writes.failed()
+            self._refusal = "full" if is_full else "read-only"
+            self._counted["refused"] += 1
+        if self._writes.is_open and not was_refusing:
+            advice = ": set its maxmemory-policy to allkeys-lru, or give it more memory" if is_full else ""
+            log.warning("Redis refuses blocks (%s)%s", error, advice)
 
     def _get_range(self, key: BlockKey, max_bytes: int) -> bytes:
         try:
@@ -142,23 +172,25 @@ class RedisTier(FramedTier):
             log.warning("the cold tier answers again")
 
 
-def greet(url: str, timeout_s: float) -> str | None:
+def greet(url: str, timeout_s: float, on_refusal: Callable[[ResponseError], None] = lambda _: None) -> str | None:
     """Tries the commands of later on the server, while a wrong password can still fail the start.
 
-    Returns the reason if the server does not answer. Raises ConfigError for a URL that is none, or credentials that it
-    refuses.
+    Returns the reason if the server does not answer. Calls `on_refusal` for one that takes no blocks. Raises
+    ConfigError for a URL that is none, or credentials that it refuses.
     """
     try:
         with _connect(url, timeout_s) as patient:
-            patient.set(_PROBE, b"", px=_PROBE_TTL_MS)
+            _warn_of_policy(patient)
             patient.getrange(_PROBE, 0, 0)
             patient.exists(_PROBE)
             patient.unlink(_PROBE)
-            _warn_of_policy(patient)
+            patient.set(_PROBE, b"", px=_PROBE_TTL_MS)
     except (AuthenticationError, NoPermissionError) as error:
         raise ConfigError("redis_url: the server does not take these credentials") from error
     except TypeError as error:
         raise ConfigError("redis_url: it has an option that no connection takes") from error
+    except OutOfMemoryError as error:
+        on_refusal(error)
     except RedisError as error:
         return str(error)
     return None
@@ -175,7 +207,7 @@ def _warn_of_policy(server: Any) -> None:
         log.info("the cold tier does not tell its eviction policy: %s", error)
         return
     if policy == "noeviction":
-        log.warning("the cold tier never evicts (maxmemory-policy noeviction): writes will fail when it is full")
+        log.warning("the cold tier never evicts (maxmemory-policy noeviction): once full, it refuses all blocks")
 
 
 def _connect(url: str, timeout_s: float) -> Any:

@@ -10,11 +10,19 @@ from router.workers.members import Member, Members
 from wire.convert import status_of
 from wire.errors import BatonError
 from wire.pb import cluster_pb2, worker_pb2
-from wire.pools import WorkerState
+from wire.pools import Role, WorkerState
 from wire.tier import Tier
 
 ASK_TIMEOUT_S = 5.0
 COUNTED_BY_WORKERS = ("hits", "misses", "errors", "corrupt")
+COUNTED_BY_NODE = ("written", "refused")
+TIER_STATES = {
+    "broken": "does not answer: workers go on without it",
+    "full": "is full and refuses blocks: set its maxmemory-policy to allkeys-lru, or give it more memory",
+    "read-only": "refuses blocks: workers read what it has",
+    "up": "is up again",
+}
+"""The worst first, with the event that it is when a tier comes to it."""
 READ_EVERY_S = 2.0
 MAX_EVENTS = 20
 LONG_SILENCE_S = 10.0
@@ -36,9 +44,12 @@ class StatusReader:
     async def read(self, request: cluster_pb2.GetStatusRequest) -> cluster_pb2.ClusterStatus:
         """Everything but names, addresses and events. With `check`, workers and router verify their invariants."""
         workers = await asyncio.gather(*(_ask(member, request.check) for member in self._members))
+        pools = [_pool(role, self._members) for role in Role]
         problems = [f"{worker.worker_id}: {problem}" for worker in workers for problem in worker.problems]
+        problems += [_shortage(pool) for pool in pools if pool.num_ready < pool.size]
         status = cluster_pb2.ClusterStatus(
             workers=workers,
+            pools=pools,
             num_running=self._dispatcher.num_running,
             num_queued=self._dispatcher.num_queued,
             problems=[*problems, *(self._check() if request.check else [])],
@@ -61,11 +72,19 @@ async def _ask(member: Member, check: bool) -> worker_pb2.WorkerStatus:
     return status
 
 
+def _pool(role: Role, members: Members) -> cluster_pb2.PoolStatus:
+    return cluster_pb2.PoolStatus(role=role.value, size=members.sizes[role], num_ready=len(members.ready(role)))
+
+
+def _shortage(pool: cluster_pb2.PoolStatus) -> str:
+    return f"the {pool.role} pool has {pool.num_ready} of {pool.size} workers: the last events tell why"
+
+
 def _summed(tier: Tier, workers: Iterable[worker_pb2.WorkerStatus]) -> worker_pb2.TierStatus:
     """A tier of the node as its workers tell of it.
 
-    The first speaks for what they share, pages and what is held; what each counts for itself is added up, but blocks
-    written, which are the node's. A tier that any worker finds broken is broken.
+    The first speaks for what they share, pages and what is held; what each counts for itself is added up, but not what
+    the node's service counts. The tier's state is the worst that any worker finds.
     """
     told = [status for worker in workers for status in worker.tiers if status.tier == tier]
     if not told:
@@ -73,12 +92,13 @@ def _summed(tier: Tier, workers: Iterable[worker_pb2.WorkerStatus]) -> worker_pb
     summed = worker_pb2.TierStatus()
     summed.CopyFrom(told[0])
     states = {status.state for status in told}
-    summed.state = next((state for state in ("broken", "up", "off") if state in states), "")
+    summed.state = next((state for state in (*TIER_STATES, "off") if state in states), "")
     for name in COUNTED_BY_WORKERS:
         if name in summed.counts:
             summed.counts[name] = sum(status.counts[name] for status in told)
-    if "written" in summed.counts:
-        summed.counts["written"] = max(status.counts["written"] for status in told)
+    for name in COUNTED_BY_NODE:
+        if name in summed.counts:
+            summed.counts[name] = max(status.counts[name] for status in told)
     return summed
 
 
@@ -122,10 +142,8 @@ class StatusWatch:
 def changes(before: cluster_pb2.ClusterStatus, after: cluster_pb2.ClusterStatus) -> Iterator[str]:
     """Yields the changes between two statuses that an operator wants to know of."""
     for old, new in ((status_of(tier, before.tiers), status_of(tier, after.tiers)) for tier in Tier):
-        if (old.state, new.state) == ("up", "broken"):
-            yield f"tier {old.tier} does not answer: workers go on without it"
-        if (old.state, new.state) == ("broken", "up"):
-            yield f"tier {old.tier} answers again"
+        if old.state in TIER_STATES and new.state in TIER_STATES and old.state != new.state:
+            yield f"tier {new.tier} {TIER_STATES[new.state]}"
         if old.epoch and new.epoch and old.epoch != new.epoch:
             yield f"the directory of tier {old.tier} is a new one: every block in it is a miss"
     yield from _changes_of_silence(_silences(before), _silences(after))

@@ -31,6 +31,11 @@ class WorkerCollector(Collector):
         yield from _of_requests(status, answering)
         yield from _of_blocks(status, answering)
         yield from _of_tiers(status, answering)
+        for name, field, text in (
+            ("pool_size", "size", "Workers that a pool is to have"),
+            ("pool_ready", "num_ready", "Workers of a pool that take work now"),
+        ):
+            yield _gauge(name, text, ("role",), [((pool.role,), getattr(pool, field)) for pool in status.pools])
         yield _gauge(
             "worker_up",
             "Whether a worker answered when it was last asked",
@@ -102,10 +107,14 @@ def _of_tiers(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.Wo
         "tier_up",
         "Whether a worker's tier answers; 0: its breaker is open",
         labels,
-        [(ids, float(tier.state == "up")) for ids, tier in told],
+        [(ids, float(tier.state != "broken")) for ids, tier in told],
     )
-    written = [((*NODE, tier.tier), tier.counts["written"]) for tier in status.tiers if _is_on(tier)]
-    yield _counter("tier_written", "Blocks that the node's service has written to a tier", written, labels)
+    for name, text in (
+        ("written", "Blocks that the node's service has written to a tier"),
+        ("refused", "Blocks that a tier has refused from the node's service, being full or read-only"),
+    ):
+        rows = [((*NODE, tier.tier), tier.counts[name]) for tier in status.tiers if _is_on(tier)]
+        yield _counter(f"tier_{name}", text, rows, labels)
     for name in ("hits", "misses", "errors", "corrupt"):
         rows = [(ids, tier.counts[name]) for ids, tier in told]
         yield _counter(f"tier_{name}", f"Blocks asked of a tier: {name}", rows, labels)

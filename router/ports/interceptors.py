@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from grpc_status import rpc_status
 
-from router.ports.arrivals import Context, take_all, take_one
+from router.ports.arrivals import Context, Pace, take_all, take_one
 from wire import incident
 from wire.errors import BatonError
 from wire.rpc_status import to_status
@@ -29,13 +29,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, arriving: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> None:
         self._arriving = arriving
+        self._pace = Pace()
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
         arriving = partial(self._arriving, handler_call_details.method)
-        take = partial(take_all if handler.request_streaming else take_one, handler.request_deserializer, arriving)
+        take_in = take_all if handler.request_streaming else take_one
+        take = partial(take_in, handler.request_deserializer, arriving, self._pace)
         if not handler.response_streaming:
             method = handler.stream_unary or handler.unary_unary
             return grpc.stream_unary_rpc_method_handler(_guard_unary(method, take), None, handler.response_serializer)
@@ -52,7 +54,8 @@ def _guard_unary(method: Any, take: Any) -> Any:
         except grpc.aio.AbortError:
             raise
         except Exception as error:
-            await _abort(context, error if isinstance(error, BatonError) else incident.report(error))
+            status = _status_of(error)
+        return await context.abort_with_status(status)
 
     return call
 
@@ -62,13 +65,21 @@ def _guard_stream(method: Any, take: Any) -> Any:
         try:
             async for message in method(await take(context), context):
                 yield message
+            return
         except grpc.aio.AbortError:
             raise
         except Exception as error:
-            await _abort(context, error if isinstance(error, BatonError) else incident.report(error))
+            status = _status_of(error)
+        await context.abort_with_status(status)
 
     return call
 
 
-async def _abort(context: Context, error: BatonError) -> None:
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+def _status_of(error: Exception) -> Any:
+    """Makes the status of an error, and lets go of the frames that the error came through, with the message in them.
+
+    The call keeps the status's own exception: raised within `except`, it would keep this error and these frames.
+    """
+    told = error if isinstance(error, BatonError) else incident.report(error)
+    error.__traceback__ = None
+    return rpc_status.to_status(to_status(told))

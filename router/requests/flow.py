@@ -12,7 +12,6 @@ to abort, and `Line` drops updates that come late. `OpenRequest` sends the last 
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,6 +23,7 @@ from router.placement.placement import Placement
 from router.requests.answer import Answer
 from router.requests.outbox import Outbox
 from router.requests.replay import MAX_ATTEMPTS, Attempts, NextStep, Quarantine, Suspects, next_step
+from router.requests.tokenizing import TokenizerThreads
 from router.requests.validator import Limits, Prepared, ValidRequest, prepare
 from router.workers.holds import Hold, Holds
 from router.workers.line import Take
@@ -36,10 +36,10 @@ from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import WorkerState
 
-MAX_SHORT_PROMPT = 256
+MAX_TINY_LEN = 256
 """A prompt of so many characters or tokens is prepared on the event loop: a thread would take longer to begin."""
-MAX_NUMBERS = 1 << 32
-"""The numbers that a message can carry."""
+MAX_NUMBER = (1 << 32) - 1
+"""The last number that a message can carry; the first is 1."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,29 @@ class Services:
     """
 
     codec: TextCodec
-    threads: Executor
+    threads: TokenizerThreads
     placement: Placement
     holds: Holds
     suspects: Suspects
     quarantine: Quarantine
     mark_lost: Callable[[WorkerId], None]
     metrics: RequestMetrics
-    attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBERS for number in count(1)))
+    attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
 
 
 @dataclass(frozen=True)
 class Order:
-    """A request that was let in. `root` is its tenant's; times are of the event loop's clock."""
+    """A request that was let in. `root` is its tenant's; times are of the event loop's clock.
+
+    life_s: the deadline as the client gave it, or the longest there is. deadline_s: a moment before it is over.
+    """
 
     request_id: RequestId
     valid: ValidRequest
     limits: Limits
     root: NamespaceRoot
     arrived_s: float
+    life_s: float
     deadline_s: float
 
 
@@ -118,6 +122,7 @@ class Flow:
         step = NextStep.RETRY
         while not self.answer.has_ended:
             self._is_alone = step is NextStep.RETRY_ALONE
+            self.timeline.begin_span("wait_trial")
             try:
                 async with self._services.suspects.alone(self._order.request_id) if self._is_alone else nullcontext():
                     if self._is_alone:
@@ -127,14 +132,16 @@ class Flow:
                 step = self._after(failure.error)
 
     async def _prepare(self) -> None:
-        """Tokenizes the prompt and names its blocks, in a thread, or on the event loop if the prompt is short."""
+        """Tokenizes the prompt and names its blocks, in a thread, or on the event loop if the prompt is tiny."""
         services, order, clock = self._services, self._order, self._loop.time
 
         def work() -> tuple[float, Prepared]:
+            self.timeline.begin_span("tokenize")
             return clock(), prepare(order.valid, services.codec, order.limits, order.root)
 
-        is_short = len(order.valid.prompt) <= MAX_SHORT_PROMPT
-        began_s, self._prepared = work() if is_short else await self._loop.run_in_executor(services.threads, work)
+        self.timeline.begin_span("wait_tokenizer")
+        length = len(order.valid.prompt)
+        began_s, self._prepared = work() if length <= MAX_TINY_LEN else await services.threads.run(length, work)
         self.timeline.end_span("wait_tokenizer", began_s)
         self._end_span("tokenize")
         if services.quarantine.holds(self.prepared.keys[-1], self._loop.time()):
@@ -149,6 +156,7 @@ class Flow:
         if self.answer.num_tokens or not self._services.placement.has_prefill:
             await self._decode(None)
             return
+        self.timeline.begin_span("wait_room")
         async with self._services.holds.hold(self._attempt_id, self.prepared.keys) as hold:
             self._end_span("wait_room")
             await self._prefill(hold)
@@ -167,6 +175,7 @@ class Flow:
     async def _decode(self, hold: Hold | None) -> None:
         """Lets a worker decode the unfinished choices. The hold ends when their blocks are fetched."""
         num_prompt = len(self.prepared.prompt_ids)
+        self.timeline.begin_span("wait_decode")
         member = await self._services.placement.choose_decode(self.prepared.keys, num_prompt)
         self._end_span("wait_decode")
         self._decode_worker = member.id

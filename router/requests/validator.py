@@ -1,6 +1,5 @@
 """The one place where a client's request is checked, and made ready for workers. What passes is within every range."""
 
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,26 +7,13 @@ from dataclasses import dataclass, replace
 from text.codec import TextCodec
 from wire.convert import sampling_from_pb
 from wire.errors import InvalidRequest, ModelNotFound
-from wire.ids import BlockKey, NamespaceRoot, RequestId
+from wire.ids import REQUEST_ID, BlockKey, NamespaceRoot, RequestId
 from wire.keys import cover
 from wire.pb import inference_pb2 as pb
-from wire.sampling import MAX_CHOICES, SamplingParams
+from wire.sampling import SamplingParams
 
-MAX_LOGPROBS = 20
-MAX_STOPS = 4
-MAX_STOP_CHARS = 256
-MAX_STOP_TOKEN_IDS = 16
-MAX_REPETITION_PENALTY = 10.0
 SEED_BITS = 63
-_RANGES = {
-    "temperature": (0, 2),
-    "min_p": (0, 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "logprobs": (0, MAX_LOGPROBS),
-    "n": (1, MAX_CHOICES),
-}
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+MAX_CHARACTER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -79,13 +65,20 @@ def validate(message: pb.GenerateRequest, limits: Limits) -> ValidRequest:
     )
 
 
+def require_may_fit(valid: ValidRequest, codec: TextCodec, limits: Limits) -> None:
+    """Raises InvalidRequest for a text that is too long however it is tokenized. Takes milliseconds for megabytes."""
+    if isinstance(valid.prompt, str) and len(valid.prompt) * MAX_CHARACTER_BYTES >= limits.max_sequence_len:
+        _require_room(codec.min_tokens(valid.prompt, limits.max_sequence_len), limits, "at least ")
+
+
 def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: NamespaceRoot) -> Prepared:
     """Tokenizes, draws a seed if none was given, names the blocks. Raises InvalidRequest if it does not fit.
 
     May be called on any thread; takes as long as the text is.
     """
-    prompt_ids = tuple(codec.encode(valid.prompt)) if isinstance(valid.prompt, str) else valid.prompt
-    sampling = resolve(valid, prompt_ids, limits, secrets.randbits(SEED_BITS))
+    encoded = codec.encode(valid.prompt) if isinstance(valid.prompt, str) else valid.prompt
+    sampling = resolve(valid, encoded, limits, secrets.randbits(SEED_BITS))
+    prompt_ids = tuple(encoded)
     keys = tuple(name.key for name in cover(root, prompt_ids, limits.block_size))
     return Prepared(prompt_ids, sampling, keys)
 
@@ -116,21 +109,21 @@ def _room(prompt_ids: Sequence[int], limits: Limits) -> int:
     """How many output tokens fit after the prompt, at least one."""
     num_tokens = len(prompt_ids)
     _require(num_tokens > 0, "prompt", "has no tokens")
-    _require(max(prompt_ids) < limits.vocab_size, "prompt", "has a token that is not in the model's vocabulary")
     _require_room(num_tokens, limits)
+    _require(max(prompt_ids) < limits.vocab_size, "prompt", "has a token that is not in the model's vocabulary")
     return limits.max_sequence_len - num_tokens
 
 
-def _require_room(num_tokens: int, limits: Limits) -> None:
+def _require_room(num_tokens: int, limits: Limits, at_least: str = "") -> None:
     _require(
         num_tokens < limits.max_context_len,
         "prompt",
-        f"{num_tokens} tokens leave no room in a context of {limits.max_context_len}",
+        f"{at_least}{num_tokens} tokens leave no room in a context of {limits.max_context_len}",
     )
     _require(
         num_tokens < limits.max_sequence_len,
         "prompt",
-        f"{num_tokens} tokens need more blocks than the {limits.num_blocks} of the smallest pool",
+        f"{at_least}{num_tokens} tokens need more blocks than the {limits.num_blocks} of the smallest pool",
     )
 
 
@@ -142,7 +135,7 @@ def _require_model(message: pb.GenerateRequest, limits: Limits) -> None:
 def _request_id(message: pb.GenerateRequest) -> RequestId | None:
     if not message.HasField("request_id"):
         return None
-    valid = _REQUEST_ID.fullmatch(message.request_id) is not None
+    valid = REQUEST_ID.fullmatch(message.request_id) is not None
     _require(valid, "request_id", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
     return RequestId(message.request_id)
 
@@ -152,8 +145,9 @@ def _prompt(message: pb.GenerateRequest, limits: Limits) -> str | tuple[int, ...
     if kind is None:
         raise InvalidRequest("prompt", "missing: give text or token_ids")
     if kind == "text":
-        _require(message.text != "", "text", "must not be empty")
-        return message.text
+        text = message.text
+        _require(text != "", "text", "must not be empty")
+        return text
     return _token_ids(message.token_ids.ids, limits)
 
 
@@ -165,25 +159,7 @@ def _token_ids(ids: Sequence[int], limits: Limits) -> tuple[int, ...]:
 
 
 def _sampling(sampling: SamplingParams, given: pb.SamplingParams, limits: Limits) -> SamplingParams:
-    for param, (low, high) in _RANGES.items():
-        value = getattr(sampling, param)
-        _require(value is None or low <= value <= high, param, f"must be from {low} to {high}")
-    _require(0 < sampling.top_p <= 1, "top_p", "must be above 0 and at most 1")
-    _require(sampling.top_k >= -1, "top_k", "must be at least 1, or 0 or -1 for off")
-    _require(
-        0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
-        "repetition_penalty",
-        f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}",
-    )
-    _require(sampling.seed >= 0, "seed", "must not be negative")
-    _check_lengths(sampling, given, limits)
-    _check_stops(sampling, limits)
-    return replace(sampling, top_k=min(max(sampling.top_k, 0), limits.vocab_size))
-
-
-def _check_lengths(sampling: SamplingParams, given: pb.SamplingParams, limits: Limits) -> None:
-    _require(sampling.min_tokens >= 0, "min_tokens", "must not be negative")
-    _require(sampling.max_tokens >= 1, "max_tokens", "must be at least 1")
+    sampling.require_in_range(limits.vocab_size)
     if given.HasField("max_tokens"):
         _require(
             sampling.max_tokens < limits.max_context_len,
@@ -191,15 +167,7 @@ def _check_lengths(sampling: SamplingParams, given: pb.SamplingParams, limits: L
             f"must be below the context's length, {limits.max_context_len}",
         )
         _require(sampling.min_tokens <= sampling.max_tokens, "min_tokens", "must not be more than max_tokens")
-
-
-def _check_stops(sampling: SamplingParams, limits: Limits) -> None:
-    _require(len(sampling.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
-    for stop in sampling.stop:
-        _require(1 <= len(stop) <= MAX_STOP_CHARS, "stop", f"must be from 1 to {MAX_STOP_CHARS} characters")
-    _require(len(sampling.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
-    known = all(token_id < limits.vocab_size for token_id in sampling.stop_token_ids)
-    _require(known, "stop_token_ids", f"must be below the vocabulary's size, {limits.vocab_size}")
+    return replace(sampling, top_k=min(max(sampling.top_k, 0), limits.vocab_size))
 
 
 def _require(valid: bool, param: str, message: str) -> None:

@@ -21,7 +21,10 @@ class ControllerPort(Protocol):
     """Raises Unavailable where the controller does not answer in time, and BatonError as it says itself."""
 
     async def scale(self, prefill: int | None, decode: int | None) -> PoolSizes:
-        """Gives each pool the size asked for; None leaves it as it is. Returns when both have it."""
+        """Gives each pool the size asked for; None leaves it as it is. Returns when these pools have it.
+
+        Raises Overtaken once a later order sets another size of a pool, Unavailable for workers that do not start.
+        """
         ...
 
     async def drain(self, worker_id: WorkerId) -> None:

@@ -8,7 +8,7 @@ from router.workers.line import Line
 from wire.errors import PairRefused, WorkerNotFound
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import worker_pb2
-from wire.pools import Role, Worker, WorkerState
+from wire.pools import PoolSizes, Role, Worker, WorkerState
 
 LONG_STEP_S = 5.0
 """An engine that takes longer may hang, or compute a long prompt on a CPU: it is chosen last, and that is all."""
@@ -54,9 +54,13 @@ class Member:
 
 
 class Members:
-    """All workers in here run the model and layout that the router serves, so any two can be paired."""
+    """All workers in here run the model and layout that the router serves, so any two can be paired.
+
+    sizes: what the controller wants the pools to have, as it told last.
+    """
 
     def __init__(self, fingerprint: bytes, layout: bytes) -> None:
+        self.sizes = PoolSizes(0, 0)
         self._fingerprint = fingerprint
         self._layout = layout
         self._members: dict[WorkerId, Member] = {}

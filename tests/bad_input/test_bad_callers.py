@@ -1,5 +1,6 @@
 """Whoever is not of the cluster, at the ports of workers and operator; and what even the cluster may not say there."""
 
+import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -78,10 +79,13 @@ async def test_the_token_does_not_open_at_the_public_port_what_is_not_there(port
 
 
 def begin(
-    prompt: Sequence[int] = range(1, 101), sampling: SamplingParams = GREEDY, outputs: Sequence[Sequence[int]] = ((),)
+    prompt: Sequence[int] = range(1, 101),
+    sampling: SamplingParams = GREEDY,
+    outputs: Sequence[Sequence[int]] = ((),),
+    attempt: int = 1,
 ) -> worker_pb2.Begin:
     return worker_pb2.Begin(
-        id=worker_pb2.AttemptId(request_id="r", attempt=1),
+        id=worker_pb2.AttemptId(request_id="r", attempt=attempt),
         namespace_root=bytes(32),
         prompt=inference_pb2.TokenIds(ids=prompt),
         sampling_params=sampling_to_pb(sampling),
@@ -112,6 +116,11 @@ WRONG = {
     "a token of the output beyond the vocabulary": begin(outputs=((301,),)),
     "more than the context": begin(sampling=replace(GREEDY, max_tokens=1 << 40)),
     "a root of other length": spoilt(namespace_root=b"abc"),
+    "attempt 0": begin(attempt=0),
+    "choice 77 of one": spoilt(choices=[worker_pb2.ChoiceSoFar(index=77)]),
+    "n of 2^31 - 1": begin(sampling=replace(GREEDY, n=2**31 - 1)),
+    "a temperature that is no number": begin(sampling=replace(GREEDY, temperature=math.nan)),
+    "a deadline that is no number": spoilt(time_left_s=math.nan),
 }
 
 
@@ -139,6 +148,21 @@ async def test_what_would_upset_an_engine_is_refused(ports: Ports, worker: str, 
     await ports.require_unharmed()
 
 
+async def test_a_line_outlives_the_attempts_that_it_refuses(ports: Ports) -> None:
+    good = spoilt(id=worker_pb2.AttemptId(request_id="good", attempt=2))
+    orders = worker_pb2.ConnectRequest(begins=[*WRONG.values(), good])
+    async with asyncio.timeout(MAX_CALL_S):
+        connect = WorkerStub(ports.channels["d0"]).Connect(metadata=CLUSTER_TOKEN)
+        await connect.write(orders)
+        ends: dict[int, worker_pb2.End] = {}
+        while not {1, 2} <= set(ends):
+            ends |= {one.id.attempt: one.end for one in (await connect.read()).updates if one.HasField("end")}
+    connect.cancel()
+    assert type(error_from_pb(ends[1].error)) is InvalidRequest
+    assert not ends[2].HasField("error")
+    await ports.require_unharmed()
+
+
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"], ids=["no message", "an id that is not UTF-8"])
 async def test_a_begin_in_pieces_that_make_no_message_is_refused(ports: Ports, data: bytes) -> None:
     piece = worker_pb2.Piece(id=worker_pb2.AttemptId(request_id="r", attempt=1), data=data, last=True)
@@ -156,13 +180,6 @@ async def test_bytes_that_are_no_order_end_the_line_and_what_was_begun_on_it(por
         while await connect.read() is not grpc.aio.EOF:
             pass
     assert "DecodeError" not in (await connect.details() or "")
-    await ports.require_unharmed()
-
-
-@pytest.mark.parametrize("setting", ["temperature", "top_p", "repetition_penalty"])
-async def test_a_setting_that_is_no_number_harms_but_its_request(ports: Ports, setting: str) -> None:
-    settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": 4, setting: math.nan}
-    await end_of(ports, "d0", worker_pb2.ConnectRequest(begins=[begin(sampling=replace(GREEDY, **settings))]))
     await ports.require_unharmed()
 
 

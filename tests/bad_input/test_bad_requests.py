@@ -10,6 +10,7 @@ import pytest
 from tests.bad_input.ports import GOOD, MODEL, PROMPT, SIZES, Ports
 from tests.bad_input.refusal import refusal_of, refused
 from tests.faults.answer import ask
+from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceStub
 
@@ -70,7 +71,8 @@ CASES = [
     Case(6, "a varint without end", b"\xff" * 20, "message"),
     Case(6, "groups without end", b"\x0b" * 200, "message"),
     Case(6, "TokenIds that are cut", b"\x22\x0c\x0a\x0a\x01", "message"),
-    Case(14, "unknown fields alone", b"\xfa\x3e\x03abc", "prompt"),
+    Case(14, "unknown fields alone", b"\xfa\x3e\x03abc", "message"),
+    Case(14, "token ids that are floats", b"\x22\x05\x0d\x00\x00\x80\x3f", "ids"),
     *(
         Case(31, f"model {_short(name)}", message(model=name, text="hi"), "", "NOT_FOUND")
         for name in ("other", "", "twin ", "TWIN", "twin\0")
@@ -90,7 +92,6 @@ CASES = [
     Case(39, "token id 2^31", tokens(1 << 31), "token_ids"),
     Case(39, "token id 2^32 - 1", tokens((1 << 32) - 1), "token_ids"),
     Case(39, "token id -1", b"\x22\x0c\x0a\x0a" + b"\xff" * 9 + b"\x01", "token_ids"),
-    Case(39, "token ids that are floats", b"\x22\x05\x0d\x00\x00\x80\x3f", "token_ids"),
     *setting(44, "temperature", math.nan, math.inf, -math.inf, 1e39),
     *setting(45, "temperature", -0.01, 2.01),
     *setting(46, "top_p", 0.0, -0.5, 1.01, math.nan, math.inf),
@@ -162,11 +163,58 @@ async def test_choices_of_a_greedy_request_are_the_same(ports: Ports) -> None:
     await ports.require_unharmed()
 
 
-async def test_unknown_fields_are_ignored(ports: Ports) -> None:
-    """Also those that are reserved, and a known one of another wire type: to protobuf both are unknown."""
-    unknown = b"\xfa\x3e\x03abc" + b"\x2a\x01x" + b"\x32\x05\x1d\x00\x00\x80\x3f"
-    [choice] = await ports.answer(tokens(*PROMPT, max_tokens=8) + unknown)
-    assert choice.token_ids == MODEL.oracle(PROMPT, 8)
+def _settings(raw: bytes) -> bytes:
+    """The field `sampling_params` with these bytes."""
+    return b"\x32" + bytes([len(raw)]) + raw
+
+
+UNKNOWN: dict[str, tuple[bytes, str]] = {
+    "a number that no field has": (b"\xfa\x3e\x03abc", "message: GenerateRequest has no field 1007; leave it out"),
+    "three of them": (
+        b"\xf8\x3e\x01\xf0\x3e\x01\xf8\x3e\x02\xe8\x3e\x01",
+        "message: GenerateRequest has no field 1005, 1006, 1007; leave it out",
+    ),
+    "a group": (b"\xfb\x3e\xfc\x3e", "message: GenerateRequest has no field 1007; leave it out"),
+    "messages": (b"\x2a\x01x", "messages: field 5 of GenerateRequest is not offered yet"),
+    "messages of 8 KiB": (b"\x2a\x80\x40" + bytes(8 << 10), "messages: field 5 of GenerateRequest is not offered yet"),
+    "priority": (b"\x48\x01", "priority: field 9 of GenerateRequest is not offered yet"),
+    "text as a number": (b"\x18\x01", "text: field 3 of GenerateRequest was sent with another wire type"),
+    "a setting that no field has": (
+        _settings(b"\xfa\x3e\x00"),
+        "message: SamplingParams has no field 1007; leave it out",
+    ),
+    "logit_bias": (_settings(b"\x82\x01\x00"), "logit_bias: field 16 of SamplingParams is not offered yet"),
+    "response_format": (_settings(b"\x8a\x01\x00"), "response_format: field 17 of SamplingParams is not offered yet"),
+    "temperature as a double": (
+        _settings(b"\x09" + bytes(8)),
+        "temperature: field 1 of SamplingParams was sent with another wire type",
+    ),
+    "a number in the token ids": (
+        b"\x22\x06\x0a\x01\x01\xf8\x3e\x01",
+        "message: TokenIds has no field 1007; leave it out",
+    ),
+    "a million": (b"\xfa\x3e\x00" * (1 << 20), "message: has 3145728 bytes of unknown fields; leave them out"),
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+async def test_unknown_fields_are_refused_by_number_or_name(ports: Ports, what: str) -> None:
+    raw, told = UNKNOWN[what]
+    refusal = await refused(ports.generate(tokens(*PROMPT, max_tokens=8) + raw))
+    assert (refusal.code, refusal.message) == ("INVALID_ARGUMENT", told)
+    refusal.require_discreet()
+    await ports.require_unharmed()
+
+
+async def test_every_method_of_ours_refuses_unknown_fields(ports: Ports) -> None:
+    unknown = b"\xf8\x3e\x01"
+    for port, service in (("public", pb), ("operator", cluster_pb2)):
+        for name, methods in service.DESCRIPTOR.services_by_name.items():
+            for method in methods.methods:
+                refusal = await ports.refusal(port, f"/baton.v1.{name}/{method.name}", unknown)
+                assert refusal.message == f"message: {method.input_type.name} has no field 1007; leave it out"
+        check = ports.channels[port].unary_unary("/grpc.health.v1.Health/Check", bytes, bytes)
+        assert await check(unknown, timeout=20)
     await ports.require_unharmed()
 
 

@@ -1,4 +1,5 @@
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import psutil
 import pytest
 
 from tests.checkpoints import choose_prompt
-from tests.cluster.served_cluster import ServedCluster, wait_until
+from tests.cluster.served_cluster import SHARED_MEMORY, ServedCluster, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
@@ -24,8 +25,19 @@ def _kill(process: psutil.Process) -> None:
     process.send_signal(signal.SIGKILL)
 
 
+def _order(cluster: ServedCluster, num_decode: int) -> "subprocess.Popen[str]":
+    """A `baton scale` under way, whose order the controller has taken."""
+    scaling = cluster.start("scale", "--decode", str(num_decode))
+    record = Path(cluster.state()["run_dir"]) / "pools.json"
+    wait_until(lambda: json.loads(record.read_text())["sizes"]["decode"] == num_decode, "the order is taken")
+    return scaling
+
+
 def test_pools_grow_and_shrink(cluster: ServedCluster, checkpoint: Path) -> None:
+    overtaken = _order(cluster, 3)
     assert cluster.do("scale", "--prefill", "2", "--decode", "2") == "2 prefill and 2 decode workers\n"
+    assert overtaken.communicate()[1] == "baton: overtaken by a later order: decode 2\n"
+    assert overtaken.returncode == 1
     assert (len(cluster.workers("prefill")), len(cluster.workers("decode"))) == (2, 2)
     assert _is_right(cluster, checkpoint)
     pids = [worker["pid"] for role in ("prefill", "decode") for worker in cluster.workers(role).values()]
@@ -42,7 +54,7 @@ def test_one_worker_is_drained_and_the_last_cannot_be(cluster: ServedCluster, ch
     cluster.do("drain", first)
     assert list(cluster.workers("decode")) == [second]
     refused = cluster.run("drain", second)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "at least one decode worker" in refused.stderr
     assert cluster.workers("decode")[second]["state"] == "ready"
     assert _is_right(cluster, checkpoint)
@@ -71,10 +83,27 @@ def test_the_router_and_the_node_service_come_back(cluster: ServedCluster, check
     wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
 
 
+def test_an_arena_that_is_damaged_is_made_anew_and_workers_start_on_it(
+    cluster: ServedCluster, checkpoint: Path
+) -> None:
+    before = cluster.status()["tiers"]["host"]["epoch"]
+    (arena,) = SHARED_MEMORY.glob(f"baton-{cluster.name}-*")
+    with arena.open("r+b") as file:
+        file.seek(-mmap.PAGESIZE, os.SEEK_END)
+        file.write(b"?")
+    ((name, worker),) = cluster.workers("decode").items()
+    _kill(psutil.Process(worker["pid"]))
+    wait_until(lambda: bool(set(cluster.workers("decode")) - {name}), "a new worker")
+    assert cluster.status()["tiers"]["host"]["epoch"] != before
+    assert _is_right(cluster, checkpoint)
+    wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+
+
 def test_a_killed_controller_comes_back_and_goes_on(cluster: ServedCluster, checkpoint: Path) -> None:
-    cluster.do("scale", "--decode", "2")
+    scaling = _order(cluster, 2)
     _kill(cluster.actor("controller"))
     assert _is_right(cluster, checkpoint)
+    assert scaling.communicate() == ("1 prefill and 2 decode workers\n", "")
     wait_until(lambda: "the controller was lost, and is back" in json.dumps(cluster.status()["events"]), "it is back")
     first, second = sorted(cluster.workers("decode"))
     _kill(psutil.Process(cluster.workers("decode")[first]["pid"]))

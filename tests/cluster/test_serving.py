@@ -76,7 +76,7 @@ def test_a_bad_request_is_refused_by_name_and_the_next_is_served(
     cluster: ServedCluster, arguments: tuple[str, ...], named: str
 ) -> None:
     refused = cluster.run("generate", *arguments)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert named in refused.stderr
     assert refused.stderr.count("\n") == 1
     assert cluster.generate([1, 2, 3], "--max-tokens", "2", "--ignore-eos")["usage"]["completion_tokens"] == 2

@@ -1,5 +1,6 @@
 import json
 import logging
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.tensor_file import TensorFile
+from engine.engine import Engine
 from engine.model.decoder import Decoder
+from kernels.torch_backend import TorchBackend
 from tests.checkpoints import shard
 from wire.errors import ModelError
+from wire.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 NAME = "model.layers.0.self_attn.q_proj.weight"
@@ -81,7 +86,8 @@ def test_generation_config_overrules_the_end_of_text(folder: Path) -> None:
 def test_a_stored_head_is_used_even_if_the_embedding_is_said_to_be_tied(folder: Path) -> None:
     reconfigure(folder, tie_word_embeddings=True)
     stored = load_file(folder / "model.safetensors")["lm_head.weight"]
-    assert torch.equal(load(folder).weights.head.weight, stored)
+    model = Decoder.load(folder, None, CPU, 16, TorchBackend())
+    assert torch.equal(model.weights.head.data, stored)
 
 
 def test_code_of_the_model_is_ignored_with_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -92,22 +98,129 @@ def test_code_of_the_model_is_ignored_with_a_warning(folder: Path, caplog: pytes
 
 
 def test_tensors_of_no_use_are_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    reweigh(folder, lambda tensors: tensors.update({"model.extra": torch.ones(1)}))
+    reweigh(folder, lambda tensors: tensors.update({"v_head.weight": torch.ones(1)}))
     with caplog.at_level(logging.WARNING):
         load(folder)
-    assert "1 tensors are no part of the model: model.extra" in caplog.text
+    assert "1 tensors are no part of the model: v_head.weight" in caplog.text
 
 
-def test_a_missing_tensor_is_named(folder: Path) -> None:
-    reweigh(folder, lambda tensors: tensors.pop(NAME))
-    with pytest.raises(ModelError, match=f"lack the tensor {NAME}"):
+def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
+    return lambda folder: reweigh(folder, lambda tensors: tensors.update({name: tensor}))
+
+
+def without_tensor(name: str) -> Callable[[Path], None]:
+    return lambda folder: reweigh(folder, lambda tensors: tensors.pop(name))
+
+
+def with_element(value: float, dtype: torch.dtype = torch.float32) -> Callable[[Path], None]:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[NAME] = tensors[NAME].to(dtype)
+        tensors[NAME].view(-1)[-1] = value
+
+    return lambda folder: reweigh(folder, spoil)
+
+
+def with_config(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: reconfigure(folder, **changes)
+
+
+BIAS, NORM = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.q_norm.weight"
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a layer fewer": (with_config(num_hidden_layers=1), r"have model.layers.1.input_layernorm.weight, .* of 1 layers"),
+    "a layer more": (with_config(num_hidden_layers=3), r"lack the tensor model\.layers\.2\."),
+    "a tensor missing": (without_tensor(NAME), f"lack the tensor {NAME}"),
+    "a norm missing": (without_tensor("model.norm.weight"), "lack the tensor model.norm.weight"),
+    "no head, and not tied": (without_tensor("lm_head.weight"), "lack the tensor lm_head.weight"),
+    "biases missing": (with_config(attention_bias=True), f"lack the tensor {BIAS}"),
+    "biases too many": (with_tensor(BIAS, torch.ones(64)), f"have {BIAS}, which is no part of the model"),
+    "norms of another architecture": (with_tensor(NORM, torch.ones(16)), f"have {NORM}, which is no part"),
+    "a scale of quantized weights": (with_tensor(f"{NAME}_scale", torch.ones(1)), f"have {NAME}_scale, which"),
+    "another shape": (with_tensor(NAME, torch.ones(64, 32)), rf"{NAME} has shape \[64, 32\], .* it \[64, 64\]"),
+    "as many elements": (with_tensor(NAME, torch.ones(32, 128)), rf"{NAME} has shape \[32, 128\]"),
+    "a dimension more": (with_tensor(NAME, torch.ones(1, 64, 64)), rf"{NAME} has shape \[1, 64, 64\]"),
+    "a smaller vocabulary": (with_config(vocab_size=255), "model.embed_tokens.weight has shape"),
+    "a larger vocabulary": (with_config(vocab_size=257), "model.embed_tokens.weight has shape"),
+    "another hidden_size": (with_config(hidden_size=32, head_dim=16), "model.embed_tokens.weight has shape"),
+    "another intermediate_size": (with_config(intermediate_size=127), "mlp.gate_proj.weight has shape"),
+    "more KV heads": (with_config(num_key_value_heads=4), "k_proj.weight has shape"),
+    "fewer KV heads": (with_config(num_key_value_heads=1), "k_proj.weight has shape"),
+    "larger heads": (with_config(head_dim=32), "q_proj.weight has shape"),
+    "NaN": (with_element(math.nan), f"{NAME} has NaN or infinity"),
+    "infinity": (with_element(math.inf), f"{NAME} has NaN or infinity"),
+    "NaN in bfloat16": (with_element(math.nan, torch.bfloat16), f"{NAME} has NaN or infinity"),
+    "-infinity in float16": (with_element(-math.inf, torch.float16), f"{NAME} has NaN or infinity"),
+    "a float64 too large": (with_element(1e300, torch.float64), f"{NAME} has NaN or infinity as float32"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), FAULTS.values(), ids=FAULTS)
+def test_weights_that_do_not_fit_are_refused_by_name(folder: Path, spoil: Callable[[Path], None], message: str) -> None:
+    spoil(folder)
+    with pytest.raises(ModelError, match=message):
         load(folder)
 
 
-def test_a_tensor_of_another_shape_is_named(folder: Path) -> None:
-    reweigh(folder, lambda tensors: tensors.update({NAME: torch.zeros(64, 32)}))
-    with pytest.raises(ModelError, match=rf"{NAME} has shape \[64, 32\], config.json makes it \[64, 64\]"):
+def test_no_content_is_read_before_all_tensors_are_known_to_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reconfigure(folder, num_hidden_layers=1)
+    monkeypatch.setattr(TensorFile, "read", lambda *_: pytest.fail("a tensor is read"))
+    with pytest.raises(ModelError, match="no part of the model"):
         load(folder)
+
+
+def test_what_a_dtype_cannot_hold_is_refused(folder: Path) -> None:
+    with_element(1e6, torch.bfloat16)(folder)
+    load(folder)
+    with pytest.raises(ModelError, match=f"{NAME} has NaN or infinity as float16"):
+        Decoder.load(folder, "float16", CPU, 16)
+
+
+def mix_dtypes(tensors: dict[str, torch.Tensor]) -> None:
+    for name in tensors:
+        if name.endswith("norm.weight"):
+            tensors[name] = tensors[name].double()
+
+
+HARMLESS: dict[str, Callable[[Path], None]] = {
+    "buffers of rope": with_tensor("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8)),
+    "one buffer of rope": with_tensor("model.rotary_emb.inv_freq", torch.ones(8)),
+    "another head": with_tensor("v_head.summary.weight", torch.ones(1, 64)),
+    "a stored head though tied": with_config(tie_word_embeddings=True),
+    "several dtypes": lambda folder: reweigh(folder, mix_dtypes),
+    "a sliding window that the architecture has not": with_config(sliding_window=0, layer_types="none"),
+    "no end of text": with_config(eos_token_id=None),
+}
+
+
+@pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS)
+def test_what_is_harmless_changes_no_token(folder: Path, change: Callable[[Path], None]) -> None:
+    def answer() -> list[int]:
+        sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+        (completion,) = Engine.load(str(folder), num_blocks=8).generate([[1, 2, 3]], sampling)
+        return completion.choices[0].token_ids
+
+    before = answer()
+    change(folder)
+    assert answer() == before
+
+
+@pytest.mark.parametrize("where", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_with_tokens_that_the_model_does_not_know_is_refused(folder: Path, where: str) -> None:
+    Checkpoint(folder).load_tokenizer()
+    token = {"id": 256, "content": "<more>", "special": True}
+    if where == "tokenizer.json":
+        tokenizer = json.loads((folder / where).read_bytes())
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        replaced(folder / where).write_text(json.dumps(tokenizer | {"added_tokens": [token | flags]}))
+    else:
+        (folder / where).write_text(json.dumps({"added_tokens_decoder": {"256": {"content": "<more>"}}}))
+    with pytest.raises(ModelError, match=r"the tokenizer has a token 256, config\.json a vocab_size of 256"):
+        Engine.load(str(folder))
+
+
+def test_an_end_of_text_that_is_no_token_is_refused(folder: Path) -> None:
+    replaced(folder / "generation_config.json").write_text('{"eos_token_id": [5, 256]}')
+    with pytest.raises(ModelError, match=r"generation_config.json: eos_token_id is \[5, 256\], expected .* below 256"):
+        Checkpoint(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

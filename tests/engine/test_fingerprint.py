@@ -1,12 +1,16 @@
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from engine.checkpoint.fingerprint import DigestCache, fingerprint
+from engine.checkpoint.tensor_file import TensorFile
 from wire.errors import ModelError
 
 
@@ -15,6 +19,7 @@ def files(tmp_path: Path) -> list[Path]:
     paths = [tmp_path / name for name in ("config.json", "model.safetensors", "tokenizer.json")]
     for path in paths:
         path.write_bytes(path.name.encode() * 100)
+    save_file({"weights": torch.arange(300, dtype=torch.uint8)}, paths[1])
     return paths
 
 
@@ -58,7 +63,7 @@ def test_every_part_counts(files: list[Path], cache: DigestCache) -> None:
 
 def test_a_file_is_read_once_as_long_as_size_and_time_stay(files: list[Path], cache: DigestCache) -> None:
     """Shown by changing the content behind the cache's back."""
-    path, found = files[1], files[1].stat()
+    path, found = files[2], files[2].stat()
     digest = cache.digest(path)
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
     path.write_bytes(b"x" * found.st_size)
@@ -68,6 +73,34 @@ def test_a_file_is_read_once_as_long_as_size_and_time_stay(files: list[Path], ca
     assert cache.digest(path) == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_with_nan_or_infinity_are_refused_each_time(
+    files: list[Path], cache: DigestCache, dtype: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of the second step in which a tensor is read; the verdict is kept with the digest."""
+    tensors = {"a": torch.ones(3, dtype=torch.int8), "b": torch.zeros((1 << 21) + 5, dtype=dtype), "c": torch.ones(0)}
+    save_file(tensors, files[1])
+    assert cache.digest(files[1]) == hashlib.sha256(files[1].read_bytes()).hexdigest()
+    tensors["b"][-1] = value
+    save_file(tensors, files[1])
+    os.utime(files[1], ns=(0, 7))
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"model.safetensors: tensor b has NaN or infinity"):
+            fingerprint(files, "float32", "reference-1", cache)
+        monkeypatch.setattr(TensorFile, "digest", lambda _: pytest.fail("the file is read again"))
+
+
+def test_a_digest_of_earlier_times_tells_nothing_of_nan(files: list[Path], cache: DigestCache) -> None:
+    """Such an entry has no verdict beside the digest."""
+    save_file({"weights": torch.tensor([math.nan])}, files[1])
+    found = files[1].stat()
+    cache.path.parent.mkdir()
+    cache.path.write_text(json.dumps({str(files[1].resolve()): [found.st_size, found.st_mtime_ns, "0" * 64]}))
+    with pytest.raises(ModelError, match="NaN"):
+        cache.digest(files[1])
+
+
 def test_links_to_one_file_share_its_digest(files: list[Path], cache: DigestCache) -> None:
     link = files[0].with_name("link")
     link.symlink_to(files[0])
@@ -75,13 +108,25 @@ def test_links_to_one_file_share_its_digest(files: list[Path], cache: DigestCach
     assert list(kept(cache)) == [str(files[0].resolve())]
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[1]", b"{", b'{"%s": 7}', b'{"%s": [1, 2]}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"[1]",
+        b"{",
+        b'{"%s": 7}',
+        b'{"%s": [1, 2]}',
+        b'{"%s": [1, 2, "3", 4]}',
+        b"[" * 100_000,
+    ],
+)
 def test_a_damaged_cache_costs_only_time(files: list[Path], cache: DigestCache, content: bytes) -> None:
     cache.path.parent.mkdir()
     cache.path.write_bytes(content.replace(b"%s", str(files[0]).encode()))
     expected = hashlib.sha256(files[0].read_bytes()).hexdigest()
     assert cache.digest(files[0]) == expected
-    assert kept(cache)[str(files[0])][-1] == expected
+    assert kept(cache)[str(files[0])][-2:] == [expected, None]
     assert [path.name for path in cache.path.parent.iterdir()] == [cache.path.name]
 
 

@@ -1,4 +1,5 @@
 import json
+import math
 from typing import Any
 
 import pytest
@@ -110,13 +111,32 @@ def test_defaults_equal_the_ones_of_transformers(arch: str) -> None:
         ({"vocab_size": True}, "vocab_size is True"),
         ({"hidden_size": 10**40}, "hidden_size is 1000"),
         ({"num_hidden_layers": 100_000}, "from 1 to 1024"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"intermediate_size": -1}, "intermediate_size is -1"),
+        ({"intermediate_size": None}, "intermediate_size is missing"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0"),
         ({"num_key_value_heads": 3}, "divisor of 4"),
+        ({"num_key_value_heads": 8}, "divisor of 4"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings is 1, expected an integer from 16 to 16777216"),
+        ({"max_position_embeddings": 15}, "max_position_embeddings is 15"),
+        ({"max_position_embeddings": 2**31}, "max_position_embeddings is 2147483648"),
         ({"head_dim": 15}, "even"),
-        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        *(({"rms_norm_eps": eps}, f"rms_norm_eps is {eps}, exp") for eps in (-1e-6, 0, 1e-300, 1.0, 1e9, math.nan)),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps is inf, expected a number from 1e-12 to 0.1"),
+        ({"attention_bias": 1}, "attention_bias is 1, expected true or false"),
+        ({"mlp_bias": "no"}, "mlp_bias is no"),
         ({"tie_word_embeddings": "yes"}, "true or false"),
         ({"torch_dtype": "int8"}, "torch_dtype is int8"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"eos_token_id": [1, -1]}, "eos_token_id"),
+        ({"eos_token_id": 100}, "eos_token_id is 100, expected a token id below 100"),
+        ({"eos_token_id": [2, 1000]}, "eos_token_id"),
+        ({"eos_token_id": 2.0}, "eos_token_id is 2.0"),
     ],
 )
 def test_wrong_values_are_refused_by_name(change: dict[str, Any], message: str) -> None:
@@ -130,6 +150,19 @@ def test_wrong_values_are_refused_by_name(change: dict[str, Any], message: str) 
 def test_wrong_layer_types_are_refused(layer_types: object) -> None:
     with pytest.raises(ModelError, match="layer_types"):
         ModelConfig.parse(QWEN2 | SLIDING | {"layer_types": layer_types})
+
+
+@pytest.mark.parametrize("window", [0, -1, 2.5, "48"])
+@pytest.mark.parametrize("model", [MISTRAL, QWEN2 | {"use_sliding_window": True}], ids=["mistral", "qwen2"])
+def test_wrong_windows_are_refused(model: dict[str, Any], window: object) -> None:
+    with pytest.raises(ModelError, match=f"sliding_window is {window}"):
+        ModelConfig.parse(model | {"sliding_window": window})
+
+
+@pytest.mark.parametrize("first", [-1, 1.0, "1", True])
+def test_wrong_numbers_of_whole_layers_are_refused(first: object) -> None:
+    with pytest.raises(ModelError, match=f"max_window_layers is {first}"):
+        ModelConfig.parse(QWEN2 | SLIDING | {"max_window_layers": first})
 
 
 def test_a_sliding_layer_without_a_window_is_refused() -> None:

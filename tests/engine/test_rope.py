@@ -1,13 +1,15 @@
+import math
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.checkpoint.json_fields import JsonFields
 from engine.checkpoint.rope import RopeConfig
-from engine.model.decoder import Rope
+from engine.model.decoder import make_angles
+from kernels.backend import Angles
 from wire.errors import ModelError
 
 HEAD_DIM = 32
@@ -15,6 +17,7 @@ MAX_LEN = 4096
 CPU = torch.device("cpu")
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WRONG_THETAS = (1e-300, 0, 1, 9.9, -10_000.0, 1e13, 1e300, math.inf, math.nan)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 PARAMETERS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -32,8 +35,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
-def rope(parameters: dict[str, Any], dtype: torch.dtype = torch.float32) -> Rope:
-    return Rope(parse({"rope_parameters": parameters}), HEAD_DIM, dtype, CPU)
+def angles(parameters: dict[str, Any]) -> Angles:
+    return make_angles(parse({"rope_parameters": parameters}), HEAD_DIM, MAX_LEN, CPU)
 
 
 def parse(config: dict[str, Any]) -> RopeConfig:
@@ -51,35 +54,32 @@ def peer(parameters: dict[str, Any]) -> LlamaRotaryEmbedding:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_angles_equal_the_ones_of_transformers_bit_by_bit(name: str, dtype: torch.dtype) -> None:
-    positions = torch.arange(0, MAX_LEN, 7)
-    rotation = rope(PARAMETERS[name], dtype).rotation(positions)
-    cos, sin = peer(PARAMETERS[name])(torch.empty(0, dtype=dtype), positions[None])
-    assert torch.equal(rotation.cos[:, 0], cos[0])
-    assert torch.equal(rotation.sin[:, 0], sin[0])
+def test_frequencies_equal_the_ones_of_transformers_bit_by_bit(name: str) -> None:
+    config = parse({"rope_parameters": PARAMETERS[name]})
+    assert torch.equal(config.frequencies(HEAD_DIM), peer(PARAMETERS[name]).inv_freq)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_cosines_and_sines_equal_transformers_to_the_last_place(name: str) -> None:
+    """transformers takes them in float32, where they depend on a position's place in a tensor."""
+    ours = angles(PARAMETERS[name])
+    cos, sin = peer(PARAMETERS[name])(torch.empty(0), torch.arange(MAX_LEN)[None])
+    for table, expected in ((ours.cosines, cos), (ours.sines, sin)):
+        torch.testing.assert_close(table, expected[0, :, : HEAD_DIM // 2], rtol=0, atol=2.0**-23)
 
 
 def test_every_kind_has_angles_of_its_own() -> None:
-    last = torch.tensor([MAX_LEN - 1])
-    name_to_angles = {name: tuple(rope(PARAMETERS[name]).rotation(last).cos.flatten().tolist()) for name in PARAMETERS}
+    name_to_angles = {name: tuple(angles(PARAMETERS[name]).cosines[-1].tolist()) for name in PARAMETERS}
     # A lone mscale is ignored, as transformers does.
     assert name_to_angles.pop("yarn-one-mscale") == name_to_angles["yarn"]
     assert len(set(name_to_angles.values())) == len(PARAMETERS) - 1
 
 
-def test_rotates_as_transformers_does() -> None:
-    states = torch.randn(9, 3, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    rotation = rope(PARAMETERS["default"]).rotation(torch.arange(9))
-    expected, _ = apply_rotary_pos_emb(states, states, rotation.cos[:, 0], rotation.sin[:, 0])
-    assert torch.equal(rotation.apply(states), expected)
-
-
-def test_angles_of_a_position_do_not_depend_on_the_batch() -> None:
-    together = rope(YARN).rotation(torch.arange(MAX_LEN))
-    alone = rope(YARN).rotation(torch.tensor([4001]))
-    assert torch.equal(together.cos[4001], alone.cos[0])
+def test_angles_of_a_position_do_not_depend_on_the_length_of_the_table() -> None:
+    whole, part = angles(YARN), make_angles(parse({"rope_parameters": YARN}), HEAD_DIM, 4003, CPU)
+    assert torch.equal(whole.cosines[:4003], part.cosines)
+    assert torch.equal(whole.sines[:4003], part.sines)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,21 @@ def test_angles_that_depend_on_the_total_length_are_refused_with_the_reason(kind
         ({"rope_scaling": {"type": "linear", "factor": True}}, "factor is True"),
         ({"rope_scaling": [1]}, "expected an object"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "more than low_freq_factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0, expected a number from 0.01 to 10000"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e30}}, "factor is 1e"),
+        ({"rope_scaling": {**LLAMA3, "factor": math.inf}}, "factor is inf"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 0}}, "low_freq_factor is 0"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1e9}}, "high_freq_factor is 1000000000.0"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 1}}, "original_max_position_embeddings is 1"),
+        ({"rope_scaling": {**YARN, "factor": -4}}, "factor is -4"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1e9}}, "attention_factor is 1000000000.0"),
+        ({"rope_scaling": {**YARN, "beta_fast": -32}}, "beta_fast is -32"),
+        ({"rope_scaling": {**YARN, "beta_slow": math.nan}}, "beta_slow is nan"),
+        ({"rope_scaling": {**YARN, "mscale": 1e30}}, "mscale is 1e"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, "original_max_position_embeddings is 0"),
         ({"rope_theta": "10000"}, "rope_theta is 10000"),
+        *(({"rope_theta": theta}, "rope_theta is .*from 10 to 1e") for theta in WRONG_THETAS),
+        *(({"rope_parameters": {"rope_theta": theta}}, "rope_parameters: rope_theta is ") for theta in WRONG_THETAS),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer to layer"),

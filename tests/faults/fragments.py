@@ -15,6 +15,9 @@ class FragmentTokenizer:
     def encode(self, text: str) -> list[int]:
         return [2] * len(text)
 
+    def min_tokens(self, text: str, enough: int) -> int:
+        return 0
+
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(_FRAGMENTS[token_id % len(_FRAGMENTS)] for token_id in ids).decode(errors="replace")
 

@@ -4,28 +4,48 @@ import sys
 import pytest
 import torch
 
-from kernels import kv_write, paged_decode, reference
+from kernels import kv_write, paged_decode
 from kernels.backend import select_backend
+from kernels.cpu.backend import CpuBackend
+from kernels.cpu.library import NoKernels, best_isa
+from kernels.torch_backend import TorchBackend
+from kernels.triton_backend import TritonBackend
 
 
-def test_a_cpu_is_served_by_the_reference() -> None:
+@pytest.fixture(autouse=True)
+def unselected() -> None:
+    select_backend.cache_clear()
+
+
+def test_a_cpu_is_served_by_the_kernels_of_its_instruction_set() -> None:
     backend = select_backend(torch.device("cpu"))
-    assert backend.name == "reference"
-    assert backend.write_kv is reference.write_kv
-    assert backend.paged_decode_attention is reference.paged_decode_attention
-    assert backend.paged_prefill_attention is reference.paged_prefill_attention
+    assert isinstance(backend, CpuBackend)
+    assert backend.version.startswith(f"cpu-{best_isa()}-")
+
+
+def test_a_cpu_without_a_compiler_is_served_by_torch_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    backends = [select_backend(torch.device("cpu")) for _ in range(3)]
+    assert isinstance(backends[0], TorchBackend)
+    assert [record.message for record in caplog.records] == [
+        "serving with torch, several times slower than C++ kernels: there is no C++ compiler: install g++"
+    ]
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 def test_a_gpu_is_served_by_triton(name: str) -> None:
     backend = select_backend(torch.device(name))
-    assert backend.name == "triton"
+    assert isinstance(backend, TritonBackend)
     assert backend.write_kv is kv_write.write_kv
-    assert backend.paged_decode_attention is paged_decode.paged_decode_attention
+    assert backend.decode is paged_decode.paged_decode_attention
 
 
 def test_versions_tell_backends_apart() -> None:
-    assert select_backend(torch.device("cpu")).version != select_backend(torch.device("cuda")).version
+    versions = {TorchBackend.version, TritonBackend.version, CpuBackend(best_isa()).version}
+    assert len(versions) == 3
 
 
 def test_a_cpu_needs_no_triton() -> None:
@@ -42,3 +62,10 @@ except ImportError:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "only CUDA wants triton\n"
+
+
+def test_an_unknown_compiler_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    with pytest.raises(NoKernels, match="no C\\+\\+ compiler"):
+        CpuBackend("portable")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import kv_write, reference
-from kernels.backend import WriteKv
+from tests.kernels.backends import WriteKv
 from tests.kernels.paged_batch import FAR_SIZE, Heads, empty_layer, far_layer
 
 both = pytest.mark.parametrize("write", [reference.write_kv, kv_write.write_kv], ids=["reference", "triton"])

@@ -1,4 +1,4 @@
-"""Decode attention, the torch reference and the Triton kernel alike, against dense attention over contiguous KV."""
+"""Decode attention, in torch, Triton and C++ alike, against dense attention over contiguous KV."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import paged_decode, reference
-from kernels.backend import PagedDecodeAttention
+from tests.kernels.backends import PagedDecodeAttention, cpu_decode
 from tests.kernels.paged_batch import (
     FAR_SIZE,
     FLOAT32_TOLERANCE,
@@ -20,10 +20,10 @@ from tests.kernels.paged_batch import (
     make_paged_batch,
 )
 
-IMPLEMENTATIONS = [reference.paged_decode_attention, paged_decode.paged_decode_attention]
+IMPLEMENTATIONS = [reference.paged_decode_attention, paged_decode.paged_decode_attention, cpu_decode]
 GROUPED, SINGLE_KEY, FULL = Heads(4, 2, 32), Heads(3, 1, 32), Heads(2, 2, 32)
 
-both = pytest.mark.parametrize("decode", IMPLEMENTATIONS, ids=["reference", "triton"])
+each = pytest.mark.parametrize("decode", IMPLEMENTATIONS, ids=["reference", "triton", "cpu"])
 
 
 def dense_decode(batch: PagedBatch, query: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
@@ -46,7 +46,7 @@ def check(
     torch.testing.assert_close(decode(*args), expected, atol=tolerance, rtol=tolerance)
 
 
-@both
+@each
 @pytest.mark.parametrize("heads", [GROUPED, SINGLE_KEY, FULL], ids=["gqa", "mqa", "mha"])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 def test_equals_dense_attention(
@@ -56,19 +56,19 @@ def test_equals_dense_attention(
     check(decode, make_paged_batch(heads, [1, 15, 16, 17, 100], block_size, device=device))
 
 
-@both
+@each
 @pytest.mark.parametrize("sliding_window", [1, 5, 16, 33, 1000])
 def test_sees_the_window_only(decode: PagedDecodeAttention, sliding_window: int, device: torch.device) -> None:
     check(decode, make_paged_batch(GROUPED, [1, 16, 33, 100], 16, device=device), sliding_window)
 
 
-@both
+@each
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 def test_any_head_size(decode: PagedDecodeAttention, head_dim: int, device: torch.device) -> None:
     check(decode, make_paged_batch(Heads(2, 1, head_dim), [7, 40], 16, device=device))
 
 
-@both
+@each
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
 def test_half_precision(
     decode: PagedDecodeAttention, dtype: torch.dtype, tolerance: float, device: torch.device
@@ -78,7 +78,7 @@ def test_half_precision(
     check(decode, make_paged_batch(GROUPED, [3, 50], 16, dtype, device), tolerance=tolerance)
 
 
-@both
+@each
 @pytest.mark.parametrize("sliding_window", [None, 300])
 def test_long_contexts_beside_short_ones(
     decode: PagedDecodeAttention, sliding_window: int | None, device: torch.device
@@ -88,7 +88,7 @@ def test_long_contexts_beside_short_ones(
     check(decode, batch, sliding_window)
 
 
-@both
+@each
 @pytest.mark.parametrize("max_blocks", [1, 100], ids=["one split", "many splits"])
 def test_a_sequence_of_no_tokens_gets_zeros(
     decode: PagedDecodeAttention, max_blocks: int, device: torch.device
@@ -100,14 +100,14 @@ def test_a_sequence_of_no_tokens_gets_zeros(
     assert output.count_nonzero() == 0
 
 
-@both
+@each
 def test_a_batch_of_no_sequences(decode: PagedDecodeAttention, device: torch.device) -> None:
     batch = make_paged_batch(GROUPED, [5], 16, device=device)
     output = decode(batch.random_query(0), batch.kv_layer, batch.block_tables[:0], batch.context_lens[:0], 1.0, None)
     assert output.shape == (0, 4, 32)
 
 
-@both
+@each
 def test_poison_in_a_seen_token_shows(decode: PagedDecodeAttention, device: torch.device) -> None:
     """What the other tests stand on: NaN is in the pool, and a kernel that read one token too many would return it."""
     batch = make_paged_batch(GROUPED, [17], 16, device=device)

@@ -1,19 +1,32 @@
 """Prefill attention over pages against dense causal attention over contiguous KV."""
 
+import sys
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.reference import paged_decode_attention, paged_prefill_attention
+from tests.kernels.backends import cpu_prefill
 from tests.kernels.paged_batch import FLOAT32_TOLERANCE, Heads, PagedBatch, dense_attention, make_paged_batch
 
 GROUPED, SINGLE_KEY, FULL = Heads(4, 2, 32), Heads(3, 1, 32), Heads(2, 2, 32)
 
 
+IMPLEMENTATIONS = {"reference": paged_prefill_attention, "cpu": cpu_prefill}
+implementation = "reference"
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, autouse=True)
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs each test with each implementation."""
+    monkeypatch.setattr(sys.modules[__name__], "implementation", request.param)
+
+
 def prefill(batch: PagedBatch, query: torch.Tensor, query_lens: list[int], sliding_window: int | None) -> torch.Tensor:
     starts = torch.tensor([0, *query_lens], device=query.device).cumsum(0, dtype=torch.int32)
-    return paged_prefill_attention(
+    return IMPLEMENTATIONS[implementation](
         query, batch.kv_layer, batch.block_tables, batch.context_lens, starts, batch.scale, sliding_window
     )
 
@@ -76,7 +89,7 @@ def test_one_query_each_equals_decode(sliding_window: int | None, device: torch.
     torch.testing.assert_close(prefilled, decoded, atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_kv_heads=st.integers(1, 3),
     group_size=st.integers(1, 4),

@@ -1,6 +1,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -8,8 +9,10 @@ from kv_store.node.arena import Arena
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.tiers.memory_tier import MemoryTier
+from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
+from tests.redis_process import RedisProcess
 from wire.keys import BlockName
 
 NUM_SLOTS = 16
@@ -71,6 +74,26 @@ def test_a_failure_ends_the_batch_and_is_tried_again(node: Node) -> None:
     assert node.writer.write_some() == 1
     assert node.writer.write_some() == 3
     assert all(node.is_cold(name) for name in names)
+
+
+@pytest.mark.redis
+def test_a_redis_that_is_full_is_told_by_the_directory(tmp_path: Path) -> None:
+    server = RedisProcess(tmp_path, ["--maxmemory-policy", "noeviction"])
+    server.start()
+    try:
+        node = Node()
+        cold = RedisTier(server.url, LAYOUT, WAIT_S)
+        with server.client() as client:
+            client.config_set("maxmemory", "1kb")
+        writer = ColdWriter(LAYOUT, node.arena, node.directory, cold)
+        node.publish(names_of(24))
+        assert node.directory.status().cold_state == "up"
+        assert [writer.write_some() for _ in range(3)] == [0, 0, 0]
+        status = node.directory.status()
+        assert (status.cold_state, status.refused, status.copied) == ("full", 3, 0)
+        cold.close()
+    finally:
+        server.kill()
 
 
 def test_what_was_read_after_its_lease_is_not_marked(node: Node) -> None:

@@ -194,29 +194,54 @@ def test_a_huge_value_is_never_read_whole(launch: Launch) -> None:
 def test_full_it_drops_what_it_is_given_and_serves_what_it_has(
     launch: Launch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = launch("--maxmemory-policy", "noeviction")
-    tier = tier_of(server)
+    server, clock = launch("--maxmemory-policy", "noeviction"), FakeClock()
+    tier = tier_of(server, clock)
     assert "never evicts" in caplog.text
     assert put(tier)
     with server.client() as client:
         client.config_set("maxmemory", "1kb")
-    other = names_of(4, first=1000)[0]
-    assert not put(tier, other)
-    assert got(tier)
-    assert (tier.status().errors, tier.status().written) == (1, 1)
+        for name in names_of(4 * 20, first=1000):
+            assert not put(tier, name)
+            assert got(tier)
+            clock.now += 1.0
+        status = tier.status()
+        assert (status.state, status.errors, status.written) == ("full", 0, 1)
+        assert 3 <= status.refused <= 3 + 20 / 2
+        client.config_set("maxmemory", "0")
+    clock.now += 2.0
+    assert put(tier)
+    assert tier.status().state == "up"
+    told = [record.getMessage() for record in caplog.records if "Redis refuses" in record.getMessage()]
+    assert len(told) == 1
+    assert "maxmemory-policy to allkeys-lru" in told[0]
+    assert "takes blocks again" in caplog.text
+    tier.close()
+
+
+def test_full_at_the_start_it_is_no_error_and_that_is_told(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    server = launch("--maxmemory", "1kb", "--maxmemory-policy", "noeviction")
+    tier = tier_of(server)
+    assert "never evicts" in caplog.text
+    assert "does not answer" not in caplog.text
+    assert not any(put(tier) for _ in range(2))
+    assert (tier.status().state, tier.status().refused) == ("full", 3)
     tier.close()
 
 
 def test_read_only_it_drops_what_it_is_given_and_serves_what_it_has(launch: Launch) -> None:
-    server = launch()
-    tier = tier_of(server)
+    server, clock = launch(), FakeClock()
+    tier = tier_of(server, clock)
     assert put(tier)
     with server.client() as client:
         client.execute_command("REPLICAOF", "127.0.0.1", "1")
-        assert not put(tier)
-        assert got(tier)
+        for _ in range(3):
+            assert not put(tier)
+            assert got(tier)
+        assert tier.status().state == "read-only"
         client.execute_command("REPLICAOF", "NO", "ONE")
+    clock.now += 2.0
     assert put(tier)
+    assert tier.status().state == "up"
     tier.close()
 
 

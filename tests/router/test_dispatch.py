@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from router.config import AdmissionBounds, RouterConfig
+from router.requests.dispatch import LAST_WORD_S
 from tests.router.fake_cluster import CONFIG, PROMPT, Output, collect, expected, request, running, until
 from tests.router.fake_worker import FakeWorker
+from text.byte_tokenizer import ByteTokenizer
 from wire.convert import tiers_to_pb
 from wire.errors import (
     AttemptsExhausted,
@@ -202,6 +204,22 @@ async def test_the_deadline_ends_a_request_wherever_it_is(where: str) -> None:
             await collect(cluster.open(request(), time_left_s=0.05))
 
 
+async def test_a_request_ends_a_moment_before_its_clients_deadline() -> None:
+    """Else the client's own gRPC would answer first, and could not say why."""
+    async with running(1, 1) as cluster:
+        await collect(cluster.open(request(max_tokens=1), 5.0))
+        assert 0 < cluster.workers["p0"].prefills[0].time_left_s <= 5.0 - LAST_WORD_S
+
+
+async def test_a_workers_own_timer_is_told_as_the_deadline() -> None:
+    async with running(1, 1) as cluster:
+        late = DeadlineExceeded("the request's deadline has passed")
+        for worker in cluster.workers.values():
+            worker.refusal = late
+        with pytest.raises(DeadlineExceeded, match=r"the deadline of 20 s passed at prefill\.call"):
+            await cluster.generate(request())
+
+
 async def test_a_deadline_is_at_most_the_longest_life() -> None:
     async with running(1, 1, with_streams(max_deadline_s=0.05)) as cluster:
         cluster.workers["p0"].may_go.clear()
@@ -377,3 +395,15 @@ async def test_the_timeline_accounts_for_every_millisecond() -> None:
             assert span.start_ms <= covered_ms + 1e-6
             covered_ms = max(covered_ms, span.start_ms + span.duration_ms)
         assert covered_ms == pytest.approx(timeline.total_ms)
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(codec: ByteTokenizer, text: str) -> list[int]:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    async with running(1, 1) as cluster:
+        with pytest.raises(InvalidRequest) as raised:
+            cluster.open(pb.GenerateRequest(text="a" * (4 << 20)))
+        assert str(raised.value) == "prompt: at least 4194304 tokens leave no room in a context of 2000"
+        assert cluster.router.dispatcher.num_queued == 0

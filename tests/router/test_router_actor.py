@@ -19,9 +19,12 @@ from tests.router.worker_server import served
 from tests.text.backends import byte_level, write_folder
 from wire.errors import ConfigError, ModelError, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
+from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
+from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.pools import PoolSizes, Role
+from wire.rpc import TOKEN_METADATA
 
 
 def config_json(folder: Path) -> str:
@@ -29,17 +32,29 @@ def config_json(folder: Path) -> str:
     return replace(CONFIG, model=model).to_json()
 
 
-async def test_from_start_to_stop(tmp_path: Path) -> None:
+def no_actor(*_: str) -> None:
+    raise ValueError("no actor of that name")
+
+
+async def test_from_start_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path, byte_level())
     actor = RouterActor(config_json(tmp_path))
     started = json.loads(await actor.start())
     assert set(started) == {"address", "operator_address", "metrics_address"}
     async with served(FakeWorker(WorkerId("d0"), Role.DECODE), CONFIG.cluster.token) as (_, address):
-        members = [
+        workers = [
             {"id": "d0", "role": "decode", "address": address, "state": "ready"},
             {"id": "p0", "role": "prefill", "address": "127.0.0.1:1", "state": "ready"},
         ]
-        assert list(json.loads(await actor.set_members(json.dumps(members)))) == ["p0"]
+        told = {"sizes": {"prefill": 2, "decode": 1}, "workers": workers}
+        assert list(json.loads(await actor.set_members(json.dumps(told)))) == ["p0"]
+        monkeypatch.setattr("ray.get_actor", no_actor)
+        async with grpc.aio.insecure_channel(started["operator_address"]) as channel:
+            metadata = ((TOKEN_METADATA, CONFIG.cluster.token),)
+            status = await ClusterStub(channel).GetStatus(cluster_pb2.GetStatusRequest(), metadata=metadata)
+        prefill, decode = status.pools
+        assert (prefill.role, prefill.size, prefill.num_ready) == ("prefill", 2, 0)
+        assert (decode.role, decode.size, decode.num_ready) == ("decode", 1, 1)
         async with grpc.aio.insecure_channel(started["address"]) as channel:
             request = pb.GenerateRequest(text="hello", sampling_params=pb.SamplingParams(max_tokens=3))
             responses = [response async for response in InferenceStub(channel).Generate(request)]
@@ -96,7 +111,9 @@ async def test_the_controller_is_told_in_text(monkeypatch: pytest.MonkeyPatch) -
     await port.shutdown()
     assert handle.calls == [
         ("scale", '{"prefill": null, "decode": 2}'),
+        ("scaled", '{"prefill": 1, "decode": 2}'),
         ("drain", "d0"),
+        ("drained", "d0"),
         ("worker_lost", "d1"),
         ("shutdown",),
     ]
@@ -124,7 +141,6 @@ def failing(error: Exception) -> Answer:
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (ActorDiedError(), Unavailable),
         (RayTaskError("drain", "a traceback", WorkerNotFound("no worker of that id")), WorkerNotFound),
         (RayTaskError("drain", "a traceback", ZeroDivisionError()), Unavailable),
         (TimeoutError(), Unavailable),
@@ -136,11 +152,31 @@ async def test_what_goes_wrong_there(monkeypatch: pytest.MonkeyPatch, error: Exc
         await port.drain(WorkerId("d0"))
 
 
-async def test_a_controller_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get_actor(*_: str) -> None:
-        raise ValueError("no actor of that name")
+async def test_a_controller_that_dies_is_asked_again_for_what_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.actor.PAUSE_S", 0.001)
+    answers = ["", '{"decode": 7}', "", "", '{"prefill": 1, "decode": 2}']
 
-    monkeypatch.setattr("ray.get_actor", get_actor)
+    async def answer() -> str:
+        if given := answers.pop(0):
+            return given
+        raise ActorDiedError
+
+    port, handle = controller(monkeypatch, answer)
+    assert await port.scale(None, 2) == PoolSizes(1, 2)
+    order = ("scale", '{"prefill": null, "decode": 2}')
+    assert handle.calls == [order] * 2 + [("scaled", '{"decode": 7}')] * 3
+
+
+async def test_an_order_is_not_asked_for_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.actor.SCALE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("router.actor.PAUSE_S", 0.001)
+    port, _ = controller(monkeypatch, failing(ActorDiedError()))
+    with pytest.raises(Unavailable, match="the controller does not answer"):
+        await port.scale(None, 2)
+
+
+async def test_a_controller_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.get_actor", no_actor)
     with pytest.raises(Unavailable):
         await RayController("controller", "baton").events()
 

@@ -10,6 +10,7 @@ from tests.router.fake_cluster import WAIT_S, FakeCluster, request, running, unt
 from wire.errors import DeadlineExceeded
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
+from wire.pools import PoolSizes
 
 
 def status(redis: str = "up", epoch: str = "e1", silent_s: float = 0.0) -> cluster_pb2.ClusterStatus:
@@ -33,7 +34,13 @@ NOTHING = cluster_pb2.ClusterStatus()
         (status(), NOTHING, []),
         (status(), status(redis="broken"), ["tier redis does not answer"]),
         (status(redis="broken"), status(redis="broken"), []),
-        (status(redis="broken"), status(), ["tier redis answers again"]),
+        (status(redis="broken"), status(), ["tier redis is up again"]),
+        (status(), status(redis="full"), ["tier redis is full and refuses blocks: set its maxmemory-policy"]),
+        (status(redis="full"), status(redis="full"), []),
+        (status(redis="full"), status(redis="broken"), ["tier redis does not answer"]),
+        (status(redis="full"), status(), ["tier redis is up again"]),
+        (status(), status(redis="read-only"), ["tier redis refuses blocks"]),
+        (status(redis="off"), status(redis="off"), []),
         (status(epoch="e1"), status(epoch="e2"), ["the directory of tier host is a new one"]),
         (status(), status(silent_s=9.0), []),
         (status(silent_s=9.0), status(silent_s=11.0), ["decode-0 is silent for 11 s"]),
@@ -59,6 +66,27 @@ async def test_the_last_status_is_there_without_asking_a_worker() -> None:
         await cluster.enlist("d0")
         await watch.read()
         assert [worker.worker_id for worker in watch.last.workers] == ["d0"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "draining", "told"),
+    [
+        (PoolSizes(1, 2), "", []),
+        (PoolSizes(1, 3), "", ["the decode pool has 2 of 3 workers: the last events tell why"]),
+        (PoolSizes(1, 1), "d1", []),
+        (PoolSizes(1, 2), "d1", ["the decode pool has 1 of 2 workers: the last events tell why"]),
+        (PoolSizes(0, 0), "", []),
+    ],
+)
+async def test_a_pool_below_its_size_is_a_problem(sizes: PoolSizes, draining: str, told: list[str]) -> None:
+    async with running(1, 2) as cluster:
+        cluster.router.members.sizes = sizes
+        await cluster.enlist("p0", "d0", "d1", draining=draining)
+        status = await cluster.router.statuses.read(cluster_pb2.GetStatusRequest())
+        assert status.problems == told
+        assert [pool.size for pool in status.pools] == [sizes.prefill, sizes.decode]
+        assert [pool.num_ready for pool in status.pools] == [1, 1 if draining else 2]
+        cluster.router.members.sizes = PoolSizes(0, 0)
 
 
 async def test_changes_are_remembered_with_their_age() -> None:

@@ -295,11 +295,6 @@ class TestOverTheWire:
         assert detail.Unpack(info)
         assert (info.reason, dict(info.metadata)) == ("INVALID_REQUEST", {"param": "n", "retryable": "false"})
 
-    async def test_unknown_fields_are_ignored(self, channel: grpc.aio.Channel) -> None:
-        unknown = b"\xfa\x3e\x03abc"  # field 1007
-        reply = await send(channel, text().SerializeToString() + unknown)
-        assert reply.chunk.text == "hi"
-
     async def test_control_characters_come_through(self, channel: grpc.aio.Channel) -> None:
         prompt = "nul \0 bell \x07 delete \x7f \u2028"
         assert (await send(channel, text(prompt).SerializeToString())).chunk.text == prompt

@@ -31,7 +31,7 @@ class Cluster:
         self.status = cluster_pb2.ClusterStatus(num_running=8, num_queued=9, workers=workers)
         blocks = worker_pb2.BlockCounts(free=60, published=20, cached=20, total=100)
         self.status.tiers.add(tier="host", blocks=blocks, counts={"holds": 6})
-        self.redis = self.status.tiers.add(tier="redis", state="up", counts={"written": 10})
+        self.redis = self.status.tiers.add(tier="redis", state="up", counts={"written": 10, "refused": 3})
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(WorkerCollector(lambda: self.status))
 
@@ -71,6 +71,13 @@ def test_a_worker_that_does_not_answer_is_down_and_tells_nothing_else() -> None:
     assert cluster.value("num_requests_running", role="decode", worker="d1") is None
 
 
+def test_a_pool_without_workers_still_tells_its_size() -> None:
+    cluster = Cluster()
+    cluster.status.pools.add(role="decode", size=2, num_ready=0)
+    assert cluster.value("pool_size", role="decode") == 2
+    assert cluster.value("pool_ready", role="decode") == 0
+
+
 def test_a_worker_that_is_gone_is_gone_from_here() -> None:
     cluster = Cluster(worker("d0"), worker("d1"))
     assert 'worker="d1"' in cluster.text()
@@ -78,13 +85,14 @@ def test_a_worker_that_is_gone_is_gone_from_here() -> None:
     assert 'worker="d1"' not in cluster.text()
 
 
-@pytest.mark.parametrize(("state", "up"), [("up", 1.0), ("broken", 0.0)])
+@pytest.mark.parametrize(("state", "up"), [("up", 1.0), ("full", 1.0), ("broken", 0.0)])
 def test_each_worker_has_its_own_line_to_redis(state: str, up: float) -> None:
     cluster = Cluster(worker("d0", redis=state))
     assert cluster.value("tier_up", role="decode", worker="d0", tier="redis") == up
     assert cluster.value("tier_hits_total", role="decode", worker="d0", tier="redis") == 4
     assert cluster.value("tier_errors_total", role="decode", worker="d0", tier="redis") == 6
     assert cluster.value("tier_written_total", role="node", worker="node", tier="redis") == 10
+    assert cluster.value("tier_refused_total", role="node", worker="node", tier="redis") == 3
 
 
 def test_without_redis_nothing_is_said_of_it() -> None:

@@ -1,7 +1,7 @@
 """Small tokenizers of the kinds that models come with, trained or written down here."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 CORPUS = ["the quick brown fox", "says hello world, 你好 or €5 😀", "and the dog sleeps  on"] * 3
 
 
-def byte_level() -> tokenizers.Tokenizer:
+def byte_level(corpus: Sequence[str] = CORPUS) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -21,7 +21,7 @@ def byte_level() -> tokenizers.Tokenizer:
         special_tokens=["<s>", "</s>"],
         show_progress=False,
     )
-    backend.train_from_iterator(CORPUS, trainer)
+    backend.train_from_iterator(corpus, trainer)
     return backend
 
 

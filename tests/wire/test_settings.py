@@ -57,3 +57,12 @@ def test_enums_are_written_by_their_values_and_tuples_as_lists() -> None:
 def test_what_does_not_fit_is_refused_by_its_path(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         from_object(Cart, {"wheels": [], **changes}, "cart")
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [({}, "wheels: missing"), ({"wheels": 3}, "wheels: must be tuple"), ({"a\nb": 3}, r"a\\nb: unknown")],
+)
+def test_at_the_root_a_name_is_the_whole_path_and_stays_on_one_line(raw: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{named}$"):
+        from_object(Cart, raw, "")

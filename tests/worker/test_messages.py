@@ -1,16 +1,20 @@
+import math
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from engine.events import EngineStats, TierTokens
 from engine.request import EngineRequest, HandOff
 from kv_store.block_store import StoreStatus
 from kv_store.tiers.cold_tier import ColdStatus
-from tests.worker.workers import PROMPT, VOCAB_SIZE, begin_of
+from tests.worker.workers import PROMPT, VOCAB_SIZE, begin_of, greedy
 from wire.convert import tiers_to_pb
 from wire.directory import DirectoryStatus
 from wire.errors import Cancelled, InvalidRequest
 from wire.ids import AttemptId, RequestId
 from wire.pb import inference_pb2, worker_pb2
-from wire.sampling import MAX_CHOICES, FinishReason, Logprobs
+from wire.sampling import FinishReason, Logprobs
 from wire.tier import BlockCounts
 from worker.messages import request_from_pb, status_to_pb, update_to_pb
 from worker.stopwatch import Span
@@ -27,11 +31,23 @@ STATS = EngineStats(
     generated_tokens=0,
     num_preemptions=0,
 )
+DIRECTORY = DirectoryStatus(
+    COUNTS,
+    num_leases=2,
+    num_holds=3,
+    epoch="e",
+    hits=0,
+    misses=0,
+    evictions=0,
+    copied=5,
+    refused=0,
+    cold_state="up",
+)
 LOGPROBS = (Logprobs(-0.5, ((7, -0.5), (9, -1.0))), Logprobs(-0.25, ((8, -0.25), (9, -2.0))))
 
 
 def test_a_request_has_the_choices_with_what_was_emitted() -> None:
-    request = request_from_pb(begin_of(outputs=[(1, 2), (3,)]), EngineRequest, VOCAB_SIZE)
+    request = request_from_pb(begin_of(outputs=[(1, 2), (3,)], sampling=greedy(40, n=2)), EngineRequest, VOCAB_SIZE)
     assert request.prompt_ids == PROMPT
     assert [(choice.index, choice.output_ids) for choice in request.choices] == [(0, (1, 2)), (1, (3,))]
 
@@ -42,21 +58,67 @@ def test_an_engine_knows_each_attempt_by_its_own_name() -> None:
     assert request.request_id == "r/3"
 
 
-@pytest.mark.parametrize(
-    "indices",
-    [(), (0, 0), (MAX_CHOICES,), tuple(range(MAX_CHOICES + 1))],
-    ids=["none", "twice the same", "far", "many"],
-)
-def test_choices_must_differ_and_be_so_many(indices: tuple[int, ...]) -> None:
-    message = begin_of(outputs=())
-    message.choices.extend(worker_pb2.ChoiceSoFar(index=index) for index in indices)
-    with pytest.raises(InvalidRequest):
-        request_from_pb(message, EngineRequest, VOCAB_SIZE)
+def spoilt(message: worker_pb2.Begin, **fields: Any) -> worker_pb2.Begin:
+    """A Begin with these fields in the place of its own."""
+    for name in fields:
+        message.ClearField(name)
+    message.MergeFrom(worker_pb2.Begin(**fields))
+    return message
 
 
-def test_emitted_tokens_must_be_the_models_too() -> None:
-    with pytest.raises(InvalidRequest):
-        request_from_pb(begin_of(outputs=[(VOCAB_SIZE,)]), EngineRequest, VOCAB_SIZE)
+def set_to(**settings: Any) -> worker_pb2.Begin:
+    """A Begin with these settings, whatever their range."""
+    message = begin_of(sampling=greedy(40, n=4))
+    message.sampling_params.MergeFrom(inference_pb2.SamplingParams(**settings))
+    return message
+
+
+def of_choices(*indices: int, n: int = 4) -> worker_pb2.Begin:
+    choices = [worker_pb2.ChoiceSoFar(index=index) for index in indices]
+    return spoilt(begin_of(sampling=greedy(40, n=n)), choices=choices)
+
+
+NO_NUMBERS = (math.nan, math.inf, -math.inf)
+OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
+    "request_id": tuple(begin_of(request_id=text) for text in ("", "a/1", "r" * 65, "a b", "\0", "é")),
+    "attempt": (begin_of(attempt=0),),
+    "namespace_root": tuple(spoilt(begin_of(), namespace_root=bytes(size)) for size in (0, 31, 33)),
+    "time_left_s": tuple(begin_of(time_left_s=value) for value in (0.0, -1.0, *NO_NUMBERS)),
+    "prompt": (begin_of(prompt=()), begin_of(prompt=(1, VOCAB_SIZE)), begin_of(outputs=[(2**32 - 1,)])),
+    "choices": (
+        *(of_choices(*indices) for indices in ((), (0, 0), (4,), (77,), (2**32 - 1,), range(5))),
+        of_choices(1, n=1),
+        begin_of(sampling=greedy(2), outputs=[(1, 2)]),
+    ),
+    "n": tuple(set_to(n=value) for value in (0, -1, 17, 2**31 - 1)),
+    "temperature": tuple(set_to(temperature=value) for value in (-0.01, 2.01, *NO_NUMBERS)),
+    "top_p": tuple(set_to(top_p=value) for value in (0.0, -0.5, 1.01, *NO_NUMBERS)),
+    "min_p": tuple(set_to(min_p=value) for value in (-0.1, 1.1, *NO_NUMBERS)),
+    "top_k": tuple(set_to(top_k=value) for value in (-2, -(2**31))),
+    "presence_penalty": tuple(set_to(presence_penalty=value) for value in (-2.01, 2.01, *NO_NUMBERS)),
+    "frequency_penalty": tuple(set_to(frequency_penalty=value) for value in (-2.01, 2.01, *NO_NUMBERS)),
+    "repetition_penalty": tuple(set_to(repetition_penalty=value) for value in (0.0, -1.0, 10.01, *NO_NUMBERS)),
+    "seed": tuple(set_to(seed=value) for value in (-1, -(2**63))),
+    "max_tokens": tuple(set_to(max_tokens=value) for value in (0, -1)),
+    "min_tokens": tuple(set_to(min_tokens=value) for value in (-1, 41)),
+    "logprobs": tuple(set_to(logprobs=value) for value in (-1, 21, 2**31 - 1)),
+    "stop": tuple(set_to(stop=value) for value in ([""], ["a"] * 5, ["a" * 257])),
+    "stop_token_ids": tuple(set_to(stop_token_ids=value) for value in ([1] * 17, [VOCAB_SIZE])),
+}
+
+
+@pytest.mark.parametrize("param", OUT_OF_RANGE)
+def test_no_field_of_an_attempt_may_be_out_of_its_range(param: str) -> None:
+    for message in OUT_OF_RANGE[param]:
+        with pytest.raises(InvalidRequest) as raised:
+            request_from_pb(message, EngineRequest, VOCAB_SIZE)
+        assert raised.value.ids["param"] == param, message
+
+
+def test_every_field_of_an_attempt_has_a_range() -> None:
+    """But for booleans, and a prompt's and an attempt's parts, which the table names by themselves."""
+    fields = [*worker_pb2.Begin.DESCRIPTOR.fields_by_name, *inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name]
+    assert set(fields) - {"id", "sampling_params", "ignore_eos"} == set(OUT_OF_RANGE) - {"request_id", "attempt"}
 
 
 def test_tokens_come_with_their_logprobs_and_the_stop_token() -> None:
@@ -109,14 +171,23 @@ def test_an_update_tells_where_the_prompt_came_from_and_where_its_time_went() ->
 
 
 def test_status_shows_every_tier() -> None:
-    directory = DirectoryStatus(COUNTS, num_leases=2, num_holds=3, epoch="e", hits=0, misses=0, evictions=0, copied=5)
-    store = StoreStatus(directory, ColdStatus("up", hits=4), block_bytes=4096)
+    store = StoreStatus(DIRECTORY, ColdStatus("up", hits=4), block_bytes=4096)
     status = status_to_pb(worker_pb2.WorkerInfo(worker_id="w"), "ready", 1.5, STATS, store, ["a"])
     assert (status.blocks.cached, status.blocks.total, status.num_running) == (4, 15, 6)
     host, redis = status.tiers
     assert (host.blocks.published, host.counts["holds"], host.block_bytes) == (3, 3, 4096)
     assert (redis.state, redis.counts["hits"], redis.counts["written"]) == ("up", 4, 5)
     assert list(status.problems) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("read", "written", "told"),
+    [("up", "up", "up"), ("up", "full", "full"), ("up", "broken", "up"), ("broken", "full", "broken")],
+)
+def test_redis_is_as_its_readers_and_its_writer_find_it(read: str, written: str, told: str) -> None:
+    store = StoreStatus(replace(DIRECTORY, cold_state=written, refused=7), ColdStatus(read), block_bytes=4096)
+    _, redis = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, store, []).tiers
+    assert (redis.state, redis.counts["refused"]) == (told, 7)
 
 
 def test_status_of_a_worker_without_a_store_in_reach() -> None:

@@ -1,5 +1,4 @@
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -178,7 +177,7 @@ async def test_only_the_line_of_an_attempt_may_abort_it(decode: Worker) -> None:
     assert tokens_of(await attempt.end()) == ORACLE.oracle(PROMPT, 40)
 
 
-@pytest.mark.parametrize("time_left_s", [0.05, 0.0, -1.0, math.nan])
+@pytest.mark.parametrize("time_left_s", [0.05, 1e-9])
 async def test_the_workers_own_timer_ends_an_attempt(decode: Worker, time_left_s: float) -> None:
     decode.model.may_go.clear()
     with pytest.raises(DeadlineExceeded):

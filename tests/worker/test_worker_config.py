@@ -59,7 +59,7 @@ def test_what_has_a_default_may_be_left_out() -> None:
         ("role", "judge", "worker.role: must be prefill or decode"),
         ("num_threads", 0, "worker.num_threads: must be positive"),
         ("max_silence_s", 2, "worker.max_silence_s: must be at least 3"),
-        ("batch.max_step_tokens", 300, "worker.batch.max_step_tokens: must be at least max_running"),
+        ("batch.max_step_tokens", 300, "batch.max_step_tokens must be at least batch.max_running"),
     ],
 )
 def test_refuses_what_is_wrong_and_names_it(path: str, value: Any, said: str) -> None:

@@ -66,7 +66,7 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Answers when both pools have the size asked for.
+        """Answers when the pools named have the size asked for; ABORTED once a later order sets another.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,20 +1,29 @@
 import asyncio
+import mmap
 import os
-from collections.abc import Iterator
+import shutil
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from deploy.actors import node as node_module
 from deploy.actors.node import NodeActor
 from deploy.plan.cluster_plan import NodeConfig
 from kv_store.node.arena import Arena
 from kv_store.node.directory_client import DirectoryClient
-from tests.kv_store.names import LAYOUT
+from kv_store.node_store import NodeStore
+from tests.kv_store.names import LAYOUT, names_of
+from tests.kv_store.pools import filled_pool, pages_from
 from wire.errors import ConfigError
+from wire.keys import BlockName
 from wire.settings import to_json
+from wire.tier import Tier
 from worker.config import StoreSettings
 
 NUM_SLOTS = 16
+WAIT_S = 20.0
 
 
 @pytest.fixture
@@ -53,3 +62,98 @@ def test_a_node_that_cannot_serve_leaves_no_arena(config: NodeConfig) -> None:
     with pytest.raises(ConfigError):
         asyncio.run(node.start())
     assert not os.path.exists(config.arena_path)
+
+
+def overwrite_last_page(config: NodeConfig) -> None:
+    with open(config.arena_path, "r+b") as file:
+        file.seek(-mmap.PAGESIZE + 3, os.SEEK_END)
+        file.write(b"?")
+
+
+def cut_and_grow(config: NodeConfig) -> None:
+    size = os.stat(config.arena_path).st_size
+    os.truncate(config.arena_path, 0)
+    os.truncate(config.arena_path, size)
+
+
+def replace_by_copy(config: NodeConfig) -> None:
+    copy = f"{config.arena_path}-copy"
+    shutil.copyfile(config.arena_path, copy)
+    os.rename(copy, config.arena_path)
+
+
+def replace_by_pipe(config: NodeConfig) -> None:
+    os.unlink(config.arena_path)
+    os.mkfifo(config.arena_path)
+
+
+def replace_socket(config: NodeConfig) -> None:
+    os.unlink(config.store.directory_path)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(config.store.directory_path)
+
+
+DAMAGE: dict[str, Callable[[NodeConfig], None]] = {
+    "a byte of the last page": overwrite_last_page,
+    "cut by a page": lambda config: os.truncate(config.arena_path, os.stat(config.arena_path).st_size - mmap.PAGESIZE),
+    "emptied": lambda config: os.truncate(config.arena_path, 0),
+    "emptied and as long as before": cut_and_grow,
+    "longer": lambda config: os.truncate(config.arena_path, os.stat(config.arena_path).st_size + mmap.PAGESIZE),
+    "removed": lambda config: os.unlink(config.arena_path),
+    "a copy in its place": replace_by_copy,
+    "a pipe in its place": replace_by_pipe,
+    "no socket": lambda config: os.unlink(config.store.directory_path),
+    "another socket": replace_socket,
+}
+
+
+def publish(store: NodeStore, names: list[BlockName]) -> int:
+    return store.publish(names, pages_from(0, len(names)), None)
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+async def test_a_node_whose_files_are_damaged_ends_and_the_next_one_has_new_ones(
+    config: NodeConfig, monkeypatch: pytest.MonkeyPatch, damage: Callable[[NodeConfig], None]
+) -> None:
+    """A store that maps the old arena reads nothing from it and goes on with the new one; the old memory is free."""
+    ended = asyncio.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(node_module, "LOOK_EVERY_S", 0.01)
+    names = names_of(12)
+    first, second = NodeActor(to_json(config)), NodeActor(to_json(config))
+    await first.start()
+    client = DirectoryClient(config.store.directory_path)
+    store = NodeStore(LAYOUT, Arena.open(config.arena_path), client, None, filled_pool(names))
+    assert publish(store, names) == 3
+    old = os.open(config.arena_path, os.O_RDONLY)
+    damage(config)
+    async with asyncio.timeout(WAIT_S):
+        await ended.wait()
+    assert os.fstat(old).st_blocks == 0
+    os.close(old)
+    await second.start()
+    assert store.fetch(names, pages_from(40, 3)) == []
+    assert store.fetch(names, pages_from(40, 3)) == []
+    assert publish(store, names) == 3
+    assert store.fetch(names, pages_from(40, 3)) == [Tier.HOST] * 3
+    assert Arena.open(config.arena_path).num_slots == NUM_SLOTS
+    client.close()
+    await second.stop()
+    assert Arena.identity(config.arena_path) is None
+
+
+async def test_a_node_at_work_does_not_take_its_own_files_for_damaged(
+    config: NodeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("the node has ended itself"))
+    monkeypatch.setattr(node_module, "LOOK_EVERY_S", 0.001)
+    node = NodeActor(to_json(config))
+    await node.start()
+    client = DirectoryClient(config.store.directory_path)
+    store = NodeStore(LAYOUT, Arena.open(config.arena_path), client, None, filled_pool([]))
+    for number in range(20):
+        assert publish(store, names_of(NUM_SLOTS * LAYOUT.block_size, first=1000 * number)) == NUM_SLOTS
+        await asyncio.sleep(0.001)
+    client.close()
+    await node.stop()
+    await asyncio.sleep(0.01)

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -98,6 +99,18 @@ async def test_the_end_of_an_actor_is_that_of_its_process(
     handle.failure = RayActorError()
     await host.end("router")
     assert stopped.wait(timeout=5) == -signal.SIGKILL
+
+
+def test_the_memory_of_an_actor_is_its_own_alone(host: RayHost, tmp_path: Path) -> None:
+    assert host.memory_bytes("router") == 0
+    (tmp_path / "router.process").write_text(json.dumps(asdict(ProcessRef.of(os.getpid()))))
+    before = host.memory_bytes("router")
+    with mmap.mmap(-1, 32 << 20) as shared, mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE) as own:
+        for memory in (shared, own):
+            memory.write(b"x" * len(memory))
+        assert 60 << 20 < host.memory_bytes("router") - before < 90 << 20
+    (tmp_path / "router.process").write_text(json.dumps({**asdict(ProcessRef.of(os.getpid())), "started": 1.0}))
+    assert host.memory_bytes("router") == 0, "another process has the number now"
 
 
 async def test_an_actor_whose_end_is_broken_off_is_ended_by_the_next_call(

@@ -18,6 +18,8 @@ def busy() -> cluster_pb2.ClusterStatus:
     status = cluster_pb2.ClusterStatus(
         model="Qwen3-0.6B", address="127.0.0.1:50051", metrics_address="127.0.0.1:40211", num_running=31, num_queued=4
     )
+    status.pools.add(role="prefill", size=1, num_ready=1)
+    status.pools.add(role="decode", size=3, num_ready=1)
     status.prefix_cache.CopyFrom(
         cluster_pb2.PrefixCache(queries=1000, hits=tiers_to_pb({"device": 410, "host": 180, "redis": 20}))
     )
@@ -46,7 +48,7 @@ def busy() -> cluster_pb2.ClusterStatus:
         block_bytes=1 << 18,
         counts={"leases": 2, "holds": 6},
     )
-    counts = {"hits": 1504, "misses": 33, "errors": 5, "corrupt": 0, "written": 4012}
+    counts = {"hits": 1504, "misses": 33, "errors": 5, "corrupt": 0, "written": 4012, "refused": 8}
     status.tiers.add(tier="redis", state="broken", counts=counts)
     for age_s, text in (
         (172_800, "the cluster serves"),
@@ -64,6 +66,7 @@ def test_everything_stands_in_its_place() -> None:
         == """\
 Qwen3-0.6B at 127.0.0.1:50051
 requests  31 running, 4 waiting for their first token
+pools     prefill 1 of 1, decode 1 of 3 workers ready
 hits      61 % of 1000 prompt tokens (device 41 %, host 18 %, redis 2 %)
 metrics   http://127.0.0.1:40211/metrics
 
@@ -82,7 +85,7 @@ decode-10   1024     0 %  1024      0          0       0         0
 arena       2048    22 %   100     32        410    1506         0
 
 arena  512 MiB, 2 being read, 6 prompts held for decode
-redis  does not answer, and is left alone: 1504 hits, 33 misses, 5 errors, 0 corrupt, 4012 written (blocks)
+redis  does not answer, and is left alone: 1504 hits, 33 misses, 5 errors, 0 corrupt, 4012 written, 8 refused (blocks)
 
 last events
      2 d ago  the cluster serves
@@ -109,7 +112,10 @@ redis  -"""
     )
 
 
-@pytest.mark.parametrize(("state", "shown"), [("off", "redis  off"), ("up", "redis  up: 0 hits")])
+@pytest.mark.parametrize(
+    ("state", "shown"),
+    [("off", "redis  off"), ("up", "redis  up: 0 hits"), ("full", "redis  full, and refuses blocks (maxmemory-policy")],
+)
 def test_redis_as_it_is(state: str, shown: str) -> None:
     status = cluster_pb2.ClusterStatus(tiers=[worker_pb2.TierStatus(tier="redis", state=state)])
     assert shown in render_status(status)
@@ -129,6 +135,7 @@ def test_scripts_get_all_of_it() -> None:
     assert described["metrics_address"] == "127.0.0.1:40211"
     assert described["prefix_cache"] == {"queries": 1000, "device": 410, "host": 180, "redis": 20}
     assert [one["id"] for one in described["pools"]["decode"]] == ["decode-10", "decode-2", "decode-3"]
+    assert described["sizes"] == {"prefill": {"size": 1, "num_ready": 1}, "decode": {"size": 3, "num_ready": 1}}
     assert described["tiers"]["host"]["num_holds"] == 6
     assert described["tiers"]["redis"]["state"] == "broken"
     assert described["problems"] == ["decode-3: no answer in time"]

@@ -1,7 +1,9 @@
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -14,9 +16,18 @@ from deploy.controller.fleet import Fleet
 from deploy.controller.pools import Pools, PoolsRecord
 from deploy.plan.cluster_plan import make_plan
 from deploy.plan.config import ClusterConfig
+from deploy.plan.machine import Machine
 from deploy.processes.atomic_file import AtomicFile
 from tests.deploy.plan.test_cluster_plan import MODEL, NODE, SIZES
-from wire.errors import DeadlineExceeded, InvalidRequest, ModelError, Unavailable, WorkerNotFound
+from wire.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelError,
+    Overtaken,
+    Unavailable,
+    WorkerNotFound,
+)
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
@@ -29,16 +40,19 @@ class FakeRouter:
 
     def __init__(self) -> None:
         self.told: list[list[Worker]] = []
+        self.sizes = PoolSizes(0, 0)
         self.refused: dict[WorkerId, str] = {}
         self.away = False
 
     def set_members(self, members_json: str) -> str:
         if self.away:
             raise Unavailable("away")
+        told = json.loads(members_json)
+        self.sizes = PoolSizes(**told["sizes"])
         self.told.append(
             [
                 Worker(WorkerId(one["id"]), Role(one["role"]), one["address"], WorkerState(one["state"]))
-                for one in json.loads(members_json)
+                for one in told["workers"]
             ]
         )
         return json.dumps(self.refused)
@@ -111,6 +125,7 @@ class World:
         self.events = EventLog(lambda: self.now_s)
         self.pools = Pools(PoolsRecord(PoolSizes(prefill, decode)))
         self.record = LocalRecord()
+        self.machine = Machine(memory_bytes=8 << 30, shared_bytes=0, num_cores=2)
         self.node_is_up = asyncio.Event()
         self.node_is_up.set()
         self.fleet = self._make_fleet()
@@ -124,7 +139,16 @@ class World:
         self.fleet = self._make_fleet()
 
     def _make_fleet(self) -> Fleet:
-        return Fleet(self.pools, self.host, PLAN, self.node_is_up, self.events, self.record, lambda: self.now_s)
+        return Fleet(
+            pools=self.pools,
+            host=self.host,
+            plan=PLAN,
+            node_is_up=self.node_is_up,
+            events=self.events,
+            record=self.record,
+            clock=lambda: self.now_s,
+            inspect=lambda: self.machine,
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["World"]:
@@ -136,7 +160,18 @@ class World:
             await self.fleet.end()
 
     async def settled(self) -> None:
-        await self.fleet.settle(5, 1)
+        await self.fleet.settle(5)
+
+    async def scaled(self, prefill: int | None, decode: int | None) -> PoolSizes:
+        return await self.fleet.scaled(await self.fleet.resize(prefill, decode), 5)
+
+    async def refused(self, prefill: int | None, decode: int | None) -> None:
+        with pytest.raises(ConfigError):
+            await self.fleet.resize(prefill, decode)
+
+    async def drained(self, worker_id: WorkerId) -> None:
+        await self.fleet.drain(worker_id)
+        await self.fleet.drained(worker_id, 5)
 
     async def silent(self, worker_id: WorkerId, for_s: int) -> None:
         """The worker does not answer when it is probed, once a second."""
@@ -175,7 +210,7 @@ async def test_workers_are_launched_at_once_and_go_to_work_when_the_node_is_up()
     async with world.running():
         await until(lambda: world.host.launched == [P0, D0])
         with pytest.raises(DeadlineExceeded):
-            await world.fleet.settle(0.05, 1)
+            await world.fleet.settle(0.05)
         world.node_is_up.set()
         await world.settled()
 
@@ -185,7 +220,7 @@ async def test_a_worker_that_does_not_start_is_an_error_with_its_reason() -> Non
     world.host.failures = [ModelError("no such model")]
     async with world.running():
         with pytest.raises(Unavailable, match="did not start: no such model"):
-            await world.fleet.settle(5, 1)
+            await world.fleet.settle(5)
 
 
 async def test_a_start_that_fails_is_tried_again() -> None:
@@ -202,20 +237,135 @@ async def test_a_start_that_fails_is_tried_again() -> None:
 async def test_scaling_up_and_down() -> None:
     async with World(1, 1).running() as world:
         await world.settled()
-        world.fleet.resize(0, 2)
-        assert await world.fleet.settle(5, 1) == PoolSizes(0, 2)
+        assert await world.scaled(0, 2) == PoolSizes(0, 2)
         assert world.router.known == {D0, D1}
         assert world.host.drained == [P0]
         assert set(world.host.actors) == {D0, D1}
+
+
+async def test_an_order_that_another_overtakes_ends_with_an_error_that_names_the_other() -> None:
+    async with World(1, 2).running() as world:
+        await world.settled()
+        world.node_is_up.clear()  # no start comes to its end
+        first = asyncio.create_task(world.scaled(None, 3))
+        await until(lambda: D2 in world.pools)
+        assert await world.scaled(None, 1) == PoolSizes(1, 1)
+        with pytest.raises(Overtaken, match="overtaken by a later order: decode 1"):
+            await first
+
+
+async def test_a_start_that_an_order_stopped_is_told_as_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        world.node_is_up.clear()
+        await world.fleet.resize(None, 2)
+        await until(lambda: D1 in world.host.actors)
+        await world.scaled(None, 1)
+        world.host.failures = [Unavailable("it was ended")]
+        with caplog.at_level(logging.INFO):
+            world.node_is_up.set()
+            await until(lambda: not world.host.failures)
+            await world.settled()
+        assert "did not start" not in caplog.text + world.events.encode()
+
+
+async def test_orders_for_different_pools_and_the_same_order_twice_do_not_overtake_each_other() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        orders = [await world.fleet.resize(2, None), await world.fleet.resize(None, 2), await world.fleet.resize(2, 2)]
+        told = [await world.fleet.scaled(order, 5) for order in reversed(orders)]
+        assert told == [PoolSizes(2, 2)] * 3
+
+
+async def test_an_order_is_done_though_the_other_pool_is_not() -> None:
+    async with World(1, 2).running() as world:
+        await world.settled()
+        world.host.keep_busy(P0)
+        await world.fleet.drain(P0)
+        assert await world.scaled(None, 1) == PoolSizes(0, 1)
+
+
+async def test_a_drain_overtakes_the_size_asked_for_and_is_overtaken_by_none() -> None:
+    async with World(0, 2).running() as world:
+        await world.settled()
+        world.host.keep_busy(D0)
+        order = await world.fleet.resize(None, 3)
+        await world.fleet.drain(D0)
+        with pytest.raises(Overtaken, match="decode 2"):
+            await world.fleet.scaled(order, 5)
+        later = await world.fleet.resize(None, 1)
+        world.host.finish(D0)
+        await world.fleet.drained(D0, 5)
+        assert await world.fleet.scaled(later, 5) == PoolSizes(0, 1)
+
+
+@pytest.mark.parametrize("decode", [3, 1])
+async def test_the_outcome_of_an_order_is_told_after_a_takeover(decode: int) -> None:
+    world = World(1, 2)
+    async with world.running():
+        await world.settled()
+        orders = [await world.fleet.resize(None, size) for size in (4, decode)]
+        world.controller_dies()
+        await world.fleet.take_over()
+        async with world.running():
+            assert await world.fleet.resize(None, decode) == orders[1], "given again, it is the same order"
+            assert await world.fleet.scaled(orders[1], 5) == PoolSizes(1, decode)
+            with pytest.raises(Overtaken, match=f"decode {decode}"):
+                await world.fleet.scaled(orders[0], 5)
+
+
+async def test_workers_that_never_start_give_an_order_up_with_the_size_that_was_reached() -> None:
+    world = World(1, 1)
+    async with world.running():
+        await world.settled()
+        world.host.failures = [Unavailable("no memory")] * 3
+        order = await world.fleet.resize(None, 4)
+        words = "decode stays at 1 of the 4 workers asked for: worker decode-3 did not start: no memory"
+        with pytest.raises(Unavailable, match=words):
+            await world.fleet.scaled(order, 5)
+        assert words in world.events.encode()
+        world.now_s += 100
+        await world.settled()
+        assert set(world.host.actors) == {P0, D0}
+        world.controller_dies()
+        with pytest.raises(Unavailable, match=words):
+            await world.fleet.scaled(order, 5)
+
+
+async def test_workers_that_would_not_fit_are_refused_before_any_starts() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        world.host.memory = {P0: 1 << 30, D0: 2 << 30}
+        told = world.record.text
+        with pytest.raises(ConfigError, match="6 more workers take 2 GiB of memory each, and 7 GiB are left for them"):
+            await world.fleet.resize(2, 6)
+        assert (world.pools.sizes, world.host.launched, world.record.text) == (PoolSizes(1, 1), [P0, D0], told)
+        order, _ = await asyncio.gather(world.fleet.resize(2, None), world.refused(None, 4))
+        assert await world.fleet.scaled(order, 5) == PoolSizes(2, 1)
+        world.machine = replace(world.machine, memory_bytes=0)
+        assert await world.scaled(0, None) == PoolSizes(0, 1)
+
+
+async def test_the_router_is_told_the_sizes_whatever_workers_there_are() -> None:
+    """The one worker does not start: the pool keeps none, and what it is asked to be changes nothing for now."""
+    world = World(0, 1)
+    world.host.failures = [Unavailable("not now")]
+    async with world.running():
+        with pytest.raises(Unavailable):
+            await world.settled()
+        await until(lambda: world.router.sizes == PoolSizes(0, 1))
+        await world.fleet.resize(0, 2)
+        await until(lambda: world.router.sizes == PoolSizes(0, 2))
+        assert world.router.told[-1] == []
 
 
 async def test_the_router_knows_of_a_drain_before_it_begins() -> None:
     async with World(0, 2).running() as world:
         await world.settled()
         world.host.keep_busy(D1)
-        world.fleet.resize(None, 1)
+        await world.fleet.resize(None, 1)
         with pytest.raises(DeadlineExceeded):
-            await world.fleet.settle(0.05, 1)
+            await world.fleet.settle(0.05)
         assert [(one.id, one.state) for one in world.router.told[-1]] == [
             (D0, WorkerState.READY),
             (D1, WorkerState.DRAINING),
@@ -267,8 +417,7 @@ async def test_a_worker_that_is_not_wanted_any_more_does_not_start_after_a_buria
         world.host.actors[P0] = Liveness.DEAD
         await world.fleet.suspect(P0)
         await until(lambda: P1 in world.pools)
-        world.fleet.resize(0, None)
-        await world.settled()
+        await world.scaled(0, None)
         host.may_end.set()
         await world.settled()
         assert set(world.host.actors) <= {P0, D0}
@@ -320,21 +469,21 @@ async def test_no_worker_is_taken_for_dead_because_the_controller_slept() -> Non
 async def test_draining_one_worker() -> None:
     async with World(1, 2).running() as world:
         await world.settled()
-        await world.fleet.drain(D0, 5)
+        await world.drained(D0)
         assert D0 not in world.host.actors
         await world.settled()
         assert world.router.known == {P0, D1}
         with pytest.raises(InvalidRequest):
-            await world.fleet.drain(D1, 5)
+            await world.fleet.drain(D1)
         with pytest.raises(WorkerNotFound):
-            await world.fleet.drain(D0, 5)
+            await world.fleet.drain(D0)
 
 
 async def test_a_worker_that_dies_while_draining_leaves_all_the_same() -> None:
     async with World(0, 2).running() as world:
         await world.settled()
         world.host.actors[D1] = Liveness.DEAD
-        await world.fleet.drain(D1, 5)
+        await world.drained(D1)
         await world.settled()
         assert world.router.known == {D0}
 
@@ -344,7 +493,7 @@ async def test_a_router_that_was_away_is_told_later() -> None:
     world.router.away = True
     async with world.running():
         with pytest.raises(DeadlineExceeded):
-            await world.fleet.settle(0.05, 1)
+            await world.fleet.settle(0.05)
         world.router.away = False
         await world.settled()
         assert world.router.known == {D0}
@@ -355,7 +504,7 @@ async def test_a_worker_that_the_router_refuses_is_offered_again() -> None:
     world.router.refused = {D0: "another model"}
     async with world.running():
         with pytest.raises(DeadlineExceeded):
-            await world.fleet.settle(0.05, 1)
+            await world.fleet.settle(0.05)
         assert "does not take worker decode-0: another model" in world.events.encode()
         world.router.refused = {}
         await world.settled()
@@ -375,8 +524,7 @@ async def test_a_fleet_goes_on_with_the_workers_that_another_has_left() -> None:
     world = World(1, 1)
     async with world.running():
         await world.settled()
-        world.fleet.resize(1, 2)
-        await world.settled()
+        await world.scaled(1, 2)
         world.controller_dies()
         del world.host.actors[D0]
         world.router.told.clear()
@@ -394,18 +542,14 @@ async def test_a_drain_that_another_has_begun_is_brought_to_its_end() -> None:
     async with world.running():
         await world.settled()
         world.host.keep_busy(D0)
-        draining = asyncio.create_task(world.fleet.drain(D0, 5))
-        await until(lambda: world.pools[D0].state is WorkerState.DRAINING)
+        await world.fleet.drain(D0)
         world.controller_dies()
-        draining.cancel()
         await world.fleet.take_over()
         async with world.running():
-            assert {one.id: one.state for one in world.router.told[-1]} == {
-                D0: WorkerState.DRAINING,
-                D1: WorkerState.READY,
-            }
+            as_told = {D0: WorkerState.DRAINING, D1: WorkerState.READY}
+            await until(lambda: {one.id: one.state for one in world.router.told[-1]} == as_told)
             world.host.finish(D0)
-            await until(lambda: D0 not in world.pools)
+            await world.fleet.drained(D0, 5)
             await world.settled()
             assert world.router.known == {D1}
             assert world.pools.sizes == PoolSizes(0, 1)
@@ -457,7 +601,7 @@ async def test_a_worker_that_has_left_is_not_missed_after_a_takeover() -> None:
     world = World(0, 2)
     async with world.running():
         await world.settled()
-        await world.fleet.drain(D0, 5)
+        await world.drained(D0)
         world.controller_dies()
         await world.fleet.take_over()
         assert "was lost" not in world.events.encode()

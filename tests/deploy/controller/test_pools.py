@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from deploy.controller.pools import Pools, PoolsRecord
-from wire.errors import ConfigError, InvalidRequest, WorkerNotFound
+from wire.errors import ConfigError, InvalidRequest, Overtaken, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
@@ -70,10 +70,10 @@ def test_resizing(before: tuple[int, int], after: tuple[int | None, int | None],
     assert made.plan(0.0) == []
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(-1, None), (None, 0), (2, -1)])
+@pytest.mark.parametrize(("prefill", "decode"), [(-1, None), (None, 0), (2, -1), (65, None), (2, 65), (1 << 31, None)])
 def test_sizes_that_cannot_be_change_nothing(prefill: int | None, decode: int | None) -> None:
     made = pools(1, 1)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match=r"pools\.\w+: must be between [01] and 64, not"):
         made.resize(prefill, decode)
     assert made.sizes == PoolSizes(1, 1)
     assert made.plan(0.0) == []
@@ -156,6 +156,57 @@ def test_one_pool_in_trouble_does_not_hold_up_the_other() -> None:
     assert made.are_as_asked
 
 
+def fail_to_start(made: Pools, num_times: int) -> list[str]:
+    """Lets so many starts of decode workers fail, one after the other, long after each other; returns the words."""
+    words = []
+    for number in range(num_times):
+        started = [worker for worker in made if worker.state is WorkerState.STARTING] or made.plan(1000.0 * number)
+        words.append(made.lost(started[0].id, 1000.0 * number, f"failure {number}"))
+    return words
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_ready", "num_failures", "size"),
+    [
+        pytest.param([3], 0, 2, 3, id="two failures are none"),
+        pytest.param([3], 0, 3, 1, id="three: the size from before"),
+        pytest.param([5], 2, 3, 3, id="the workers that did start stay"),
+        pytest.param([3, 5], 0, 3, 1, id="a size that was asked for, but not reached"),
+        pytest.param([3, 2], 2, 5, 2, id="a size that was reached is tried for ever"),
+        pytest.param([1], 0, 5, 1, id="no order"),
+    ],
+)
+def test_an_order_is_given_up_after_three_failed_starts_in_a_row(
+    asked: list[int], num_ready: int, num_failures: int, size: int
+) -> None:
+    made = pools(0, 1)
+    for decode in asked:
+        made.resize(None, decode)
+    if not made.plan(0.0):
+        made.lost(D0, 0.0)
+    for worker in [worker for worker in made if worker.state is WorkerState.STARTING][:num_ready]:
+        made.became_ready(worker.id, ADDRESS)
+    if made.are_as_asked:
+        made.lost(D0, 0.0)
+    words = fail_to_start(made, num_failures)
+    assert made.sizes.decode == size
+    given_up = f"decode stays at {size} of the {asked[-1]} workers asked for: failure 2"
+    assert words == [given_up if number == 2 and size < asked[-1] else "" for number in range(num_failures)]
+
+
+def test_an_order_that_was_given_up_can_be_given_again() -> None:
+    made = pools(0, 1)
+    first = made.resize(None, 2)
+    fail_to_start(made, 3)
+    with pytest.raises(Unavailable, match="decode stays at 1 of the 2 workers asked for: failure 2"):
+        made.have_done(first)
+    assert made.plan(9000.0) == []
+    again = made.resize(None, 1)
+    assert made.have_done(again)
+    with pytest.raises(Overtaken, match="decode 1"):
+        made.have_done(first)
+
+
 def test_releasing_a_worker_shrinks_its_pool_by_that_one() -> None:
     made = pools(1, 2)
     assert made.release(D0) == drain(D0)
@@ -189,7 +240,17 @@ def test_pools_are_what_they_were_when_recorded() -> None:
     assert read.plan(0.0) == [start(D2)], "no name is given twice"
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"workers": [{"id": "d"}]}, {"more": 1}])
+def test_a_record_of_version_1_is_read_and_its_sizes_were_reached() -> None:
+    old = json.loads(pools(0, 2).to_json()) | {"version": 1}
+    del old["orders"]
+    read = Pools.from_json(json.dumps(old))
+    assert read.sizes == PoolSizes(0, 2)
+    read.lost(D0, 0.0)
+    assert fail_to_start(read, 3) == ["", "", ""]
+    assert read.sizes == PoolSizes(0, 2)
+
+
+@pytest.mark.parametrize("change", [{"version": 3}, {"version": 0}, {"workers": [{"id": "d"}]}, {"more": 1}])
 def test_a_record_of_other_pools_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Pools.from_json(json.dumps(json.loads(pools(1, 1).to_json()) | change))

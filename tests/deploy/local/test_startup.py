@@ -17,6 +17,7 @@ from deploy.plan.cluster_plan import ClusterPlan
 from deploy.plan.config import ClusterConfig
 from deploy.processes.process import ProcessRef, spawn_leader
 from tests.checkpoints import make_checkpoint
+from tests.kernels.backends import lend_kernels
 from tests.redis_process import RedisProcess
 from wire.errors import ConfigError, Unavailable
 from wire.pools import PoolSizes
@@ -83,6 +84,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeHead]:
+    lend_kernels(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(startup, "RayProcess", FakeHead)
     monkeypatch.setattr(FakeHead, "plans", [])

@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -48,18 +49,19 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("nmae = 'x'", "settings.nmae: unknown"),
-        ("[pools]\nprefil = 1", "settings.pools.prefil: unknown"),
-        ("[pools]\nprefill = '1'", "settings.pools.prefill: must be int"),
-        ("[pools]\nprefill = true", "settings.pools.prefill: must be int"),
+        ("nmae = 'x'", "nmae: unknown"),
+        ("[pools]\nprefil = 1", "pools.prefil: unknown"),
+        ("[pools]\nprefill = '1'", "pools.prefill: must be int"),
+        ("[pools]\nprefill = true", "pools.prefill: must be int"),
         ("[pools]\nprefill = -1", "pools.prefill must be between 0 and 64"),
         ("[pools]\ndecode = 0", "pools.decode must be between 1 and 64"),
-        ("pools = 3", "settings.pools: must be an object"),
+        ("pools = 3", "pools: must be an object"),
         ("name = '../x'", "name must be"),
         ("name = ''", "name must be"),
         ("[model]\nblock_size = 17", "model.block_size must be one of"),
         ("[model]\ndtype = 'int8'", "model.dtype must be one of"),
-        ("[arena]\nsize_bytes = '1 GB'", "is not a size"),
+        ("[arena]\nsize_bytes = '1 GB'", "arena.size_bytes must be a size like 512MiB, 1.5GiB or 4096, not '1 GB'"),
+        pytest.param(f"[arena]\nsize_bytes = '{'9' * 400}'", "arena.size_bytes must be a size", id="400 digits in it"),
         ("[arena]\nsize_bytes = 1", "arena.size_bytes must be between"),
         ("[arena]\nsize_bytes = '0B'", "arena.size_bytes must be between"),
         ("[redis]\nurl = 'http://x'", "redis.url must be"),
@@ -67,22 +69,31 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[router]\ngrpc_port = 70000", "router.grpc_port must be between"),
         ("[router]\nmax_buffered_events = 0", "router.max_buffered_events must be between"),
         ("[router]\nmax_stall_s = 0", "router.max_stall_s must be between"),
-        ("[batch]\nmax_running = 0", "batch.max_running: must be positive"),
-        ("[batch]\nmax_running = 4000", "batch.max_step_tokens: must be at least"),
+        ("[batch]\nmax_running = 0", "batch.max_running must be positive"),
+        ("[batch]\nmax_running = 4000", "batch.max_step_tokens must be at least"),
         ("[worker]\nnum_gpus = 2", "worker.num_gpus must be between"),
         ("[worker]\nmax_silence_s = 0", "worker.max_silence_s must be between 3.0 and"),
         ("[worker]\nnum_threads = 0", "worker.num_threads must be between"),
         ("[worker]\npool_bytes = 0", "worker.pool_bytes must be between"),
-        ("[worker]\npool_bytes = true", "settings.worker.pool_bytes: must be int"),
+        ("[worker]\npool_bytes = true", "worker.pool_bytes: must be int"),
         ("name = ", "is not TOML"),
-        pytest.param("name = " + "[" * 100_000, "is not TOML", id="nested without end"),
-        pytest.param("name = " + "9" * 5000, "is not TOML", id="5,000 digits"),
+        ("[batch]\npatience_tokens = 0x1000000", "batch.patience_tokens must be between 1 and"),
+        ('"a\\nb" = 1', r"a\nb: unknown"),
+        ("[model]\npath = ''", "model.path must be text without control characters, and not empty: leave it out"),
+        ("[model]\npath = '/m\\u0000'".replace("'", '"'), "model.path must be text"),
+        ("[model]\ndtype = ''", "model.dtype must be one of"),
+        ("[ray]\naddress = ''", "ray.address must be text"),
+        ("[redis]\nurl = ''", "redis.url must be text"),
+        pytest.param("name = " + "[" * 100_000, "is nested too deeply, or a number in it is", id="nested without end"),
+        pytest.param(f"[{'.'.join('a' * 3000)}]", "a: unknown", id="3,000 tables in each other"),
+        pytest.param("name = " + "9" * 5000, "is nested too deeply, or a number in it is", id="5,000 digits"),
+        pytest.param(f"[pools]\ndecode = 0x{'f' * 5000}", "not a number of so many digits", id="5,000 hex digits"),
         pytest.param("#" * (MAX_FILE_BYTES + 1), f"must be a file of at most {MAX_FILE_BYTES} bytes", id="too large"),
         pytest.param("[router]\nmax_stall_s = " + "9" * 400, "max_stall_s: must be float", id="400 digits"),
         ("[router]\nmax_stall_s = nan", "router.max_stall_s must be between"),
         ("[router]\nmax_stall_s = inf", "router.max_stall_s must be between"),
         ("[router]\nmax_connections = 0", "router.max_connections must be between"),
-        ("[router]\nreflection = 1", "settings.router.reflection: must be bool"),
+        ("[router]\nreflection = 1", "router.reflection: must be bool"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
@@ -98,6 +109,14 @@ def test_a_wrong_value_is_told_in_64_characters(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pools\.prefill must be between") as raised:
         ClusterConfig.load(file, {})
     assert "9" * 65 not in raised.value.message
+
+
+@pytest.mark.parametrize("name", ["no\nsuch.toml", "pipe", "folder"])
+def test_only_a_regular_file_is_read(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=r"must be a (regular file|path without control characters)"):
+        ClusterConfig.load(tmp_path / name, {})
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
@@ -119,13 +138,13 @@ def test_a_password_in_a_wrong_redis_url_is_not_repeated() -> None:
     ("text", "num_bytes"), [("0", 0), ("4096", 4096), ("1KiB", 1024), ("1.5 MiB", 3 << 19), (" 2GiB ", 2 << 30)]
 )
 def test_sizes(text: str, num_bytes: int) -> None:
-    assert parse_bytes(text) == num_bytes
+    assert parse_bytes(text, "worker.pool_bytes") == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1e3", "1 GB", "MiB", "1MiBx"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError):
-        parse_bytes(text)
+        parse_bytes(text, "worker.pool_bytes")
 
 
 @pytest.mark.parametrize(

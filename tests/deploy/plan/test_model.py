@@ -1,16 +1,23 @@
+import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import demo_model
 from deploy.plan.config import ModelSettings
 from deploy.plan.model import inspect_model
 from tests.checkpoints import make_checkpoint
+from tests.kernels.backends import lend_kernels
+from tests.text.backends import byte_level
 from wire.errors import ConfigError, ModelError
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lend_kernels(tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -33,6 +40,40 @@ def test_the_fingerprint_follows_weights_and_dtype_and_not_the_place(tmp_path: P
     fingerprints.append(inspect_model(ModelSettings(str(one), dtype="bfloat16"), "cpu").served.fingerprint)
     assert fingerprints[0] == fingerprints[1]
     assert len(set(fingerprints)) == 3
+
+
+def rename_layers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+
+
+def spoil_weights(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = math.nan
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (rename_layers, "have model.layers.1.input_layernorm.weight, which is no part of the model"),
+        (spoil_weights, "tensor model.norm.weight has NaN or infinity"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json: missing"),
+        (
+            lambda folder: byte_level().save(str(folder / "tokenizer.json")),
+            r"the tokenizer has a token \d+, config.json a",
+        ),
+    ],
+    ids=["another number of layers", "NaN", "no tokenizer", "another tokenizer"],
+)
+def test_a_model_that_would_answer_wrongly_is_refused(
+    tmp_path: Path, spoil: Callable[[Path], None], message: str
+) -> None:
+    folder = make_checkpoint("llama-gqa", tmp_path / "model")
+    spoil(folder)
+    for _ in range(2):
+        with pytest.raises(ModelError, match=message):
+            inspect_model(ModelSettings(str(folder)), "cpu")
 
 
 def test_without_a_name_it_is_the_demo_model() -> None:

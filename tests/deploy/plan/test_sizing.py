@@ -1,4 +1,5 @@
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -7,10 +8,11 @@ import pytest
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.model import ModelFacts
-from deploy.plan.sizing import size
+from deploy.plan.sizing import require_room, size
 from router.config import ServedModel
 from wire.errors import ConfigError
 from wire.layout import KVLayout
+from wire.pools import PoolSizes
 
 MIB, GIB = 1 << 20, 1 << 30
 LAPTOP = Machine(memory_bytes=8 * GIB, shared_bytes=4 * GIB, num_cores=8)
@@ -62,8 +64,15 @@ def test_sizes(
 @pytest.mark.parametrize(
     ("machine", "model", "tables", "named"),
     [
-        (replace(LAPTOP, memory_bytes=5 * GIB), LARGE, {}, "weights, pools and arena take"),
-        (LAPTOP, SMALL, {"worker": {"pool_bytes": "5GiB"}}, "of memory are free"),
+        (
+            replace(LAPTOP, memory_bytes=5 * GIB),
+            LARGE,
+            {},
+            "2 workers take 3.562 GiB of memory each, and 4 GiB are left",
+        ),
+        (LAPTOP, SMALL, {"worker": {"pool_bytes": "5GiB"}}, "at most 1 fit; start fewer, or set worker.pool_bytes"),
+        (LAPTOP, SMALL, {"pools": {"decode": 64}}, "65 workers take 279.8 MiB of memory each, and 7.75 GiB are left"),
+        (replace(LAPTOP, memory_bytes=0), SMALL, {"arena": {"size_bytes": "1GiB"}}, "and 0 B are left for them"),
         (replace(LAPTOP, shared_bytes=GIB), SMALL, {"arena": {"size_bytes": "2GiB"}}, "of /dev/shm are free"),
         (LAPTOP, LARGE, {"worker": {"pool_bytes": "1MiB"}, "pools": {"prefill": 0}}, "worker.pool_bytes: 1 MiB is too"),
         (replace(LAPTOP, shared_bytes=MIB // 2), SMALL, {}, "arena.size_bytes: 128 KiB is too little"),
@@ -75,6 +84,35 @@ def test_sizes(
 def test_what_cannot_fit_is_refused(machine: Machine, model: ModelFacts, tables: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
         size(config(**tables), model, machine)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "used_mib", "machine", "problem"),
+    [
+        pytest.param((1, 1), (1, 2), [512, 512], LAPTOP, "", id="it fits"),
+        pytest.param(
+            (1, 1),
+            (1, 64),
+            [400, 512],
+            LAPTOP,
+            "63 more workers take 512 MiB of memory each, and 7.891 GiB are left for them: at most 15 fit",
+            id="the largest one tells",
+        ),
+        pytest.param((1, 1), (1, 17), [512, 512], LAPTOP, "", id="just as many as fit"),
+        pytest.param((1, 1), (1, 18), [512, 512], LAPTOP, "at most 16 fit", id="one too many"),
+        pytest.param((1, 15), (2, 15), [512, 512], LAPTOP, "", id="others are still to come"),
+        pytest.param((1, 17), (2, 17), [512, 512], LAPTOP, "at most 0 fit", id="others that take all the rest"),
+        pytest.param((1, 1), (1, 40), [], LAPTOP, "39 more workers take 256 MiB", id="none to be measured"),
+        pytest.param((1, 1), (2, 1), [512, 512], GPU_NODE, "the workers take 3 GPUs, but there are 2", id="GPUs"),
+    ],
+)
+def test_pools_grow_as_far_as_they_fit(
+    before: tuple[int, int], after: tuple[int, int], used_mib: list[int], machine: Machine, problem: str
+) -> None:
+    used_bytes = [mib * MIB for mib in used_mib]
+    fits = pytest.raises(ConfigError, match=re.escape(problem)) if problem else nullcontext()
+    with fits:
+        require_room(PoolSizes(*before), PoolSizes(*after), used_bytes, len(machine.gpus) / 2, machine)
 
 
 def test_a_context_that_does_not_fit_is_said() -> None:

@@ -1,0 +1,1 @@
+"""The CPU's kernels, in C++ behind a C interface, and the launchers that give them tensors."""

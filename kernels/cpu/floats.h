@@ -1,0 +1,268 @@
+// Sixteen floats at a time, on every instruction set: AVX-512, AVX2 as two halves, or plain loops.
+//
+// All kernels are written over these, so that a sum is taken in the same order on all of them. The compiler may neither
+// contract nor reorder (-ffp-contract=off, no -ffast-math): the numbers are those that are written here.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+constexpr int LANES = 16;
+
+struct bf16 {
+    uint16_t bits;
+};
+
+struct f16 {
+    uint16_t bits;
+};
+
+inline float bits_to_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t float_to_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(bf16 value) { return bits_to_float(uint32_t(value.bits) << 16); }
+
+#if defined(__F16C__)
+inline float to_float(f16 value) { return _cvtsh_ss(value.bits); }
+#else
+inline float to_float(f16 value) {
+    const uint32_t sign = uint32_t(value.bits & 0x8000) << 16, magnitude = value.bits & 0x7fff;
+    if (magnitude >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);  // infinity, NaN
+    // A float with the exponent of a half, times 2^112, is the half: exactly, subnormal ones too.
+    return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f));
+}
+#endif
+
+// Rounds to the nearest, ties to even.
+inline void from_float(float value, float* out) { *out = value; }
+
+inline void from_float(float value, bf16* out) {
+    const uint32_t bits = float_to_bits(value);
+    out->bits = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+#if defined(__F16C__)
+inline void from_float(float value, f16* out) { out->bits = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+#else
+inline void from_float(float value, f16* out) {
+    const uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) {
+        out->bits = 0x7e00;
+    } else if (magnitude >= 0x477ff000) {
+        out->bits = uint16_t(sign | 0x7c00);  // rounds to infinity
+    } else if (magnitude < 0x38800000) {      // subnormal: adding 0.5 leaves the right bits at the end, rounded
+        out->bits = uint16_t(sign | (float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000));
+    } else {
+        out->bits = uint16_t(sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13);
+    }
+}
+#endif
+
+#if defined(__AVX512F__)
+
+struct Floats {
+    __m512 v;
+};
+
+inline Floats splat(float value) { return {_mm512_set1_ps(value)}; }
+inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Floats load(const bf16* p) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline Floats load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
+inline void store(bf16* p, Floats a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
+inline void store(f16* p, Floats a) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
+inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Floats round(Floats a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline Floats scale_by_power(Floats a, Floats n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+
+#elif defined(__AVX2__)
+
+struct Floats {
+    __m256 lo, hi;
+};
+
+inline Floats splat(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline __m256 widen(__m128i halves) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16)); }
+inline Floats load(const bf16* p) {
+    return {widen(_mm_loadu_si128((const __m128i*)p)), widen(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+inline Floats load(const f16* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+inline void store(float* p, Floats a) {
+    _mm256_storeu_ps(p, a.lo);
+    _mm256_storeu_ps(p + 8, a.hi);
+}
+inline void store(bf16* p, Floats a) {
+    float values[LANES];
+    store(values, a);
+    for (int i = 0; i < LANES; ++i) from_float(values[i], p + i);
+}
+inline void store(f16* p, Floats a) {
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
+}
+inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline Floats fma(Floats a, Floats b, Floats c) {
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline Floats round(Floats a) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(a.lo, mode), _mm256_round_ps(a.hi, mode)};
+}
+inline __m256 scale_by_power(__m256 a, __m256 n) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
+}
+inline Floats scale_by_power(Floats a, Floats n) { return {scale_by_power(a.lo, n.lo), scale_by_power(a.hi, n.hi)}; }
+
+#else
+
+struct Floats {
+    float v[LANES];
+};
+
+template <class Function>
+inline Floats each(Function function) {
+    Floats out;
+    for (int i = 0; i < LANES; ++i) out.v[i] = function(i);
+    return out;
+}
+
+inline Floats splat(float value) {
+    return each([&](int) { return value; });
+}
+template <class T>
+inline Floats load(const T* p) {
+    return each([&](int i) { return to_float(p[i]); });
+}
+template <class T>
+inline void store(T* p, Floats a) {
+    for (int i = 0; i < LANES; ++i) from_float(a.v[i], p + i);
+}
+inline Floats operator+(Floats a, Floats b) {
+    return each([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Floats operator-(Floats a, Floats b) {
+    return each([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline Floats operator*(Floats a, Floats b) {
+    return each([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Floats operator/(Floats a, Floats b) {
+    return each([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }  // rounded twice: fused, it would be a library's call
+inline Floats max(Floats a, Floats b) {
+    return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Floats round(Floats a) {
+    return each([&](int i) { return std::nearbyintf(a.v[i]); });
+}
+inline Floats scale_by_power(Floats a, Floats n) {
+    return each([&](int i) { return a.v[i] * bits_to_float(uint32_t(int(n.v[i]) + 127) << 23); });
+}
+
+#endif
+
+// The first `count` of 16 values, and zeros.
+template <class T>
+inline Floats load_some(const T* p, int count) {
+    T padded[LANES] = {};
+    std::memcpy(padded, p, count * sizeof(T));
+    return load(padded);
+}
+
+template <class T>
+inline void store_some(T* p, Floats a, int count) {
+    T padded[LANES];
+    store(padded, a);
+    std::memcpy(p, padded, count * sizeof(T));
+}
+
+// Sums and maxima of all lanes, always over the same tree: lane i with lane i + 8, then + 4, + 2, + 1.
+#if defined(__AVX2__)
+template <class Function>
+inline float reduce(Floats a, Function&& function) {
+#if defined(__AVX512F__)
+    const __m256 of_8 = function(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+#else
+    const __m256 of_8 = function(a.lo, a.hi);
+#endif
+    const __m256 of_4 = function(of_8, _mm256_permute2f128_ps(of_8, of_8, 1));
+    const __m256 of_2 = function(of_4, _mm256_permute_ps(of_4, 0b01001110));
+    return _mm256_cvtss_f32(function(of_2, _mm256_permute_ps(of_2, 0b10110001)));
+}
+inline float sum(Floats a) {
+    return reduce(a, [](__m256 x, __m256 y) { return _mm256_add_ps(x, y); });
+}
+inline float largest(Floats a) {
+    return reduce(a, [](__m256 x, __m256 y) { return _mm256_max_ps(x, y); });
+}
+#else
+inline float sum(Floats a) {
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
+    return a.v[0];
+}
+inline float largest(Floats a) {
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];
+    return a.v[0];
+}
+#endif
+
+// e^x for x <= 88; 0 below -87.3, where the result would be subnormal; NaN stays NaN. Within 2 units of the last place:
+// x = n ln 2 + r, |r| <= ln 2 / 2, and the Taylor polynomial of degree 7 of e^r.
+inline Floats exponential(Floats x) {
+    const Floats n = round(max(splat(-126.0f), x * splat(0x1.715476p+0f)));  // max takes the second operand for NaN
+    const Floats r = fma(n, splat(0x1.05c61p-29f), fma(n, splat(-0x1.62e43p-1f), x));
+    Floats y = splat(1.0f / 5040);
+    for (float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = fma(y, r, splat(coefficient));
+    y = scale_by_power(y, n);
+#if defined(__AVX512F__)
+    return {_mm512_mask_mov_ps(y.v, _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-87.3f), _CMP_LT_OQ), _mm512_setzero_ps())};
+#elif defined(__AVX2__)
+    const __m256 least = _mm256_set1_ps(-87.3f);
+    return {_mm256_andnot_ps(_mm256_cmp_ps(x.lo, least, _CMP_LT_OQ), y.lo), _mm256_andnot_ps(_mm256_cmp_ps(x.hi, least, _CMP_LT_OQ), y.hi)};
+#else
+    return each([&](int i) { return x.v[i] < -87.3f ? 0.0f : y.v[i]; });
+#endif
+}
+
+inline float exponential(float x) {
+    float v[LANES];
+    store(v, exponential(splat(x)));
+    return v[0];
+}

@@ -1,0 +1,154 @@
+"""The compiled kernels of this machine: chosen by instruction set, compiled once, loaded by every process.
+
+The library lies in the user's cache; its name is the SHA-256 of its source, flags and compiler. A file that is not the
+user's own, or that others may write, is refused.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SOURCE = Path(__file__).parent
+UNITS = ("attention.cpp", "linear.cpp", "rows.cpp", "threads.cpp")
+COMPILERS = ("g++", "clang++", "c++")
+COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-w", "-pthread")
+AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", "fma", "f16c")
+ISA_TO_FEATURES: dict[str, tuple[str, ...]] = {"avx512": AVX512, "avx2": ("avx2", "fma", "f16c"), "portable": ()}
+"""Instruction sets, best first, with the features that each takes, as /proc/cpuinfo names them."""
+COMPILE_TIMEOUT_S = 300.0
+MAX_REASON_CHARS = 200
+POLL_S = 0.05
+
+
+class NoKernels(Exception):
+    """The kernels cannot be had on this machine; the message says why."""
+
+
+def best_isa() -> str:
+    """Returns the best instruction set that this machine has."""
+    present = _features()
+    return next(isa for isa, features in ISA_TO_FEATURES.items() if present.issuperset(features))
+
+
+def _features() -> set[str]:
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return set(next((line for line in lines if line.startswith("flags")), "").split())
+    return set()
+
+
+def source_version() -> str:
+    """Returns a digest of the kernels' source: where it differs, numbers may."""
+    digest = hashlib.sha256()
+    for path in sorted((*SOURCE.glob("*.h"), *SOURCE.glob("*.cpp"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def load_library(isa: str) -> ctypes.CDLL:
+    """Loads the kernels of an instruction set, compiled first where they are not yet. Blocks for seconds then.
+
+    Raises NoKernels for one that this machine has not, without a compiler, and for a cache that cannot be written or is
+    not the user's own.
+    """
+    if not _features().issuperset(ISA_TO_FEATURES[isa]):
+        raise NoKernels(f"this machine has no {isa}: it has {best_isa()}")
+    compiler = _find_compiler()
+    flags = (*COMMON_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in ISA_TO_FEATURES[isa]))
+    try:
+        folder = cache_folder()
+        name = hashlib.sha256("\0".join((source_version(), *flags, _version_of(compiler))).encode()).hexdigest()
+        path = folder / f"{name}.so"
+        with _lock(folder):
+            if not path.exists():
+                _compile(compiler, flags, path)
+        return _open(path)
+    except OSError as error:
+        raise NoKernels(f"the cache of compiled kernels cannot be used ({error})") from error
+
+
+def _find_compiler() -> str:
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), *COMPILERS))), None)
+    if compiler is None:
+        raise NoKernels("there is no C++ compiler: install g++")
+    return compiler
+
+
+def _version_of(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30.0, check=False).stdout
+
+
+def cache_folder() -> Path:
+    """Returns the folder of compiled kernels, $XDG_CACHE_HOME/baton/kernels; makes it if need be."""
+    root = os.path.expanduser(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = Path(root if os.path.isabs(root) else Path.home() / ".cache", "baton", "kernels")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_own(os.stat(folder, follow_symlinks=False), folder)
+    return folder
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Keeps other processes from compiling. Raises NoKernels if one of them has not done so for five minutes."""
+    deadline = time.monotonic() + COMPILE_TIMEOUT_S
+    with (folder / "lock").open("w") as file:
+        while not _try_lock(file.fileno()):
+            if time.monotonic() > deadline:
+                raise NoKernels(f"another process has been compiling in {folder} for {COMPILE_TIMEOUT_S:.0f} s")
+            time.sleep(POLL_S)
+        yield
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    """Compiles the units side by side, aside, and renames: a reader never sees half a library."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as threads:
+        objects = [Path(folder) / f"{unit}.o" for unit in UNITS]
+        commands = [
+            [compiler, *flags, "-c", str(SOURCE / unit), "-o", str(made)]
+            for unit, made in zip(UNITS, objects, strict=True)
+        ]
+        list(threads.map(_run, commands))
+        output = Path(folder) / path.name
+        _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(output)])
+        output.chmod(0o700)
+        output.replace(path)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NoKernels(f"{command[0]} did not end within {COMPILE_TIMEOUT_S:.0f} s") from error
+    if done.returncode:
+        reason = (done.stderr.decode(errors="replace").strip() or "it does not say why").splitlines()[0]
+        raise NoKernels(f"{command[0]} failed: {reason[:MAX_REASON_CHARS]}")
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    with open(descriptor, "rb"):
+        _require_own(os.fstat(descriptor), path)
+    return ctypes.CDLL(str(path))  # in a folder that only this user may write
+
+
+def _require_own(status: os.stat_result, path: Path) -> None:
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise NoKernels(f"{path} is not this user's alone: remove it")

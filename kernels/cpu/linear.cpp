@@ -1,0 +1,181 @@
+// Linear layers: rows times packed weights.
+
+#include <type_traits>
+#include <vector>
+
+#include "dtypes.h"
+#include "products.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t num_panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
+
+template <class T>
+int64_t num_steps(int64_t depth) {
+    return (depth + Product<T>::DEPTH - 1) / Product<T>::DEPTH;
+}
+
+// weight [columns, depth] -> panels, zeros where columns or depth end.
+template <class T>
+void pack(const T* weight, int64_t columns, int64_t depth, T* packed) {
+    constexpr int D = Product<T>::DEPTH;
+    const int64_t steps = num_steps<T>(depth);
+    parallel(num_panels(columns), [&](int64_t panel) {
+        T* out = packed + panel * steps * PANEL * D;
+        for (int64_t step = 0; step < steps; ++step)
+            for (int column = 0; column < PANEL; ++column)
+                for (int part = 0; part < D; ++part, ++out) {
+                    const int64_t row = panel * PANEL + column, k = step * D + part;
+                    *out = row < columns && k < depth ? weight[row * depth + k] : T{};
+                }
+    });
+}
+
+template <class T>
+void unpack_rows(const T* packed, const int64_t* ids, int64_t num_ids, int64_t depth, T* out) {
+    constexpr int D = Product<T>::DEPTH;
+    for (int64_t i = 0; i < num_ids; ++i) {
+        const T* panel = packed + ids[i] / PANEL * num_steps<T>(depth) * PANEL * D;
+        for (int64_t k = 0; k < depth; ++k) out[i * depth + k] = panel[(k / D * PANEL + ids[i] % PANEL) * D + k % D];
+    }
+}
+
+// Rows as the product wants them, in tiles of up to MAX_ROWS: tile[step][row][depth of a step]. Rows that lie far apart would
+// push one another out of the nearest cache. A single row is taken as it is where its dtype and depth fit.
+template <class T>
+class Rows {
+    using Row = typename Product<T>::Row;
+    static constexpr int D = Product<T>::DEPTH;
+
+   public:
+    Rows(const T* input, int64_t count, int64_t depth) : steps_(num_steps<T>(depth)), count_(count) {
+        if constexpr (std::is_same_v<T, Row>) {
+            if (count == 1 && depth == steps_ * D) {
+                data_ = input;
+                return;
+            }
+        }
+        copy_.resize(count * steps_ * D);
+        data_ = copy_.data();
+        parallel((count + MAX_ROWS - 1) / MAX_ROWS, [&](int64_t unit) { pack(input, unit * MAX_ROWS, depth); });
+    }
+
+    const Row* tile(int64_t first_row) const { return data_ + first_row * steps_ * D; }
+    int rows_in_tile(int64_t first_row) const { return int(std::min<int64_t>(MAX_ROWS, count_ - first_row)); }
+
+   private:
+    void pack(const T* input, int64_t first_row, int64_t depth) {
+        const int num_rows = rows_in_tile(first_row);
+        Row* out = copy_.data() + first_row * steps_ * D;
+        for (int row = 0; row < num_rows; ++row)
+            for (int64_t k = 0; k < depth; ++k)
+                set(input[(first_row + row) * depth + k], out + (k / D * num_rows + row) * D + k % D);
+    }
+
+    static void set(T value, T* out) { *out = value; }
+    template <class Wide>
+    static void set(T value, Wide* out) {
+        *out = to_float(value);
+    }
+
+    const int64_t steps_, count_;
+    const Row* data_;
+    std::vector<Row> copy_;
+};
+
+// out [rows, columns] = input [rows, depth] . weight^T, + bias [columns], + residual [rows, columns], each sum rounded to
+// T, as it would be on its own. `Out` is T, or float for logits, which keep the bits that they have.
+template <class T, class Out>
+struct Linear {
+    Rows<T> rows;
+    const T* packed;
+    const T* bias;
+    const T* residual;
+    Out* out;
+    int64_t num_rows, columns, steps;
+
+    // Columns from first_panel on, for all rows.
+    template <int ROWS, int PANELS>
+    void tile(int64_t row, int64_t first_panel) const {
+        Floats sums[ROWS][2 * PANELS];
+        for (auto& of_row : sums)
+            for (Floats& sum : of_row) sum = splat(0);
+        const int64_t panel_stride = steps * PANEL * Product<T>::DEPTH;
+        constexpr int D = Product<T>::DEPTH;
+        multiply<T, ROWS, PANELS>(rows.tile(row), D, ROWS * D, packed + first_panel * panel_stride, panel_stride, steps, sums);
+        for (int r = 0; r < ROWS; ++r)
+            for (int v = 0; v < 2 * PANELS; ++v) finish(sums[r][v], row + r, first_panel * PANEL + v * LANES);
+    }
+
+    void finish(Floats value, int64_t row, int64_t column) const {
+        const int count = int(std::min<int64_t>(LANES, columns - column));
+        if (count <= 0) return;
+        if (bias) value = rounded(value) + load_some(bias + column, count);
+        if (residual) value = rounded(value) + load_some(residual + row * columns + column, count);
+        Out* place = out + row * columns + column;
+        count == LANES ? store(place, value) : store_some(place, value, count);
+    }
+
+    static Floats rounded(Floats value) {
+        T narrow[LANES];
+        store(narrow, value);
+        return load(narrow);
+    }
+
+    void panels(int64_t first_panel, int64_t last_panel) const {
+        for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
+            for_rows(rows.rows_in_tile(row), [&]<int ROWS>() {
+                constexpr int WIDE = side_by_side(ROWS);
+                int64_t panel = first_panel;
+                for (; panel + WIDE <= last_panel; panel += WIDE) tile<ROWS, WIDE>(row, panel);
+                for (; panel < last_panel; ++panel) tile<ROWS, 1>(row, panel);
+            });
+        }
+    }
+
+    void run() const {
+        constexpr int64_t PER_UNIT = 4;
+        const int64_t total = num_panels(columns);
+        parallel((total + PER_UNIT - 1) / PER_UNIT, [&](int64_t unit) {
+            panels(unit * PER_UNIT, std::min(total, (unit + 1) * PER_UNIT));
+        });
+    }
+};
+
+template <class T, class Out>
+void linear(const void* input, const void* packed, const void* bias, const void* residual, void* out, int64_t num_rows,
+            int64_t columns, int64_t depth) {
+    Linear<T, Out>{Rows<T>((const T*)input, num_rows, depth), (const T*)packed, (const T*)bias, (const T*)residual, (Out*)out,
+                   num_rows, columns, num_steps<T>(depth)}
+        .run();
+}
+
+}  // namespace
+
+// The number of elements of weight [columns, depth] once packed.
+extern "C" int64_t baton_packed_size(int dtype, int64_t columns, int64_t depth) {
+    int64_t size = 0;
+    FOR_DTYPE(dtype, size = num_panels(columns) * PANEL * num_steps<T>(depth) * Product<T>::DEPTH)
+    return size;
+}
+
+extern "C" void baton_pack(int dtype, const void* weight, int64_t columns, int64_t depth, void* packed) {
+    FOR_DTYPE(dtype, pack((const T*)weight, columns, depth, (T*)packed))
+}
+
+// out [num_ids, depth] = the rows `ids` of a packed weight.
+extern "C" void baton_unpack_rows(int dtype, const void* packed, const int64_t* ids, int64_t num_ids, int64_t depth, void* out) {
+    FOR_DTYPE(dtype, unpack_rows((const T*)packed, ids, num_ids, depth, (T*)out))
+}
+
+extern "C" void baton_linear(int dtype, const void* input, const void* packed, const void* bias, const void* residual, void* out,
+                             int64_t num_rows, int64_t columns, int64_t depth) {
+    FOR_DTYPE(dtype, linear<T, T>(input, packed, bias, residual, out, num_rows, columns, depth))
+}
+
+// The same with float32 out, for the head.
+extern "C" void baton_linear_to_float(int dtype, const void* input, const void* packed, float* out, int64_t num_rows,
+                                      int64_t columns, int64_t depth) {
+    FOR_DTYPE(dtype, linear<T, float>(input, packed, nullptr, nullptr, out, num_rows, columns, depth))
+}

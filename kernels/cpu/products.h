@@ -1,0 +1,122 @@
+// Products of rows with packed columns: the one inner loop of the linear layers and of attention.
+//
+// Columns lie in panels of 32: panel[step][column][depth of a step], so that a panel is read from its start to its end.
+// A step is one multiplication on each of the 32 columns; its depth is 2 where bf16 is multiplied in pairs, else 1.
+// Every output is summed over the whole depth in one order, whatever rows stand beside it: a row alone, in a batch and in
+// a chunk of a prompt gets the same bits.
+#pragma once
+
+#include <algorithm>
+
+#include "floats.h"
+
+constexpr int PANEL = 2 * LANES;
+
+// The way of one dtype of weights. Rows: what a row must consist of. Sums of two vectors cover a panel.
+template <class T>
+struct Product {  // float32, and float16, which is widened on its way
+    using Row = float;
+    static constexpr int DEPTH = 1;
+    struct Weights {
+        Floats of[2];
+    };
+    static Weights weights(const T* step) { return {load(step), load(step + LANES)}; }
+    static Floats row(const float* p) { return splat(*p); }
+    static Floats add(Floats sum, Floats row, const Weights& weights, int half) { return fma(row, weights.of[half], sum); }
+};
+
+template <>
+struct Product<bf16> {
+    using Row = bf16;
+    static constexpr int DEPTH = 2;
+#if defined(__AVX512BF16__)
+    struct Weights {
+        __m512bh of[2];
+    };
+    static Weights weights(const bf16* step) {
+        return {(__m512bh)_mm512_loadu_si512(step), (__m512bh)_mm512_loadu_si512(step + 2 * LANES)};
+    }
+    static __m512bh row(const bf16* p) {
+        int pair;
+        std::memcpy(&pair, p, sizeof pair);
+        return (__m512bh)_mm512_set1_epi32(pair);
+    }
+    static Floats add(Floats sum, __m512bh row, const Weights& weights, int half) {
+        return {_mm512_dpbf16_ps(sum.v, row, weights.of[half])};
+    }
+#else
+    struct Weights {
+        Floats first[2], second[2];
+    };
+    struct Pair {
+        Floats first, second;
+    };
+    static Weights weights(const bf16* step) {
+        Weights out;
+        for (int half = 0; half < 2; ++half) split(step + half * 2 * LANES, out.first[half], out.second[half]);
+        return out;
+    }
+    static Pair row(const bf16* p) { return {splat(to_float(p[0])), splat(to_float(p[1]))}; }
+    static Floats add(Floats sum, const Pair& row, const Weights& weights, int half) {
+        return fma(row.second, weights.second[half], fma(row.first, weights.first[half], sum));
+    }
+    static void split(const bf16* pairs, Floats& first, Floats& second) {
+#if defined(__AVX2__)
+        const __m256i lo = _mm256_loadu_si256((const __m256i*)pairs), hi = _mm256_loadu_si256((const __m256i*)(pairs + LANES));
+        const __m256i upper = _mm256_set1_epi32(int(0xffff0000));
+        first = {_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))};
+        second = {_mm256_castsi256_ps(_mm256_and_si256(lo, upper)), _mm256_castsi256_ps(_mm256_and_si256(hi, upper))};
+#else
+        first = each([&](int i) { return to_float(pairs[2 * i]); });
+        second = each([&](int i) { return to_float(pairs[2 * i + 1]); });
+#endif
+    }
+#endif
+};
+
+#if defined(__AVX512F__)
+constexpr int MAX_ROWS = 12;  // 24 sums, 2 weights and a row, of 32 registers
+#else
+constexpr int MAX_ROWS = 3;
+#endif
+
+inline void prefetch(const void* p, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch((const char*)p + i);
+}
+
+// Panels that are read side by side: few rows alone would wait for one another's sums.
+constexpr int side_by_side(int rows) { return MAX_ROWS < 12 ? 1 : rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
+
+// Adds to sums[row][2 * panel + half] the product of `ROWS` rows with `PANELS` panels, over all steps. Row r of a step is at
+// rows + r * row_stride + step * step_stride.
+template <class T, int ROWS, int PANELS>
+inline __attribute__((always_inline)) void multiply(
+    const typename Product<T>::Row* rows, int64_t row_stride, int64_t step_stride, const T* panels, int64_t panel_stride,
+    int64_t num_steps, Floats (&sums)[ROWS][2 * PANELS]) {
+    using P = Product<T>;
+    for (int64_t step = 0; step < num_steps; ++step) {
+#pragma GCC unroll 4
+        for (int panel = 0; panel < PANELS; ++panel) {
+            const T* here = panels + panel * panel_stride + step * PANEL * P::DEPTH;
+            const typename P::Weights weights = P::weights(here);
+            if constexpr (ROWS <= 6) prefetch(here + 512, PANEL * P::DEPTH * sizeof(T));
+#pragma GCC unroll 12
+            for (int row = 0; row < ROWS; ++row) {
+                const auto value = P::row(rows + row * row_stride + step * step_stride);
+                sums[row][2 * panel] = P::add(sums[row][2 * panel], value, weights, 0);
+                sums[row][2 * panel + 1] = P::add(sums[row][2 * panel + 1], value, weights, 1);
+            }
+        }
+    }
+}
+
+// Calls function.template run<N>() for N = `rows`, at most MAX_ROWS.
+template <int N = MAX_ROWS, class Function>
+inline void for_rows(int rows, Function&& function) {
+    if constexpr (N > 0) {
+        if (rows == N)
+            function.template operator()<N>();
+        else
+            for_rows<N - 1>(rows, function);
+    }
+}

@@ -1,0 +1,141 @@
+// What is done to each row on its own: norms, rotation with the write of K and V, the gate of a feed-forward layer.
+// Each value is rounded to T where transformers rounds it.
+
+#include <algorithm>
+
+#include "dtypes.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t ROWS_PER_UNIT = 16;
+
+template <class Function>
+void for_each_row(int64_t num_rows, const Function& function) {
+    parallel((num_rows + ROWS_PER_UNIT - 1) / ROWS_PER_UNIT, [&](int64_t unit) {
+        const int64_t end = std::min(num_rows, (unit + 1) * ROWS_PER_UNIT);
+        for (int64_t row = unit * ROWS_PER_UNIT; row < end; ++row) function(row);
+    });
+}
+
+template <class T>
+Floats rounded(Floats value) {
+    T narrow[LANES];
+    store(narrow, value);
+    return load(narrow);
+}
+
+// Calls function(column, count) for each 16 columns; the last ones may be fewer.
+template <class Function>
+inline void for_columns(int64_t columns, const Function& function) {
+    for (int64_t column = 0; column < columns; column += LANES)
+        function(column, int(columns - column < LANES ? columns - column : LANES));
+}
+
+template <class T>
+Floats get(const T* p, int count) {
+    return count == LANES ? load(p) : load_some(p, count);
+}
+
+template <class T>
+void put(T* p, Floats value, int count) {
+    count == LANES ? store(p, value) : store_some(p, value, count);
+}
+
+// out = weight * row / sqrt(mean(row^2) + eps); `out` may be `row`. Source: arXiv 1910.07467.
+template <class T>
+void rms_norm(const T* row, const T* weight, float eps, int64_t columns, T* out) {
+    Floats squares = splat(0);
+    for_columns(columns, [&](int64_t column, int count) {
+        const Floats value = get(row + column, count);
+        squares = fma(value, value, squares);
+    });
+    const Floats scale = splat(1.0f / std::sqrt(sum(squares) / float(columns) + eps));
+    for_columns(columns, [&](int64_t column, int count) {
+        const Floats normal = rounded<T>(get(row + column, count) * scale);
+        put(out + column, get(weight + column, count) * normal, count);
+    });
+}
+
+// Rotates a head in place: element i with element i + half, by the angle of frequency i. Source: arXiv 2104.09864.
+template <class T>
+void rotate(T* head, const float* cosines, const float* sines, int64_t half) {
+    for_columns(half, [&](int64_t i, int count) {
+        const Floats first = get(head + i, count), second = get(head + half + i, count);
+        const Floats cosine = load_some(cosines + i, count), sine = load_some(sines + i, count);
+        put(head + i, first * cosine - second * sine, count);
+        put(head + half + i, second * cosine + first * sine, count);
+    });
+}
+
+// silu(gate) * up.
+template <class T>
+void gate(const T* gates, const T* ups, int64_t columns, T* out) {
+    for_columns(columns, [&](int64_t column, int count) {
+        const Floats value = get(gates + column, count);
+        const Floats power = exponential(splat(0) - max(splat(-88), value));  // max takes the second operand for NaN
+        put(out + column, rounded<T>(value / (splat(1) + power)) * get(ups + column, count), count);
+    });
+}
+
+// One layer of paged KV [num_pages, 2, num_kv_heads, block_size, head_dim]: strides in elements, a token's head contiguous.
+struct Layer {
+    int64_t page_stride, plane_stride, head_stride, block_size;
+};
+
+struct Heads {
+    int64_t num_queries, num_kv, size;
+};
+
+// A token's row of queries, keys and values: queries are rotated in place, keys and values go to the token's slot.
+template <class T>
+void rotate_and_write(T* row, const T* query_norm, const T* key_norm, float eps, const float* cosines, const float* sines,
+                      Heads heads, T* kv, Layer layer, int64_t slot) {
+    for (int64_t head = 0; head < heads.num_queries + heads.num_kv; ++head) {
+        T* here = row + head * heads.size;
+        const T* norm = head < heads.num_queries ? query_norm : key_norm;
+        if (norm) rms_norm(here, norm, eps, heads.size, here);
+        rotate(here, cosines, sines, heads.size / 2);
+    }
+    if (slot < 0) return;
+    T* place = kv + slot / layer.block_size * layer.page_stride + slot % layer.block_size * heads.size;
+    const T* keys = row + heads.num_queries * heads.size;
+    for (int64_t head = 0; head < heads.num_kv; ++head)
+        for (int64_t plane = 0; plane < 2; ++plane)
+            std::memcpy(place + plane * layer.plane_stride + head * layer.head_stride,
+                        keys + (plane * heads.num_kv + head) * heads.size, heads.size * sizeof(T));
+}
+
+}  // namespace
+
+// out [rows, columns]; weight [columns].
+extern "C" void baton_rms_norm(int dtype, const void* input, const void* weight, float eps, int64_t num_rows, int64_t columns,
+                               void* out) {
+    FOR_DTYPE(dtype, for_each_row(num_rows, [&](int64_t row) {
+                  rms_norm((const T*)input + row * columns, (const T*)weight, eps, columns, (T*)out + row * columns);
+              }))
+}
+
+// gate_up [rows, 2 * columns] -> out [rows, columns].
+extern "C" void baton_gate(int dtype, const void* gate_up, int64_t num_rows, int64_t columns, void* out) {
+    FOR_DTYPE(dtype, for_each_row(num_rows, [&](int64_t row) {
+                  const T* gates = (const T*)gate_up + row * 2 * columns;
+                  gate(gates, gates + columns, columns, (T*)out + row * columns);
+              }))
+}
+
+// qkv [rows, (num_queries + 2 * num_kv) * head_size], changed in place; query_norm, key_norm [head_size] or null;
+// cosines, sines [positions, head_size / 2], of which each row takes that of its position; slots [rows], -1 for no write.
+extern "C" void baton_rotate_and_write(int dtype, void* qkv, const void* query_norm, const void* key_norm, float eps,
+                                       const float* cosines, const float* sines, const int64_t* positions, int64_t num_rows,
+                                       int64_t num_queries, int64_t num_kv, int64_t head_size, void* kv, int64_t page_stride,
+                                       int64_t plane_stride, int64_t head_stride, int64_t block_size, const int64_t* slots) {
+    const Heads heads{num_queries, num_kv, head_size};
+    const Layer layer{page_stride, plane_stride, head_stride, block_size};
+    const int64_t columns = (num_queries + 2 * num_kv) * head_size, half = head_size / 2;
+    FOR_DTYPE(dtype, for_each_row(num_rows, [&](int64_t row) {
+                  rotate_and_write((T*)qkv + row * columns, (const T*)query_norm, (const T*)key_norm, eps,
+                                   cosines + positions[row] * half, sines + positions[row] * half, heads, (T*)kv, layer,
+                                   slots[row]);
+              }))
+}

@@ -1,0 +1,168 @@
+"""Arguments, files and stdin that are wrong: one line that names them, and the exit status for their kind."""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from deploy.cli.__main__ import main
+from deploy.cli.generate import NO_TIMEOUT_S
+from wire.rpc import MAX_MESSAGE_BYTES
+
+USAGE, CONFIGURATION, FAILED = 2, 78, 1
+NO_UTF8 = "\udcff"
+"""As Python hands on an argument of the byte ff."""
+LONG = "9" * 5000
+NOT_RUNNING = "no cluster named default is running"
+
+
+def outcome(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Runs a command; returns its exit status and its only line on stderr."""
+    with pytest.raises(SystemExit) as left:
+        sys.exit(main(arguments))
+    told = capsys.readouterr().err
+    assert told.startswith("baton: ")
+    assert told.count("\n") == 1
+    assert told.endswith("\n")
+    assert len(told) < 400
+    return cast(int, left.value.code), told
+
+
+def generate(*flags: str) -> list[str]:
+    return ["generate", "x", *flags]
+
+
+WRONG: list[tuple[list[str], int, str]] = [
+    ([], USAGE, "COMMAND: see `baton --help`"),
+    (["no\nne"], USAGE, "argument COMMAND: invalid choice"),
+    (generate("y\nz"), USAGE, "unrecognized arguments: y?z"),
+    (["generate"], USAGE, "prompt: give either a text"),
+    (generate("--token-ids", "1"), USAGE, "prompt: give either a text"),
+    (["generate", NO_UTF8], USAGE, "argument prompt: must be UTF-8: see `baton generate --help`"),
+    (["generate", "--token-ids", "1,x"], USAGE, "token_ids: must be whole numbers"),
+    (["generate", "--token-ids", f"{1 << 32}"], USAGE, "token_ids: must be whole numbers"),
+    (["generate", "--token-ids", LONG], USAGE, "token_ids: must be whole numbers"),
+    (["generate", "--token-ids", NO_UTF8], USAGE, "argument --token-ids: must be UTF-8"),
+    (generate("--stop", NO_UTF8), USAGE, "argument --stop: must be UTF-8"),
+    (generate(*["--stop", "a"] * 5), USAGE, "stop: at most 4 strings"),
+    (generate(*["--stop", "a"] * 4), FAILED, NOT_RUNNING),
+    (
+        generate("--seed", "1e3"),
+        USAGE,
+        "argument --seed: must be a whole number below 9223372036854775808, not '1e3'",
+    ),
+    (generate("--seed", LONG), USAGE, "argument --seed: must be a whole number"),
+    (generate("--seed", f"{(1 << 63) - 1}"), FAILED, NOT_RUNNING),
+    (generate("--top-k", f"{1 << 40}"), USAGE, "argument --top-k: must be a whole number below 2147483648"),
+    (generate("--n", "+-1"), USAGE, "argument --n: must be a whole number"),
+    (generate("--temperature", "nan"), USAGE, "argument --temperature: must be a number, not 'nan'"),
+    (generate("--top-p", "much"), USAGE, "argument --top-p: must be a number, not 'much'"),
+    *((generate("--timeout", bad), USAGE, "argument --timeout: must be a number") for bad in ("nan", "inf", "")),
+    *((generate("--timeout", bad), USAGE, "argument --timeout: must be above 0") for bad in ("0", "-1", "1e9")),
+    (generate("--timeout", f"{NO_TIMEOUT_S}"), FAILED, NOT_RUNNING),
+    (generate("--name", "a\nb"), CONFIGURATION, r"name must be 1 to 16 of a-z, 0-9 and -"),
+    (["status", "--name", NO_UTF8], CONFIGURATION, "name must be 1 to 16"),
+    (["down", "--name", "../x"], CONFIGURATION, "name must be 1 to 16"),
+    (["drain"], USAGE, "arguments are required: worker: see `baton drain --help`"),
+    (["drain", NO_UTF8], USAGE, "argument worker: must be UTF-8"),
+    (["scale"], USAGE, "scale: give --prefill N"),
+    (["scale", "--decode", "1e3"], USAGE, "argument --decode: must be a whole number"),
+    (["scale", "--decode", LONG], USAGE, "argument --decode: must be a whole number"),
+    (["scale", "--decode", "0"], CONFIGURATION, "pools.decode must be between 1 and 64, not 0"),
+    (["scale", "--decode", "65"], CONFIGURATION, "pools.decode must be between 1 and 64, not 65"),
+    (["scale", "--prefill", "-1"], CONFIGURATION, "pools.prefill must be between 0 and 64, not -1"),
+    (["up", "--decode", "0"], CONFIGURATION, "pools.decode must be between 1 and 64, not 0"),
+    (["up", "--decode", "65"], CONFIGURATION, "pools.decode must be between 1 and 64, not 65"),
+    (["up", "--name", "A/B"], CONFIGURATION, "name must be"),
+    (["up", "--name", ""], CONFIGURATION, "name must be"),
+    (["up", "--model", ""], CONFIGURATION, "model.path must be text without control characters, and not empty"),
+    (["up", "--model", "a\0b"], CONFIGURATION, "model.path must be text without control characters"),
+    (["up", "--model", NO_UTF8], USAGE, "argument --model: must be UTF-8"),
+    (["up", "--model", "/none"], CONFIGURATION, "/none is neither a folder nor a name on the hub"),
+    (["up", "--model", "~nosuchuser/x"], CONFIGURATION, "~nosuchuser/x is neither a folder nor a name on the hub"),
+    (["up", "--dtype", ""], USAGE, "argument --dtype: invalid choice: ''"),
+    (["up", "--ray-address", ""], CONFIGURATION, "ray.address must be text without control characters"),
+    (["up", "--redis-url", ""], CONFIGURATION, "redis.url must be text without control characters"),
+    (["up", "--redis-url", "nonsense"], CONFIGURATION, "redis.url must be own, off, or"),
+    (["up", "--block-size", "1e3"], USAGE, "argument --block-size: must be a whole number"),
+    (["up", "--metrics-port", LONG], USAGE, "argument --metrics-port: must be a whole number"),
+    (["up", "--gpus", "nan"], USAGE, "argument --gpus: must be a number, not 'nan'"),
+    (["up", "--arena-bytes", "much"], CONFIGURATION, "arena.size_bytes must be a size like 512MiB"),
+    (["up", "--pool-bytes", LONG], CONFIGURATION, "worker.pool_bytes must be a size like 512MiB"),
+    (["up", "--config", "/none.toml"], CONFIGURATION, "cannot read /none.toml: No such file"),
+    (["up", "--config", "~nosuchuser/x"], CONFIGURATION, "cannot read ~nosuchuser/x: No such file"),
+    (["up", "--config", "/dev/zero"], CONFIGURATION, "/dev/zero must be a regular file"),
+    (["up", "--config", ""], CONFIGURATION, ". must be a regular file"),
+    (["up", "--config", f"/{NO_UTF8}"], CONFIGURATION, "--config must be a path without control characters"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "status", "named"), WRONG)
+def test_wrong_arguments(arguments: list[str], status: int, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    by_model = ["--grpc-port", "0", "--redis-url", "off"] if arguments[:2] == ["up", "--model"] else []
+    told_status, told = outcome(arguments + by_model, capsys)
+    assert named in told
+    assert told_status == status
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"name = '\xff'", "is not UTF-8"),
+        (b"name = ", "is not TOML: Invalid value (at end of document)"),
+        pytest.param(b"x = " + b"[" * 3000, "is nested too deeply", id="nested"),
+        pytest.param(b"[" + b".".join([b"a"] * 3000) + b"]", "a: unknown", id="tables in each other"),
+        (b'"a\\nb" = 1', r"a\nb: unknown"),
+        (b"[pools]\ndecode = '1'", "baton: pools.decode: must be int"),
+        (b"[pools]\ndecode = 65", "baton: pools.decode must be between 1 and 64, not 65"),
+        (b"[batch]\nmax_running = 0", "baton: batch.max_running must be positive"),
+    ],
+)
+def test_wrong_files(content: bytes, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "baton.toml").write_bytes(content)
+    status, told = outcome(["up", "--config", str(tmp_path / "baton.toml")], capsys)
+    assert named in told
+    assert status == CONFIGURATION
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_configuration_that_is_no_regular_file(
+    make: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "baton.toml")
+    status, told = outcome(["up", "--config", str(tmp_path / "baton.toml")], capsys)
+    assert "baton.toml must be a regular file" in told
+    assert status == CONFIGURATION
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "named"),
+    [
+        (b"from a pipe", FAILED, NOT_RUNNING),
+        (b"\xff", USAGE, "prompt: stdin must be UTF-8"),
+        pytest.param("é".encode() * (MAX_MESSAGE_BYTES // 2 + 1), USAGE, "prompt: longer than 4 MiB", id="too long"),
+        pytest.param(b"a" * MAX_MESSAGE_BYTES, USAGE, "prompt: longer than 4 MiB", id="too long as a message"),
+        pytest.param(b"a" * (MAX_MESSAGE_BYTES - 100), FAILED, NOT_RUNNING, id="just short enough"),
+    ],
+)
+def test_stdin(
+    given: bytes, status: int, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(given))
+    monkeypatch.setattr("sys.stdin", stdin)
+    told_status, told = outcome(["generate", "-"], capsys)
+    assert named in told
+    assert told_status == status
+    assert stdin.buffer.tell() <= MAX_MESSAGE_BYTES + 1
+
+
+def test_a_stdin_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "x").open("w") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert outcome(["generate", "-"], capsys) == (USAGE, "baton: prompt: stdin cannot be read\n")

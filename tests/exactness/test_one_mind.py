@@ -1,0 +1,156 @@
+"""Tokens and log-probabilities of a request do not depend on its company, on chunks, hits or preemption: bit by bit."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core import EngineCore
+from engine.events import Emitted, Failed, Preempted
+from engine.model.decoder import Decoder
+from engine.request import EngineRequest
+from engine.schedule.continuous_batcher import ContinuousBatcher
+from kernels.cpu.library import best_isa
+from kv_store.tiers.memory_tier import MemoryTier
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.kernels.backends import make_backend
+from tests.pair import Node, make_core, prefill, request, rest_of
+from wire.ids import RequestId
+from wire.sampling import Logprobs, SamplingParams
+
+LENGTHS = (1, 15, 16, 17, 40, 64, 100, 300)
+NUM_TOKENS = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
+SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
+ARCHITECTURES = ("llama-gqa", "mistral-window", "qwen3")
+MODELS = [(best_isa(), "bfloat16"), (best_isa(), "float32"), ("torch", "bfloat16"), ("torch", "float32")]
+
+Tokens = list[tuple[int, Logprobs | None]]
+
+
+@cache
+def prompt(index: int) -> tuple[int, ...]:
+    """The prompts 0 and 8, 1 and 9 ... begin alike."""
+    generator = torch.Generator().manual_seed(index % len(LENGTHS))
+    length = LENGTHS[index % len(LENGTHS)] + index // len(LENGTHS) * 7
+    return tuple(torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist())
+
+
+@dataclass
+class Crowd:
+    """Requests on one engine, each added at a step of its own; their tokens, each with its log-probabilities."""
+
+    core: EngineCore
+    outputs: dict[RequestId, Tokens] = field(default_factory=dict)
+    num_preempted: int = 0
+
+    def run(self, requests: Sequence[EngineRequest], steps: Sequence[int] = ()) -> list[Tokens]:
+        late = dict(zip(requests, steps or [0] * len(requests), strict=True))
+        for one in requests:
+            self.outputs[one.request_id] = []
+        for step in self._steps(late):
+            for one in [one for one, at in late.items() if at <= step]:
+                del late[one]
+                self.core.add(one)
+            for event in self.core.step():
+                assert not isinstance(event, Failed)
+                self.num_preempted += isinstance(event, Preempted)
+                if isinstance(event, Emitted):
+                    self.outputs[event.request_id].append((event.token_id, event.logprobs))
+        return [self.outputs[one.request_id] for one in requests]
+
+    def _steps(self, late: dict[EngineRequest, int]) -> Iterator[int]:
+        step = 0
+        while late or self.core.has_requests:
+            yield step
+            step += 1
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
+def model(request: pytest.FixtureRequest, folder: Path) -> Decoder:
+    kernels, dtype = request.param
+    return Decoder.load(folder, dtype, torch.device("cpu"), 16, make_backend(kernels))
+
+
+@pytest.fixture(scope="module")
+def alone(model: Decoder) -> dict[tuple[int, SamplingParams], Tokens]:
+    """What each request gets when nobody else is served."""
+    return {
+        (index, params): Crowd(make_core(model)).run([request(prompt(index), params)])[0]
+        for index in range(2 * len(LENGTHS))
+        for params in (GREEDY, SEEDED)
+    }
+
+
+Alone = dict[tuple[int, SamplingParams], Tokens]
+
+
+def asked(indices: Sequence[int]) -> tuple[list[tuple[int, SamplingParams]], list[EngineRequest]]:
+    """Requests for prompts; those of odd places are sampled."""
+    keys = [(index, SEEDED if place % 2 else GREEDY) for place, index in enumerate(indices)]
+    return keys, [request(prompt(index), params) for index, params in keys]
+
+
+@pytest.mark.parametrize("size", [2, 7, 32])
+@pytest.mark.parametrize("chunk_len", [16, 100, 512])
+def test_in_a_batch_in_chunks(model: Decoder, alone: Alone, size: int, chunk_len: int) -> None:
+    keys, requests = asked([place % 16 for place in range(size)])
+    batcher = ContinuousBatcher(max_step_tokens=chunk_len + size, max_running=size)
+    outputs = Crowd(make_core(model, num_blocks=1024, batcher=batcher)).run(requests)
+    assert outputs == [alone[key] for key in keys]
+
+
+def test_preempted(model: Decoder, alone: Alone) -> None:
+    keys, requests = asked([place % 16 for place in range(16)])
+    crowd = Crowd(make_core(model, num_blocks=24))
+    assert crowd.run(requests) == [alone[key] for key in keys]
+    assert crowd.num_preempted > 0
+
+
+def test_hit_in_each_tier(model: Decoder, alone: Alone) -> None:
+    """On the device, in the arena, in the cold tier; in chunks of other lengths than those that filled the blocks."""
+    keys, requests = asked(range(16))
+    cold = MemoryTier(model.layout)
+    node = Node(model, cold=cold)
+    first = make_core(model, node, 512, ContinuousBatcher(max_step_tokens=160, max_running=128))
+    expected = [alone[key] for key in keys]
+    assert Crowd(first).run(requests) == expected
+    assert Crowd(first).run(asked(range(16))[1]) == expected
+    assert Crowd(make_core(model, node, 512)).run(asked(range(16))[1]) == expected
+    node.write_all_cold()
+    assert Crowd(make_core(model, Node(model, cold=cold), 512)).run(asked(range(16))[1]) == expected
+
+
+def test_handed_over_and_taken_over(model: Decoder, alone: Alone) -> None:
+    """To a decode engine after the first token, and again, in the middle, to one that has to compute everything."""
+    node = Node(model)
+    runs = prefill(make_core(model, node, 512), [prompt(index) for index in range(16)], GREEDY)
+    outputs = Crowd(make_core(model, node, 512)).run([rest_of(run) for run in runs])
+    expected = [alone[index, GREEDY] for index in range(16)]
+    assert outputs == [output[1:] for output in expected]
+    for run, output in zip(runs, expected, strict=True):
+        run.outputs[0] = [token_id for token_id, _ in output[:11]]
+    assert Crowd(make_core(model, None, 512)).run([rest_of(run) for run in runs]) == [one[11:] for one in expected]
+
+
+@settings(max_examples=16, deadline=None)
+@given(data=st.data())
+def test_in_any_mix(model: Decoder, alone: Alone, data: st.DataObject) -> None:
+    indices = data.draw(st.lists(st.integers(0, 15), min_size=1, max_size=12), label="prompts")
+    steps = [data.draw(st.integers(0, 40), label="step") for _ in indices]
+    chunk_len = data.draw(st.sampled_from([16, 50, 100, 512]), label="chunk")
+    num_blocks = data.draw(st.sampled_from([24, 40, 512]), label="blocks")
+    batcher = ContinuousBatcher(max_step_tokens=chunk_len + 16, max_running=16)
+    keys, requests = asked(indices)
+    outputs = Crowd(make_core(model, Node(model), num_blocks, batcher)).run(requests, steps)
+    assert outputs == [alone[key] for key in keys]

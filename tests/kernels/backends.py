@@ -1,0 +1,56 @@
+"""The backends that this machine can run, by name, for tests that hold for each of them."""
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.backend import Backend, Tables
+from kernels.cpu import library
+from kernels.cpu.backend import CpuBackend
+from kernels.cpu.library import ISA_TO_FEATURES, best_isa
+from kernels.torch_backend import TorchBackend
+
+WriteKv = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+PagedDecodeAttention = Callable[[Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
+PagedPrefillAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
+
+ISAS = list(ISA_TO_FEATURES)[list(ISA_TO_FEATURES).index(best_isa()) :]
+NAMES = ["torch", *ISAS]
+
+
+@cache
+def make_backend(name: str) -> Backend:
+    return TorchBackend() if name == "torch" else CpuBackend(name)
+
+
+def cpu_decode(
+    query: Tensor, kv_layer: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Attends as `kernels.reference.paged_decode_attention` does, with the C++ kernels of this machine."""
+    starts = torch.arange(len(context_lens) + 1, dtype=torch.int32)
+    tables = Tables(block_tables, context_lens, starts, len(context_lens))
+    return make_backend(best_isa()).attend(query, kv_layer, tables, scale, window)
+
+
+def cpu_prefill(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_query_lens: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Attends as `kernels.reference.paged_prefill_attention` does, with the C++ kernels of this machine."""
+    tables = Tables(block_tables, context_lens, cu_query_lens, 0)
+    return make_backend(best_isa()).attend(query, kv_layer, tables, scale, window)
+
+
+def lend_kernels(cache: Path) -> None:
+    """Copies this user's compiled kernels into another cache: compiling takes ten seconds."""
+    make_backend(best_isa())
+    shutil.copytree(library.cache_folder(), cache / "baton" / "kernels", dirs_exist_ok=True)

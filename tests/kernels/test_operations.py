@@ -1,0 +1,164 @@
+"""The operations of each backend against float64, and their promise: a row has the same bits whatever is beside it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.backend import Angles, Backend, Heads, Tables
+from kernels.cpu.backend import CpuBackend
+from kernels.torch_backend import TorchBackend
+from tests.kernels.backends import ISAS, NAMES, make_backend
+from tests.kernels.paged_batch import Heads as Shape
+from tests.kernels.paged_batch import PagedBatch, make_paged_batch
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPE_TO_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+BATCH_SIZES = (1, 2, 3, 7, 8, 12, 13, 32, 100)
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(params=NAMES)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return make_backend(str(request.param))
+
+
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    tolerance = DTYPE_TO_TOLERANCE[dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize(("columns", "depth"), [(1, 2), (32, 64), (33, 63), (100, 576), (300, 7)])
+def test_a_linear_layer(backend: Backend, dtype: torch.dtype, columns: int, depth: int) -> None:
+    states, weight = torch.randn(13, depth).to(dtype), (torch.randn(columns, depth) / depth**0.5).to(dtype)
+    bias, residual = torch.randn(columns).to(dtype), torch.randn(13, columns).to(dtype)
+    packed = backend.pack(weight)
+    product = states.double() @ weight.double().T
+    close(backend.linear(states, packed, None), product, dtype)
+    close(backend.linear(states, packed, bias, residual), product + bias.double() + residual.double(), dtype)
+    logits = backend.logits(states, packed)
+    assert logits.dtype == torch.float32
+    close(logits, product, dtype)
+
+
+@each_dtype
+def test_an_embedding_is_the_row_that_was_packed(backend: Backend, dtype: torch.dtype) -> None:
+    table = torch.randn(77, 31).to(dtype)
+    ids = torch.tensor([76, 0, 33, 33, 31])
+    assert torch.equal(backend.embed(ids, backend.pack(table)), table[ids])
+
+
+@each_dtype
+@pytest.mark.parametrize("columns", [16, 31, 576])
+def test_a_norm(backend: Backend, dtype: torch.dtype, columns: int) -> None:
+    states, weight = torch.randn(5, columns).to(dtype), torch.randn(columns).to(dtype)
+    expected = F.rms_norm(states.double(), (columns,), weight.double(), 1e-5)
+    close(backend.rms_norm(states, weight, 1e-5), expected, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("columns", [16, 31, 1536])
+def test_a_gate(backend: Backend, dtype: torch.dtype, columns: int) -> None:
+    gate_up = torch.randn(5, 2 * columns).to(dtype) * 4
+    gate_up[0, :4] = torch.tensor([-300.0, -89.0, 89.0, 300.0])
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    close(backend.gate(gate_up), F.silu(gate) * up, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("size", [6, 32, 80])
+def test_rotation_and_write(backend: Backend, dtype: torch.dtype, has_norms: bool, size: int) -> None:
+    query_norm, key_norm = (torch.rand(size).to(dtype) + 0.5 if has_norms else None for _ in range(2))
+    heads = Heads(4, 2, size, query_norm, key_norm, 1e-6)
+    radians = torch.rand(50, size // 2) * 6
+    angles = Angles(radians.cos(), radians.sin())
+    qkv, positions = torch.randn(7, 8 * size).to(dtype), torch.tensor([0, 3, 49, 2, 2, 17, 5])
+    layers = [torch.full((3, 3, 2, 2, 16, size), torch.nan).to(dtype)[:, 1] for _ in range(2)]
+    slots = torch.tensor([5, 40, 16, -1, 0, 47, 15])
+    expected = TorchBackend().rotate_and_write(qkv.clone(), heads, angles, positions, layers[0], slots)
+    close(backend.rotate_and_write(qkv.clone(), heads, angles, positions, layers[1], slots), expected, dtype)
+    assert torch.equal(layers[0].isnan(), layers[1].isnan())
+    close(layers[1].nan_to_num(), layers[0].nan_to_num(), dtype)
+
+
+@each_dtype
+def test_a_row_has_the_same_bits_in_any_batch(backend: Backend, dtype: torch.dtype) -> None:
+    states, weight = torch.randn(100, 144).to(dtype), torch.randn(200, 144).to(dtype)
+    packed, bias, norm = backend.pack(weight), torch.randn(200).to(dtype), torch.randn(144).to(dtype)
+    operations: list[Callable[[Tensor], Tensor]] = [
+        lambda rows: backend.linear(rows, packed, bias),
+        lambda rows: backend.logits(rows, packed),
+        lambda rows: backend.rms_norm(rows, norm, 1e-5),
+        backend.gate,
+    ]
+    for operate in operations:
+        whole = operate(states)
+        for size in BATCH_SIZES:
+            for first in (0, 100 - size):
+                assert torch.equal(operate(states[first : first + size].contiguous()), whole[first : first + size])
+
+
+def attend(backend: Backend, batch: PagedBatch, query: Tensor, first: int, end: int, window: int | None) -> Tensor:
+    """Attends with the rows at positions first to end - 1 of the only sequence, as a decoding row if there is one."""
+    lens = torch.tensor([end], dtype=torch.int32)
+    starts = torch.tensor([0, end - first], dtype=torch.int32)
+    tables = Tables(batch.block_tables, lens, starts, int(end - first == 1))
+    return backend.attend(query[first:end], batch.kv_layer, tables, batch.scale, window)
+
+
+@each_dtype
+@pytest.mark.parametrize("window", [None, 5, 100])
+def test_attention_gives_a_row_the_same_bits_alone_and_in_any_chunk(
+    backend: Backend, dtype: torch.dtype, window: int | None
+) -> None:
+    """Positions before, at and behind the ends of pieces and segments of keys."""
+    batch = make_paged_batch(Shape(6, 2, 24), [600], 16, dtype)
+    query = batch.random_query(600)
+    whole = attend(backend, batch, query, 0, 600, window)
+    for position in (0, 1, 15, 16, 63, 64, 65, 255, 256, 257, 511, 512, 599):
+        assert torch.equal(attend(backend, batch, query, position, position + 1, window)[0], whole[position])
+    for first, end in ((0, 16), (16, 116), (60, 70), (250, 300), (100, 600)):
+        assert torch.equal(attend(backend, batch, query, first, end, window), whole[first:end])
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_no_bit_depends_on_the_number_of_threads(name: str) -> None:
+    backend = make_backend(name)
+    assert isinstance(backend, CpuBackend)
+    batch = make_paged_batch(Shape(6, 2, 64), [700, 30, 260], 16, torch.bfloat16)
+    query, weight = batch.random_query(3), backend.pack(torch.randn(999, 384).bfloat16())
+    tables = Tables(batch.block_tables, batch.context_lens, torch.arange(4, dtype=torch.int32), 3)
+
+    def run() -> list[Tensor]:
+        attended = backend.attend(query, batch.kv_layer, tables, batch.scale, None)
+        return [attended, backend.logits(attended.flatten(1), weight)]
+
+    runs = []
+    for num_threads in (1, 2, 3, 8, 1):
+        backend.set_num_threads(num_threads)
+        runs.append(run())
+    assert all(torch.equal(one, other) for results in runs for one, other in zip(results, runs[0], strict=True))
+
+
+@each_dtype
+def test_a_row_that_is_no_number_stays_alone(backend: Backend, dtype: torch.dtype) -> None:
+    states, packed = torch.randn(16, 64).to(dtype), backend.pack(torch.randn(64, 64).to(dtype))
+    expected = backend.linear(states, packed, None)
+    states[5, 7], states[6] = torch.nan, torch.inf
+    actual = backend.linear(states, packed, None)
+    assert not actual[5:7].isfinite().any()
+    assert torch.equal(actual[:5], expected[:5])
+    assert torch.equal(actual[7:], expected[7:])
+    batch = make_paged_batch(Shape(2, 1, 32), [70], 16, dtype)
+    query = batch.random_query(70)
+    expected = attend(backend, batch, query, 0, 70, None)
+    query[66] = torch.nan
+    actual = attend(backend, batch, query, 0, 70, None)
+    assert actual[66].isnan().all()
+    assert torch.equal(actual[:66], expected[:66])
+    assert torch.equal(actual[67:], expected[67:])
