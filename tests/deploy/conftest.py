@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.processes.interrupts import SIGNALS
+
 
 @pytest.fixture(autouse=True)
 def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -12,8 +14,12 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _interrupts_stay_as_they_are() -> Iterator[None]:
-    """Ctrl-C goes on to end the tests: a command that runs among them has a way of its own with it."""
-    before = signal.getsignal(signal.SIGINT)
+def _signals_are_heard() -> Iterator[None]:
+    """Tests in the background ignore signals, and so would all commands that they run; afterwards all is as it was."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in before.items():
+        if handler is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
