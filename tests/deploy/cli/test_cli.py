@@ -289,13 +289,6 @@ def test_an_interrupted_down_says_how_to_go_on(
     assert StateFile("default").read() == state
 
 
-@pytest.fixture(autouse=True)
-def _interrupts_stay_as_they_are() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_an_interrupted_import_is_an_interrupted_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
