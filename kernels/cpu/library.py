@@ -21,7 +21,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent
 UNITS = ("attention.cpp", "linear.cpp", "rows.cpp", "threads.cpp")
 COMPILERS = ("g++", "clang++", "c++")
-COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-w", "-pthread")
+COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-pthread")
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", "fma", "f16c")
 ISA_TO_FEATURES: dict[str, tuple[str, ...]] = {"avx512": AVX512, "avx2": ("avx2", "fma", "f16c"), "portable": ()}
 """Instruction sets, best first, with the features that each takes, as /proc/cpuinfo names them."""
@@ -48,8 +48,8 @@ def _features() -> set[str]:
 
 
 def source_version() -> str:
-    """Returns a digest of the kernels' source: where it differs, numbers may."""
-    digest = hashlib.sha256()
+    """Returns a digest of the kernels' source and flags: where it differs, numbers may."""
+    digest = hashlib.sha256("\0".join(COMMON_FLAGS).encode())
     for path in sorted((*SOURCE.glob("*.h"), *SOURCE.glob("*.cpp"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -73,8 +73,8 @@ def load_library(isa: str) -> ctypes.CDLL:
             if not path.exists():
                 _compile(compiler, flags, path)
         return _open(path)
-    except OSError as error:
-        raise NoKernels(f"the cache of compiled kernels cannot be used ({error})") from error
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise NoKernels(f"the compiler or the cache of compiled kernels cannot be used ({error})") from error
 
 
 def _find_compiler() -> str:
