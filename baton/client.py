@@ -17,8 +17,9 @@ from wire.rpc import CHANNEL_OPTIONS
 class _Answer:
     """An answer under way, over a call of either kind."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, timeout_s: float) -> None:
         self._call = call
+        self._timeout_s = timeout_s
         self._draft = Draft()
 
     @property
@@ -31,7 +32,7 @@ class Stream(_Answer, AbstractContextManager["Stream"]):
     """An answer under way. Iterating blocks for each chunk; leaving the `with` block early ends the request."""
 
     def __iter__(self) -> Iterator[Chunk]:
-        with typed_errors():
+        with typed_errors(self._timeout_s):
             for response in self._call:
                 yield from self._draft.accept(response)
         self._draft.require_completion()
@@ -58,16 +59,16 @@ class Client(AbstractContextManager["Client"]):
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""
         timeout_s = options.get("timeout_s", self._timeout_s)
-        return Stream(self._stub.Generate(make_request(prompt, options), timeout=timeout_s))
+        return Stream(self._stub.Generate(make_request(prompt, options), timeout=timeout_s), timeout_s)
 
     def abort(self, request_id: str) -> None:
         """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
-        with typed_errors():
+        with typed_errors(self._timeout_s):
             self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s)
 
     def list_models(self) -> tuple[Model, ...]:
         """Lists the models that the cluster serves."""
-        with typed_errors():
+        with typed_errors(self._timeout_s):
             return read_models(self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
 
     def close(self) -> None:
@@ -82,7 +83,7 @@ class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
     """An answer under way. Leaving the `async with` block early, or cancelling the reading task, ends the request."""
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        with typed_errors():
+        with typed_errors(self._timeout_s):
             async for response in self._call:
                 for chunk in self._draft.accept(response):
                     yield chunk
@@ -110,16 +111,16 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""
         timeout_s = options.get("timeout_s", self._timeout_s)
-        return AsyncStream(self._stub.Generate(make_request(prompt, options), timeout=timeout_s))
+        return AsyncStream(self._stub.Generate(make_request(prompt, options), timeout=timeout_s), timeout_s)
 
     async def abort(self, request_id: str) -> None:
         """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
-        with typed_errors():
+        with typed_errors(self._timeout_s):
             await self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s)
 
     async def list_models(self) -> tuple[Model, ...]:
         """Lists the models that the cluster serves."""
-        with typed_errors():
+        with typed_errors(self._timeout_s):
             return read_models(await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
 
     async def close(self) -> None:

@@ -7,9 +7,9 @@ from typing import TypedDict, cast
 import grpc
 import grpc.aio
 
-from wire.errors import InvalidRequest
+from wire.errors import DeadlineExceeded, InvalidRequest
 from wire.pb import inference_pb2 as pb
-from wire.rpc_status import from_rpc_error
+from wire.rpc_status import details_of, from_rpc_error
 
 TIMEOUT_S = 600.0
 Prompt = str | Sequence[int]
@@ -65,9 +65,13 @@ def _refusing(param: str) -> Iterator[None]:
 
 
 @contextmanager
-def typed_errors() -> Iterator[None]:
+def typed_errors(timeout_s: float) -> Iterator[None]:
     """Raises the BatonError that a failed call stands for; its `__cause__` is gRPC's own error."""
     try:
         yield
     except grpc.RpcError as failure:  # of either channel: both tell code, details and trailing metadata
-        raise from_rpc_error(cast(grpc.aio.AioRpcError, failure)) from failure
+        status = cast(grpc.aio.AioRpcError, failure)
+        if status.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not details_of(status):  # not a word of the server's
+            late = f"no whole answer within the timeout of {timeout_s:g} s"
+            raise DeadlineExceeded(f"{late}: give a longer one, or see `baton status`") from failure
+        raise from_rpc_error(status) from failure

@@ -28,7 +28,7 @@ class BatonService:
     def __init__(
         self, name: str, model: str | None, num_prefill: int, num_decode: int, settings: Sequence[str] = ()
     ) -> None:
-        self._name = f"bench-{name[:8]}"
+        self.name = f"bench-{name[:8]}"
         self._pools = {"prefill": num_prefill, "decode": num_decode}
         self._settings = [*([] if model is None else ["--model", model]), *settings]
         self.address = ""
@@ -68,13 +68,13 @@ class BatonService:
     @property
     def redis_pid(self) -> int:
         """Of the server of its own."""
-        redis = self._state().redis
+        redis = self.state().redis
         assert redis is not None, "it has no Redis of its own"
         return redis.pid
 
     def actor_pid(self, name: str) -> int:
         """Of the last actor of that name."""
-        process = recorded(Path(self._state().run_dir), name)
+        process = recorded(Path(self.state().run_dir), name)
         assert process is not None, f"there is no {name}"
         return process.pid
 
@@ -83,12 +83,13 @@ class BatonService:
 
     def start_redis(self) -> None:
         """A new one in the place of the one that was killed, which `baton down` will end."""
-        state = self._state()
+        state = self.state()
         server = redis_server.start(redis_server.find_program(), Path(state.run_dir), RedisSettings().max_bytes)
-        StateFile(self._name).write(replace(state, redis=server.process))
+        StateFile(self.name).write(replace(state, redis=server.process))
 
-    def _state(self) -> ClusterState:
-        state = StateFile(self._name).read()
+    def state(self) -> ClusterState:
+        """Reads the file that `baton up` wrote."""
+        state = StateFile(self.name).read()
         assert state is not None, "it is not up"
         return state
 
@@ -97,7 +98,7 @@ class BatonService:
         return subprocess.run(command, timeout=timeout_s, stdout=subprocess.PIPE, text=True, check=True).stdout
 
     def _command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "deploy.cli", *arguments, "--name", self._name]
+        return [sys.executable, "-m", "deploy.cli", *arguments, "--name", self.name]
 
 
 def num_in_use(status: dict[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,18 +13,22 @@ from benchmarks.machine import MachineState
 FOLDER = Path(__file__).parent / "results"
 
 
-def write_result(name: str, figures: Mapping[str, Any], details: Mapping[str, Any]) -> None:
-    """Prints the figures as a table, and writes them with the details to results/NAME.json and the table to .md."""
+def write_result(
+    name: str, figures: Mapping[str, Any], details: Mapping[str, Any], table: Sequence[Sequence[object]] = ()
+) -> None:
+    """Prints the figures as a table, and writes them with the details to results/NAME.json and the table to .md.
+
+    table: rows of another one, to stand above it; the first is its head.
+    """
     machine = MachineState.measure()
     command = f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    rows = [f"| {key} | {_show(value)} |" for key, value in figures.items()]
-    table = "\n".join(
-        [f"`{command}`", "", f"{date}; {machine.describe()}", "", "| figure | value |", "|---|---|", *rows]
-    )
-    print(table)
+    above = [*_rows(table[:1]), "|---" * len(table[0]) + "|", *_rows(table[1:]), ""] if table else []
+    rows = ["| figure | value |", "|---|---|", *_rows(list(figures.items()))]
+    text = "\n".join([f"`{command}`", "", f"{date}; {machine.describe()}", "", *above, *rows])
+    print(text)
     FOLDER.mkdir(exist_ok=True)
-    (FOLDER / f"{name}.md").write_text(table + "\n")
+    (FOLDER / f"{name}.md").write_text(text + "\n")
     content = {
         "command": command,
         "date": date,
@@ -33,6 +37,10 @@ def write_result(name: str, figures: Mapping[str, Any], details: Mapping[str, An
         "details": dict(details),
     }
     (FOLDER / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _rows(rows: Sequence[Sequence[object]]) -> list[str]:
+    return [f"| {' | '.join(map(_show, row))} |" for row in rows]
 
 
 def _show(value: object) -> str:

@@ -59,7 +59,10 @@ class TorchBackend:
 
     def gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        if gate_up.device.type != "cpu":
+            return F.silu(gate) * up
+        # Row by row: threads would share the whole anywhere, and the end of a share is computed in another way.
+        return torch.stack([F.silu(one) * other for one, other in zip(gate, up, strict=True)])
 
     write_kv = staticmethod(reference.write_kv)
     decode = staticmethod(reference.paged_decode_attention)

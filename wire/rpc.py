@@ -24,6 +24,10 @@ MAX_HANDSHAKE_MS = 10_000
 """How long a connection may take until HTTP/2 begins."""
 MAX_IDLE_MS = 600_000
 """How long a connection may have no call open."""
+MAX_CALLS_A_CONNECTION = 512
+"""More wait in the client. Calls that were opened and reset count until the server has looked at them."""
+MAX_UNSEEN_CALLS = 4096
+"""Calls that the server has not looked at; of more, gRPC cancels some at random, of any client."""
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -50,6 +54,9 @@ SERVER_OPTIONS = (
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.server_handshake_timeout_ms", MAX_HANDSHAKE_MS),
     ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
+    ("grpc.max_concurrent_streams", MAX_CALLS_A_CONNECTION),
+    ("grpc.server.max_pending_requests", MAX_UNSEEN_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_UNSEEN_CALLS),
     ("grpc.so_reuseport", 0),
 )
 WORKER_SERVER_OPTIONS = (

@@ -37,11 +37,15 @@ def to_status(error: BatonError) -> status_pb2.Status:
 
 def from_rpc_error(failure: grpc.aio.AioRpcError) -> BatonError:
     """The error a server of ours raised, or the nearest one for a failure of the call itself."""
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     for detail in details_of(failure):
-        info = error_details_pb2.ErrorInfo()
-        if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
-            ids = {name: value for name, value in info.metadata.items() if name != "retryable"}
-            return errors.rebuild(info.reason, failure.details() or "", ids)
+        _ = detail.Unpack(info) or detail.Unpack(retry)
+    if info.domain == DOMAIN:
+        ids = {name: value for name, value in info.metadata.items() if name != "retryable"}
+        error = errors.rebuild(info.reason, failure.details() or "", ids)
+        if isinstance(error, errors.Overloaded) and retry.HasField("retry_delay"):
+            error.retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
+        return error
     return _from_code(failure.code(), failure.details() or "")
 
 

@@ -3,6 +3,7 @@
 import argparse
 import math
 import re
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -24,6 +25,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
         for kind, read in ((int, read_whole), (float, read_number), (str, read_text)):
             self.register("type", kind, read)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Writes as the commands do; argparse's own passes over words that cannot be written."""
+        (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:
         told = "".join(char if char.isprintable() else "?" for char in message)[:MAX_MESSAGE_CHARS]

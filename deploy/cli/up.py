@@ -1,7 +1,6 @@
 """`baton up`: starts a cluster, and returns when it serves."""
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 from deploy.cli.command import Subparsers, read_whole
 from deploy.local.startup import Startup
+from deploy.local.state import ClusterState, command_line
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.config import DTYPES, ClusterConfig
 from deploy.plan.model import DEMO_MODEL
@@ -76,15 +76,10 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    began_s = time.monotonic()
+    console = Console()
     given = {name: value for name, value in vars(args).items() if name not in ("run", "config")}
     config = ClusterConfig.load(getattr(args, "config", None), _nested(given))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # half-done work is cleaned up, as at Ctrl-C
-    state = Startup(config, Console()).run()
-    named = "" if config.name == "default" else f" --name {config.name}"
-    print(f"\nServing {state.model} at {state.address} after {time.monotonic() - began_s:.1f} s. Now:")
-    prompt = DEMO_PROMPT if state.model == DEMO_MODEL else "Once upon a time"
-    print(f'  baton generate{named} "{prompt}"\n  baton status{named}\n  baton down{named}')
+    Startup(config, console).run()
     return 0
 
 
@@ -100,11 +95,19 @@ class Console:
     """A Reporter that prints. It draws a bar on a terminal only, and only if that takes a second or more."""
 
     def __init__(self) -> None:
+        self._began_s = time.monotonic()
         self._first_progress_s: float | None = None
         self._is_drawing = False
 
     def tell(self, part: str, text: str) -> None:
         print(f"{part:<8} {text}", flush=True)
+
+    def tell_served(self, state: ClusterState) -> None:
+        took_s = time.monotonic() - self._began_s
+        prompt = DEMO_PROMPT if state.model == DEMO_MODEL else "Once upon a time"
+        generate, status, down = (command_line(verb, state.name) for verb in ("generate", "status", "down"))
+        print(f"\nServing {state.model} at {state.address} after {took_s:.1f} s. Now:")
+        print(f'  {generate} "{prompt}"\n  {status}\n  {down}', flush=True)
 
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None:
         if not done_bytes:

@@ -202,8 +202,8 @@ class Fleet:
         try:
             address = await self._serve(worker)
         except Exception as error:
-            log.info("worker %s did not start", worker.id, exc_info=error)
             if self.pools.has(worker.id, WorkerState.STARTING):  # else it was stopped meanwhile
+                log.info("worker %s did not start", worker.id, exc_info=error)
                 reason = error.message if isinstance(error, BatonError) else repr(error)
                 self._failures.append(f"worker {worker.id} did not start: {reason}")
                 self._lose(worker, self._failures[-1])

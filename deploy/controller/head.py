@@ -1,45 +1,52 @@
 """The process that starts Ray, or joins it, and makes the controller. `RayProcess` speaks to it through its stdin.
 
-in   namespace, folder of Ray's files, and Ray's address where it joins one, as arguments; a ClusterPlan as the only
-     message; end of file before the answer: give up
+in   namespace, run folder, and Ray's address where it joins one, as arguments; a ClusterPlan as the only message; end
+     of file before the answer: give up
 out  {"address"} of Ray, then the answer of Controller.start; {"failure"} in place of either
 
-A Ray cluster that it has started ends with it, whatever its own end; one that it joined goes on without it.
+A Ray cluster that it has started ends with it, whatever its own end; one that it joined goes on without it. The end of
+one of Ray's own services is recorded in the run folder: the cluster has crashed, though it may serve for a minute more.
 """
 
 import json
 import logging
 import os
+import select
 import signal
 import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from deploy.actors.end_actors import end_actors
 from deploy.actors.ray_host import actor_options
 from deploy.controller.controller import Controller
+from deploy.local import run_dir
 from deploy.plan.cluster_plan import CONTROLLER, Resources
 from wire.errors import BatonError, ConfigError
 
 OBJECT_STORE_BYTES = 80 << 20
 """About the least that Ray takes: no KV goes through it."""
 LOOK_EVERY_S = 0.2
+SERVICES = ("gcs_server", "raylet")
+"""Without these programs Ray ends, at once or within a minute."""
 ACTORS_NICENESS = "0"
 """Ray's default of 15 would leave the router waiting behind whatever else the machine does."""
 
 log = logging.getLogger(__name__)
 
 
-def main(namespace: str, temp_dir: str, address: str | None = None) -> int:
+def main(namespace: str, folder: str, address: str | None = None) -> int:
     logging.basicConfig(level=logging.INFO)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     line = _take_stdin()
     try:
-        _say(line, {"address": _connect(namespace, temp_dir, address)})
+        _say(line, {"address": _connect(namespace, Path(folder), address)})
         _say(line, _launch(line))
     except (BatonError, RayError, OSError, RuntimeError, ValueError, EOFError, KeyboardInterrupt) as error:
         log.exception("the cluster did not start")
@@ -48,7 +55,7 @@ def main(namespace: str, temp_dir: str, address: str | None = None) -> int:
         _say(line, {"failure": _describe(error)})
         return 1
     if address is None:
-        _wait_for_end()
+        _wait_for_end(Path(folder))
     return 0
 
 
@@ -60,7 +67,7 @@ def _take_stdin() -> Connection:
     return line
 
 
-def _connect(namespace: str, temp_dir: str, address: str | None) -> str:
+def _connect(namespace: str, folder: Path, address: str | None) -> str:
     common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.WARNING}
     if address is not None:
         ray.init(address=address, **common)
@@ -69,7 +76,8 @@ def _connect(namespace: str, temp_dir: str, address: str | None) -> str:
     else:
         os.environ.setdefault("RAY_worker_niceness", ACTORS_NICENESS)
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-        ray.init(address="local", _temp_dir=temp_dir, **own, **common)
+        ray.init(address="local", _temp_dir=str(run_dir.ray_folder(folder)), **own, **common)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own there, which ends in a stack
     gcs_address: str = ray.get_runtime_context().gcs_address
     return gcs_address
 
@@ -87,15 +95,29 @@ def _launch(line: Connection) -> dict[str, Any]:
 
 
 def _describe(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "the process of Ray was told to end (SIGTERM)"
     cause = error.cause if isinstance(error, RayTaskError) else error
     return cause.message if isinstance(cause, BatonError) else str(cause) or type(cause).__name__
 
 
-def _wait_for_end() -> None:
+def _wait_for_end(folder: Path) -> None:
     with suppress(KeyboardInterrupt):
+        watch_services(folder)
         while True:
             signal.pause()
     ray.shutdown()
+
+
+def watch_services(folder: Path) -> None:
+    """Blocks until one of Ray's services has ended, and records that as a crash in the run folder."""
+    watched: dict[int, str] = {}
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess, OSError):  # a helper that has ended, or a system without pidfd
+            if (name := child.name()) in SERVICES:
+                watched[os.pidfd_open(child.pid)] = name
+    ended, _, _ = select.select(watched, [], [])
+    run_dir.record_crash(folder, f"Ray's {watched[ended[0]]} ended")
 
 
 def _say(line: Connection, message: dict[str, Any]) -> None:

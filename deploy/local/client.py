@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import Message
 
 from baton.request import typed_errors
-from deploy.local.state import ClusterPhase, ClusterState, StateFile
+from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line
 from wire.errors import Unavailable
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
@@ -18,10 +18,12 @@ def find_cluster(name: str) -> ClusterState:
     """Returns the state of a cluster that serves. Raises Unavailable, with advice, if there is none."""
     state = StateFile(name).read()
     if state is None:
-        raise Unavailable(f"no cluster named {name} is running: start one with `{_command('up', name)}`")
+        raise Unavailable(f"no cluster named {name} is running: start one with `{command_line('up', name)}`")
     if state.phase is ClusterPhase.STARTING:
         what = "is still starting" if state.command.is_alive else f"has not come up: {_clean_up(name)}"
         raise Unavailable(f"the cluster {name} {what}")
+    if (crash := state.crash) is not None:
+        raise _crashed(name, crash)
     return state
 
 
@@ -32,10 +34,10 @@ def explained(state: ClusterState) -> Iterator[None]:
         yield
     except Unavailable as error:
         failure = error.__cause__
-        if not state.is_alive:
-            raise Unavailable(f"the cluster {state.name} has crashed: {_clean_up(state.name)}") from failure
+        if (crash := state.crash) is not None or not state.is_alive:
+            raise _crashed(state.name, crash) from failure
         if isinstance(failure, grpc.RpcError) and not cast(grpc.Call, failure).trailing_metadata():  # no server's word
-            status = _command("status", state.name)
+            status = command_line("status", state.name)
             raise Unavailable(f"the router went away or is not back yet ({error.message}): see `{status}`") from failure
         raise
 
@@ -43,14 +45,15 @@ def explained(state: ClusterState) -> Iterator[None]:
 def call_operator(state: ClusterState, method: str, request: Message, timeout_s: float) -> Any:
     """Calls a method of the operator's service, and blocks until its answer. Raises BatonError."""
     channel = grpc.insecure_channel(state.operator_address, options=CHANNEL_OPTIONS)
-    with explained(state), typed_errors(), channel:
+    with explained(state), typed_errors(timeout_s), channel:
         call = getattr(ClusterStub(channel), method)
         return call(request, metadata=((TOKEN_METADATA, state.token),), timeout=timeout_s)
 
 
+def _crashed(name: str, crash: str | None) -> Unavailable:
+    anew = f"`{command_line('down', name)}` cleans up, `{command_line('up', name)}` starts anew"
+    return Unavailable(f"the cluster {name} crashed{f' {crash}' if crash else ''}: {anew}")
+
+
 def _clean_up(name: str) -> str:
-    return f"clean up with `{_command('down', name)}`"
-
-
-def _command(verb: str, name: str) -> str:
-    return f"baton {verb}" if name == "default" else f"baton {verb} --name {name}"
+    return f"clean up with `{command_line('down', name)}`"

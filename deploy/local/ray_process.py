@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
-from deploy.local.run_dir import log_tail, ray_folder
+from deploy.local.run_dir import log_tail
 from deploy.plan.cluster_plan import ClusterPlan
 from deploy.processes.process import ProcessRef, spawn_leader
 from wire.errors import ConfigError
@@ -29,7 +29,7 @@ class RayProcess:
         """Begins at once; returns before Ray is there."""
         self._log = run_dir / "ray.log"
         self._line, theirs = Pipe()
-        command = [sys.executable, "-m", "deploy.controller.head", namespace, str(ray_folder(run_dir))]
+        command = [sys.executable, "-m", "deploy.controller.head", namespace, str(run_dir)]
         command += [ray_address] if ray_address else []
         with theirs:
             self.process: ProcessRef = spawn_leader(command, self._log, _env(ray_address), stdin=theirs.fileno())

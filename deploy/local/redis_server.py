@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from deploy.local.run_dir import log_tail
 from deploy.processes.process import POLL_S, ProcessRef, end_session, spawn_leader
@@ -14,6 +15,7 @@ from wire.errors import ConfigError
 
 PROGRAMS = ("redis-server", "valkey-server")
 START_TIMEOUT_S = 15.0
+GREETING_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,16 @@ def find_program() -> str:
             "or give --redis-url URL (or `off`)"
         )
     return found
+
+
+def find_given(url: str) -> str | None:
+    """Returns the reason if a server of the user's does not answer. Raises ConfigError if it never can at this URL."""
+    from kv_store.tiers.redis_tier import greet  # here, since the other commands start sooner without
+
+    place = urlsplit(url)
+    if place.scheme == "unix" and not Path(unquote(place.path)).is_socket():
+        raise ConfigError(f"redis.url: {place.path} is no Unix socket: start that server, or give another --redis-url")
+    return greet(url, GREETING_TIMEOUT_S)
 
 
 def start(program: str, folder: Path, max_bytes: int) -> RedisServer:

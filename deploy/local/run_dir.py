@@ -1,26 +1,91 @@
-"""The folder of a cluster's sockets, logs and Ray session, which lives as long as the cluster."""
+"""The folder of a cluster's sockets, logs and Ray session, and its arena beside it: both end with the cluster."""
 
 import os
+import re
 import shutil
+import stat
 import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+from deploy.plan.byte_size import format_bytes
+from deploy.plan.machine import SHARED_MEMORY
+from deploy.processes.atomic_file import AtomicFile
+from wire.errors import ConfigError
 
 # Unix socket paths may have 107 bytes, and Ray appends up to 68: a short place, whatever TMPDIR says.
 ROOT = Path("/tmp")
 PREFIX = "baton-"
+CRASH = "crash"
+MIN_FREE_BYTES = 32 << 20
+"""For logs, sockets and Ray's own files: with less, some part fails later with words of its own."""
 
 
 def create(cluster: str) -> Path:
-    """Makes an empty folder that only its owner may enter."""
-    return Path(tempfile.mkdtemp(dir=ROOT, prefix=f"{PREFIX}{cluster}-"))
+    """Makes an empty folder that only its owner may enter. Raises ConfigError where there is no room for one."""
+    if (shortage := find_shortage()) is not None:
+        raise ConfigError(shortage)
+    try:
+        return Path(tempfile.mkdtemp(dir=ROOT, prefix=f"{PREFIX}{cluster}-"))
+    except OSError as error:
+        raise ConfigError(f"{ROOT} takes no folder of a cluster ({error.strerror}): make room for one") from error
 
 
-def remove(folder: Path) -> None:
-    """Removes a folder made by `create`, if it is there. Raises ValueError for any other path, and removes nothing."""
+def find_shortage() -> str | None:
+    """Returns what to do, in words, where too little room is left for a cluster's logs and sockets."""
+    free = os.statvfs(ROOT)
+    if (free_bytes := free.f_bavail * free.f_frsize) >= MIN_FREE_BYTES:
+        return None
+    return f"only {format_bytes(free_bytes)} of {ROOT} are free: make room for a cluster's logs there"
+
+
+def is_of(cluster: str, folder: Path) -> bool:
+    """Tells whether `create` may have made the folder for that cluster."""
+    name = rf"{PREFIX}{re.escape(cluster)}-[a-z0-9_]{{8}}"
+    return folder.parent == ROOT and re.fullmatch(name, folder.name) is not None
+
+
+def arena(folder: Path) -> Path:
+    """Returns the place of the arena that belongs to a run folder."""
+    return SHARED_MEMORY / folder.name
+
+
+def remove(folder: Path) -> list[Path]:
+    """Removes a folder made by `create`, and its arena; returns what is still there.
+
+    Raises ValueError for any other path, and removes nothing. Links and files of other users stay.
+    """
     if folder.parent != ROOT or not folder.name.startswith(PREFIX):
         raise ValueError(f"{folder} is no run folder")
-    if folder.exists() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
+    if _is_own(folder, stat.S_ISDIR):
         shutil.rmtree(folder, ignore_errors=True)
+    if _is_own(arena(folder), stat.S_ISREG):
+        arena(folder).unlink()
+    return [path for path in (folder, arena(folder)) if os.path.lexists(path)]
+
+
+def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    with suppress(FileNotFoundError):
+        found = path.lstat()
+        return is_kind(found.st_mode) and found.st_uid == os.getuid()
+    return False
+
+
+def record_crash(folder: Path, reason: str) -> None:
+    """Records the end of a cluster that was not stopped, for commands that look for it; the first one counts."""
+    moment = time.strftime("%Y-%m-%d %H:%M:%S")
+    with suppress(OSError):
+        AtomicFile(folder / CRASH).create(f"at {moment} ({reason})".encode())
+
+
+def crash(folder: Path) -> str | None:
+    """Returns the time and the reason of a crash, in words, if one is recorded."""
+    with suppress(OSError):
+        recorded = AtomicFile(folder / CRASH).read()
+        return None if recorded is None else recorded.decode(errors="replace")
+    return None
 
 
 def ray_folder(folder: Path) -> Path:

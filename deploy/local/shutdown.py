@@ -27,17 +27,22 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 def shut_down(file: StateFile, state: ClusterState) -> list[str]:
-    """Ends a cluster, gently if it still answers, and the rest by force. Returns the problems, in words.
+    """Ends a cluster, gently unless its Ray has crashed, and the rest by force. Returns the problems, in words.
 
-    Without problems it removes the state, too.
+    Without problems it removes the state, too; that of a later cluster of the name stays. Raises Unavailable while
+    another command is at work with the name.
     """
     _interrupt(state)
-    if state.phase is ClusterPhase.RUNNING:
-        with suppress(BatonError):
-            _end_gently(state)
-    problems = tear_down(state)
-    if not problems:
-        file.remove()
+    with file.lock(COMMAND_GRACE_S):
+        now = file.read()
+        if now is None or now.token != state.token:
+            return []
+        if now.phase is ClusterPhase.RUNNING and now.crash is None:
+            with suppress(BatonError):
+                _end_gently(now)
+        problems = tear_down(now)
+        if not problems:
+            file.remove()
     return problems
 
 
@@ -50,11 +55,7 @@ def tear_down(state: ClusterState) -> list[str]:
         problems += _end_joined(state)
     if state.redis is not None:
         problems += _end(state.redis, REDIS_GRACE_S, "Redis")
-    if state.arena_path:
-        Path(state.arena_path).unlink(missing_ok=True)
-    run_dir.remove(Path(state.run_dir))
-    paths = (state.arena_path, state.run_dir)
-    return problems + [f"{path} could not be removed" for path in paths if path and Path(path).exists()]
+    return problems + [f"{path} could not be removed" for path in run_dir.remove(Path(state.run_dir))]
 
 
 def _interrupt(state: ClusterState) -> None:
@@ -84,7 +85,7 @@ def _end_joined(state: ClusterState) -> list[str]:
     if connection_problem(state.ray_address) is not None:
         return []  # its actors have ended with it
     try:
-        subprocess.run(command, timeout=JOIN_TIMEOUT_S, capture_output=True, check=False)
+        subprocess.run(command, timeout=JOIN_TIMEOUT_S, capture_output=True, check=False, start_new_session=True)
     except subprocess.TimeoutExpired:
         return [f"Ray at {state.ray_address} did not end the actors within {JOIN_TIMEOUT_S:.0f} s"]
     actors = recorded_living(Path(state.run_dir))

@@ -3,7 +3,7 @@
 import os
 import secrets
 import socket
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,13 +11,14 @@ from typing import Any, Protocol
 from deploy.local import redis_server, run_dir
 from deploy.local.ray_process import RayProcess
 from deploy.local.shutdown import connection_problem, tear_down
-from deploy.local.state import ClusterPhase, ClusterState, StateFile, load_secret
+from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line, load_secret
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.cluster_plan import ClusterPlan, NodeConfig, make_plan, namespace
 from deploy.plan.config import ClusterConfig
-from deploy.plan.machine import SHARED_MEMORY, Machine, inspect_machine
+from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.model import ModelFacts, inspect_model
 from deploy.plan.sizing import Sizes, size
+from deploy.processes.interrupts import Interrupts
 from deploy.processes.process import ProcessRef
 from wire.errors import ConfigError
 from worker.config import StoreSettings
@@ -32,77 +33,122 @@ class Reporter(Protocol):
 
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None: ...
 
+    def tell_served(self, state: ClusterState) -> None:
+        """Says that the cluster serves. A cluster of which that cannot be said is ended again."""
+
 
 class Startup:
-    """A start under way. It keeps the state file as far as the cluster is: `down` can clean up after a crash."""
+    """A start under way. It keeps the state file as far as the cluster is: `down` can clean up after a crash.
+
+    Signals interrupt it where it waits, never between the start of a process and the note of it in the state, nor
+    while a start that has failed is undone.
+    """
 
     def __init__(self, config: ClusterConfig, reporter: Reporter) -> None:
         self._config = config
         self._reporter = reporter
+        self._interrupts = Interrupts()
         self._file = StateFile(config.name)
-        self._run_dir = run_dir.create(config.name)
-        self._state = ClusterState(
-            name=config.name,
-            phase=ClusterPhase.STARTING,
-            command=ProcessRef.of(os.getpid()),
-            run_dir=str(self._run_dir),
-            token=secrets.token_hex(16),
-        )
 
     def run(self) -> ClusterState:
-        """Returns when the cluster serves. Raises ConfigError, and leaves nothing behind, if it cannot."""
-        with ExitStack() as undo:
-            undo.callback(run_dir.remove, self._run_dir)
-            _require_free("--grpc-port", self._config.router.grpc_port)
-            _require_free("--metrics-port", self._config.router.metrics_port)
-            if (problem := connection_problem(self._config.ray.address or "")) is not None:
-                raise ConfigError(f"no Ray cluster answers at {self._config.ray.address} ({problem})")
-            self._claim()
-            undo.callback(self._file.remove)
-            undo.callback(lambda: tear_down(self._state))
-            self._start()
-            undo.pop_all()
+        """Returns when the cluster serves. Raises BatonError, and leaves nothing behind, if it cannot."""
+        with self._interrupts, self._file.lock(0):
+            with self._interrupts.awaited():
+                self._remove_earlier()
+                self._require_settings()
+            self._state = ClusterState(
+                name=self._config.name,
+                phase=ClusterPhase.STARTING,
+                command=ProcessRef.of(os.getpid()),
+                run_dir=str(run_dir.create(self._config.name)),
+                token=secrets.token_hex(16),
+            )
+            self._run_dir = Path(self._state.run_dir)
+            try:
+                self._start()
+            except BaseException as error:
+                shortage = run_dir.find_shortage()
+                self._undo()
+                if shortage is not None and isinstance(error, ConfigError):
+                    raise ConfigError(shortage) from error  # it says more than the part that failed of it
+                raise
         return self._state
 
-    def _claim(self) -> None:
-        """Takes the cluster's name; removes first what a crashed cluster of that name has left."""
-        if self._file.claim(self._state):
+    def _require_settings(self) -> None:
+        """Raises ConfigError for a setting that cannot work on this machine, before anything is started."""
+        _require_free("--grpc-port", self._config.router.grpc_port)
+        _require_free("--metrics-port", self._config.router.metrics_port)
+        if (problem := connection_problem(self._config.ray.address or "")) is not None:
+            raise ConfigError(f"no Ray cluster answers at {self._config.ray.address} ({problem})")
+        self._secret = load_secret()
+        self._reporter.tell("redis", self._find_redis())
+
+    def _remove_earlier(self) -> None:
+        """Removes the remains of a cluster of the name that crashed or never came up: no other start has the lock.
+
+        Raises ConfigError if the cluster runs, or a part of the remains does not end.
+        """
+        if (earlier := self._file.read()) is None:
             return
-        if earlier := self._file.read():
-            if earlier.is_alive:
-                advice = f"stop it with `baton down --name {earlier.name}`, or give this one another --name"
-                raise ConfigError(f"a cluster named {earlier.name} is {earlier.phase.value}: {advice}")
-            self._reporter.tell("cleanup", "removing what an earlier cluster of this name has left")
-            tear_down(earlier)
+        down = f"`{command_line('down', earlier.name)}`"
+        if earlier.phase is ClusterPhase.RUNNING and earlier.is_alive and earlier.crash is None:
+            advice = f"stop it with {down}, or give this one another --name"
+            raise ConfigError(f"a cluster named {earlier.name} is running: {advice}")
+        self._reporter.tell("cleanup", "removing what an earlier cluster of this name has left")
+        if problems := tear_down(earlier):
+            raise ConfigError(f"an earlier cluster of this name has not ended ({'; '.join(problems)}): see {down}")
+        self._file.remove()
+
+    def _undo(self) -> None:
+        """Ends all that was started. The state stays for `down` where a part does not end."""
+        self._try_to_tell("ending what was started")
+        if problems := tear_down(self._state):
+            self._try_to_tell(f"{'; '.join(problems)}: `{command_line('down', self._config.name)}` tries again")
+        else:
             self._file.remove()
-        if not self._file.claim(self._state):
-            raise ConfigError(f"another `baton up --name {self._config.name}` is at work")
+
+    def _try_to_tell(self, text: str) -> None:
+        with suppress(OSError):  # the output may be the very thing that failed
+            self._reporter.tell("cleanup", text)
 
     def _start(self) -> None:
+        self._note()
         ray = RayProcess(self._run_dir, namespace(self._config.name), self._config.ray.address)
         try:
             self._note(head=ray.process)
             redis_url = self._start_redis()
-            machine = inspect_machine()
-            model = self._inspect_model(machine)
-            plan = self._plan(model, self._size(model, machine), redis_url)
-            ray_address = ray.wait_for_ray()
-            self._reporter.tell("ray", f"{'joined' if self._config.ray.address else 'started'} at {ray_address}")
-            self._note(ray_address=ray_address, arena_path=plan.node.arena_path)
-            addresses = self._launch(ray, plan)
+            with self._interrupts.awaited():
+                machine = inspect_machine()
+                model = self._inspect_model(machine)
+                plan = self._plan(model, self._size(model, machine), redis_url)
+                ray_address = ray.wait_for_ray()
+                self._reporter.tell("ray", f"{'joined' if self._config.ray.address else 'started'} at {ray_address}")
+            self._note(ray_address=ray_address)
+            with self._interrupts.awaited():
+                addresses = self._launch(ray, plan)
         finally:
             ray.close()
         head = None if self._config.ray.address else ray.process
         self._note(phase=ClusterPhase.RUNNING, model=model.served.name, head=head, **addresses)
+        with self._interrupts.awaited():
+            self._reporter.tell_served(self._state)
+
+    def _find_redis(self) -> str:
+        """Describes the server that will be used. One that is given may answer later, but its URL must be right."""
+        settings = self._config.redis
+        if settings.url == "own":
+            return f"{redis_server.find_program()}, our own, at most {format_bytes(settings.max_bytes)}"
+        if settings.url == "off":
+            return "off"
+        reason = redis_server.find_given(settings.url)
+        return "as given" if reason is None else f"as given; used once it answers, which it does not yet: {reason}"
 
     def _start_redis(self) -> str | None:
         settings = self._config.redis
         if settings.url != "own":
-            self._reporter.tell("redis", "off" if settings.url == "off" else "as given")
             return None if settings.url == "off" else settings.url
         server = redis_server.start(redis_server.find_program(), self._run_dir, settings.max_bytes)
         self._note(redis=server.process)
-        self._reporter.tell("redis", f"{server.program}, our own, at most {format_bytes(settings.max_bytes)}")
         return server.url
 
     def _inspect_model(self, machine: Machine) -> ModelFacts:
@@ -125,9 +171,9 @@ class Startup:
 
     def _plan(self, model: ModelFacts, sizes: Sizes, redis_url: str | None) -> ClusterPlan:
         directory, timeout_s = str(self._run_dir / "directory.sock"), self._config.redis.timeout_ms / 1000
-        store, arena_path = StoreSettings(directory, redis_url, timeout_s), str(SHARED_MEMORY / self._run_dir.name)
+        store, arena_path = StoreSettings(directory, redis_url, timeout_s), str(run_dir.arena(self._run_dir))
         node = NodeConfig(store, arena_path, model.served.layout_hex, sizes.num_arena_slots)
-        return make_plan(self._config, model, sizes, node, self._state.token, load_secret())
+        return make_plan(self._config, model, sizes, node, self._state.token, self._secret)
 
     def _launch(self, ray: RayProcess, plan: ClusterPlan) -> dict[str, str]:
         arena, size_bytes = Path(plan.node.arena_path), plan.node.arena_bytes

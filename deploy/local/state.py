@@ -1,18 +1,23 @@
 """The command line's files: the state of each cluster, and the server's secret. Private to their user."""
 
+import fcntl
 import os
 import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from deploy.local import run_dir
 from deploy.plan.config import check_name
 from deploy.processes.atomic_file import AtomicFile
-from deploy.processes.process import ProcessRef, recorded_living
-from wire.errors import ConfigError
+from deploy.processes.process import POLL_S, ProcessRef, recorded_living
+from wire.errors import ConfigError, Unavailable
 from wire.settings import from_json, to_json
 
-VERSION = 2
+VERSION = 3
 SECRET_BYTES = 32
 
 
@@ -41,17 +46,23 @@ class ClusterState:
     operator_address: str = ""
     metrics_address: str = ""
     ray_address: str = ""
-    arena_path: str = ""
     head: ProcessRef | None = None
     redis: ProcessRef | None = None
     version: int = VERSION
 
     @property
     def is_alive(self) -> bool:
-        """True while any process that the state knows of runs."""
+        """True while any process of the cluster runs; the command that starts it is none of them."""
         known = [self.head, self.redis, *recorded_living(Path(self.run_dir))]
-        known += [self.command] if self.phase is ClusterPhase.STARTING else []
         return any(one.is_alive for one in known if one is not None)
+
+    @property
+    def crash(self) -> str | None:
+        """The end of the cluster's own Ray, in words, though workers and router may live on; None while Ray runs."""
+        if self.head is None or self.phase is ClusterPhase.STARTING:
+            return None
+        known = run_dir.crash(Path(self.run_dir))
+        return known or (None if self.head.is_alive else "(the process of its Ray has ended)")
 
     @property
     def ports(self) -> list[int]:
@@ -61,7 +72,10 @@ class ClusterState:
 
 
 class StateFile:
-    """The place of one cluster's state: $XDG_STATE_HOME/baton/NAME.json, by default under ~/.local/state."""
+    """The place of one cluster's state: $XDG_STATE_HOME/baton/NAME.json, by default under ~/.local/state.
+
+    A command writes or removes it only while it holds the lock, and after it has read it under the lock.
+    """
 
     def __init__(self, name: str) -> None:
         """Raises ConfigError for an impossible name."""
@@ -69,34 +83,82 @@ class StateFile:
         self.path = state_dir() / f"{name}.json"
         self._file = AtomicFile(self.path)
 
+    @contextmanager
+    def lock(self, timeout_s: float) -> Iterator[None]:
+        """Keeps other commands from starting or stopping a cluster of this name. The end of a process frees it, too.
+
+        Raises Unavailable if another command has it until the timeout, ConfigError if there can be no lock.
+        """
+        deadline = time.monotonic() + timeout_s
+        with _explained(self.path.with_suffix(".lock")) as path:
+            descriptor = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_NONBLOCK, 0o600)
+        try:
+            while not _try_lock(descriptor):
+                if time.monotonic() >= deadline:
+                    raise Unavailable(f"another `baton up` or `baton down` of {self.name} is at work: wait for its end")
+                time.sleep(POLL_S)
+            yield
+        finally:
+            os.close(descriptor)
+
     def read(self) -> ClusterState | None:
         """Returns None if there is no such cluster. Raises ConfigError for a file that cannot be understood."""
         try:
-            content = self._file.read()
-            state = None if content is None else from_json(ClusterState, content.decode(), "state")
-            if state is not None and state.version != VERSION:
-                raise ConfigError("state of another version")
-        except (OSError, ValueError, ConfigError) as error:
-            raise ConfigError(f"{self.path} cannot be read as the state of a cluster: {error}") from error
-        return state
+            return self._parse()
+        except ConfigError as error:
+            raise ConfigError(f"{error.message}: `{command_line('down', self.name)}` sets it aside") from error
 
-    def claim(self, state: ClusterState) -> bool:
-        """Writes the first state of a cluster. Returns False, and writes nothing, if there is one already."""
-        return self._file.create(to_json(state).encode())
+    def set_aside(self) -> str | None:
+        """Renames a file that cannot be understood to NAME.json.broken; returns the reason, or None if it can be.
+
+        Raises as `lock` does.
+        """
+        try:
+            self._parse()
+        except ConfigError as error:
+            with self.lock(0), _explained(self.path) as path:
+                path.replace(path.with_suffix(".json.broken"))
+            return error.message
+        return None
 
     def write(self, state: ClusterState) -> None:
-        """Replaces the state in one step."""
-        self._file.write(to_json(state).encode())
+        """Replaces the state in one step. Raises ConfigError, and then leaves it as it was."""
+        with _explained(self.path):
+            self._file.write(to_json(state).encode())
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
 
+    def _parse(self) -> ClusterState | None:
+        try:
+            content = self._file.read()
+            state = None if content is None else from_json(ClusterState, content.decode(errors="replace"), "state")
+        except OSError as error:
+            raise self._broken(error.strerror) from error
+        except ConfigError as error:
+            raise self._broken(error.message) from error
+        if state is not None and (state.version, state.name) != (VERSION, self.name):
+            raise self._broken("of another version or name")
+        if state is not None and not run_dir.is_of(self.name, Path(state.run_dir)):
+            raise self._broken("run_dir: not the folder of a cluster of this name")
+        return state
+
+    def _broken(self, reason: str | None) -> ConfigError:
+        return ConfigError(f"{self.path} is not the state of a cluster ({reason})")
+
+
+def command_line(verb: str, name: str) -> str:
+    """Returns a command as the user types it."""
+    return f"baton {verb}" if name == "default" else f"baton {verb} --name {name}"
+
 
 def state_dir() -> Path:
-    """Returns the folder of states and secret, readable for its owner only; makes it if need be."""
-    root = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    folder = Path(root).expanduser() / "baton"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Returns the folder of states and secret, readable for its owner only; makes it if need be. Raises ConfigError."""
+    folder = Path(os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state"), "baton")
+    if not folder.is_absolute():
+        raise ConfigError(f"XDG_STATE_HOME must be the absolute path of a folder, not {str(folder.parent)[:64]!r}")
+    with _explained(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 
@@ -105,9 +167,29 @@ def load_secret() -> bytes:
 
     It is made at first use, and outlives restarts, so that Redis stays warm; commands that start at once get the same.
     """
-    path = state_dir() / "secret"
-    if not path.exists():
-        AtomicFile(path).create(secrets.token_bytes(SECRET_BYTES))
-    if path.stat().st_size != SECRET_BYTES or path.stat().st_mode & 0o077:
+    with _explained(state_dir() / "secret") as path:
+        file = AtomicFile(path)
+        if not os.path.lexists(path):
+            file.create(secrets.token_bytes(SECRET_BYTES))
+        content, mode = file.read(), path.stat().st_mode
+    if content is None or len(content) != SECRET_BYTES or mode & 0o077:
         raise ConfigError(f"{path} must hold {SECRET_BYTES} bytes that only you can read: remove it to get a new one")
-    return path.read_bytes()
+    return content
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[Path]:
+    """Turns an OSError into a ConfigError that names the path, and the way out."""
+    try:
+        yield path
+    except OSError as error:
+        advice = "mend that, or set XDG_STATE_HOME to another folder"
+        raise ConfigError(f"{path} cannot be read or written ({error.strerror}): {advice}") from error
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

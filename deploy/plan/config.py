@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from deploy.plan.byte_size import parse_bytes
 from router.config import AdmissionBounds, StreamBounds
@@ -26,7 +27,8 @@ MAX_ECHO_CHARS = 64
 MAX_ECHO_BITS = 1024
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,15}")
 _TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")
-_REDIS_URL = re.compile(r"own|off|(redis|rediss|unix)://.+")
+_REDIS_URL = re.compile(r"own|off|rediss?://[^\s/]+(/\d*)?(\?\S*)?|unix://[^\s/]*/\S+")
+_RAY_ADDRESS = re.compile(r"auto|[^\s/]+:\d+")
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,15 @@ class ClusterConfig:
         for name in RANGES:
             if problem := range_problem(name, attrgetter(name)(self)):
                 raise ConfigError(f"{name} {problem}")
-        is_redis_url = _REDIS_URL.fullmatch(self.redis.url)
-        _require(is_redis_url, "redis.url", "own, off, or a redis://, rediss:// or unix:// URL", "")
+        is_redis_url = _REDIS_URL.fullmatch(self.redis.url) and _names_a_host(self.redis.url)
+        _require(is_redis_url, "redis.url", "own, off, or a URL: redis://HOST:PORT/DB, rediss://..., unix:///PATH", "")
+        ray = self.ray.address
+        is_address = ray is None or (_RAY_ADDRESS.fullmatch(ray) and _names_a_host(f"ray://{ray}"))
+        _require(is_address, "ray.address", "HOST:PORT or auto (without it, Ray is started)", ray)
         port = self.router.metrics_port
         _require(isinstance(port, int) or port == "off", "router.metrics_port", "a port or `off`", str(port)[:16])
+        is_other = port == 0 or port != self.router.grpc_port
+        _require(is_other, "router.metrics_port", "another port than router.grpc_port", port)
 
     @classmethod
     def load(cls, file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
@@ -161,6 +168,15 @@ def check_name(name: str) -> str:
     """Returns the name of a cluster, which is part of paths. Raises ConfigError if it is none."""
     _require(_NAME.fullmatch(name), "name", "1 to 16 of a-z, 0-9 and -, beginning with a letter or digit", name[:64])
     return name
+
+
+def _names_a_host(url: str) -> bool:
+    """Tells whether a URL names a host, and no port that there cannot be. One of a Unix socket need not name a host."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme not in ("redis", "rediss", "ray") or (bool(parts.hostname) and parts.port != 0)
+    except ValueError:
+        return False
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """A small file of which readers never see a part."""
 
+import errno
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,11 +19,12 @@ class AtomicFile:
         self.path = path
 
     def read(self) -> bytes | None:
-        """Returns the content, or None where there is no file. Raises OSError."""
-        try:
-            return self.path.read_bytes()
-        except FileNotFoundError:
-            return None
+        """Returns the content, or None where there is no file. Raises OSError, for a pipe or a device too."""
+        with suppress(FileNotFoundError), open(self.path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(self.path))
+            return file.read()
+        return None
 
     def write(self, content: bytes) -> None:
         """Replaces the content. Raises OSError, and then leaves the file as it was."""
@@ -53,3 +56,8 @@ class AtomicFile:
             yield Path(path)
         finally:
             Path(path).unlink(missing_ok=True)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a pipe, too, that nothing writes to: it would be waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -1,6 +1,5 @@
 """Processes that outlive the command that started them, told apart from later ones with the same number."""
 
-import json
 import os
 import signal
 import time
@@ -13,21 +12,30 @@ from types import MappingProxyType
 import psutil
 
 from deploy.processes.atomic_file import AtomicFile
-from wire.settings import to_json
+from wire.errors import ConfigError
+from wire.settings import from_json, to_json
 
 POLL_S = 0.02
 ORPHANS_GRACE_S = 1.0
 KILL_TIMEOUT_S = 10.0
+MAX_PID = 2**31 - 1
 SUFFIX = ".process"
 
 
 @dataclass(frozen=True)
 class ProcessRef:
-    """A process: its number, its start time in seconds of the epoch, and the boot of the machine it belongs to."""
+    """A process: its number, its start time in seconds of the epoch, and the boot of the machine it belongs to.
+
+    Raises ConfigError for a number that means other things to the system: groups, all processes, or the first one.
+    """
 
     pid: int
     started: float
     boot: str
+
+    def __post_init__(self) -> None:
+        if not 1 < self.pid <= MAX_PID:
+            raise ConfigError("pid: not the number of a process that Baton starts")
 
     @classmethod
     def of(cls, pid: int) -> "ProcessRef":
@@ -61,9 +69,11 @@ def record_own(run_dir: Path, name: str) -> None:
 
 
 def recorded(run_dir: Path, name: str) -> ProcessRef | None:
-    """Returns the last process of that name, or None if there was none."""
-    content = AtomicFile(run_dir / f"{name}{SUFFIX}").read()
-    return None if content is None else ProcessRef(**json.loads(content))
+    """Returns the last process of that name, or None if there was none, or its record is damaged."""
+    with suppress(OSError, ValueError, ConfigError):
+        content = AtomicFile(run_dir / f"{name}{SUFFIX}").read()
+        return None if content is None else from_json(ProcessRef, content.decode(), name)
+    return None
 
 
 def recorded_living(run_dir: Path) -> list[ProcessRef]:
@@ -125,7 +135,7 @@ def _wait(holds: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # another user's is seen to go on
         os.kill(pid, number)
 
 

@@ -29,9 +29,9 @@ class DigestCache:
 
     @classmethod
     def of_user(cls) -> "DigestCache":
-        """Opens the cache in $XDG_CACHE_HOME/baton, by default ~/.cache/baton."""
-        root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return cls(Path(root).expanduser() / "baton" / "digests.json")
+        """Opens the cache in $XDG_CACHE_HOME/baton, or in ~/.cache/baton where that is not set, or no absolute path."""
+        root = os.path.expanduser(os.environ.get("XDG_CACHE_HOME", ""))
+        return cls(Path(root if os.path.isabs(root) else os.path.expanduser("~/.cache"), "baton", "digests.json"))
 
     def digest(self, file: Path) -> str:
         """Computes or recalls the hex SHA-256 of a file's content.
@@ -53,8 +53,9 @@ class DigestCache:
 
     def _load(self) -> dict[str, Any]:
         try:
-            known = json.loads(self.path.read_bytes())
-        except (OSError, ValueError, RecursionError):
+            with open_regular(self.path) as file:
+                known = json.loads(file.read())
+        except (OSError, ValueError, RecursionError, ModelError):
             return {}
         return known if isinstance(known, dict) else {}
 

@@ -113,13 +113,15 @@ class Piece {
           values_(PIECE * shape.num_panels() * PANEL),
           rows_((LANES + 1) * shape.num_panels() * PANEL) {}
 
-    // Packs positions begin to begin + PIECE - 1 of a sequence; those from `end` on become zeros.
-    void pack(const T* kv, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end) {
+    // Packs positions begin to begin + PIECE - 1 of a sequence, of which first_visible to end - 1 are seen: the others
+    // become zeros, for even the weight 0 would not keep an infinity out of a sum.
+    void pack(const T* kv, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t first_visible, int64_t end) {
         const F* rows[LANES];
         for (int64_t first = 0; first < PIECE; first += LANES) {
             const T* tokens[LANES];
             for (int64_t i = 0; i < LANES; ++i) {
-                tokens[i] = find(kv, block_table, kv_head, begin + first + i, end);
+                const int64_t position = begin + first + i;
+                tokens[i] = position < first_visible ? nullptr : find(kv, block_table, kv_head, position, end);
                 if (const T* next = find(kv, block_table, kv_head, begin + first + i + PIECE, end)) {
                     prefetch(next, shape_.head_size * sizeof(T));
                     prefetch(next + shape_.plane_stride, shape_.head_size * sizeof(T));
@@ -329,7 +331,7 @@ void decode(const Shape& shape, const T* query, int64_t query_stride, const T* k
         Piece<T> piece(shape);
         const int64_t first = std::max(begin / PIECE * PIECE, unit.segment * SEGMENT);
         for (int64_t at = first; at < std::min(end, (unit.segment + 1) * SEGMENT); at += PIECE) {
-            piece.pack(kv, tables + unit.sequence * table_stride, unit.kv_head, at, end);
+            piece.pack(kv, tables + unit.sequence * table_stride, unit.kv_head, at, begin, end);
             rows.attend(piece, at);
         }
         for (int64_t head = 0; head < group; ++head) {
@@ -369,16 +371,16 @@ void prefill(const Shape& shape, const T* query, int64_t query_stride, const T* 
             begin = std::max<int64_t>(cu_query_lens[sequence], end - per_unit);  // the last ones see most: they come first
             for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) units.push_back({sequence, kv_head, begin, end - begin});
         }
-    parallel(int64_t(units.size()), [&](int64_t index) {
-        const Unit& unit = units[index];
+    const auto run = [&](const auto& run, const Unit& unit) -> void {
         const int64_t context_len = context_lens[unit.sequence];
         const int64_t position = context_len - cu_query_lens[unit.sequence + 1] + unit.first_token;
         const int64_t end = position + unit.num_tokens, num_rows = unit.num_tokens * group;
         Rows<T> rows(shape, query + unit.first_token * query_stride, query_stride, unit.num_tokens, unit.kv_head, position);
         Piece<T> piece(shape);
         Sums total(num_rows, columns);
-        for (int64_t at = first_visible(shape, position) / PIECE * PIECE; at < end; at += PIECE) {
-            piece.pack(kv, tables + unit.sequence * table_stride, unit.kv_head, at, end);
+        const int64_t begin = first_visible(shape, position);
+        for (int64_t at = begin / PIECE * PIECE; at < end; at += PIECE) {
+            piece.pack(kv, tables + unit.sequence * table_stride, unit.kv_head, at, begin, end);
             rows.attend(piece, at);
             if ((at + PIECE) % SEGMENT && at + PIECE < end) continue;
             for (int64_t row = 0; row < num_rows; ++row)
@@ -386,10 +388,18 @@ void prefill(const Shape& shape, const T* query, int64_t query_stride, const T* 
                       rows.segment.powers[row], rows.segment.values.data() + row * columns, columns);
             rows.segment.clear();
         }
+        const auto is_number = [](float value) { return std::isfinite(value); };
+        if (unit.num_tokens > 1 && !std::all_of(total.values.begin(), total.values.end(), is_number)) {
+            // A later token's infinity, times the weight 0: each token with what it sees, and nothing else.
+            for (int64_t token = 0; token < unit.num_tokens; ++token)
+                run(run, Unit{unit.sequence, unit.kv_head, unit.first_token + token, 1});
+            return;
+        }
         for (int64_t row = 0; row < num_rows; ++row)
             write(shape, total.values.data() + row * columns, total.powers[row],
                   out + ((unit.first_token + row / group) * shape.num_heads + unit.kv_head * group + row % group) * shape.head_size);
-    });
+    };
+    parallel(int64_t(units.size()), [&](int64_t index) { run(run, units[index]); });
 }
 
 }  // namespace

@@ -80,7 +80,7 @@ class CpuBackend:
         return out
 
     def logits(self, states: Tensor, weight: Weight) -> Tensor:
-        out = torch.empty(len(states), weight.columns)
+        out = states.new_empty(len(states), weight.columns, dtype=torch.float32)
         self._library.baton_linear_to_float(
             DTYPE_TO_CODE[states.dtype], states.data_ptr(), weight.data.data_ptr(),
             out.data_ptr(), len(states), weight.columns, weight.depth,

@@ -12,19 +12,22 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SOURCE = Path(__file__).parent
 UNITS = ("attention.cpp", "linear.cpp", "rows.cpp", "threads.cpp")
 COMPILERS = ("g++", "clang++", "c++")
-COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-w", "-pthread")
+COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-pthread")
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", "fma", "f16c")
 ISA_TO_FEATURES: dict[str, tuple[str, ...]] = {"avx512": AVX512, "avx2": ("avx2", "fma", "f16c"), "portable": ()}
 """Instruction sets, best first, with the features that each takes, as /proc/cpuinfo names them."""
 COMPILE_TIMEOUT_S = 300.0
 MAX_REASON_CHARS = 200
+POLL_S = 0.05
 
 
 class NoKernels(Exception):
@@ -45,8 +48,8 @@ def _features() -> set[str]:
 
 
 def source_version() -> str:
-    """Returns a digest of the kernels' source: where it differs, numbers may."""
-    digest = hashlib.sha256()
+    """Returns a digest of the kernels' source and flags: where it differs, numbers may."""
+    digest = hashlib.sha256("\0".join(COMMON_FLAGS).encode())
     for path in sorted((*SOURCE.glob("*.h"), *SOURCE.glob("*.cpp"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -63,15 +66,15 @@ def load_library(isa: str) -> ctypes.CDLL:
     compiler = _find_compiler()
     flags = (*COMMON_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in ISA_TO_FEATURES[isa]))
     try:
-        folder = _cache_folder()
+        folder = cache_folder()
         name = hashlib.sha256("\0".join((source_version(), *flags, _version_of(compiler))).encode()).hexdigest()
         path = folder / f"{name}.so"
         with _lock(folder):
             if not path.exists():
                 _compile(compiler, flags, path)
         return _open(path)
-    except OSError as error:
-        raise NoKernels(f"the cache of compiled kernels cannot be used ({error})") from error
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise NoKernels(f"the compiler or the cache of compiled kernels cannot be used ({error})") from error
 
 
 def _find_compiler() -> str:
@@ -85,9 +88,10 @@ def _version_of(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30.0, check=False).stdout
 
 
-def _cache_folder() -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "baton" / "kernels"
+def cache_folder() -> Path:
+    """Returns the folder of compiled kernels, $XDG_CACHE_HOME/baton/kernels; makes it if need be."""
+    root = os.path.expanduser(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = Path(root if os.path.isabs(root) else Path.home() / ".cache", "baton", "kernels")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _require_own(os.stat(folder, follow_symlinks=False), folder)
     return folder
@@ -95,26 +99,47 @@ def _cache_folder() -> Path:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
+    """Keeps other processes from compiling. Raises NoKernels if one of them has not done so for five minutes."""
+    deadline = time.monotonic() + COMPILE_TIMEOUT_S
     with (folder / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while not _try_lock(file.fileno()):
+            if time.monotonic() > deadline:
+                raise NoKernels(f"another process has been compiling in {folder} for {COMPILE_TIMEOUT_S:.0f} s")
+            time.sleep(POLL_S)
         yield
 
 
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    """Compiles aside and renames: a reader never sees half a library."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    """Compiles the units side by side, aside, and renames: a reader never sees half a library."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as threads:
+        objects = [Path(folder) / f"{unit}.o" for unit in UNITS]
+        commands = [
+            [compiler, *flags, "-c", str(SOURCE / unit), "-o", str(made)]
+            for unit, made in zip(UNITS, objects, strict=True)
+        ]
+        list(threads.map(_run, commands))
         output = Path(folder) / path.name
-        sources = [str(SOURCE / unit) for unit in UNITS]
-        command = [compiler, *flags, "-shared", "-o", str(output), *sources]
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise NoKernels(f"{compiler} did not end within {COMPILE_TIMEOUT_S:.0f} s") from error
-        if done.returncode:
-            reason = (done.stderr.decode(errors="replace").strip() or "it does not say why").splitlines()[0]
-            raise NoKernels(f"{compiler} failed: {reason[:MAX_REASON_CHARS]}")
+        _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(output)])
         output.chmod(0o700)
         output.replace(path)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NoKernels(f"{command[0]} did not end within {COMPILE_TIMEOUT_S:.0f} s") from error
+    if done.returncode:
+        reason = (done.stderr.decode(errors="replace").strip() or "it does not say why").splitlines()[0]
+        raise NoKernels(f"{command[0]} failed: {reason[:MAX_REASON_CHARS]}")
 
 
 def _open(path: Path) -> ctypes.CDLL:

@@ -1,5 +1,5 @@
 // What is done to each row on its own: norms, rotation with the write of K and V, the gate of a feed-forward layer.
-// Each value is rounded to T where transformers rounds it.
+// Each value is rounded to T where transformers rounds it, but for a rotation, which is rounded once.
 
 #include <algorithm>
 

@@ -1,5 +1,6 @@
 #include "threads.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <mutex>
@@ -73,8 +74,9 @@ class Pool {
     }
 
     void serve() {
-        while (!is_stopping_.load()) {
+        for (;;) {
             const uint32_t wakes = wakes_.load(std::memory_order_seq_cst);
+            if (is_stopping_.load()) return;  // asked after the wakes were read: a stop in between is a wake
             if (take_units() || spin(wakes)) continue;
             sleepers_.fetch_add(1, std::memory_order_seq_cst);
             wakes_.wait(wakes);

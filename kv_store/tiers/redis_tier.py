@@ -52,7 +52,9 @@ class RedisTier(FramedTier):
         self._refusal = ""
         self._is_silent = False
         self._probe: threading.Thread | None = None
-        self._greet(url, max(timeout_s, _GREETING_TIMEOUT_S))
+        if (reason := greet(url, max(timeout_s, _GREETING_TIMEOUT_S), self._refused)) is not None:
+            self._breaker.failed()
+            log.warning("the cold tier does not answer yet: %s", reason)
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         found: list[bool] = []
@@ -169,23 +171,29 @@ class RedisTier(FramedTier):
         if was_open:
             log.warning("the cold tier answers again")
 
-    def _greet(self, url: str, timeout_s: float) -> None:
-        """Tries the commands of later on the server, while a wrong password can still fail the start."""
-        try:
-            with _connect(url, timeout_s) as patient:
-                _warn_of_policy(patient)
-                patient.getrange(_PROBE, 0, 0)
-                patient.exists(_PROBE)
-                patient.unlink(_PROBE)
-                patient.set(_PROBE, b"", px=_PROBE_TTL_MS)
-        except (AuthenticationError, NoPermissionError) as error:
-            self._redis.close()
-            raise ConfigError("redis_url: the server does not take these credentials") from error
-        except OutOfMemoryError as error:
-            self._refused(error)
-        except RedisError as error:
-            self._breaker.failed()
-            log.warning("the cold tier does not answer yet: %s", error)
+
+def greet(url: str, timeout_s: float, on_refusal: Callable[[ResponseError], None] = lambda _: None) -> str | None:
+    """Tries the commands of later on the server, while a wrong password can still fail the start.
+
+    Returns the reason if the server does not answer. Calls `on_refusal` for one that takes no blocks. Raises
+    ConfigError for a URL that is none, or credentials that it refuses.
+    """
+    try:
+        with _connect(url, timeout_s) as patient:
+            _warn_of_policy(patient)
+            patient.getrange(_PROBE, 0, 0)
+            patient.exists(_PROBE)
+            patient.unlink(_PROBE)
+            patient.set(_PROBE, b"", px=_PROBE_TTL_MS)
+    except (AuthenticationError, NoPermissionError) as error:
+        raise ConfigError("redis_url: the server does not take these credentials") from error
+    except TypeError as error:
+        raise ConfigError("redis_url: it has an option that no connection takes") from error
+    except OutOfMemoryError as error:
+        on_refusal(error)
+    except RedisError as error:
+        return str(error)
+    return None
 
 
 def _rounds(keys: Sequence[BlockKey]) -> list[Sequence[BlockKey]]:

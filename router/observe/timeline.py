@@ -34,10 +34,16 @@ class Timeline:
     """Times given to it are seconds of one monotonic clock."""
 
     def __init__(self, arrived_s: float) -> None:
+        self.at = f"{ROUTER}.check"
+        """The span, or the call, in which the request is."""
         self._arrived_s = arrived_s
         self._spans: list[pb.Span] = []
         self._calls: list[TimedCall] = []
         self._last_ms = 0.0
+
+    def begin_span(self, name: str) -> None:
+        """Notes where the request is from now on."""
+        self.at = f"{ROUTER}.{name}"
 
     def end_span(self, name: str, now_s: float) -> None:
         """Notes a span of the router, from its last note to now."""
@@ -47,6 +53,7 @@ class Timeline:
 
     def sent(self, name: str, worker: WorkerId, now_s: float) -> TimedCall:
         """A call was sent. Calls of a request follow one another."""
+        self.at = f"{name}.call"
         call = TimedCall(name, worker, self._ms(now_s))
         self._calls.append(call)
         return call

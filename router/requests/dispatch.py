@@ -19,6 +19,9 @@ from wire.pb import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+LAST_WORD_S = 0.05
+"""How long before its deadline a request ends: its client is to hear why, before its own gRPC gives up."""
+
 
 class OpenRequest:
     """A request under way: a task that serves it, and one last message or error in its outbox when the task is done.
@@ -45,8 +48,8 @@ class OpenRequest:
         self._flow = Flow(order, services, outbox, lambda: on_first_token(order.request_id), self.stop)
         self._task = asyncio.create_task(self._flow.serve())
         self._task.add_done_callback(self._ended)
-        out_of_time = DeadlineExceeded("the request's deadline has passed")
-        self._deadline = self._loop.call_at(order.deadline_s, self.stop, out_of_time)
+        self._life_s = order.life_s
+        self._deadline = self._loop.call_at(order.deadline_s, lambda: self.stop(self._out_of_time()))
 
     def stop(self, reason: BatonError) -> None:
         """Ends the request with this error, unless it has an end already."""
@@ -61,8 +64,7 @@ class OpenRequest:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._deadline.cancel()
         self._on_end(self.request_id)
-        error = self._error_of(task)
-        flow = self._flow
+        error, flow = self._error_of(task), self._flow
         del self._flow  # it refers to this object: the two, and the text, would stay until garbage is looked for
         summary = flow.summary
         timeline = flow.timeline.finish(self._loop.time())
@@ -85,11 +87,19 @@ class OpenRequest:
             task.result()  # unlike `exception`, this takes the frames of `Flow` out of the task
         except asyncio.CancelledError:
             return self._reason or Cancelled("the router is stopping")
+        except DeadlineExceeded:  # by the worker's own timer
+            return self._out_of_time()
         except BatonError as error:
             return error.with_traceback(None)
         except Exception as error:
             return incident.report(error, request_id=self.request_id)
         return None
+
+    def _out_of_time(self) -> DeadlineExceeded:
+        at, life_s = self._flow.timeline.at, float(f"{self._life_s:.2g}")
+        return DeadlineExceeded(
+            f"the deadline of {life_s:g} s passed at {at}: give a longer one, or see `baton status`"
+        )
 
 
 class Dispatcher:
@@ -162,7 +172,8 @@ class Dispatcher:
         self._admission.admit(request_id, request.ByteSize())
         max_s = self._bounds.max_deadline_s
         life_s = max_s if time_left_s is None else min(time_left_s, max_s)
-        order = Order(request_id, valid, limits, self.root, now_s, now_s + life_s)
+        deadline_s = now_s + life_s - min(LAST_WORD_S, life_s / 10)
+        order = Order(request_id, valid, limits, self.root, now_s, life_s, deadline_s)
         outbox = Outbox(self._bounds.max_buffered_events)
         opened = OpenRequest(order, self._services, outbox, self._admission.started, self._leave)
         self._open[request_id] = opened

@@ -62,13 +62,17 @@ class Services:
 
 @dataclass(frozen=True)
 class Order:
-    """A request that was let in. `root` is its tenant's; times are of the event loop's clock."""
+    """A request that was let in. `root` is its tenant's; times are of the event loop's clock.
+
+    life_s: the deadline as the client gave it, or the longest there is. deadline_s: a moment before it is over.
+    """
 
     request_id: RequestId
     valid: ValidRequest
     limits: Limits
     root: NamespaceRoot
     arrived_s: float
+    life_s: float
     deadline_s: float
 
 
@@ -118,6 +122,7 @@ class Flow:
         step = NextStep.RETRY
         while not self.answer.has_ended:
             self._is_alone = step is NextStep.RETRY_ALONE
+            self.timeline.begin_span("wait_trial")
             try:
                 async with self._services.suspects.alone(self._order.request_id) if self._is_alone else nullcontext():
                     if self._is_alone:
@@ -131,8 +136,10 @@ class Flow:
         services, order, clock = self._services, self._order, self._loop.time
 
         def work() -> tuple[float, Prepared]:
+            self.timeline.begin_span("tokenize")
             return clock(), prepare(order.valid, services.codec, order.limits, order.root)
 
+        self.timeline.begin_span("wait_tokenizer")
         length = len(order.valid.prompt)
         began_s, self._prepared = work() if length <= MAX_TINY_LEN else await services.threads.run(length, work)
         self.timeline.end_span("wait_tokenizer", began_s)
@@ -149,6 +156,7 @@ class Flow:
         if self.answer.num_tokens or not self._services.placement.has_prefill:
             await self._decode(None)
             return
+        self.timeline.begin_span("wait_room")
         async with self._services.holds.hold(self._attempt_id, self.prepared.keys) as hold:
             self._end_span("wait_room")
             await self._prefill(hold)
@@ -167,6 +175,7 @@ class Flow:
     async def _decode(self, hold: Hold | None) -> None:
         """Lets a worker decode the unfinished choices. The hold ends when their blocks are fetched."""
         num_prompt = len(self.prepared.prompt_ids)
+        self.timeline.begin_span("wait_decode")
         member = await self._services.placement.choose_decode(self.prepared.keys, num_prompt)
         self._end_span("wait_decode")
         self._decode_worker = member.id

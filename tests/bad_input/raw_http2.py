@@ -50,14 +50,16 @@ class RawHttp2:
     def ping(self) -> None:
         self.send(Frame.PING, bytes(8))
 
-    def begin_call(self, path: str, headers: Sequence[tuple[str, bytes]] = (), flags: int = END_HEADERS) -> None:
+    def begin_call(
+        self, path: str, headers: Sequence[tuple[str, bytes]] = (), flags: int = END_HEADERS, stream: int = 1
+    ) -> None:
         """The headers of a gRPC call; those given take the place of the usual ones of their names."""
         usual = [(":method", b"POST"), (":scheme", b"http"), (":path", path.encode()), (":authority", b"test")]
         grpc_only = [("te", b"trailers"), ("content-type", b"application/grpc")]
         given = {name for name, _ in headers}
         kept = [(name, value) for name, value in usual + grpc_only if name not in given]
         block = b"".join(_literal(name, value) for name, value in sorted([*kept, *headers], key=_is_ordinary))
-        self.send(Frame.HEADERS, block, flags, stream=1)
+        self.send(Frame.HEADERS, block, flags, stream)
 
     def send_message(self, message: bytes, flags: int = 0) -> None:
         """One gRPC message on stream 1."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.bad_input.ports import GENERATE, GOOD, Metadata, Ports
+from tests.bad_input.ports import GENERATE, GOOD, MODEL, NUM_TOKENS, PROMPT, Metadata, Ports
 from tests.bad_input.raw_http2 import END_HEADERS, END_STREAM, Frame, RawHttp2, raw_http2
 from tests.bad_input.refusal import refused
 
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 OUR_ARRIVAL_S = 0.2
 MAX_PINGS = 6
+NUM_RESETS = 20_000
 ALL = END_HEADERS | END_STREAM
 
 
@@ -211,6 +212,22 @@ async def test_a_flood_of_pings_is_hung_up_on(ports: Ports) -> None:
             connection.ping()
             heard.append(await connection.answer())
         assert heard[-1] == "goaway: too_many_pings"
+    await ports.require_unharmed()
+
+
+async def test_calls_that_are_opened_and_reset_harm_no_other(ports: Ports) -> None:
+    """Without a bound on the calls of a connection gRPC cancels most calls of all clients meanwhile."""
+    async with raw_http2(ports.addresses["public"]) as connection:
+        connection.begin_http2()
+        answers = []
+        for number in range(NUM_RESETS):
+            connection.begin_call(GENERATE, stream=2 * number + 1)
+            connection.send(Frame.RST_STREAM, struct.pack(">I", 8), stream=2 * number + 1)
+            if not number % (NUM_RESETS // 10):
+                answers.append(asyncio.create_task(ports.answer(GOOD)))
+                await asyncio.sleep(0)
+        for [choice] in await asyncio.gather(*answers):
+            assert choice.token_ids == MODEL.oracle(PROMPT, NUM_TOKENS)
     await ports.require_unharmed()
 
 

@@ -116,11 +116,21 @@ def test_streams_each_chunk_as_it_comes(connect: Connect) -> None:
     assert stream.completion.text == "ab"
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("n", "too many"), ModelNotFound("none"), BatonError("a bug")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("n", "too many"),
+        ModelNotFound("none"),
+        BatonError("a bug"),
+        Overloaded("full", retry_after_s=1.5, queued="9"),
+        Overloaded("the client has stopped reading"),
+    ],
+    ids=str,
+)
 def test_raises_the_error_of_the_server(connect: Connect, error: BatonError) -> None:
     with pytest.raises(type(error)) as raised:
         connect(ScriptedService([error])).generate("hello")
-    assert (type(raised.value), raised.value.message, raised.value.ids) == (type(error), error.message, error.ids)
+    assert (type(raised.value), vars(raised.value)) == (type(error), vars(error))
 
 
 def test_raises_an_error_amid_the_stream(connect: Connect) -> None:
@@ -139,8 +149,10 @@ def test_a_stream_without_its_last_message_is_an_error(connect: Connect) -> None
 
 def test_a_call_ends_at_its_timeout(connect: Connect) -> None:
     may_go = threading.Event()
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded) as raised:
         connect(ScriptedService([may_go])).generate("hello", timeout_s=0.1)
+    late = "no whole answer within the timeout of 0.1 s"
+    assert raised.value.message == f"{late}: give a longer one, or see `baton status`"
     may_go.set()
 
 

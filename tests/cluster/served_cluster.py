@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from deploy.processes.process import recorded
+from tests.kernels.backends import lend_kernels
 
 COMMAND_TIMEOUT_S = 110
 SHARED_MEMORY = Path("/dev/shm")
@@ -23,6 +24,7 @@ class ServedCluster:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
+        lend_kernels(folder / "cache")
         self._env = {
             **os.environ,
             "XDG_STATE_HOME": str(folder / "state"),

@@ -3,6 +3,7 @@ import mmap
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -147,17 +148,47 @@ def test_a_ray_cluster_that_is_not_there_is_found_out_at_once(tmp_path: Path, ch
     assert other.left_behind() == []
 
 
-def test_a_start_that_was_killed_leaves_what_down_removes(tmp_path: Path, checkpoint: Path) -> None:
-    other = ServedCluster(f"k{os.getpid()}", tmp_path)
-    starting = other.start("up", "--model", str(checkpoint), "--grpc-port", "0")
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[ServedCluster]:
+    """A cluster that a test starts, of which nothing may be left."""
+    served = ServedCluster(f"o{os.getpid()}", tmp_path)
+    yield served
+    served.run("down")
+
+
+def _start(cluster: ServedCluster, checkpoint: Path, until: str) -> "subprocess.Popen[str]":
+    """A start that has printed a line which begins with `until`."""
+    starting = cluster.start("up", "--model", str(checkpoint), "--grpc-port", "0")
     assert starting.stdout is not None
-    assert starting.stdout.readline().startswith("redis ")
+    assert any(line.startswith(until) for line in starting.stdout)
+    return starting
+
+
+def test_a_start_that_was_killed_leaves_what_down_removes(other: ServedCluster, checkpoint: Path) -> None:
+    starting = _start(other, checkpoint, "model ")
     starting.kill()
     starting.communicate()
     assert other.left_behind() != []
     other.do("down")
     assert other.left_behind() == []
     assert other.do("down") == f"no cluster named {other.name} is running\n"
+
+
+def test_a_start_that_is_interrupted_leaves_nothing(other: ServedCluster, checkpoint: Path) -> None:
+    starting = _start(other, checkpoint, "model ")
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        starting.send_signal(number)
+    _, told = starting.communicate(timeout=100)
+    assert (starting.returncode, told) == (130, "")
+    assert other.left_behind() == []
+
+
+def test_a_start_whose_ray_is_told_to_end_says_so(other: ServedCluster, checkpoint: Path) -> None:
+    starting = _start(other, checkpoint, "arena ")
+    psutil.Process(other.state()["head"]["pid"]).terminate()
+    _, told = starting.communicate(timeout=100)
+    assert (starting.returncode, told) == (78, "baton: the process of Ray was told to end (SIGTERM)\n")
+    assert other.left_behind() == []
 
 
 def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Ray's own services fail: requests do not need them."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy.local import run_dir
 from tests.checkpoints import choose_prompt
 from tests.cluster.served_cluster import ServedCluster, wait_until
 
@@ -51,6 +53,23 @@ def test_requests_go_on_while_rays_control_store_is_stopped(cluster: ServedClust
     assert {name: worker["pid"] for name, worker in after.items()} == {
         name: worker["pid"] for name, worker in before.items()
     }
+
+
+@pytest.mark.parametrize("program", ["gcs_server", "raylet"])
+def test_the_end_of_ray_is_told_at_once_and_cleaned_up(program: str, tmp_path: Path, checkpoint: Path) -> None:
+    other = ServedCluster(f"g{os.getpid()}", tmp_path)
+    try:
+        other.do("up", "--model", str(checkpoint), "--prefill", "0", "--grpc-port", "0")
+        ray_process(other, program).kill()
+        wait_until(lambda: (Path(other.state()["run_dir"]) / run_dir.CRASH).exists(), "it is recorded")
+        for command in (["status"], ["generate", "x"], ["scale", "--decode", "2"], ["drain", "decode-0"]):
+            told = other.run(*command)
+            assert told.returncode == 1
+            assert "crashed at 20" in told.stderr
+            assert f" (Ray's {program} ended): `baton down --name {other.name}` cleans up" in told.stderr
+    finally:
+        other.do("down")
+    assert other.left_behind() == []
 
 
 def test_kv_does_not_go_through_rays_object_store(cluster: ServedCluster) -> None:

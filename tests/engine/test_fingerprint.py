@@ -2,6 +2,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,15 @@ def test_a_damaged_cache_costs_only_time(files: list[Path], cache: DigestCache, 
     assert [path.name for path in cache.path.parent.iterdir()] == [cache.path.name]
 
 
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_cache_that_is_no_file_costs_only_time(
+    files: list[Path], cache: DigestCache, make: Callable[[Path], None]
+) -> None:
+    cache.path.parent.mkdir()
+    make(cache.path)
+    assert cache.digest(files[0]) == hashlib.sha256(files[0].read_bytes()).hexdigest()
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(
     files: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,6 +155,9 @@ def test_a_missing_file_is_an_error(cache: DigestCache, tmp_path: Path) -> None:
 def test_the_users_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert DigestCache.of_user().path == tmp_path / "baton" / "digests.json"
-    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for none in ("", "relative", "~nobody-of-this-name"):
+        monkeypatch.setenv("XDG_CACHE_HOME", none)
+        assert DigestCache.of_user().path == tmp_path / "home" / ".cache" / "baton" / "digests.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
     assert DigestCache.of_user().path == tmp_path / "home" / ".cache" / "baton" / "digests.json"

@@ -1,9 +1,11 @@
 """Pools that change under load: no request fails, and every answer is what it would have been."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from router.config import StreamBounds
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.known_model import MODEL
@@ -53,7 +55,9 @@ async def test_all_workers_are_replaced_one_by_one(grace_s: float) -> None:
 
 
 async def test_a_long_request_is_passed_on_again_and_again() -> None:
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    """Its reader takes nothing while workers come and go, so there is room for all of its tokens."""
+    sizes = replace(SIZES, streams=StreamBounds(max_buffered_events=512))
+    async with faulty_cluster(MODEL, 1, 1, sizes) as cluster:
         reader = cluster.open(ask(range(50), 400))
         for num_tokens in range(3, 60, 8):
             await reader.read_tokens(num_tokens)

@@ -1,12 +1,15 @@
 """The backends that this machine can run, by name, for tests that hold for each of them."""
 
+import shutil
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kernels.backend import Backend, Tables
+from kernels.cpu import library
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import ISA_TO_FEATURES, best_isa
 from kernels.torch_backend import TorchBackend
@@ -45,3 +48,9 @@ def cpu_prefill(
     """Attends as `kernels.reference.paged_prefill_attention` does, with the C++ kernels of this machine."""
     tables = Tables(block_tables, context_lens, cu_query_lens, 0)
     return make_backend(best_isa()).attend(query, kv_layer, tables, scale, window)
+
+
+def lend_kernels(cache: Path) -> None:
+    """Copies this user's compiled kernels into another cache: compiling takes ten seconds."""
+    make_backend(best_isa())
+    shutil.copytree(library.cache_folder(), cache / "baton" / "kernels", dirs_exist_ok=True)

@@ -12,9 +12,10 @@ from kernels.cpu.library import NoKernels, load_library
 
 QUICK = """#!/bin/sh
 [ "$1" = --version ] && exec echo quick 1
-while [ "$1" != -o ]; do shift; done
-exec gcc -shared -o "$2" -x c /dev/null
+for output; do :; done
+exec gcc -shared -o "$output" -x c /dev/null
 """
+"""A compiler whose every output, the last argument, is an empty library."""
 
 
 @pytest.fixture

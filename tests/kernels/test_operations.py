@@ -162,3 +162,27 @@ def test_a_row_that_is_no_number_stays_alone(backend: Backend, dtype: torch.dtyp
     assert actual[66].isnan().all()
     assert torch.equal(actual[:66], expected[:66])
     assert torch.equal(actual[67:], expected[67:])
+
+
+@each_dtype
+@pytest.mark.parametrize("window", [None, 5])
+def test_an_infinite_value_reaches_only_the_rows_that_see_it(
+    backend: Backend, dtype: torch.dtype, window: int | None
+) -> None:
+    batch = make_paged_batch(Shape(2, 1, 32), [70], 16, dtype)
+    query = batch.random_query(70)
+    expected = attend(backend, batch, query, 0, 70, window)
+    batch.kv_layer[batch.block_tables[0, 40 // 16], 1, 0, 40 % 16, 3] = torch.inf
+    actual = attend(backend, batch, query, 0, 70, window)
+    seen_until = 70 if window is None else 40 + window
+    assert not actual[40:seen_until].isfinite().all(-1).any()
+    assert torch.equal(actual[:40], expected[:40])
+    assert torch.equal(actual[seen_until:], expected[seen_until:])
+
+
+def test_a_wide_gate_does_not_depend_on_threads_or_company(backend: Backend) -> None:
+    gate_up = torch.randn(7, 2 * 11008)
+    torch.set_num_threads(3)
+    whole = backend.gate(gate_up)
+    torch.set_num_threads(1)
+    assert all(torch.equal(backend.gate(gate_up[row : row + 1])[0], whole[row]) for row in range(7))

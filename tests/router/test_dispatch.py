@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from router.config import AdmissionBounds, RouterConfig
+from router.requests.dispatch import LAST_WORD_S
 from tests.router.fake_cluster import CONFIG, PROMPT, Output, collect, expected, request, running, until
 from tests.router.fake_worker import FakeWorker
 from text.byte_tokenizer import ByteTokenizer
@@ -201,6 +202,22 @@ async def test_the_deadline_ends_a_request_wherever_it_is(where: str) -> None:
         cluster.workers[where].may_go.clear()
         with pytest.raises(DeadlineExceeded):
             await collect(cluster.open(request(), time_left_s=0.05))
+
+
+async def test_a_request_ends_a_moment_before_its_clients_deadline() -> None:
+    """Else the client's own gRPC would answer first, and could not say why."""
+    async with running(1, 1) as cluster:
+        await collect(cluster.open(request(max_tokens=1), 5.0))
+        assert 0 < cluster.workers["p0"].prefills[0].time_left_s <= 5.0 - LAST_WORD_S
+
+
+async def test_a_workers_own_timer_is_told_as_the_deadline() -> None:
+    async with running(1, 1) as cluster:
+        late = DeadlineExceeded("the request's deadline has passed")
+        for worker in cluster.workers.values():
+            worker.refusal = late
+        with pytest.raises(DeadlineExceeded, match=r"the deadline of 20 s passed at prefill\.call"):
+            await cluster.generate(request())
 
 
 async def test_a_deadline_is_at_most_the_longest_life() -> None:

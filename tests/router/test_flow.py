@@ -653,19 +653,20 @@ async def waiting_to_be_tried_alone(stage: Stage, monkeypatch: pytest.MonkeyPatc
     first.opened.stop(ENOUGH)
 
 
-PLACES: list[Reach] = [
-    not_begun,
-    tokenizing,
-    waiting_for_the_tokenizer,
-    waiting_for_room,
-    prefilling,
-    waiting_for_a_decode_worker,
-    fetching,
-    streaming,
-    in_a_second_attempt,
-    being_tried_alone,
-    waiting_to_be_tried_alone,
-]
+PLACES: dict[Reach, str] = {
+    not_begun: "prefill.call",  # its task begins before the deadline is noticed
+    tokenizing: "router.tokenize",
+    waiting_for_the_tokenizer: "router.wait_tokenizer",
+    waiting_for_room: "router.wait_room",
+    prefilling: "prefill.call",
+    waiting_for_a_decode_worker: "router.wait_decode",
+    fetching: "decode.call",
+    streaming: "decode.call",
+    in_a_second_attempt: "decode.call",
+    being_tried_alone: "decode.call",
+    waiting_to_be_tried_alone: "router.wait_trial",
+}
+"""The places, and their names in a timeline."""
 
 
 @pytest.fixture(params=PLACES, ids=lambda reach: reach.__name__)
@@ -704,7 +705,10 @@ async def test_the_deadline_ends_it_wherever_it_is(stage: Stage, reach: Reach, m
     monkeypatch.setattr(loop, "time", lambda: clock() + shift_s[0])
     async with reach(stage, monkeypatch) as client:
         shift_s[0] = 60.0
-        assert isinstance(await client.failed(), DeadlineExceeded)
+        error = await client.failed()
+        assert isinstance(error, DeadlineExceeded)
+        advice = "give a longer one, or see `baton status`"
+        assert error.message == f"the deadline of 20 s passed at {PLACES[reach]}: {advice}"
 
 
 async def test_it_is_over_at_once_whatever_it_waits_for(

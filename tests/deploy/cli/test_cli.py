@@ -1,9 +1,13 @@
+import importlib
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,10 @@ import pytest
 from grpc_status import rpc_status
 
 from baton.request import make_request
+from deploy.cli import down
 from deploy.cli.__main__ import COMMANDS, main, make_parser
 from deploy.cli.generate import read_options, read_prompt
+from deploy.local import run_dir
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.processes.process import ProcessRef
 from wire.convert import tiers_to_pb
@@ -23,7 +29,23 @@ from wire.pb import inference_pb2 as pb
 from wire.rpc import TOKEN_METADATA
 from wire.rpc_status import to_status
 
+BAD_REDIS_URLS = (
+    *(
+        "",
+        "nonsense",
+        "redis://",
+        "redis://127.0.0.1:99999",
+        "redis://h:0",
+        "redis://:@/x",
+        "redis://:@/0",
+        "redis://h/x",
+    ),
+    *("redis://[::1", "redis://a b", "unix://", "unix://socket", "http://h:1"),
+)
+RUN_DIR = "/tmp/baton-default-00000000"
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
+ASKING = [["generate", "x"], ["status"], ["scale", "--decode", "1"], ["drain", "decode-0"]]
+WAIT_S = 60.0
 COMPLETE = pb.Complete(
     choices=[pb.Choice(index=0, finish_reason=pb.FINISH_REASON_STOP, stop_string="end")],
     usage=pb.Usage(prompt_tokens=20, completion_tokens=3, cached_tokens=tiers_to_pb({"host": 16})),
@@ -79,11 +101,12 @@ def server() -> Iterator[FakeServer]:
     grpc_server.stop(None).wait(5)
 
 
-def _write_state(address: str) -> None:
+def _write_state(address: str) -> ClusterState:
     state = ClusterState(
-        "default", ClusterPhase.RUNNING, GONE, "/tmp/baton-none", "secret", address=address, operator_address=address
+        "default", ClusterPhase.RUNNING, GONE, RUN_DIR, "secret", address=address, operator_address=address
     )
     StateFile("default").write(state)
+    return state
 
 
 def _request(*arguments: str) -> pb.GenerateRequest:
@@ -92,23 +115,24 @@ def _request(*arguments: str) -> pb.GenerateRequest:
 
 
 def test_no_command_loads_torch_or_ray_to_begin_with() -> None:
-    program = "import sys, deploy.cli.__main__; print({'torch', 'ray', 'transformers'} & set(sys.modules))"
+    program = (
+        "import sys, deploy.cli.__main__ as cli; cli.make_parser(); "
+        "print({'torch', 'ray', 'transformers', 'redis'} & set(sys.modules))"
+    )
     assert (
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
     )
 
 
-@pytest.mark.parametrize("command", [module.__name__.rpartition(".")[2] for module in COMMANDS])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main([command, "--help"])
-    assert left.value.code == 0
+    assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"usage: baton {command}" in shown
     assert len(shown.splitlines()) > 5
 
 
-@pytest.mark.parametrize("command", [["generate", "x"], ["status"], ["scale", "--decode", "1"], ["drain", "decode-0"]])
+@pytest.mark.parametrize("command", ASKING)
 def test_without_a_cluster_it_says_how_to_start_one(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 1
     assert capsys.readouterr().err == "baton: no cluster named default is running: start one with `baton up`\n"
@@ -117,6 +141,27 @@ def test_without_a_cluster_it_says_how_to_start_one(command: list[str], capsys: 
 def test_down_without_a_cluster_has_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["down", "--name", "none"]) == 0
     assert capsys.readouterr().out == "no cluster named none is running\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--decode", "0"], "pools.decode must be between"),
+        (["--config", "/none.toml"], "cannot read /none.toml"),
+        (["--name", "A/B"], "name must be"),
+        *((["--redis-url", url], "redis.url must be") for url in BAD_REDIS_URLS),
+        *((["--ray-address", address], "ray.address must be") for address in ("", "local", "h:99999", "h:0", ":1")),
+        (["--grpc-port", "4242", "--metrics-port", "4242"], "router.metrics_port must be another port"),
+        (["--model", "/none"], "neither a folder nor a name on the hub"),
+        (["--arena-bytes", "much"], "arena.size_bytes must be a size"),
+    ],
+)
+def test_wrong_settings_are_exit_code_78(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", *arguments]) == 78
+    error = capsys.readouterr().err
+    assert error.startswith("baton: ")
+    assert named in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("config", [None, "{", "[]"])
@@ -185,11 +230,120 @@ def test_what_the_server_refuses_is_one_line(server: FakeServer, capsys: pytest.
 def test_a_crashed_cluster_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
     _write_state("127.0.0.1:1")
     assert main(["status"]) == 1
-    assert "has crashed: clean up with `baton down`" in capsys.readouterr().err
+    assert "the cluster default crashed: `baton down` cleans up, `baton up` starts anew" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ASKING)
+def test_a_crash_of_ray_is_told_though_the_router_still_answers(
+    command: list[str], server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = StateFile("default").read()
+    assert state is not None
+    folder = run_dir.create("default")
+    try:
+        StateFile("default").write(replace(state, run_dir=str(folder), head=GONE))
+        anew = "`baton down` cleans up, `baton up` starts anew"
+        assert main(command) == 1
+        assert capsys.readouterr() == (
+            "",
+            f"baton: the cluster default crashed (the process of its Ray has ended): {anew}\n",
+        )
+        run_dir.record_crash(folder, "Ray's raylet ended")
+        assert main(command) == 1
+        shown = capsys.readouterr()
+        assert shown.err.startswith("baton: the cluster default crashed at 20")
+        assert shown.err.endswith(f" (Ray's raylet ended): {anew}\n")
+    finally:
+        run_dir.remove(folder)
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("command", ASKING)
+def test_a_broken_state_is_set_aside_by_down(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    path = StateFile("default").path
+    path.write_text("null")
+    for refused in (command, ["up", "--grpc-port", "0", "--redis-url", "off"]):
+        assert main(refused) == 78
+        told = f"baton: {path} is not the state of a cluster (state: must be an object): `baton down` sets it aside\n"
+        assert capsys.readouterr().err == told
+    assert main(["down"]) == 1
+    told = capsys.readouterr().err
+    assert "It is set aside as default.json.broken; `bash deploy/nothing_left.sh default` shows" in told
+    assert told.count("\n") == 1
+    assert main(command) == 1
+    assert "no cluster named default is running" in capsys.readouterr().err
+
+
+def test_an_interrupted_down_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(number)
+
+    state = _write_state("127.0.0.1:1")
+    monkeypatch.setattr(down, "shut_down", interrupt)
+    assert main(["down"]) == 130
+    told = "baton: interrupted, so some of default may be left: `baton down` goes on\n"
+    assert capsys.readouterr().err == told
+    assert StateFile("default").read() == state
+
+
+def test_an_interrupted_import_is_an_interrupted_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupt)
+    assert main(["status"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("command", ASKING)
+def test_a_command_that_waits_is_interrupted_without_a_word(command: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(WAIT_S)
+        _write_state(f"127.0.0.1:{listener.getsockname()[1]}")
+        whole = [sys.executable, "-m", "deploy.cli", *command]
+        with subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            connection, _ = listener.accept()
+            with connection:
+                process.send_signal(signal.SIGINT)
+                assert process.communicate(timeout=WAIT_S) == (b"", b"")
+            assert process.returncode == 130
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [
+        ("down >/dev/full", 1, "No space left on device\n"),
+        ("down >&-", 1, "baton: stdout: Bad file descriptor\n"),
+        ("up --help >/dev/full", 1, "No space left on device\n"),
+        ("down 2>&-", 0, ""),
+        ("status 2>&-", 1, ""),
+        ("status 2>/dev/full", 1, ""),
+        ("down <&- >&- 2>&-", 1, ""),
+        ("status >/dev/full", 1, "no cluster named default is running: start one with `baton up`\n"),
+        ("generate - <&-", 1, "no cluster named default is running: start one with `baton up`\n"),
+    ],
+)
+def test_output_that_cannot_be_written_is_told_in_one_line(command: str, code: int, told: str, unbuffered: str) -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m deploy.cli {command}",
+        shell=True,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.endswith(told), done.stderr.count("\n")) == (code, True, bool(told))
 
 
 def test_a_cluster_that_never_came_up_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
-    StateFile("default").write(ClusterState("default", ClusterPhase.STARTING, GONE, "/tmp/baton-none", "secret"))
+    StateFile("default").write(ClusterState("default", ClusterPhase.STARTING, GONE, RUN_DIR, "secret"))
     assert main(["status"]) == 1
     assert capsys.readouterr().err == "baton: the cluster default has not come up: clean up with `baton down`\n"
 

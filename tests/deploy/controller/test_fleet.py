@@ -1,5 +1,6 @@
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -251,6 +252,21 @@ async def test_an_order_that_another_overtakes_ends_with_an_error_that_names_the
         assert await world.scaled(None, 1) == PoolSizes(1, 1)
         with pytest.raises(Overtaken, match="overtaken by a later order: decode 1"):
             await first
+
+
+async def test_a_start_that_an_order_stopped_is_told_as_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        world.node_is_up.clear()
+        await world.fleet.resize(None, 2)
+        await until(lambda: D1 in world.host.actors)
+        await world.scaled(None, 1)
+        world.host.failures = [Unavailable("it was ended")]
+        with caplog.at_level(logging.INFO):
+            world.node_is_up.set()
+            await until(lambda: not world.host.failures)
+            await world.settled()
+        assert "did not start" not in caplog.text + world.events.encode()
 
 
 async def test_orders_for_different_pools_and_the_same_order_twice_do_not_overtake_each_other() -> None:

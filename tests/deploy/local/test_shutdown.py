@@ -3,16 +3,29 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deploy.local import run_dir, shutdown
-from deploy.local.state import ClusterPhase, ClusterState
+from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.processes.process import ProcessRef
+from wire.errors import Unavailable
+from wire.settings import to_json
+
+SUCCESSOR = """
+import os, signal, sys
+mine, place = sys.argv[1:]
+signal.signal(signal.SIGTERM, lambda *_: (os.replace(mine, place), sys.exit()))
+print(flush=True)
+while True:
+    signal.pause()
+"""
+"""A `baton up` that makes way for another one as it ends."""
 
 
 @pytest.fixture
@@ -78,3 +91,50 @@ def test_a_ray_cluster_that_does_not_answer_is_told(ray_address: str, monkeypatc
     state = joined(ray_address)
     assert shutdown.tear_down(state) == [f"Ray at {ray_address} did not end the actors within 60 s"]
     assert not Path(state.run_dir).exists()
+
+
+def test_a_later_cluster_of_the_name_is_left_alone(tmp_path: Path) -> None:
+    file = StateFile("race")
+    later = ClusterState(
+        "race", ClusterPhase.STARTING, ProcessRef.of(os.getpid()), str(run_dir.create("race")), "later"
+    )
+    (tmp_path / "later").write_text(to_json(later))
+    command = [sys.executable, "-c", SUCCESSOR, str(tmp_path / "later"), str(file.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        file.write(replace(later, command=ProcessRef.of(process.pid), token="earlier"))
+        earlier = file.read()
+        assert earlier is not None
+        assert shutdown.shut_down(file, earlier) == []
+    assert file.read() == later
+    assert Path(later.run_dir).exists()
+    run_dir.remove(Path(later.run_dir))
+
+
+def test_nothing_is_touched_while_another_command_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutdown, "COMMAND_GRACE_S", 0.05)
+    file = StateFile("race")
+    state = ClusterState("race", ClusterPhase.RUNNING, ProcessRef.of(os.getpid()), str(run_dir.create("race")), "t")
+    file.write(state)
+    with StateFile("race").lock(0), pytest.raises(Unavailable, match="is at work"):
+        shutdown.shut_down(file, state)
+    assert Path(state.run_dir).exists()
+    assert shutdown.shut_down(file, state) == []
+    assert file.read() is None
+    assert not Path(state.run_dir).exists()
+
+
+def test_processes_of_strangers_and_other_arenas_outlive_a_cluster() -> None:
+    folder, other = run_dir.create("one"), run_dir.create("one")
+    for each in (folder, other):
+        run_dir.arena(each).touch()
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        stranger = replace(ProcessRef.of(process.pid), started=1.0)
+        state = ClusterState("one", ClusterPhase.RUNNING, stranger, str(folder), "t", head=stranger, redis=stranger)
+        assert shutdown.tear_down(state) == []
+        assert process.poll() is None
+        process.kill()
+    assert (folder.exists(), run_dir.arena(folder).exists()) == (False, False)
+    assert (other.exists(), run_dir.arena(other).exists()) == (True, True)
+    assert run_dir.remove(other) == []

@@ -1,7 +1,9 @@
 import dataclasses
 import os
+import signal
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +17,9 @@ from deploy.plan.cluster_plan import ClusterPlan
 from deploy.plan.config import ClusterConfig
 from deploy.processes.process import ProcessRef, spawn_leader
 from tests.checkpoints import make_checkpoint
-from wire.errors import ConfigError
+from tests.kernels.backends import lend_kernels
+from tests.redis_process import RedisProcess
+from wire.errors import ConfigError, Unavailable
 from wire.pools import PoolSizes
 from wire.settings import from_json, to_json
 
@@ -27,13 +31,20 @@ class FakeHead:
     """A head whose process sleeps."""
 
     plans: ClassVar[list[ClusterPlan]] = []
+    processes: ClassVar[list[ProcessRef]] = []
 
     def __init__(self, folder: Path, namespace: str, ray_address: str | None) -> None:
         self.namespace = namespace
         self.process = spawn_leader([sys.executable, "-c", "import time; time.sleep(60)"], folder / "log")
+        self.processes.append(self.process)
+        self.on_spawn()
 
     def wait_for_ray(self) -> str:
         return "ray:1"
+
+    @staticmethod
+    def on_spawn() -> None:
+        """What comes between the start of the process and the note of it."""
 
     def launch(self, plan: ClusterPlan, on_wait: Callable[[], None]) -> dict[str, str]:
         self.plans.append(plan)
@@ -62,6 +73,9 @@ class Silent:
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None:
         self.told["progress"] = f"{done_bytes} of {total_bytes}"
 
+    def tell_served(self, state: ClusterState) -> None:
+        self.told["end"] = state.address
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -70,9 +84,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeHead]:
+    lend_kernels(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(startup, "RayProcess", FakeHead)
     monkeypatch.setattr(FakeHead, "plans", [])
+    monkeypatch.setattr(FakeHead, "processes", [])
     return FakeHead
 
 
@@ -144,12 +160,28 @@ def test_a_start_that_ends_early_leaves_nothing(
     assert _left_behind() == []
 
 
-def test_what_a_crashed_cluster_left_is_removed(checkpoint: Path) -> None:
+def test_a_start_that_fails_for_want_of_room_says_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_the_disk() -> None:
+        monkeypatch.setattr(run_dir, "MIN_FREE_BYTES", 1 << 60)
+        raise ConfigError("a file did not come")
+
+    monkeypatch.setattr(FakeHead, "on_launch", staticmethod(fill_the_disk))
+    with pytest.raises(ConfigError, match=r"^only .* of /tmp are free: make room"):
+        Startup(_config(checkpoint), Silent()).run()
+    assert _left_behind() == []
+
+
+def _crash() -> Path:
+    """Leaves what a crashed cluster does; returns its folder."""
     folder = run_dir.create(NAME)
-    arena = Path("/dev/shm") / folder.name
-    arena.touch()
-    crashed = ClusterState(NAME, ClusterPhase.RUNNING, GONE, str(folder), "t", arena_path=str(arena), head=GONE)
-    StateFile(NAME).write(crashed)
+    run_dir.arena(folder).touch()
+    StateFile(NAME).write(ClusterState(NAME, ClusterPhase.RUNNING, GONE, str(folder), "t", head=GONE))
+    return folder
+
+
+def test_what_a_crashed_cluster_left_is_removed(checkpoint: Path) -> None:
+    folder = _crash()
+    arena = run_dir.arena(folder)
     reporter = Silent()
     state = Startup(_config(checkpoint), reporter).run()
     assert "cleanup" in reporter.told
@@ -158,14 +190,156 @@ def test_what_a_crashed_cluster_left_is_removed(checkpoint: Path) -> None:
     _end(state)
 
 
+@pytest.mark.parametrize("phase", ClusterPhase)
+def test_a_cluster_that_crashed_or_never_came_up_is_removed_though_parts_of_it_live(
+    checkpoint: Path, phase: ClusterPhase
+) -> None:
+    folder = _crash()
+    crashed = StateFile(NAME).read()
+    assert crashed is not None
+    redis = spawn_leader(["sleep", "60"], folder / "redis.log")
+    StateFile(NAME).write(dataclasses.replace(crashed, phase=phase, redis=redis))
+    state = Startup(_config(checkpoint), Silent()).run()
+    assert not redis.is_alive
+    assert not folder.exists()
+    _end(state)
+
+
 def test_a_cluster_that_lives_keeps_its_name(checkpoint: Path) -> None:
     me = ProcessRef.of(os.getpid())
-    living = ClusterState(NAME, ClusterPhase.RUNNING, GONE, f"/tmp/baton-{NAME}-none", "t", head=me)
+    living = ClusterState(NAME, ClusterPhase.RUNNING, GONE, f"/tmp/baton-{NAME}-00000000", "t", head=me)
     StateFile(NAME).write(living)
     with pytest.raises(ConfigError, match=f"is running: stop it with `baton down --name {NAME}`"):
         Startup(_config(checkpoint), Silent()).run()
     assert StateFile(NAME).read() == living
-    StateFile(NAME).write(dataclasses.replace(living, phase=ClusterPhase.STARTING))
-    with pytest.raises(ConfigError, match="is starting"):
-        Startup(_config(checkpoint), Silent()).run()
     assert _left_behind() == []
+
+
+def test_of_starts_at_once_over_a_crashed_state_one_wins(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another begins, and is through, at each step of the first that reads or writes the state."""
+    refused: list[Unavailable] = []
+
+    def another() -> None:
+        with pytest.raises(Unavailable, match=f"another `baton up` or `baton down` of {NAME} is at work") as told:
+            Startup(_config(checkpoint), Silent()).run()
+        refused.append(told.value)
+
+    def tear_down_late(state: ClusterState) -> list[str]:
+        another()
+        problems = tear_down(state)
+        another()
+        return problems
+
+    _crash()
+    monkeypatch.setattr(startup, "tear_down", tear_down_late)
+    monkeypatch.setattr(FakeHead, "on_spawn", staticmethod(another))
+    monkeypatch.setattr(FakeHead, "on_launch", staticmethod(another))
+    state = Startup(_config(checkpoint), Silent()).run()
+    assert len(refused) == 4
+    assert StateFile(NAME).read() == state
+    assert FakeHead.processes == [state.head]
+    _end(state)
+
+
+def test_remains_that_do_not_end_are_not_forgotten(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _crash()
+    crashed = StateFile(NAME).read()
+    assert crashed is not None
+    monkeypatch.setattr(startup, "tear_down", lambda _: ["Ray: it will not end"])
+    with pytest.raises(ConfigError, match=f"has not ended .Ray: it will not end.: see `baton down --name {NAME}`"):
+        Startup(_config(checkpoint), Silent()).run()
+    assert StateFile(NAME).read() == crashed
+    StateFile(NAME).remove()
+    monkeypatch.setattr(FakeHead, "on_launch", staticmethod(lambda: signal.raise_signal(signal.SIGINT)))
+    reporter = Silent()
+    with pytest.raises(KeyboardInterrupt):
+        Startup(_config(checkpoint), reporter).run()
+    assert reporter.told["cleanup"] == f"Ray: it will not end: `baton down --name {NAME}` tries again"
+    left = StateFile(NAME).read()
+    assert left is not None
+    assert tear_down(left) == []
+    _end(crashed)
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("place", ["on_spawn", "on_launch"])
+def test_signals_end_a_start_and_not_the_cleaning_up(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, first: signal.Signals, place: str
+) -> None:
+    def tear_down_under_fire(state: ClusterState) -> list[str]:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.raise_signal(number)
+        return tear_down(state)
+
+    monkeypatch.setattr(startup, "tear_down", tear_down_under_fire)
+    monkeypatch.setattr(FakeHead, place, staticmethod(lambda: signal.raise_signal(first)))
+    with pytest.raises(KeyboardInterrupt):
+        Startup(_config(checkpoint), Silent()).run()
+    assert [process.is_alive for process in FakeHead.processes] == [False]
+    assert StateFile(NAME).read() is None
+    assert _left_behind() == []
+
+
+def test_a_cluster_that_cannot_be_told_of_is_ended(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for telling in ("tell_served", "tell"):
+        monkeypatch.setattr(Silent, telling, fail)
+        with pytest.raises(OSError, match="No space left"):
+            Startup(_config(checkpoint), Silent()).run()
+        assert StateFile(NAME).read() is None
+        assert _left_behind() == []
+    assert [process.is_alive for process in FakeHead.processes] == [False]
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_settings_that_cannot_work_are_refused_before_anything_is_started(checkpoint: Path, taken_port: int) -> None:
+    (StateFile(NAME).path.parent / "secret").write_bytes(b"short")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "secret must hold 32 bytes"),
+        ({"router": {"grpc_port": taken_port}}, f"port {taken_port} cannot be had .*give another --grpc-port"),
+        ({"router": {"metrics_port": taken_port, "grpc_port": 0}}, "give another --metrics-port"),
+        ({"ray": {"address": "127.0.0.1:1"}}, "no Ray cluster answers at 127.0.0.1:1"),
+    ]
+    for tables, told in cases:
+        with pytest.raises(ConfigError, match=told):
+            Startup(_config(checkpoint, **tables), Silent()).run()
+    (StateFile(NAME).path.parent / "secret").unlink()
+    for url, told in (
+        ("unix:///no/socket", "/no/socket is no Unix socket"),
+        ("redis://h?x=1", "an option that no conn"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            Startup(_config(checkpoint, redis={"url": url}), Silent()).run()
+    assert FakeHead.processes == []
+    assert StateFile(NAME).read() is None
+    assert _left_behind() == []
+
+
+def test_a_redis_that_is_not_there_yet_is_told_and_served_without(checkpoint: Path) -> None:
+    reporter = Silent()
+    state = Startup(_config(checkpoint, redis={"url": "redis://127.0.0.1:1"}), reporter).run()
+    assert reporter.told["redis"].startswith("as given; used once it answers, which it does not yet: ")
+    assert FakeHead.plans[0].node.store.redis_url == "redis://127.0.0.1:1"
+    _end(state)
+
+
+@pytest.mark.redis
+def test_a_redis_that_refuses_the_password_is_found_at_once(checkpoint: Path, tmp_path: Path) -> None:
+    server = RedisProcess(tmp_path, password="right")
+    server.start()
+    try:
+        with pytest.raises(ConfigError, match="does not take these credentials"):
+            Startup(_config(checkpoint, redis={"url": server.url.replace("right", "wrong")}), Silent()).run()
+        reporter = Silent()
+        state = Startup(_config(checkpoint, redis={"url": server.url}), reporter).run()
+        assert reporter.told["redis"] == "as given"
+        _end(state)
+    finally:
+        server.kill()

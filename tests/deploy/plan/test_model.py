@@ -10,12 +10,14 @@ import demo_model
 from deploy.plan.config import ModelSettings
 from deploy.plan.model import inspect_model
 from tests.checkpoints import make_checkpoint
+from tests.kernels.backends import lend_kernels
 from tests.text.backends import byte_level
 from wire.errors import ConfigError, ModelError
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lend_kernels(tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

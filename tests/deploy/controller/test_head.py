@@ -1,0 +1,46 @@
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.controller.head import SERVICES, watch_services
+from deploy.local import run_dir
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Programs under the names of Ray's services, as children of this process."""
+    started = {}
+    for name in (*SERVICES, "helper"):
+        shutil.copy("/bin/sleep", tmp_path / name)
+        started[name] = subprocess.Popen([tmp_path / name, "600"])
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_the_end_of_a_service_of_ray_is_recorded_and_nothing_less(
+    services: dict[str, subprocess.Popen[bytes]], name: str, tmp_path: Path
+) -> None:
+    watch = threading.Thread(target=watch_services, args=(tmp_path,), daemon=True)
+    watch.start()
+    services["helper"].kill()
+    for process in services.values():
+        process.send_signal(signal.SIGSTOP)
+    watch.join(0.2)
+    assert watch.is_alive()
+    assert run_dir.crash(tmp_path) is None
+    services[name].kill()
+    watch.join(WAIT_S)
+    crash = run_dir.crash(tmp_path)
+    assert crash is not None
+    assert crash.startswith("at 20")
+    assert crash.endswith(f" (Ray's {name} ended)")
