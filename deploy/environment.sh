@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environment that everything here runs in, and makes sure of a Redis server and a C++ compiler. To be sourced, from anywhere:
+# Makes the environment that everything here runs in, and makes sure of a Redis server and a C++ compiler.
+# To be sourced, from anywhere:
 #   . deploy/environment.sh [EXTRA]
 # EXTRA: an optional dependency group of pyproject.toml (dev). BATON_VENV names the environment's folder (.venv).
 # It is made once; it is brought up to date when pyproject.toml or the Python changes.

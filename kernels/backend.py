@@ -36,10 +36,14 @@ class Heads:
 
 @dataclass(frozen=True)
 class Angles:
-    """Cosines and sines of a rotary embedding, float32 [num_positions, head size / 2]."""
+    """Cosines and sines of a rotary embedding, float32 [positions, head size / 2]."""
 
     cosines: Tensor
     sines: Tensor
+
+    def at(self, positions: Tensor) -> "Angles":
+        """Picks the angles of positions int64 [T]."""
+        return Angles(self.cosines[positions], self.sines[positions])
 
 
 @dataclass(frozen=True)
@@ -90,11 +94,11 @@ class Backend(Protocol):
         ...
 
     def rotate_and_write(
-        self, qkv: Tensor, heads: Heads, angles: Angles, positions: Tensor, kv_layer: Tensor, slot_mapping: Tensor
+        self, qkv: Tensor, heads: Heads, angles: Angles, kv_layer: Tensor, slot_mapping: Tensor
     ) -> Tensor:
         """Normalizes and rotates queries and keys, and writes keys and values into one layer of KV, in place.
 
-        qkv: [T, (num_queries + 2 * num_kv) * size], which may be changed; positions: int64 [T]; kv_layer and
+        qkv: [T, (num_queries + 2 * num_kv) * size], which may be changed; angles: a row for each of qkv's; kv_layer and
         slot_mapping: as in `kernels.reference.write_kv`. Returns the queries, [T, num_queries, size], perhaps a view.
         """
         ...

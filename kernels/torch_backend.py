@@ -37,25 +37,28 @@ class TorchBackend:
         return self.linear(states, weight, None).float()
 
     def rotate_and_write(
-        self, qkv: Tensor, heads: Heads, angles: Angles, positions: Tensor, kv_layer: Tensor, slot_mapping: Tensor
+        self, qkv: Tensor, heads: Heads, angles: Angles, kv_layer: Tensor, slot_mapping: Tensor
     ) -> Tensor:
         rows = qkv.view(len(qkv), -1, heads.size)
         query, key, value = torch.split(rows, [heads.num_queries, heads.num_kv, heads.num_kv], dim=1)
         if heads.query_norm is not None and heads.key_norm is not None:
             query = self.rms_norm(query, heads.query_norm, heads.norm_eps)
             key = self.rms_norm(key, heads.key_norm, heads.norm_eps)
-        cosines, sines = (table[positions][:, None] for table in (angles.cosines, angles.sines))
+        cosines, sines = angles.cosines[:, None], angles.sines[:, None]
         self.write_kv(_rotate(key, cosines, sines), value, kv_layer, slot_mapping)
         return _rotate(query, cosines, sines)
 
     def attend(self, query: Tensor, kv_layer: Tensor, tables: Tables, scale: float, window: int | None) -> Tensor:
         lens, blocks, num_decodes = tables.context_lens, tables.block_tables, tables.num_decodes
-        decoded = self.decode(query[:num_decodes], kv_layer, blocks[:num_decodes], lens[:num_decodes], scale, window)
         if num_decodes == len(lens):
-            return decoded
+            return self.decode(query, kv_layer, blocks, lens, scale, window)
         starts = tables.cu_query_lens[num_decodes:] - num_decodes
         prompts = query[num_decodes:], kv_layer, blocks[num_decodes:], lens[num_decodes:], starts, scale, window
-        return torch.cat((decoded, reference.paged_prefill_attention(*prompts)))
+        attended = reference.paged_prefill_attention(*prompts)
+        if num_decodes == 0:
+            return attended
+        decodes = query[:num_decodes], kv_layer, blocks[:num_decodes], lens[:num_decodes], scale, window
+        return torch.cat((self.decode(*decodes), attended))
 
     def gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -20,7 +20,7 @@ def to_json(settings: Any) -> str:
 
 
 def from_json(cls: type[T], text: str, where: str) -> T:
-    """Settings of that class. ConfigError for what is missing, unknown or of another type, by its path from `where`."""
+    """Reads settings of that class. Raises ConfigError for a missing, unknown or wrong key, by its path."""
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -29,7 +29,7 @@ def from_json(cls: type[T], text: str, where: str) -> T:
 
 
 def from_object(cls: type[T], raw: object, path: str) -> T:
-    """The same from nested mappings; `path` is where they stand, "" at the root."""
+    """Reads the same from nested mappings; `path` is their place, "" at the root."""
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path}: must be an object")
     prefix = f"{path}." if path else ""

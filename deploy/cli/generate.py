@@ -21,6 +21,7 @@ from deploy.plan.byte_size import format_bytes
 from wire.convert import logprobs_to_pb
 from wire.errors import InvalidRequest
 from wire.rpc import MAX_MESSAGE_BYTES
+from wire.sampling import MAX_STOPS
 from wire.tier import Tier
 
 DESCRIPTION = """\
@@ -30,7 +31,6 @@ NO_TIMEOUT_S = 86400.0
 """More than any cluster lets a request take."""
 MIN_WAIT_MS = 1.0
 TOO_LONG = f"longer than {format_bytes(MAX_MESSAGE_BYTES)}, the most that a request may have"
-MAX_STOPS = 4
 _read_seed = partial(read_whole, num_bits=64)
 SCALARS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "max_tokens": (int, "N", "tokens to generate at most (default: 256, or what fits)"),

@@ -34,7 +34,7 @@ def create(cluster: str) -> Path:
 
 
 def find_shortage() -> str | None:
-    """Returns what to do, in words, where too little room is left for a cluster's logs and sockets."""
+    """Returns advice where too little room is left for a cluster's logs and sockets."""
     free = os.statvfs(ROOT)
     if (free_bytes := free.f_bavail * free.f_frsize) >= MIN_FREE_BYTES:
         return None
@@ -53,7 +53,7 @@ def arena(folder: Path) -> Path:
 
 
 def remove(folder: Path) -> list[Path]:
-    """Removes a folder made by `create`, and its arena; returns what is still there.
+    """Removes a folder made by `create`, and its arena; returns the paths that are still there.
 
     Raises ValueError for any other path, and removes nothing. Links and files of other users stay.
     """

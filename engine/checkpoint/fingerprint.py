@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.tensor_file import TensorFile
+from kernels.cpu.library import user_cache
 from text.model_file import open_regular
 from wire.errors import ModelError
 
@@ -29,9 +30,8 @@ class DigestCache:
 
     @classmethod
     def of_user(cls) -> "DigestCache":
-        """Opens the cache in $XDG_CACHE_HOME/baton, or in ~/.cache/baton where that is not set, or no absolute path."""
-        root = os.path.expanduser(os.environ.get("XDG_CACHE_HOME", ""))
-        return cls(Path(root if os.path.isabs(root) else os.path.expanduser("~/.cache"), "baton", "digests.json"))
+        """Opens digests.json among the user's caches."""
+        return cls(user_cache() / "digests.json")
 
     def digest(self, file: Path) -> str:
         """Computes or recalls the hex SHA-256 of a file's content.

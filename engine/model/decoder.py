@@ -76,13 +76,13 @@ class Decoder:
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
         """Does as `Model.forward`. Returns an inference tensor, not to be changed in place outside that mode."""
         do, eps = self._backend, self.config.rms_norm_eps
-        angles = self._angles_within(len(kv) * self.layout.block_size)
+        angles = self._angles_within(len(kv) * self.layout.block_size).at(batch.positions)
         tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes)
         states = do.embed(batch.token_ids, self.weights.embedding)
         for index, layer in enumerate(self.weights.layers):
             pages, window = kv[:, index], self.config.attention.windows[index]
             qkv = do.linear(do.rms_norm(states, layer.attention_norm, eps), layer.qkv.weight, layer.qkv.bias)
-            query = do.rotate_and_write(qkv, layer.heads, angles, batch.positions, pages, batch.slot_mapping)
+            query = do.rotate_and_write(qkv, layer.heads, angles, pages, batch.slot_mapping)
             attended = do.attend(query, pages, tables, self._scale, window).flatten(1)
             states = do.linear(attended, layer.attention_output.weight, layer.attention_output.bias, states)
             gate_up = do.linear(do.rms_norm(states, layer.mlp_norm, eps), layer.gate_up.weight, layer.gate_up.bias)

@@ -24,7 +24,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "baton_gate": (None, [CODE, POINTER, SIZE, SIZE, POINTER]),
     "baton_rotate_and_write": (
         None,
-        [CODE, POINTER, POINTER, POINTER, REAL, *[POINTER] * 3, *[SIZE] * 4, POINTER, *[SIZE] * 4, POINTER],
+        [CODE, POINTER, POINTER, POINTER, REAL, *[POINTER] * 2, *[SIZE] * 4, POINTER, *[SIZE] * 4, POINTER],
     ),
     "baton_attention": (
         None,
@@ -88,12 +88,12 @@ class CpuBackend:
         return out
 
     def rotate_and_write(
-        self, qkv: Tensor, heads: Heads, angles: Angles, positions: Tensor, kv_layer: Tensor, slot_mapping: Tensor
+        self, qkv: Tensor, heads: Heads, angles: Angles, kv_layer: Tensor, slot_mapping: Tensor
     ) -> Tensor:
         self._library.baton_rotate_and_write(
             DTYPE_TO_CODE[qkv.dtype], qkv.data_ptr(),
             _address(heads.query_norm), _address(heads.key_norm), heads.norm_eps,
-            angles.cosines.data_ptr(), angles.sines.data_ptr(), positions.data_ptr(),
+            angles.cosines.data_ptr(), angles.sines.data_ptr(),
             len(qkv), heads.num_queries, heads.num_kv, heads.size,
             kv_layer.data_ptr(), *kv_layer.stride()[:3], kv_layer.shape[3], slot_mapping.data_ptr(),
         )  # fmt: skip

@@ -199,6 +199,7 @@ inline Floats scale_by_power(Floats a, Floats n) {
 // The first `count` of 16 values, and zeros.
 template <class T>
 inline Floats load_some(const T* p, int count) {
+    if (count == LANES) return load(p);
     T padded[LANES] = {};
     std::memcpy(padded, p, count * sizeof(T));
     return load(padded);
@@ -206,9 +207,18 @@ inline Floats load_some(const T* p, int count) {
 
 template <class T>
 inline void store_some(T* p, Floats a, int count) {
+    if (count == LANES) return store(p, a);
     T padded[LANES];
     store(padded, a);
     std::memcpy(p, padded, count * sizeof(T));
+}
+
+// As T holds the values.
+template <class T>
+inline Floats rounded(Floats value) {
+    T narrow[LANES];
+    store(narrow, value);
+    return load(narrow);
 }
 
 // Sums and maxima of all lanes, always over the same tree: lane i with lane i + 8, then + 4, + 2, + 1.

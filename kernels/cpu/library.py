@@ -88,10 +88,15 @@ def _version_of(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30.0, check=False).stdout
 
 
-def cache_folder() -> Path:
-    """Returns the folder of compiled kernels, $XDG_CACHE_HOME/baton/kernels; makes it if need be."""
+def user_cache() -> Path:
+    """Returns the place of Baton's caches: $XDG_CACHE_HOME/baton; ~/.cache/baton where that is not set, or relative."""
     root = os.path.expanduser(os.environ.get("XDG_CACHE_HOME", ""))
-    folder = Path(root if os.path.isabs(root) else Path.home() / ".cache", "baton", "kernels")
+    return Path(root if os.path.isabs(root) else os.path.expanduser("~/.cache"), "baton")
+
+
+def cache_folder() -> Path:
+    """Returns the folder of compiled kernels; makes it if need be."""
+    folder = user_cache() / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _require_own(os.stat(folder, follow_symlinks=False), folder)
     return folder

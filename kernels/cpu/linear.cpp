@@ -111,16 +111,9 @@ struct Linear {
     void finish(Floats value, int64_t row, int64_t column) const {
         const int count = int(std::min<int64_t>(LANES, columns - column));
         if (count <= 0) return;
-        if (bias) value = rounded(value) + load_some(bias + column, count);
-        if (residual) value = rounded(value) + load_some(residual + row * columns + column, count);
-        Out* place = out + row * columns + column;
-        count == LANES ? store(place, value) : store_some(place, value, count);
-    }
-
-    static Floats rounded(Floats value) {
-        T narrow[LANES];
-        store(narrow, value);
-        return load(narrow);
+        if (bias) value = rounded<T>(value) + load_some(bias + column, count);
+        if (residual) value = rounded<T>(value) + load_some(residual + row * columns + column, count);
+        store_some(out + row * columns + column, value, count);
     }
 
     void panels(int64_t first_panel, int64_t last_panel) const {

@@ -18,13 +18,6 @@ void for_each_row(int64_t num_rows, const Function& function) {
     });
 }
 
-template <class T>
-Floats rounded(Floats value) {
-    T narrow[LANES];
-    store(narrow, value);
-    return load(narrow);
-}
-
 // Calls function(column, count) for each 16 columns; the last ones may be fewer.
 template <class Function>
 inline void for_columns(int64_t columns, const Function& function) {
@@ -32,28 +25,18 @@ inline void for_columns(int64_t columns, const Function& function) {
         function(column, int(columns - column < LANES ? columns - column : LANES));
 }
 
-template <class T>
-Floats get(const T* p, int count) {
-    return count == LANES ? load(p) : load_some(p, count);
-}
-
-template <class T>
-void put(T* p, Floats value, int count) {
-    count == LANES ? store(p, value) : store_some(p, value, count);
-}
-
 // out = weight * row / sqrt(mean(row^2) + eps); `out` may be `row`. Source: arXiv 1910.07467.
 template <class T>
 void rms_norm(const T* row, const T* weight, float eps, int64_t columns, T* out) {
     Floats squares = splat(0);
     for_columns(columns, [&](int64_t column, int count) {
-        const Floats value = get(row + column, count);
+        const Floats value = load_some(row + column, count);
         squares = fma(value, value, squares);
     });
     const Floats scale = splat(1.0f / std::sqrt(sum(squares) / float(columns) + eps));
     for_columns(columns, [&](int64_t column, int count) {
-        const Floats normal = rounded<T>(get(row + column, count) * scale);
-        put(out + column, get(weight + column, count) * normal, count);
+        const Floats normal = rounded<T>(load_some(row + column, count) * scale);
+        store_some(out + column, load_some(weight + column, count) * normal, count);
     });
 }
 
@@ -61,10 +44,10 @@ void rms_norm(const T* row, const T* weight, float eps, int64_t columns, T* out)
 template <class T>
 void rotate(T* head, const float* cosines, const float* sines, int64_t half) {
     for_columns(half, [&](int64_t i, int count) {
-        const Floats first = get(head + i, count), second = get(head + half + i, count);
+        const Floats first = load_some(head + i, count), second = load_some(head + half + i, count);
         const Floats cosine = load_some(cosines + i, count), sine = load_some(sines + i, count);
-        put(head + i, first * cosine - second * sine, count);
-        put(head + half + i, second * cosine + first * sine, count);
+        store_some(head + i, first * cosine - second * sine, count);
+        store_some(head + half + i, second * cosine + first * sine, count);
     });
 }
 
@@ -72,9 +55,9 @@ void rotate(T* head, const float* cosines, const float* sines, int64_t half) {
 template <class T>
 void gate(const T* gates, const T* ups, int64_t columns, T* out) {
     for_columns(columns, [&](int64_t column, int count) {
-        const Floats value = get(gates + column, count);
+        const Floats value = load_some(gates + column, count);
         const Floats power = exponential(splat(0) - max(splat(-88), value));  // max takes the second operand for NaN
-        put(out + column, rounded<T>(value / (splat(1) + power)) * get(ups + column, count), count);
+        store_some(out + column, rounded<T>(value / (splat(1) + power)) * load_some(ups + column, count), count);
     });
 }
 
@@ -125,9 +108,9 @@ extern "C" void baton_gate(int dtype, const void* gate_up, int64_t num_rows, int
 }
 
 // qkv [rows, (num_queries + 2 * num_kv) * head_size], changed in place; query_norm, key_norm [head_size] or null;
-// cosines, sines [positions, head_size / 2], of which each row takes that of its position; slots [rows], -1 for no write.
+// cosines, sines [rows, head_size / 2]; slots [rows], -1 for no write.
 extern "C" void baton_rotate_and_write(int dtype, void* qkv, const void* query_norm, const void* key_norm, float eps,
-                                       const float* cosines, const float* sines, const int64_t* positions, int64_t num_rows,
+                                       const float* cosines, const float* sines, int64_t num_rows,
                                        int64_t num_queries, int64_t num_kv, int64_t head_size, void* kv, int64_t page_stride,
                                        int64_t plane_stride, int64_t head_stride, int64_t block_size, const int64_t* slots) {
     const Heads heads{num_queries, num_kv, head_size};
@@ -135,7 +118,7 @@ extern "C" void baton_rotate_and_write(int dtype, void* qkv, const void* query_n
     const int64_t columns = (num_queries + 2 * num_kv) * head_size, half = head_size / 2;
     FOR_DTYPE(dtype, for_each_row(num_rows, [&](int64_t row) {
                   rotate_and_write((T*)qkv + row * columns, (const T*)query_norm, (const T*)key_norm, eps,
-                                   cosines + positions[row] * half, sines + positions[row] * half, heads, (T*)kv, layer,
+                                   cosines + row * half, sines + row * half, heads, (T*)kv, layer,
                                    slots[row]);
               }))
 }

@@ -186,9 +186,9 @@ def greet(url: str, timeout_s: float, on_refusal: Callable[[ResponseError], None
             patient.unlink(_PROBE)
             patient.set(_PROBE, b"", px=_PROBE_TTL_MS)
     except (AuthenticationError, NoPermissionError) as error:
-        raise ConfigError("redis_url: the server does not take these credentials") from error
+        raise ConfigError("redis.url: the server does not take these credentials") from error
     except TypeError as error:
-        raise ConfigError("redis_url: it has an option that no connection takes") from error
+        raise ConfigError("redis.url: it has an option that no connection takes") from error
     except OutOfMemoryError as error:
         on_refusal(error)
     except RedisError as error:
@@ -221,4 +221,4 @@ def _connect(url: str, timeout_s: float) -> Any:
             retry=Retry(NoBackoff(), 0),
         )
     except ValueError as error:
-        raise ConfigError("redis_url: it must begin with redis://, rediss:// or unix://") from error
+        raise ConfigError("redis.url: it must begin with redis://, rediss:// or unix://") from error

@@ -81,10 +81,10 @@ def _shortage(pool: cluster_pb2.PoolStatus) -> str:
 
 
 def _summed(tier: Tier, workers: Iterable[worker_pb2.WorkerStatus]) -> worker_pb2.TierStatus:
-    """A tier of the node as its workers tell of it.
+    """Joins the workers' accounts of a tier into one.
 
-    The first speaks for what they share, pages and what is held; what each counts for itself is added up, but not what
-    the node's service counts. The tier's state is the worst that any worker finds.
+    Pages and holds are shared: the first worker's account has them. Each worker's own counts are added up; counts of
+    the node's service are not. The tier's state is the worst that any worker finds.
     """
     told = [status for worker in workers for status in worker.tiers if status.tier == tier]
     if not told:

@@ -146,11 +146,11 @@ class Line:
                 self._outgoing.abort(attempt_id)
 
     async def info(self, timeout_s: float) -> worker_pb2.WorkerInfo:
-        """Asks the worker what it is. Raises BatonError, DeadlineExceeded after `timeout_s`."""
+        """Asks for the worker's description. Raises BatonError, DeadlineExceeded after `timeout_s`."""
         return (await self._ask(worker_pb2.Ask(info=worker_pb2.GetInfo()), timeout_s)).info
 
     async def status(self, check: bool, timeout_s: float) -> worker_pb2.WorkerStatus:
-        """Asks the worker how it is, with `check` what is wrong with its books. Raises as `info` does."""
+        """Asks for the worker's status, with `check` for the faults of its books. Raises as `info` does."""
         return (await self._ask(worker_pb2.Ask(status=worker_pb2.GetStatus(check=check)), timeout_s)).status
 
     def renew(self, attempts: Sequence[AttemptId]) -> None:

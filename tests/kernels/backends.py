@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels import paged_decode, reference
 from kernels.backend import Backend, Tables
 from kernels.cpu import library
 from kernels.cpu.backend import CpuBackend
@@ -18,7 +19,8 @@ WriteKv = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 PagedDecodeAttention = Callable[[Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
 PagedPrefillAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
 
-ISAS = list(ISA_TO_FEATURES)[list(ISA_TO_FEATURES).index(best_isa()) :]
+ISAS = [] if torch.cuda.is_available() else list(ISA_TO_FEATURES)[list(ISA_TO_FEATURES).index(best_isa()) :]
+"""None on a machine with a GPU: it may have no compiler, and tests there put tensors on the device."""
 NAMES = ["torch", *ISAS]
 
 
@@ -48,6 +50,17 @@ def cpu_prefill(
     """Attends as `kernels.reference.paged_prefill_attention` does, with the C++ kernels of this machine."""
     tables = Tables(block_tables, context_lens, cu_query_lens, 0)
     return make_backend(best_isa()).attend(query, kv_layer, tables, scale, window)
+
+
+DECODES: dict[str, PagedDecodeAttention] = {
+    "reference": reference.paged_decode_attention,
+    "triton": paged_decode.paged_decode_attention,
+    **({"cpu": cpu_decode} if ISAS else {}),
+}
+PREFILLS: dict[str, PagedPrefillAttention] = {
+    "reference": reference.paged_prefill_attention,
+    **({"cpu": cpu_prefill} if ISAS else {}),
+}
 
 
 def lend_kernels(cache: Path) -> None:

@@ -10,6 +10,10 @@ from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import NoKernels, best_isa
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import TritonBackend
+from tests.kernels.backends import ISAS
+
+
+needs_kernels = pytest.mark.skipif(not ISAS, reason="kernels of a CPU are tested on machines without a GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +21,7 @@ def unselected() -> None:
     select_backend.cache_clear()
 
 
+@needs_kernels
 def test_a_cpu_is_served_by_the_kernels_of_its_instruction_set() -> None:
     backend = select_backend(torch.device("cpu"))
     assert isinstance(backend, CpuBackend)
@@ -43,6 +48,7 @@ def test_a_gpu_is_served_by_triton(name: str) -> None:
     assert backend.decode is paged_decode.paged_decode_attention
 
 
+@needs_kernels
 def test_versions_tell_backends_apart() -> None:
     versions = {TorchBackend.version, TritonBackend.version, CpuBackend(best_isa()).version}
     assert len(versions) == 3

@@ -1,6 +1,6 @@
 """The operations of each backend against float64, and their promise: a row has the same bits whatever is beside it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -80,8 +80,8 @@ def test_rotation_and_write(backend: Backend, dtype: torch.dtype, has_norms: boo
     qkv, positions = torch.randn(7, 8 * size).to(dtype), torch.tensor([0, 3, 49, 2, 2, 17, 5])
     layers = [torch.full((3, 3, 2, 2, 16, size), torch.nan).to(dtype)[:, 1] for _ in range(2)]
     slots = torch.tensor([5, 40, 16, -1, 0, 47, 15])
-    expected = TorchBackend().rotate_and_write(qkv.clone(), heads, angles, positions, layers[0], slots)
-    close(backend.rotate_and_write(qkv.clone(), heads, angles, positions, layers[1], slots), expected, dtype)
+    expected = TorchBackend().rotate_and_write(qkv.clone(), heads, angles.at(positions), layers[0], slots)
+    close(backend.rotate_and_write(qkv.clone(), heads, angles.at(positions), layers[1], slots), expected, dtype)
     assert torch.equal(layers[0].isnan(), layers[1].isnan())
     close(layers[1].nan_to_num(), layers[0].nan_to_num(), dtype)
 
@@ -180,9 +180,16 @@ def test_an_infinite_value_reaches_only_the_rows_that_see_it(
     assert torch.equal(actual[seen_until:], expected[seen_until:])
 
 
-def test_a_wide_gate_does_not_depend_on_threads_or_company(backend: Backend) -> None:
-    gate_up = torch.randn(7, 2 * 11008)
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
     torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_a_wide_gate_does_not_depend_on_its_company(backend: Backend) -> None:
+    gate_up = torch.randn(7, 2 * 11008)
     whole = backend.gate(gate_up)
-    torch.set_num_threads(1)
     assert all(torch.equal(backend.gate(gate_up[row : row + 1])[0], whole[row]) for row in range(7))

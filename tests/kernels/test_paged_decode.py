@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import paged_decode, reference
-from tests.kernels.backends import PagedDecodeAttention, cpu_decode
+from kernels import paged_decode
+from tests.kernels.backends import DECODES, PagedDecodeAttention
 from tests.kernels.paged_batch import (
     FAR_SIZE,
     FLOAT32_TOLERANCE,
@@ -20,10 +20,9 @@ from tests.kernels.paged_batch import (
     make_paged_batch,
 )
 
-IMPLEMENTATIONS = [reference.paged_decode_attention, paged_decode.paged_decode_attention, cpu_decode]
 GROUPED, SINGLE_KEY, FULL = Heads(4, 2, 32), Heads(3, 1, 32), Heads(2, 2, 32)
 
-each = pytest.mark.parametrize("decode", IMPLEMENTATIONS, ids=["reference", "triton", "cpu"])
+each = pytest.mark.parametrize("decode", DECODES.values(), ids=DECODES)
 
 
 def dense_decode(batch: PagedBatch, query: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
@@ -130,7 +129,7 @@ def test_random_shapes(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads = Heads(num_kv_heads * group_size, num_kv_heads, 32)
     batch = make_paged_batch(heads, context_lens, block_size, device=device)
-    for decode in IMPLEMENTATIONS:
+    for decode in DECODES.values():
         check(decode, batch, sliding_window)
 
 

@@ -1,38 +1,37 @@
 """Prefill attention over pages against dense causal attention over contiguous KV."""
 
-import sys
-
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.reference import paged_decode_attention, paged_prefill_attention
-from tests.kernels.backends import cpu_prefill
+from kernels.reference import paged_decode_attention
+from tests.kernels.backends import PREFILLS, PagedPrefillAttention
 from tests.kernels.paged_batch import FLOAT32_TOLERANCE, Heads, PagedBatch, dense_attention, make_paged_batch
 
 GROUPED, SINGLE_KEY, FULL = Heads(4, 2, 32), Heads(3, 1, 32), Heads(2, 2, 32)
 
 
-IMPLEMENTATIONS = {"reference": paged_prefill_attention, "cpu": cpu_prefill}
-implementation = "reference"
+each = pytest.mark.parametrize("attend", PREFILLS.values(), ids=PREFILLS)
 
 
-@pytest.fixture(params=IMPLEMENTATIONS, autouse=True)
-def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs each test with each implementation."""
-    monkeypatch.setattr(sys.modules[__name__], "implementation", request.param)
-
-
-def prefill(batch: PagedBatch, query: torch.Tensor, query_lens: list[int], sliding_window: int | None) -> torch.Tensor:
+def prefill(
+    attend: PagedPrefillAttention,
+    batch: PagedBatch,
+    query: torch.Tensor,
+    query_lens: list[int],
+    sliding_window: int | None,
+) -> torch.Tensor:
     starts = torch.tensor([0, *query_lens], device=query.device).cumsum(0, dtype=torch.int32)
-    return IMPLEMENTATIONS[implementation](
-        query, batch.kv_layer, batch.block_tables, batch.context_lens, starts, batch.scale, sliding_window
-    )
+    return attend(query, batch.kv_layer, batch.block_tables, batch.context_lens, starts, batch.scale, sliding_window)
 
 
 def check(
-    batch: PagedBatch, query_lens: list[int], sliding_window: int | None = None, tolerance: float = FLOAT32_TOLERANCE
+    attend: PagedPrefillAttention,
+    batch: PagedBatch,
+    query_lens: list[int],
+    sliding_window: int | None = None,
+    tolerance: float = FLOAT32_TOLERANCE,
 ) -> None:
     query = batch.random_query(sum(query_lens))
     rows = [
@@ -41,55 +40,69 @@ def check(
     ]
     expected = torch.cat(rows).to(query)
     torch.testing.assert_close(
-        prefill(batch, query, query_lens, sliding_window), expected, atol=tolerance, rtol=tolerance
+        prefill(attend, batch, query, query_lens, sliding_window), expected, atol=tolerance, rtol=tolerance
     )
 
 
+@each
 @pytest.mark.parametrize("heads", [GROUPED, SINGLE_KEY, FULL], ids=["gqa", "mqa", "mha"])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_whole_prompts(heads: Heads, block_size: int, device: torch.device) -> None:
+def test_whole_prompts(attend: PagedPrefillAttention, heads: Heads, block_size: int, device: torch.device) -> None:
     lens = [1, 15, 16, 17, 100]
-    check(make_paged_batch(heads, lens, block_size, device=device), lens)
+    check(attend, make_paged_batch(heads, lens, block_size, device=device), lens)
 
 
+@each
 @pytest.mark.parametrize("sliding_window", [None, 1, 7, 16, 40, 1000])
-def test_chunks_see_the_chunks_before_them(sliding_window: int | None, device: torch.device) -> None:
+def test_chunks_see_the_chunks_before_them(
+    attend: PagedPrefillAttention, sliding_window: int | None, device: torch.device
+) -> None:
     batch = make_paged_batch(GROUPED, [100, 33, 16, 50], 16, device=device)
-    check(batch, [36, 1, 16, 20], sliding_window)
+    check(attend, batch, [36, 1, 16, 20], sliding_window)
 
 
+@each
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
-def test_half_precision(dtype: torch.dtype, tolerance: float, device: torch.device) -> None:
-    check(make_paged_batch(GROUPED, [50, 9], 16, dtype, device), [20, 9], tolerance=tolerance)
+def test_half_precision(
+    attend: PagedPrefillAttention, dtype: torch.dtype, tolerance: float, device: torch.device
+) -> None:
+    check(attend, make_paged_batch(GROUPED, [50, 9], 16, dtype, device), [20, 9], tolerance=tolerance)
 
 
-def test_a_sequence_without_queries_is_passed_over(device: torch.device) -> None:
-    check(make_paged_batch(GROUPED, [20, 30, 9], 16, device=device), [5, 0, 9])
+@each
+def test_a_sequence_without_queries_is_passed_over(attend: PagedPrefillAttention, device: torch.device) -> None:
+    check(attend, make_paged_batch(GROUPED, [20, 30, 9], 16, device=device), [5, 0, 9])
 
 
+@each
 @pytest.mark.parametrize("sliding_window", [None, 12])
-def test_chunk_by_chunk_equals_at_once(sliding_window: int | None, device: torch.device) -> None:
+def test_chunk_by_chunk_equals_at_once(
+    attend: PagedPrefillAttention, sliding_window: int | None, device: torch.device
+) -> None:
     batch = make_paged_batch(GROUPED, [90], 16, device=device)
     query = batch.random_query(90)
-    at_once = prefill(batch, query, [90], sliding_window)
+    at_once = prefill(attend, batch, query, [90], sliding_window)
     for start, end in [(0, 40), (40, 56), (56, 90)]:
         upto = PagedBatch(batch.heads, batch.kv_layer, batch.block_tables, batch.context_lens * 0 + end, [], [])
-        chunk = prefill(upto, query[start:end], [end - start], sliding_window)
+        chunk = prefill(attend, upto, query[start:end], [end - start], sliding_window)
         torch.testing.assert_close(chunk, at_once[start:end], atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
 
 
+@each
 @pytest.mark.parametrize("sliding_window", [None, 12])
-def test_one_query_each_equals_decode(sliding_window: int | None, device: torch.device) -> None:
+def test_one_query_each_equals_decode(
+    attend: PagedPrefillAttention, sliding_window: int | None, device: torch.device
+) -> None:
     batch = make_paged_batch(GROUPED, [1, 30, 47], 16, device=device)
     query = batch.random_query(3)
     decoded = paged_decode_attention(
         query, batch.kv_layer, batch.block_tables, batch.context_lens, batch.scale, sliding_window
     )
-    prefilled = prefill(batch, query, [1, 1, 1], sliding_window)
+    prefilled = prefill(attend, batch, query, [1, 1, 1], sliding_window)
     torch.testing.assert_close(prefilled, decoded, atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None)
 @given(
     num_kv_heads=st.integers(1, 3),
     group_size=st.integers(1, 4),
@@ -102,4 +115,5 @@ def test_random_shapes(
 ) -> None:
     heads = Heads(num_kv_heads * group_size, num_kv_heads, 32)
     batch = make_paged_batch(heads, [computed + chunk for computed, chunk in lens], block_size)
-    check(batch, [chunk for _, chunk in lens], sliding_window)
+    for attend in PREFILLS.values():
+        check(attend, batch, [chunk for _, chunk in lens], sliding_window)
