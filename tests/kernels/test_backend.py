@@ -12,7 +12,6 @@ from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import TritonBackend
 from tests.kernels.backends import ISAS
 
-
 needs_kernels = pytest.mark.skipif(not ISAS, reason="kernels of a CPU are tested on machines without a GPU")
 
 
