@@ -291,7 +291,7 @@ def test_a_password_that_is_revoked_later_is_a_miss(launch: Launch) -> None:
 
 @pytest.mark.parametrize("url", ["", "localhost:6379", "http://localhost", "redis://localhost:port"])
 def test_a_url_of_another_kind_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="redis_url"):
+    with pytest.raises(ConfigError, match=r"redis\.url: it must begin with"):
         RedisTier(url, LAYOUT, AMPLE_S)
 
 
