@@ -5,177 +5,28 @@
 // position and window only: it gets the same bits alone and in a chunk, on one thread and on many.
 
 #include <limits>
-#include <type_traits>
-#include <vector>
 
 #include "dtypes.h"
-#include "products.h"
+#include "pieces.h"
 #include "threads.h"
 
 namespace {
 
-constexpr int PIECE = 2 * PANEL, SEGMENT = 4 * PIECE;
-constexpr int MAX_UNIT_ROWS = 48;
+constexpr int SEGMENT = 4 * PIECE;
+constexpr int MAX_UNIT_ROWS = 48, MIN_UNITS = 8;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-
-struct Shape {
-    int64_t num_heads, num_kv_heads, head_size;
-    int64_t page_stride, plane_stride, head_stride, block_size;  // of KV, in elements
-    float scale;
-    int64_t window;  // tokens that a row sees, itself included
-    int64_t group() const { return num_heads / num_kv_heads; }
-    int64_t num_panels() const { return (head_size + PANEL - 1) / PANEL; }
-};
-
-// The dtype in which scores and values are multiplied: bf16 where the machine does, else float32.
-#if defined(__AVX512BF16__)
-template <class T>
-using Factor = std::conditional_t<std::is_same_v<T, bf16>, bf16, float>;
-#else
-template <class T>
-using Factor = float;
-#endif
-
-inline void convert(const bf16* from, bf16* to, int64_t count) { std::memcpy(to, from, count * sizeof(bf16)); }
-template <class T>
-inline void convert(const T* from, float* to, int64_t count) {
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
-    for (; i < count; ++i) to[i] = to_float(from[i]);
-}
-
-// Sixteen rows of `count` words of 32 bits become columns: out[word][row], rows of `out` PANEL words apart.
-inline void transpose(const uint32_t* const* rows, int64_t count, uint32_t* out) {
-#if defined(__AVX512F__)
-    for (int64_t first = 0; first < count; first += LANES, out += LANES * PANEL) {
-        const int words = int(std::min<int64_t>(LANES, count - first));
-        const __mmask16 mask = __mmask16((1u << words) - 1);
-        __m512i a[LANES], b[LANES];
-        for (int i = 0; i < LANES; ++i) a[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + first);
-        for (int i = 0; i < LANES; i += 2) {  // pairs of rows, then fours, then whole halves: four rounds of exchanges
-            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-            b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-        }
-        for (int i = 0; i < LANES; i += 4)
-            for (int j = 0; j < 2; ++j) {
-                a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
-                a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
-            }
-        for (int i = 0; i < LANES; i += 8)
-            for (int j = 0; j < 4; ++j) {
-                b[i + j] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0x88);
-                b[i + j + 4] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0xdd);
-            }
-        for (int j = 0; j < 8; ++j) {
-            a[j] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0x88);
-            a[j + 8] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0xdd);
-        }
-        for (int word = 0; word < words; ++word) _mm512_storeu_si512(out + word * PANEL, a[word]);
-    }
-#else
-    for (int64_t word = 0; word < count; ++word)
-        for (int row = 0; row < LANES; ++row) out[word * PANEL + row] = rows[row][word];
-#endif
-}
-
-// Two rows of `count` values become pairs, 32 columns at a time: out[column] = {first, second}, zeros behind the last.
-inline void interleave(const bf16* first, const bf16* second, int64_t count, bf16* out, int64_t panel_stride) {
-    for (int64_t begin = 0; begin < count; begin += PANEL, out += panel_stride) {
-        const int columns = int(std::min<int64_t>(PANEL, count - begin));
-#if defined(__AVX512BW__)
-        const __mmask32 mask = __mmask32((uint64_t(1) << columns) - 1);
-        const __m512i a = _mm512_maskz_loadu_epi16(mask, first + begin), b = _mm512_maskz_loadu_epi16(mask, second + begin);
-        const __m512i low_a = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(a));
-        const __m512i low_b = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(b));
-        const __m512i high_a = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(a, 1));
-        const __m512i high_b = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(b, 1));
-        _mm512_storeu_si512(out, _mm512_or_si512(low_a, _mm512_slli_epi32(low_b, 16)));
-        _mm512_storeu_si512(out + PANEL, _mm512_or_si512(high_a, _mm512_slli_epi32(high_b, 16)));
-#else
-        for (int i = 0; i < PANEL; ++i) {
-            out[2 * i] = i < columns ? first[begin + i] : bf16{};
-            out[2 * i + 1] = i < columns ? second[begin + i] : bf16{};
-        }
-#endif
-    }
-}
-
-// The keys and values of one piece, packed for `multiply`: keys as columns over the head, values as columns over the keys.
-template <class T>
-class Piece {
-    using F = Factor<T>;
-    static constexpr int DEPTH = Product<F>::DEPTH;
-
-   public:
-    explicit Piece(const Shape& shape)
-        : shape_(shape),
-          keys_(key_panel_stride() * (PIECE / PANEL)),
-          values_(PIECE * shape.num_panels() * PANEL),
-          rows_((LANES + 1) * shape.num_panels() * PANEL) {}
-
-    // Packs positions begin to begin + PIECE - 1 of a sequence, of which first_visible to end - 1 are seen: the others
-    // become zeros, for even the weight 0 would not keep an infinity out of a sum.
-    void pack(const T* kv, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t first_visible, int64_t end) {
-        const F* rows[LANES];
-        for (int64_t first = 0; first < PIECE; first += LANES) {
-            const T* tokens[LANES];
-            for (int64_t i = 0; i < LANES; ++i) {
-                const int64_t position = begin + first + i;
-                tokens[i] = position < first_visible ? nullptr : find(kv, block_table, kv_head, position, end);
-                if (const T* next = find(kv, block_table, kv_head, begin + first + i + PIECE, end)) {
-                    prefetch(next, shape_.head_size * sizeof(T));
-                    prefetch(next + shape_.plane_stride, shape_.head_size * sizeof(T));
-                }
-            }
-            for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i], i);
-            transpose((const uint32_t* const*)rows, key_steps(), (uint32_t*)(keys_.data() + first / PANEL * key_panel_stride()) + first % PANEL);
-            for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i] ? tokens[i] + shape_.plane_stride : nullptr, i);
-            for (int64_t i = 0; i < LANES; i += DEPTH) pack_values(rows + i, values_.data() + (first + i) * PANEL);
-        }
-    }
-
-    const F* keys() const { return keys_.data(); }
-    const F* values() const { return values_.data(); }
-    int64_t key_steps() const { return shape_.head_size / DEPTH; }
-    int64_t key_panel_stride() const { return key_steps() * PANEL * DEPTH; }
-    static constexpr int64_t value_panel_stride() { return PIECE * PANEL; }
-
-   private:
-    // The key of a position, or null from `end` on.
-    const T* find(const T* kv, const int32_t* block_table, int64_t kv_head, int64_t position, int64_t end) const {
-        if (position >= end) return nullptr;
-        return kv + block_table[position / shape_.block_size] * shape_.page_stride + kv_head * shape_.head_stride +
-               position % shape_.block_size * shape_.head_size;
-    }
-
-    void pack_values(const F* const* rows, bf16* out) {
-        interleave(rows[0], rows[1], shape_.head_size, out, value_panel_stride());
-    }
-
-    void pack_values(const F* const* rows, float* out) {
-        for (int64_t begin = 0; begin < shape_.head_size; begin += PANEL, out += value_panel_stride())
-            std::memcpy(out, rows[0] + begin, std::min<int64_t>(PANEL, shape_.head_size - begin) * sizeof(float));
-    }
-
-    // A token's head as factors: where it lies if it has their dtype, else widened into one of our rows; zeros for no token.
-    const F* read(const T* token, int64_t row) {
-        const int64_t size = shape_.num_panels() * PANEL;
-        if (!token) return rows_.data() + LANES * size;
-        if constexpr (std::is_same_v<T, F>)
-            return token;
-        else {
-            convert(token, rows_.data() + row * size, shape_.head_size);
-            return rows_.data() + row * size;
-        }
-    }
-
-    const Shape& shape_;
-    std::vector<F> keys_, values_, rows_;
-};
 
 // The state of rows in the middle of a softmax: the largest score, the sum of powers, and the sum of values, unnormalized.
 struct Sums {
-    Sums(int64_t rows, int64_t columns) : columns(columns), largest(rows), powers(rows), values(rows * columns) { clear(); }
+    int64_t columns = 0;
+    std::vector<float> largest, powers, values;
+
+    void reshape(int64_t rows, int64_t columns_of_values) {
+        columns = columns_of_values;
+        largest.resize(rows);
+        powers.resize(rows);
+        values.resize(rows * columns);
+    }
 
     void clear() {
         std::fill(largest.begin(), largest.end(), NOTHING);
@@ -183,91 +34,101 @@ struct Sums {
         std::fill(values.begin(), values.end(), 0.0f);
     }
 
-    int64_t columns;
-    std::vector<float> largest, powers, values;
+    // Merges a later part of a row's keys into a row. A part without keys has no powers, and changes nothing.
+    void merge(int64_t row, const Sums& part, int64_t part_row) {
+        if (part.powers[part_row] == 0) return;
+        const float now = std::max(largest[row], part.largest[part_row]);
+        const float kept = powers[row] == 0 ? 0 : exponential(largest[row] - now);
+        const float part_kept = exponential(part.largest[part_row] - now);
+        float* sums = values.data() + row * columns;
+        const float* others = part.values.data() + part_row * columns;
+        for (int64_t i = 0; i < columns; i += LANES)
+            store(sums + i, fma(load(others + i), splat(part_kept), load(sums + i) * splat(kept)));
+        powers[row] = powers[row] * kept + part.powers[part_row] * part_kept;
+        largest[row] = now;
+    }
+
+    template <class T>
+    void write(int64_t row, int64_t head_size, T* out) const {
+        for (int64_t i = 0; i < head_size; i += LANES)
+            store_some(out + i, load(values.data() + row * columns + i) / splat(powers[row]), int(std::min<int64_t>(LANES, head_size - i)));
+    }
 };
 
-// Merges a later part of a row's keys into an earlier one. A part without keys has no powers, and changes nothing.
-void merge(float& largest, float& powers, float* values, float part_largest, float part_powers, const float* part_values,
-           int64_t columns) {
-    if (part_powers == 0) return;
-    const float new_largest = part_largest > largest ? part_largest : largest;
-    const float scale = powers == 0 ? 0 : exponential(largest - new_largest), part_scale = exponential(part_largest - new_largest);
-    for (int64_t i = 0; i < columns; i += LANES)
-        store(values + i, fma(load(part_values + i), splat(part_scale), load(values + i) * splat(scale)));
-    powers = powers * scale + part_powers * part_scale;
-    largest = new_largest;
-}
-
 // Attention of consecutive tokens of a sequence, with all query heads that share a KV head: row = token * group + head.
+// Belongs to one thread, which keeps its memory.
 template <class T>
 class Rows {
     using F = Factor<T>;
 
    public:
-    Rows(const Shape& shape, const T* query, int64_t query_stride, int64_t num_tokens, int64_t kv_head, int64_t first_position)
-        : shape_(shape),
-          first_position_(first_position),
-          num_tokens_(num_tokens),
-          depth_(shape.head_size),
-          queries_(num_tokens * shape.group() * depth_),
-          scores_(MAX_ROWS * PIECE),
-          weights_(MAX_ROWS * PIECE),
-          segment(num_tokens * shape.group(), shape.num_panels() * PANEL) {
+    Sums segment;
+
+    void begin(const Shape& shape, const T* query, int64_t query_stride, int64_t num_tokens, int64_t kv_head, int64_t first_position) {
+        group_ = shape.group();
+        depth_ = shape.head_size;
+        scale_ = shape.scale;
+        window_ = shape.window;
+        num_tokens_ = num_tokens;
+        first_position_ = first_position;
+        queries_.resize(num_tokens * group_ * depth_);
+        scores_.resize(MAX_ROWS * PIECE);
+        weights_.resize(MAX_ROWS * PIECE);
+        segment.reshape(num_tokens * group_, shape.num_panels() * PANEL);
+        segment.clear();
         for (int64_t token = 0; token < num_tokens; ++token)
-            for (int64_t head = 0; head < shape.group(); ++head)
-                convert(query + token * query_stride + (kv_head * shape.group() + head) * shape.head_size,
-                        queries_.data() + (token * shape.group() + head) * depth_, shape.head_size);
+            convert(query + token * query_stride + kv_head * group_ * depth_, queries_.data() + token * group_ * depth_, group_ * depth_);
     }
 
     // Goes through one piece, with the rows that see any of it.
     void attend(const Piece<T>& piece, int64_t begin) {
         const int64_t first_token = std::max<int64_t>(0, begin - first_position_);
-        const int64_t behind = begin + PIECE - 1 + shape_.window - first_position_;  // tokens from here on see none of it
-        const int64_t end_token = std::min(num_tokens_, shape_.window > first_position_ + num_tokens_ ? num_tokens_ : behind);
-        const int64_t end = end_token * shape_.group();
-        for (int64_t row = first_token * shape_.group(); row < end; row += MAX_ROWS)
+        const int64_t behind = begin + PIECE - 1 + window_ - first_position_;  // tokens from here on see none of it
+        const int64_t end = std::min(num_tokens_, behind) * group_;
+        for (int64_t row = first_token * group_; row < end; row += MAX_ROWS)
             for_rows(int(std::min<int64_t>(MAX_ROWS, end - row)), [&]<int ROWS>() { tile<ROWS>(piece, begin, row); });
     }
 
    private:
     template <int ROWS>
     void tile(const Piece<T>& piece, int64_t begin, int64_t row) {
-        Floats sums[ROWS][2];
-        for (int panel = 0; panel < PIECE / PANEL; ++panel) {
-            for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = splat(0);
-            multiply<F, ROWS, 1>(queries_.data() + row * depth_, depth_, Product<F>::DEPTH, piece.keys() + panel * piece.key_panel_stride(), 0,
-                                 piece.key_steps(), sums);
+        const int64_t num_key_panels = (piece.num_keys() + PANEL - 1) / PANEL, num_panels = segment.columns / PANEL;
+        for_panels<ROWS>(num_key_panels, [&]<int PANELS>(int64_t panel) {
+            Floats sums[ROWS][2 * PANELS];
+            for (auto& of_row : sums)
+                for (Floats& sum : of_row) sum = splat(0);
+            multiply<F, ROWS, PANELS>(queries_.data() + row * depth_, depth_, Product<F>::DEPTH, piece.keys() + panel * piece.key_panel_stride(),
+                                      piece.key_panel_stride(), piece.key_steps(), sums);
             for (int r = 0; r < ROWS; ++r)
-                for (int half = 0; half < 2; ++half)
-                    store(scores_.data() + r * PIECE + panel * PANEL + half * LANES, sums[r][half] * splat(shape_.scale));
-        }
+                for (int v = 0; v < 2 * PANELS; ++v)
+                    store(scores_.data() + r * PIECE + panel * PANEL + v * LANES, sums[r][v] * splat(scale_));
+        });
         alignas(64) float kept[LANES];
-        weigh<ROWS>(row, begin, kept);
-        for (int64_t panel = 0; panel < shape_.num_panels(); ++panel) {
+        weigh<ROWS>(row, begin, int(piece.num_keys()), kept);
+        for_panels<ROWS>(num_panels, [&]<int PANELS>(int64_t panel) {
+            Floats sums[ROWS][2 * PANELS];
             float* values = segment.values.data() + row * segment.columns + panel * PANEL;
             for (int r = 0; r < ROWS; ++r)
-                for (int half = 0; half < 2; ++half)
-                    sums[r][half] = load(values + r * segment.columns + half * LANES) * splat(kept[r]);
-            multiply<F, ROWS, 1>(weights_.data(), PIECE, Product<F>::DEPTH, piece.values() + panel * piece.value_panel_stride(), 0,
-                                 PIECE / Product<F>::DEPTH, sums);
+                for (int v = 0; v < 2 * PANELS; ++v) sums[r][v] = load(values + r * segment.columns + v * LANES) * splat(kept[r]);
+            multiply<F, ROWS, PANELS>(weights_.data(), PIECE, Product<F>::DEPTH, piece.values() + panel * piece.value_panel_stride(),
+                                      piece.value_panel_stride(), piece.num_keys() / Product<F>::DEPTH, sums);
             for (int r = 0; r < ROWS; ++r)
-                for (int half = 0; half < 2; ++half) store(values + r * segment.columns + half * LANES, sums[r][half]);
-        }
+                for (int v = 0; v < 2 * PANELS; ++v) store(values + r * segment.columns + v * LANES, sums[r][v]);
+        });
     }
 
     // Turns the scores of rows into weights, and tells of each row the factor of what was summed before.
     template <int ROWS>
-    void weigh(int64_t row, int64_t begin, float* kept) {
+    void weigh(int64_t row, int64_t begin, int num_keys, float* kept) {
         float now[LANES] = {}, powers[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             float* scores = scores_.data() + r * PIECE;
-            hide(scores, first_position_ + (row + r) / shape_.group(), begin);
+            hide(scores, first_position_ + (row + r) / group_, begin, num_keys);
             Floats top = load(scores);
-            for (int i = LANES; i < PIECE; i += LANES) top = max(top, load(scores + i));
+            for (int i = LANES; i < num_keys; i += LANES) top = max(top, load(scores + i));
             now[r] = std::max(segment.largest[row + r], largest(top));
             Floats all = splat(0);
-            for (int i = 0; i < PIECE; i += LANES) {
+            for (int i = 0; i < num_keys; i += LANES) {
                 const Floats power = exponential(load(scores + i) - splat(now[r]));
                 all = all + power;
                 store(weights_.data() + r * PIECE + i, power);
@@ -282,110 +143,140 @@ class Rows {
     }
 
     // Hides the keys behind a position, and those before its window.
-    void hide(float* scores, int64_t position, int64_t begin) const {
-        for (int64_t key = std::max<int64_t>(0, position + 1 - begin); key < PIECE; ++key) scores[key] = NOTHING;
-        for (int64_t key = 0; key < std::min<int64_t>(PIECE, position - shape_.window + 1 - begin); ++key) scores[key] = NOTHING;
+    void hide(float* scores, int64_t position, int64_t begin, int64_t num_keys) const {
+        for (int64_t key = std::max<int64_t>(0, position + 1 - begin); key < num_keys; ++key) scores[key] = NOTHING;
+        for (int64_t key = 0; key < std::min(num_keys, position - window_ + 1 - begin); ++key) scores[key] = NOTHING;
     }
 
-    const Shape& shape_;
-    const int64_t first_position_, num_tokens_, depth_;
+    int64_t group_, depth_, window_, num_tokens_, first_position_;
+    float scale_;
     std::vector<F> queries_;
     std::vector<float> scores_;
     std::vector<F> weights_;
-
-   public:
-    Sums segment;
 };
 
 inline int64_t first_visible(const Shape& shape, int64_t position) { return std::max<int64_t>(0, position - shape.window + 1); }
 
+// The arguments of a call, as they come.
 template <class T>
-void write(const Shape& shape, const float* values, float powers, T* out) {
-    for (int64_t i = 0; i < shape.head_size; i += LANES)
-        store_some(out + i, load(values + i) / splat(powers), int(std::min<int64_t>(LANES, shape.head_size - i)));
-}
+struct Call {
+    const T* query;
+    int64_t query_stride;
+    const T* kv;
+    const int32_t* tables;
+    int64_t table_stride;
+    const int32_t* context_lens;
+    const int32_t* cu_query_lens;
+    T* out;
+};
 
-// One token a sequence. A unit is a segment of a sequence's keys, for one KV head: long contexts are shared by threads.
+// One token a sequence. A unit is a segment of a sequence's keys, with all KV heads, for they lie beside one another; or with
+// one KV head, where threads would have too little to share.
 template <class T>
-void decode(const Shape& shape, const T* query, int64_t query_stride, const T* kv, const int32_t* tables, int64_t table_stride,
-            const int32_t* context_lens, int64_t num_sequences, T* out) {
+void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
     struct Unit {
-        int64_t sequence, kv_head, segment;
-        bool is_of_same_rows(const Unit& other) const { return sequence == other.sequence && kv_head == other.kv_head; }
+        int64_t sequence, segment, first_head, end_head, first_part;
     };
-    const int64_t group = shape.group(), columns = shape.num_panels() * PANEL;
     std::vector<Unit> units;
+    const auto num_segments = [&](int64_t sequence) {
+        const int64_t position = call.context_lens[sequence] - 1;
+        return position < 0 ? 0 : position / SEGMENT + 1 - first_visible(shape, position) / SEGMENT;
+    };
+    int64_t total = 0, num_parts = 0;
+    for (int64_t sequence = 0; sequence < num_sequences; ++sequence) total += num_segments(sequence);
+    const int64_t heads_per_unit = total < MIN_UNITS ? 1 : shape.num_kv_heads;
     for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
-        if (context_lens[sequence] == 0) std::fill_n(out + sequence * shape.num_heads * shape.head_size, shape.num_heads * shape.head_size, T{});
-        for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) {
-            const int64_t position = context_lens[sequence] - 1;
-            for (int64_t segment = first_visible(shape, position) / SEGMENT; segment * SEGMENT <= position; ++segment)
-                units.push_back({sequence, kv_head, segment});
-        }
+        const int64_t count = num_segments(sequence), first = first_visible(shape, call.context_lens[sequence] - 1) / SEGMENT;
+        if (!count) std::fill_n(call.out + sequence * shape.num_heads * shape.head_size, shape.num_heads * shape.head_size, T{});
+        for (int64_t i = 0; i < count; ++i)
+            for (int64_t head = 0; head < shape.num_kv_heads; head += heads_per_unit)
+                units.push_back({sequence, first + i, head, std::min(shape.num_kv_heads, head + heads_per_unit), count > 1 ? num_parts + i : -1});
+        if (count > 1) num_parts += count;
     }
-    Sums parts(int64_t(units.size()) * group, columns);
+    const int64_t group = shape.group();
+    const auto out = [&](int64_t sequence, int64_t head) { return call.out + (sequence * shape.num_heads + head) * shape.head_size; };
+    std::vector<Sums> parts(num_parts * shape.num_kv_heads);  // [segment][KV head]
     parallel(int64_t(units.size()), [&](int64_t index) {
+        thread_local std::vector<Rows<T>> rows;
+        thread_local std::vector<Piece<T>> pieces;
         const Unit& unit = units[index];
-        const int64_t end = context_lens[unit.sequence], begin = first_visible(shape, end - 1);
-        Rows<T> rows(shape, query + unit.sequence * query_stride, query_stride, 1, unit.kv_head, end - 1);
-        Piece<T> piece(shape);
-        const int64_t first = std::max(begin / PIECE * PIECE, unit.segment * SEGMENT);
-        for (int64_t at = first; at < std::min(end, (unit.segment + 1) * SEGMENT); at += PIECE) {
-            piece.pack(kv, tables + unit.sequence * table_stride, unit.kv_head, at, begin, end);
-            rows.attend(piece, at);
+        const int64_t num_heads = unit.end_head - unit.first_head;
+        const int64_t end = call.context_lens[unit.sequence], visible = first_visible(shape, end - 1);
+        const int64_t segment_end = std::min(end, (unit.segment + 1) * SEGMENT);
+        if (int64_t(rows.size()) < num_heads) rows.resize(num_heads), pieces.resize(num_heads);
+        for (int64_t head = 0; head < num_heads; ++head)
+            rows[head].begin(shape, call.query + unit.sequence * call.query_stride, call.query_stride, 1, unit.first_head + head, end - 1);
+        const int64_t first = std::max(visible / PIECE * PIECE, unit.segment * SEGMENT);
+        const int32_t* table = call.tables + unit.sequence * call.table_stride;
+        Walk<T> walk(shape, call.kv, table, first, visible, end), ahead(shape, call.kv, table, first + LANES, visible, end);
+        for (int64_t begin = first; begin < segment_end; begin += PIECE) {
+            for (int64_t head = 0; head < num_heads; ++head) pieces[head].begin(shape);
+            for (int64_t position = begin; position < std::min(segment_end, begin + PIECE); position += LANES) {
+                walk.next();
+                ahead.next();
+                for (int64_t head = 0; head < num_heads; ++head)
+                    pieces[head].expect(ahead.tokens, (unit.first_head + head) * shape.head_stride);
+                for (int64_t head = 0; head < num_heads; ++head)
+                    pieces[head].add(walk.tokens, (unit.first_head + head) * shape.head_stride);
+            }
+            for (int64_t head = 0; head < num_heads; ++head) rows[head].attend(pieces[head], begin);
         }
-        for (int64_t head = 0; head < group; ++head) {
-            const int64_t part = index * group + head;
-            parts.largest[part] = rows.segment.largest[head];
-            parts.powers[part] = rows.segment.powers[head];
-            std::copy_n(rows.segment.values.data() + head * columns, columns, parts.values.data() + part * columns);
+        for (int64_t head = 0; head < num_heads; ++head) {
+            if (unit.first_part >= 0)
+                parts[unit.first_part * shape.num_kv_heads + unit.first_head + head] = rows[head].segment;
+            else
+                for (int64_t i = 0; i < group; ++i)
+                    rows[head].segment.write(i, shape.head_size, out(unit.sequence, (unit.first_head + head) * group + i));
         }
     });
-    for (size_t index = 0, next; index < units.size(); index = next) {
-        for (next = index + 1; next < units.size() && units[next].is_of_same_rows(units[index]); ++next)
-            for (int64_t head = 0; head < group; ++head) {
-                const int64_t whole = int64_t(index) * group + head, part = int64_t(next) * group + head;
-                merge(parts.largest[whole], parts.powers[whole], parts.values.data() + whole * columns, parts.largest[part],
-                      parts.powers[part], parts.values.data() + part * columns, columns);
+    for (const Unit& unit : units) {
+        if (unit.first_part < 0 || unit.segment != first_visible(shape, call.context_lens[unit.sequence] - 1) / SEGMENT) continue;
+        const int64_t count = num_segments(unit.sequence);
+        for (int64_t head = unit.first_head; head < unit.end_head; ++head) {
+            Sums& whole = parts[unit.first_part * shape.num_kv_heads + head];
+            for (int64_t i = 0; i < group; ++i) {
+                for (int64_t later = 1; later < count; ++later)
+                    whole.merge(i, parts[(unit.first_part + later) * shape.num_kv_heads + head], i);
+                whole.write(i, shape.head_size, out(unit.sequence, head * group + i));
             }
-        for (int64_t head = 0; head < group; ++head) {
-            const int64_t whole = int64_t(index) * group + head, query_head = units[index].kv_head * group + head;
-            write(shape, parts.values.data() + whole * columns, parts.powers[whole],
-                  out + (units[index].sequence * shape.num_heads + query_head) * shape.head_size);
         }
     }
 }
 
-// The last tokens of each sequence. A unit is a few tokens with one KV head; it goes through all that they see.
+// The last tokens of each sequence from first_sequence on. A unit is a few tokens with one KV head; it goes through all that they see.
 template <class T>
-void prefill(const Shape& shape, const T* query, int64_t query_stride, const T* kv, const int32_t* tables, int64_t table_stride,
-             const int32_t* context_lens, const int32_t* cu_query_lens, int64_t num_sequences, T* out) {
+void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, int64_t num_sequences) {
     struct Unit {
         int64_t sequence, kv_head, first_token, num_tokens;
     };
-    const int64_t group = shape.group(), columns = shape.num_panels() * PANEL;
-    const int64_t per_unit = std::max<int64_t>(1, MAX_UNIT_ROWS / group);
+    const int64_t group = shape.group(), per_unit = std::max<int64_t>(1, MAX_UNIT_ROWS / group);
+    const int32_t* starts = call.cu_query_lens;
     std::vector<Unit> units;
-    for (int64_t sequence = num_sequences - 1; sequence >= 0; --sequence)
-        for (int64_t end = cu_query_lens[sequence + 1], begin; end > cu_query_lens[sequence]; end = begin) {
-            begin = std::max<int64_t>(cu_query_lens[sequence], end - per_unit);  // the last ones see most: they come first
+    for (int64_t sequence = num_sequences - 1; sequence >= first_sequence; --sequence)
+        for (int64_t end = starts[sequence + 1], begin; end > starts[sequence]; end = begin) {
+            begin = std::max<int64_t>(starts[sequence], end - per_unit);  // the last ones see most: they come first
             for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) units.push_back({sequence, kv_head, begin, end - begin});
         }
     const auto run = [&](const auto& run, const Unit& unit) -> void {
-        const int64_t context_len = context_lens[unit.sequence];
-        const int64_t position = context_len - cu_query_lens[unit.sequence + 1] + unit.first_token;
+        thread_local Rows<T> rows;
+        thread_local Piece<T> piece;
+        thread_local Sums total;
+        const int64_t position = call.context_lens[unit.sequence] - starts[unit.sequence + 1] + unit.first_token;
         const int64_t end = position + unit.num_tokens, num_rows = unit.num_tokens * group;
-        Rows<T> rows(shape, query + unit.first_token * query_stride, query_stride, unit.num_tokens, unit.kv_head, position);
-        Piece<T> piece(shape);
-        Sums total(num_rows, columns);
+        rows.begin(shape, call.query + unit.first_token * call.query_stride, call.query_stride, unit.num_tokens, unit.kv_head, position);
+        total.reshape(num_rows, rows.segment.columns);
+        total.clear();
         const int64_t begin = first_visible(shape, position);
+        Walk<T> walk(shape, call.kv, call.tables + unit.sequence * call.table_stride, begin / PIECE * PIECE, begin, end);
         for (int64_t at = begin / PIECE * PIECE; at < end; at += PIECE) {
-            piece.pack(kv, tables + unit.sequence * table_stride, unit.kv_head, at, begin, end);
+            piece.begin(shape);
+            for (int64_t position = at; position < std::min(end, at + PIECE); position += LANES) {
+                walk.next();
+                piece.add(walk.tokens, unit.kv_head * shape.head_stride);
+            }
             rows.attend(piece, at);
             if ((at + PIECE) % SEGMENT && at + PIECE < end) continue;
-            for (int64_t row = 0; row < num_rows; ++row)
-                merge(total.largest[row], total.powers[row], total.values.data() + row * columns, rows.segment.largest[row],
-                      rows.segment.powers[row], rows.segment.values.data() + row * columns, columns);
+            for (int64_t row = 0; row < num_rows; ++row) total.merge(row, rows.segment, row);
             rows.segment.clear();
         }
         const auto is_number = [](float value) { return std::isfinite(value); };
@@ -396,8 +287,8 @@ void prefill(const Shape& shape, const T* query, int64_t query_stride, const T* 
             return;
         }
         for (int64_t row = 0; row < num_rows; ++row)
-            write(shape, total.values.data() + row * columns, total.powers[row],
-                  out + ((unit.first_token + row / group) * shape.num_heads + unit.kv_head * group + row % group) * shape.head_size);
+            total.write(row, shape.head_size,
+                        call.out + ((unit.first_token + row / group) * shape.num_heads + unit.kv_head * group + row % group) * shape.head_size);
     };
     parallel(int64_t(units.size()), [&](int64_t index) { run(run, units[index]); });
 }
@@ -414,9 +305,8 @@ extern "C" void baton_attention(int dtype, const void* query, int64_t query_stri
     const Shape shape{num_heads,  num_kv_heads, head_size, page_stride, plane_stride, head_stride,
                       block_size, scale,        window ? window : std::numeric_limits<int32_t>::max()};
     FOR_DTYPE(dtype, {
-        const T *queries = (const T*)query, *pages = (const T*)kv;
-        decode(shape, queries, query_stride, pages, tables, table_stride, context_lens, num_decodes, (T*)out);
-        prefill(shape, queries, query_stride, pages, tables + num_decodes * table_stride, table_stride, context_lens + num_decodes,
-                cu_query_lens + num_decodes, num_sequences - num_decodes, (T*)out);
+        const Call<T> call{(const T*)query, query_stride, (const T*)kv, tables, table_stride, context_lens, cu_query_lens, (T*)out};
+        decode(shape, call, num_decodes);
+        prefill(shape, call, num_decodes, num_sequences);
     })
 }

@@ -119,10 +119,7 @@ struct Linear {
     void panels(int64_t first_panel, int64_t last_panel) const {
         for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
             for_rows(rows.rows_in_tile(row), [&]<int ROWS>() {
-                constexpr int WIDE = side_by_side(ROWS);
-                int64_t panel = first_panel;
-                for (; panel + WIDE <= last_panel; panel += WIDE) tile<ROWS, WIDE>(row, panel);
-                for (; panel < last_panel; ++panel) tile<ROWS, 1>(row, panel);
+                for_panels<ROWS>(last_panel - first_panel, [&]<int PANELS>(int64_t panel) { tile<ROWS, PANELS>(row, first_panel + panel); });
             });
         }
     }

@@ -80,8 +80,9 @@ constexpr int MAX_ROWS = 12;  // 24 sums, 2 weights and a row, of 32 registers
 constexpr int MAX_ROWS = 3;
 #endif
 
+// Into the second cache: the first is too small for what comes after next.
 inline void prefetch(const void* p, int64_t num_bytes) {
-    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch((const char*)p + i);
+    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch((const char*)p + i, 0, 2);
 }
 
 // Panels that are read side by side: few rows alone would wait for one another's sums.
@@ -99,7 +100,6 @@ inline __attribute__((always_inline)) void multiply(
         for (int panel = 0; panel < PANELS; ++panel) {
             const T* here = panels + panel * panel_stride + step * PANEL * P::DEPTH;
             const typename P::Weights weights = P::weights(here);
-            if constexpr (ROWS <= 6) prefetch(here + 512, PANEL * P::DEPTH * sizeof(T));
 #pragma GCC unroll 12
             for (int row = 0; row < ROWS; ++row) {
                 const auto value = P::row(rows + row * row_stride + step * step_stride);
@@ -110,7 +110,19 @@ inline __attribute__((always_inline)) void multiply(
     }
 }
 
-// Calls function.template run<N>() for N = `rows`, at most MAX_ROWS.
+// Calls function.template operator()<PANELS>(first panel) for all panels, as many side by side as suit `ROWS` rows.
+template <int ROWS, class Function>
+inline void for_panels(int64_t num_panels, Function&& function) {
+    constexpr int WIDE = side_by_side(ROWS);
+    int64_t panel = 0;
+    for (; panel + WIDE <= num_panels; panel += WIDE) function.template operator()<WIDE>(panel);
+    if constexpr (WIDE > 2)
+        for (; panel + 2 <= num_panels; panel += 2) function.template operator()<2>(panel);
+    if constexpr (WIDE > 1)
+        for (; panel < num_panels; ++panel) function.template operator()<1>(panel);
+}
+
+// Calls function.template operator()<N>() for N = `rows`, at most MAX_ROWS.
 template <int N = MAX_ROWS, class Function>
 inline void for_rows(int rows, Function&& function) {
     if constexpr (N > 0) {
