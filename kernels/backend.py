@@ -60,8 +60,18 @@ class Tables:
     num_decodes: int
 
 
+class Program(Protocol):
+    """Operations that were recorded."""
+
+    def run(self, num_rows: int) -> None:
+        """Does them all, on the first `num_rows` rows of the tensors that they were recorded with."""
+        ...
+
+
 class Backend(Protocol):
     """The operations of a decoder. Rows are tokens; each operation gives a row the same whatever rows are beside it.
+
+    Results go to `out` where it is given, which may be `residual`, else to a new tensor; either is returned.
 
     `version` is part of the model fingerprint: it changes whenever the numbers may, so that KV of other kernels is
     never mistaken for that of these. On a GPU, rows do depend on one another in the last bits.
@@ -73,23 +83,34 @@ class Backend(Protocol):
     @property
     def version(self) -> str: ...
 
+    def record(self) -> "Recorder | None":
+        """Begins a recording: a backend of its own, that wants every `out`. None where there are no recordings."""
+        ...
+
     def pack(self, weight: Tensor) -> Weight:
         """Copies a matrix [columns, depth] into the backend's own layout."""
         ...
 
-    def embed(self, token_ids: Tensor, table: Weight) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
         """Returns the rows `token_ids` int64 [T] of a table, [T, depth]."""
         ...
 
-    def rms_norm(self, states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, states: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         """Normalizes rows [T, columns], in float32, and scales them by `weight` [columns]. Source: arXiv 1910.07467."""
         ...
 
-    def linear(self, states: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    def linear(
+        self,
+        states: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Multiplies rows [T, depth], adds `bias` [columns] and then `residual` [T, columns]; returns [T, columns]."""
         ...
 
-    def logits(self, states: Tensor, weight: Weight) -> Tensor:
+    def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
         """Multiplies rows [T, depth]; returns float32 [T, columns]."""
         ...
 
@@ -103,13 +124,27 @@ class Backend(Protocol):
         """
         ...
 
-    def attend(self, query: Tensor, kv_layer: Tensor, tables: Tables, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        tables: Tables,
+        scale: float,
+        window: int | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Attends with rows [T, num_queries, size] over pages, as `kernels.reference` says; returns the same shape."""
         ...
 
-    def gate(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns silu(first half) * second half of rows [T, 2 * columns]."""
         ...
+
+
+class Recorder(Backend, Protocol):
+    """A backend that notes its operations and does none."""
+
+    def finish(self) -> Program: ...
 
 
 @cache

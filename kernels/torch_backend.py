@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import reference
-from kernels.backend import Angles, Heads, Tables, Weight
+from kernels.backend import Angles, Heads, Recorder, Tables, Weight
 
 TILE_ROWS = 16
 """A product of so many rows at a time on a CPU: torch's own gives a row other bits among 2 and among 8."""
@@ -17,24 +17,34 @@ class TorchBackend:
     name = "torch"
     version = "torch-2"
 
+    def record(self) -> Recorder | None:
+        return None
+
     def pack(self, weight: Tensor) -> Weight:
         return Weight(weight, *weight.shape)
 
-    def embed(self, token_ids: Tensor, table: Weight) -> Tensor:
-        return F.embedding(token_ids, table.data)
+    def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
+        return _given(F.embedding(token_ids, table.data), out)
 
-    def rms_norm(self, states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, states: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         wide = states.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * (wide * scale).to(states.dtype)
+        return _given(weight * (wide * scale).to(states.dtype), out)
 
-    def linear(self, states: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    def linear(
+        self,
+        states: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         product = _in_tiles(states, weight.data) if states.device.type == "cpu" else F.linear(states, weight.data)
         product = product if bias is None else product + bias
-        return product if residual is None else product + residual
+        return _given(product if residual is None else product + residual, out)
 
-    def logits(self, states: Tensor, weight: Weight) -> Tensor:
-        return self.linear(states, weight, None).float()
+    def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
+        return _given(self.linear(states, weight, None).float(), out)
 
     def rotate_and_write(
         self, qkv: Tensor, heads: Heads, angles: Angles, kv_layer: Tensor, slot_mapping: Tensor
@@ -48,27 +58,39 @@ class TorchBackend:
         self.write_kv(_rotate(key, cosines, sines), value, kv_layer, slot_mapping)
         return _rotate(query, cosines, sines)
 
-    def attend(self, query: Tensor, kv_layer: Tensor, tables: Tables, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        tables: Tables,
+        scale: float,
+        window: int | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         lens, blocks, num_decodes = tables.context_lens, tables.block_tables, tables.num_decodes
-        if num_decodes == len(lens):
-            return self.decode(query, kv_layer, blocks, lens, scale, window)
-        starts = tables.cu_query_lens[num_decodes:] - num_decodes
-        prompts = query[num_decodes:], kv_layer, blocks[num_decodes:], lens[num_decodes:], starts, scale, window
-        attended = reference.paged_prefill_attention(*prompts)
-        if num_decodes == 0:
-            return attended
-        decodes = query[:num_decodes], kv_layer, blocks[:num_decodes], lens[:num_decodes], scale, window
-        return torch.cat((self.decode(*decodes), attended))
+        parts = []
+        if num_decodes:
+            decodes = query[:num_decodes], kv_layer, blocks[:num_decodes], lens[:num_decodes], scale, window
+            parts.append(self.decode(*decodes))
+        if num_decodes < len(lens):
+            starts = tables.cu_query_lens[num_decodes:] - num_decodes
+            prompts = query[num_decodes:], kv_layer, blocks[num_decodes:], lens[num_decodes:], starts, scale, window
+            parts.append(reference.paged_prefill_attention(*prompts))
+        return _given(parts[0] if len(parts) == 1 else torch.cat(parts), out)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         if gate_up.device.type != "cpu":
-            return F.silu(gate) * up
+            return _given(F.silu(gate) * up, out)
         # Row by row: threads would share the whole anywhere, and the end of a share is computed in another way.
-        return torch.stack([F.silu(one) * other for one, other in zip(gate, up, strict=True)])
+        return _given(torch.stack([F.silu(one) * other for one, other in zip(gate, up, strict=True)]), out)
 
     write_kv = staticmethod(reference.write_kv)
     decode = staticmethod(reference.paged_decode_attention)
+
+
+def _given(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)
 
 
 def _rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Numerics follow transformers step by step (norms, angles and softmax in float32,
 greedy tokens in float32 are the same.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,10 +14,12 @@ from engine.checkpoint.config import DTYPES, ModelConfig
 from engine.checkpoint.rope import RopeConfig
 from engine.model.batch import Batch
 from engine.model.weights import DecoderWeights, WeightLoader, check_weights
-from kernels.backend import Angles, Backend, Tables, select_backend
+from kernels.backend import Angles, Backend, Recorder, Tables, select_backend
 from wire.errors import ConfigError
 
 ANGLES_AT_ONCE = 1 << 16
+MIN_PROGRAM_ROWS, MIN_PROGRAM_BLOCKS = 8, 64
+MAX_PROGRAMS = 8
 
 
 def make_angles(config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> Angles:
@@ -32,6 +35,40 @@ def make_angles(config: RopeConfig, head_dim: int, num_positions: int, device: t
         torch.cat([(take(part.double()) * factor).float() for part in parts]) for take in (torch.cos, torch.sin)
     )
     return Angles(cosines.to(device), sines.to(device))
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The tensors that a forward pass writes, for a number of rows; None for new ones each time."""
+
+    states: torch.Tensor | None = None
+    normed: torch.Tensor | None = None
+    qkv: torch.Tensor | None = None
+    attended: torch.Tensor | None = None
+    gate_up: torch.Tensor | None = None
+    gated: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+    @classmethod
+    def make(cls, config: ModelConfig, num_rows: int, dtype: torch.dtype) -> "Buffers":
+        attention, hidden, mlp = config.attention, config.hidden_size, config.intermediate_size
+        num_heads, size = attention.num_heads, attention.head_dim
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(num_rows, *shape, dtype=dtype)
+
+        return cls(
+            states=empty(hidden),
+            normed=empty(hidden),
+            qkv=empty((num_heads + 2 * attention.num_kv_heads) * size),
+            attended=empty(num_heads, size),
+            gate_up=empty(2 * mlp),
+            gated=empty(mlp),
+            logits=torch.empty(num_rows, config.vocab_size),
+        )
+
+
+_NO_BUFFERS = Buffers()
 
 
 class Decoder:
@@ -51,6 +88,7 @@ class Decoder:
         self._backend = backend
         self._angles = make_angles(config.rope, config.attention.head_dim, 1, self.device)
         self._scale = config.attention.head_dim**-0.5
+        self._programs: dict[tuple[int, int, int], DecodeProgram | None] = {}
 
     @classmethod
     def load(
@@ -74,20 +112,42 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        """Does as `Model.forward`. Returns an inference tensor, not to be changed in place outside that mode."""
-        do, eps = self._backend, self.config.rms_norm_eps
-        angles = self._angles_within(len(kv) * self.layout.block_size).at(batch.positions)
+        """Does as `Model.forward`. Returns an inference tensor, good until the next call."""
+        angles = self._angles_within(len(kv) * self.layout.block_size)
+        if batch.num_decodes == len(batch.token_ids) == len(batch.sample_rows):
+            program = self._program_for(batch, kv)
+            if program is not None:
+                return program.run(batch, angles)
+        return self.run(self._backend, batch, angles.at(batch.positions), kv, _NO_BUFFERS)
+
+    def run(self, do: Backend, batch: Batch, angles: Angles, kv: torch.Tensor, to: "Buffers") -> torch.Tensor:
+        """Runs a batch through a backend, which may be a recorder; `angles` has a row for each token."""
+        eps = self.config.rms_norm_eps
         tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes)
-        states = do.embed(batch.token_ids, self.weights.embedding)
+        states = do.embed(batch.token_ids, self.weights.embedding, to.states)
         for index, layer in enumerate(self.weights.layers):
             pages, window = kv[:, index], self.config.attention.windows[index]
-            qkv = do.linear(do.rms_norm(states, layer.attention_norm, eps), layer.qkv.weight, layer.qkv.bias)
+            normed = do.rms_norm(states, layer.attention_norm, eps, to.normed)
+            qkv = do.linear(normed, layer.qkv.weight, layer.qkv.bias, out=to.qkv)
             query = do.rotate_and_write(qkv, layer.heads, angles, pages, batch.slot_mapping)
-            attended = do.attend(query, pages, tables, self._scale, window).flatten(1)
-            states = do.linear(attended, layer.attention_output.weight, layer.attention_output.bias, states)
-            gate_up = do.linear(do.rms_norm(states, layer.mlp_norm, eps), layer.gate_up.weight, layer.gate_up.bias)
-            states = do.linear(do.gate(gate_up), layer.down.weight, layer.down.bias, states)
-        return do.logits(do.rms_norm(states[batch.sample_rows], self.weights.norm, eps), self.weights.head)
+            attended = do.attend(query, pages, tables, self._scale, window, to.attended).flatten(1)
+            states = do.linear(attended, layer.attention_output.weight, layer.attention_output.bias, states, to.states)
+            normed = do.rms_norm(states, layer.mlp_norm, eps, to.normed)
+            gate_up = do.linear(normed, layer.gate_up.weight, layer.gate_up.bias, out=to.gate_up)
+            states = do.linear(do.gate(gate_up, to.gated), layer.down.weight, layer.down.bias, states, to.states)
+        sampled = states if len(batch.sample_rows) == len(states) else states[batch.sample_rows]
+        return do.logits(do.rms_norm(sampled, self.weights.norm, eps, to.normed), self.weights.head, to.logits)
+
+    def _program_for(self, batch: Batch, kv: torch.Tensor) -> "DecodeProgram | None":
+        """Finds or records the program for decoding rows, with room for as many and for their blocks."""
+        num_rows, num_blocks = (1 << (size - 1).bit_length() for size in batch.block_tables.shape)
+        key = (max(num_rows, MIN_PROGRAM_ROWS), max(num_blocks, MIN_PROGRAM_BLOCKS), kv.data_ptr())
+        if key not in self._programs:
+            if len(self._programs) == MAX_PROGRAMS:
+                self._programs.clear()
+            recorder = self._backend.record()
+            self._programs[key] = None if recorder is None else DecodeProgram(self, recorder, kv, *key[:2])
+        return self._programs[key]
 
     def _angles_within(self, num_positions: int) -> Angles:
         """Makes the angles of all positions that a pool has room for, once."""
@@ -95,6 +155,38 @@ class Decoder:
         if len(self._angles.cosines) < num_positions:
             self._angles = make_angles(self.config.rope, self.config.attention.head_dim, num_positions, self.device)
         return self._angles
+
+
+class DecodeProgram:
+    """A forward pass of decoding rows only, recorded once: Python between kernels takes longer than some of them.
+
+    It is to a CPU what a CUDA graph is to a GPU: inputs are copied to where the recording has them.
+    """
+
+    def __init__(self, decoder: Decoder, recorder: Recorder, kv: torch.Tensor, num_rows: int, num_blocks: int) -> None:
+        half = decoder.config.attention.head_dim // 2
+        ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
+        tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
+        starts = torch.arange(num_rows + 1, dtype=torch.int32)
+        self._batch = Batch(ids[0], ids[1], ids[2], tables, lens, starts, num_rows, ids[0])
+        self._angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half))
+        buffers = Buffers.make(decoder.config, num_rows, kv.dtype)
+        self._logits = decoder.run(recorder, self._batch, self._angles, kv, buffers)
+        self._program = recorder.finish()
+        self._kept = decoder.weights, kv, buffers
+
+    def run(self, batch: Batch, angles: Angles) -> torch.Tensor:
+        """Runs a batch of at most as many rows and blocks; returns logits that the next run overwrites."""
+        num_rows, num_blocks = batch.block_tables.shape
+        own = self._batch
+        own.token_ids[:num_rows] = batch.token_ids
+        own.slot_mapping[:num_rows] = batch.slot_mapping
+        own.context_lens[:num_rows] = batch.context_lens
+        own.block_tables[:num_rows, :num_blocks] = batch.block_tables
+        torch.index_select(angles.cosines, 0, batch.positions, out=self._angles.cosines[:num_rows])
+        torch.index_select(angles.sines, 0, batch.positions, out=self._angles.sines[:num_rows])
+        self._program.run(num_rows)
+        return self._logits[:num_rows]
 
 
 def compute_dtype(dtype: str | None, config: ModelConfig, backend: Backend) -> torch.dtype:

@@ -310,3 +310,5 @@ extern "C" void baton_attention(int dtype, const void* query, int64_t query_stri
         prefill(shape, call, num_decodes, num_sequences);
     })
 }
+
+RECORDABLE(baton_attention)

@@ -1,40 +1,59 @@
-"""The launchers of the C++ kernels: tensors in, addresses and sizes out.
+"""The launchers of the C++ kernels: tensors in, addresses and sizes out, at once or as a program for later.
 
 The C interface of the kernels stands at the end of each .cpp file; SIGNATURES repeats it.
 """
 
 import ctypes
+import struct
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.backend import Angles, Heads, Tables, Weight
 from kernels.cpu.library import load_library, source_version
 
+
+class ROWS(ctypes.c_int64):
+    """A number of rows, which a program takes anew at each run."""
+
+
+Argument = Tensor | int | float | None
+
 DTYPE_TO_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 POINTER, SIZE, CODE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+KERNELS: dict[str, list[type]] = {
+    "unpack_rows": [CODE, POINTER, POINTER, ROWS, SIZE, POINTER],
+    "linear": [CODE, *[POINTER] * 5, ROWS, SIZE, SIZE],
+    "linear_to_float": [CODE, *[POINTER] * 3, ROWS, SIZE, SIZE],
+    "rms_norm": [CODE, POINTER, POINTER, REAL, ROWS, SIZE, POINTER],
+    "gate": [CODE, POINTER, ROWS, SIZE, POINTER],
+    "rotate_and_write": [
+        *[CODE, POINTER, POINTER, POINTER, REAL, POINTER, POINTER],
+        *[ROWS, *[SIZE] * 3, POINTER, *[SIZE] * 4, POINTER],
+    ],
+    "attention": [
+        *[CODE, POINTER, SIZE, POINTER, *[SIZE] * 4, POINTER, SIZE, POINTER, POINTER],
+        *[ROWS, ROWS, *[SIZE] * 3, REAL, SIZE, POINTER],
+    ],
+}
+"""Kernels that a program can have. Each is there as baton_NAME, and as baton_NAME_from_words for programs."""
 SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    **{f"baton_{name}": (None, arguments) for name, arguments in KERNELS.items()},
     "baton_set_num_threads": (None, [CODE]),
     "baton_packed_size": (SIZE, [CODE, SIZE, SIZE]),
     "baton_pack": (None, [CODE, POINTER, SIZE, SIZE, POINTER]),
-    "baton_unpack_rows": (None, [CODE, POINTER, POINTER, SIZE, SIZE, POINTER]),
-    "baton_linear": (None, [CODE, *[POINTER] * 5, *[SIZE] * 3]),
-    "baton_linear_to_float": (None, [CODE, *[POINTER] * 3, *[SIZE] * 3]),
-    "baton_rms_norm": (None, [CODE, POINTER, POINTER, REAL, SIZE, SIZE, POINTER]),
-    "baton_gate": (None, [CODE, POINTER, SIZE, SIZE, POINTER]),
-    "baton_rotate_and_write": (
-        None,
-        [CODE, POINTER, POINTER, POINTER, REAL, *[POINTER] * 2, *[SIZE] * 4, POINTER, *[SIZE] * 4, POINTER],
-    ),
-    "baton_attention": (
-        None,
-        [CODE, POINTER, SIZE, POINTER, *[SIZE] * 4, POINTER, SIZE, POINTER, POINTER, *[SIZE] * 5, REAL, SIZE, POINTER],
-    ),
+    "baton_replay": (None, [POINTER, SIZE]),
 }
 
 
 class CpuBackend:
-    """The C++ kernels of one instruction set. Rows do not depend on one another, nor on the number of threads."""
+    """The C++ kernels of one instruction set. Rows do not depend on one another, nor on the number of threads.
+
+    They have threads of their own, as many as torch has. Torch is then left with one: its idle threads would spin on
+    the cores of these.
+    """
 
     def __init__(self, isa: str) -> None:
         """Raises NoKernels where they cannot be compiled, loaded or run."""
@@ -44,11 +63,16 @@ class CpuBackend:
         for name, (result, arguments) in SIGNATURES.items():
             function = getattr(self._library, name)
             function.restype, function.argtypes = result, arguments
-        self.set_num_threads(torch.get_num_threads())
+        self._kernels: dict[str, Callable[..., None]] = {
+            name: getattr(self._library, f"baton_{name}") for name in KERNELS
+        }
 
     def set_num_threads(self, num_threads: int) -> None:
         """Sets the threads of this instruction set's kernels in this process. No result depends on it."""
         self._library.baton_set_num_threads(num_threads)
+
+    def record(self) -> "Recorder":
+        return Recorder(self)
 
     def pack(self, weight: Tensor) -> Weight:
         weight = weight.contiguous()
@@ -57,67 +81,138 @@ class CpuBackend:
         self._library.baton_pack(code, weight.data_ptr(), columns, depth, packed.data_ptr())
         return Weight(packed, columns, depth)
 
-    def embed(self, token_ids: Tensor, table: Weight) -> Tensor:
-        out = table.data.new_empty(len(token_ids), table.depth)
-        code = DTYPE_TO_CODE[out.dtype]
-        self._library.baton_unpack_rows(
-            code, table.data.data_ptr(), token_ids.data_ptr(), len(token_ids), table.depth, out.data_ptr()
-        )
-        return out
-
-    def rms_norm(self, states: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(states)
-        code, (num_rows, columns) = DTYPE_TO_CODE[states.dtype], states.shape
-        self._library.baton_rms_norm(code, states.data_ptr(), weight.data_ptr(), eps, num_rows, columns, out.data_ptr())
-        return out
-
-    def linear(self, states: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        out = states.new_empty(len(states), weight.columns)
-        self._library.baton_linear(
-            DTYPE_TO_CODE[states.dtype], states.data_ptr(), weight.data.data_ptr(), _address(bias), _address(residual),
-            out.data_ptr(), len(states), weight.columns, weight.depth,
+    def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
+        out = table.data.new_empty(len(token_ids), table.depth) if out is None else out
+        self._call(
+            "unpack_rows", DTYPE_TO_CODE[out.dtype], table.data, token_ids, len(token_ids), table.depth, out,
         )  # fmt: skip
         return out
 
-    def logits(self, states: Tensor, weight: Weight) -> Tensor:
-        out = states.new_empty(len(states), weight.columns, dtype=torch.float32)
-        self._library.baton_linear_to_float(
-            DTYPE_TO_CODE[states.dtype], states.data_ptr(), weight.data.data_ptr(),
-            out.data_ptr(), len(states), weight.columns, weight.depth,
+    def rms_norm(self, states: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+        out = torch.empty_like(states) if out is None else out
+        self._call("rms_norm", DTYPE_TO_CODE[states.dtype], states, weight, eps, *states.shape, out)
+        return out
+
+    def linear(
+        self,
+        states: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        out = states.new_empty(len(states), weight.columns) if out is None else out
+        self._call(
+            "linear", DTYPE_TO_CODE[states.dtype], states, weight.data, bias, residual, out,
+            len(states), weight.columns, weight.depth,
+        )  # fmt: skip
+        return out
+
+    def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
+        out = states.new_empty(len(states), weight.columns, dtype=torch.float32) if out is None else out
+        self._call(
+            "linear_to_float", DTYPE_TO_CODE[states.dtype], states, weight.data, out,
+            len(states), weight.columns, weight.depth,
         )  # fmt: skip
         return out
 
     def rotate_and_write(
         self, qkv: Tensor, heads: Heads, angles: Angles, kv_layer: Tensor, slot_mapping: Tensor
     ) -> Tensor:
-        self._library.baton_rotate_and_write(
-            DTYPE_TO_CODE[qkv.dtype], qkv.data_ptr(),
-            _address(heads.query_norm), _address(heads.key_norm), heads.norm_eps,
-            angles.cosines.data_ptr(), angles.sines.data_ptr(),
-            len(qkv), heads.num_queries, heads.num_kv, heads.size,
-            kv_layer.data_ptr(), *kv_layer.stride()[:3], kv_layer.shape[3], slot_mapping.data_ptr(),
+        self._call(
+            "rotate_and_write", DTYPE_TO_CODE[qkv.dtype], qkv, heads.query_norm, heads.key_norm, heads.norm_eps,
+            angles.cosines, angles.sines, len(qkv), heads.num_queries, heads.num_kv, heads.size,
+            kv_layer, *kv_layer.stride()[:3], kv_layer.shape[3], slot_mapping,
         )  # fmt: skip
         return qkv.view(len(qkv), -1, heads.size)[:, : heads.num_queries]
 
-    def attend(self, query: Tensor, kv_layer: Tensor, tables: Tables, scale: float, window: int | None) -> Tensor:
-        out = query.new_empty(query.shape)
+    def attend(
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        tables: Tables,
+        scale: float,
+        window: int | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        out = query.new_empty(query.shape) if out is None else out
         _, num_heads, head_size = query.shape
-        self._library.baton_attention(
-            DTYPE_TO_CODE[query.dtype], query.data_ptr(), query.stride(0),
-            kv_layer.data_ptr(), *kv_layer.stride()[:3], kv_layer.shape[3],
-            tables.block_tables.data_ptr(), tables.block_tables.stride(0),
-            tables.context_lens.data_ptr(), tables.cu_query_lens.data_ptr(),
+        self._call(
+            "attention", DTYPE_TO_CODE[query.dtype], query, query.stride(0),
+            kv_layer, *kv_layer.stride()[:3], kv_layer.shape[3],
+            tables.block_tables, tables.block_tables.stride(0), tables.context_lens, tables.cu_query_lens,
             len(tables.context_lens), tables.num_decodes,
-            num_heads, kv_layer.shape[2], head_size, scale, window or 0, out.data_ptr(),
+            num_heads, kv_layer.shape[2], head_size, scale, window or 0, out,
         )  # fmt: skip
         return out
 
-    def gate(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         num_rows, columns = len(gate_up), gate_up.shape[1] // 2
-        out = gate_up.new_empty(num_rows, columns)
-        self._library.baton_gate(DTYPE_TO_CODE[out.dtype], gate_up.data_ptr(), num_rows, columns, out.data_ptr())
+        out = gate_up.new_empty(num_rows, columns) if out is None else out
+        self._call("gate", DTYPE_TO_CODE[out.dtype], gate_up, num_rows, columns, out)
         return out
 
+    def _call(self, kernel: str, *arguments: Argument) -> None:
+        self._kernels[kernel](*[one.data_ptr() if isinstance(one, Tensor) else one for one in arguments])
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+
+class Recorder(CpuBackend):
+    """A CpuBackend that notes its calls and does none of them. The caller keeps every tensor, `out` too."""
+
+    def __init__(self, backend: CpuBackend) -> None:
+        self.name, self.version = backend.name, backend.version
+        self._library = backend._library
+        self._calls: list[tuple[str, tuple[Argument, ...]]] = []
+
+    def finish(self) -> "Program":
+        """Makes a program of the calls."""
+        return Program(self._library, self._calls)
+
+    def _call(self, kernel: str, *arguments: Argument) -> None:
+        self._calls.append((kernel, arguments))
+
+
+class Program:
+    """Recorded calls. Their tensors must live as long as the program does.
+
+    With each call goes what the next product reads: program.cpp has the layout.
+    """
+
+    def __init__(self, library: ctypes.CDLL, calls: Sequence[tuple[str, tuple[Argument, ...]]]) -> None:
+        self._replay = library.baton_replay
+        self._num_calls = len(calls)
+        expected = _next_weights(calls)
+        words: list[int] = []
+        rows_at: list[int] = []
+        for (kernel, arguments), weight in zip(calls, expected, strict=True):
+            function = getattr(library, f"baton_{kernel}_from_words")
+            address = ctypes.cast(function, POINTER).value or 0
+            words += [address, len(arguments), weight.data_ptr(), weight.nbytes]
+            kinds = KERNELS[kernel]
+            rows_at += [len(words) + index for index, kind in enumerate(kinds) if kind is ROWS]
+            words += [_word(argument) for argument in arguments]
+        self._words = np.array(words, dtype=np.int64)
+        self._rows_at = np.array(rows_at)
+        self._address = self._words.ctypes.data
+
+    def run(self, num_rows: int) -> None:
+        """Does all calls, on the first `num_rows` rows of their tensors."""
+        self._words[self._rows_at] = num_rows
+        self._replay(self._address, self._num_calls)
+
+
+def _next_weights(calls: Sequence[tuple[str, tuple[Argument, ...]]]) -> list[Tensor]:
+    """Finds for each call the weight of the first product after it, which for the last ones is the first of all."""
+    products = {at: arguments[2] for at, (kernel, arguments) in enumerate(calls) if kernel.startswith("linear")}
+    found, upcoming = [], products[min(products)]
+    for at in reversed(range(len(calls))):
+        assert isinstance(upcoming, Tensor)
+        found.append(upcoming)
+        upcoming = products.get(at, upcoming)
+    return found[::-1]
+
+
+def _word(argument: Argument) -> int:
+    if isinstance(argument, float):
+        return int(struct.unpack("<i", struct.pack("<f", argument))[0])
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument or 0

@@ -1,5 +1,7 @@
-// The dtypes of the C interface: 0 float32, 1 bfloat16, 2 float16.
+// The C interface: its dtypes, 0 float32, 1 bfloat16, 2 float16; and its kernels as calls that can be recorded.
 #pragma once
+
+#include <utility>
 
 #include "floats.h"
 
@@ -22,3 +24,25 @@
             break;             \
         }                      \
     }
+
+// A kernel that takes its arguments from 64-bit words: integers, addresses, and the bits of a float in a word's low half.
+template <auto KERNEL>
+struct FromWords;
+
+template <class... Arguments, void (*KERNEL)(Arguments...)>
+struct FromWords<KERNEL> {
+    template <class T>
+    static T read(const int64_t* word) {
+        T value;
+        std::memcpy(&value, word, sizeof value);
+        return value;
+    }
+    template <size_t... INDEX>
+    static void call(const int64_t* words, std::index_sequence<INDEX...>) {
+        KERNEL(read<Arguments>(words + INDEX)...);
+    }
+    static void call(const int64_t* words) { call(words, std::index_sequence_for<Arguments...>()); }
+};
+
+#define RECORDABLE(kernel) \
+    extern "C" void kernel##_from_words(const int64_t* words) { FromWords<kernel>::call(words); }

@@ -42,46 +42,51 @@ void unpack_rows(const T* packed, const int64_t* ids, int64_t num_ids, int64_t d
 }
 
 // Rows as the product wants them, in tiles of up to MAX_ROWS: tile[step][row][depth of a step]. Rows that lie far apart would
-// push one another out of the nearest cache. A single row is taken as it is where its dtype and depth fit.
+// push one another out of the nearest cache. A few rows are taken as they are where their dtype and depth fit.
 template <class T>
 class Rows {
     using Row = typename Product<T>::Row;
-    static constexpr int D = Product<T>::DEPTH;
+    static constexpr int D = Product<T>::DEPTH, FEW = 4;
 
    public:
-    Rows(const T* input, int64_t count, int64_t depth) : steps_(num_steps<T>(depth)), count_(count) {
-        if constexpr (std::is_same_v<T, Row>) {
-            if (count == 1 && depth == steps_ * D) {
-                data_ = input;
-                return;
-            }
-        }
-        copy_.resize(count * steps_ * D);
-        data_ = copy_.data();
-        parallel((count + MAX_ROWS - 1) / MAX_ROWS, [&](int64_t unit) { pack(input, unit * MAX_ROWS, depth); });
+    Rows(const T* input, int64_t count, int64_t depth)
+        : steps_(num_steps<T>(depth)), depth_(depth), count_(count), fits_(std::is_same_v<T, Row> && depth % D == 0), input_(input) {
+        if (is_as_it_was()) return;
+        thread_local std::vector<Row> tiles;
+        const int64_t num_tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
+        if (int64_t(tiles.size()) < num_tiles * tile_size()) tiles.resize(num_tiles * tile_size());
+        tiles_ = tiles.data();
+        parallel(num_tiles, [&](int64_t tile) { pack(tile); });
     }
 
-    const Row* tile(int64_t first_row) const { return data_ + first_row * steps_ * D; }
-    int rows_in_tile(int64_t first_row) const { return int(std::min<int64_t>(MAX_ROWS, count_ - first_row)); }
+    const Row* tile(int64_t row) const { return is_as_it_was() ? (const Row*)(input_ + row * depth_) : tiles_ + row / MAX_ROWS * tile_size(); }
+    int64_t row_stride() const { return is_as_it_was() ? depth_ : D; }
+    int64_t step_stride(int num_rows) const { return is_as_it_was() ? D : num_rows * D; }
+    int rows_in_tile(int64_t row) const { return int(std::min<int64_t>(MAX_ROWS, count_ - row)); }
 
    private:
-    void pack(const T* input, int64_t first_row, int64_t depth) {
-        const int num_rows = rows_in_tile(first_row);
-        Row* out = copy_.data() + first_row * steps_ * D;
-        for (int row = 0; row < num_rows; ++row)
-            for (int64_t k = 0; k < depth; ++k)
-                set(input[(first_row + row) * depth + k], out + (k / D * num_rows + row) * D + k % D);
+    bool is_as_it_was() const { return fits_ && count_ <= FEW; }
+    int64_t tile_size() const { return (steps_ * MAX_ROWS + LANES) * D; }  // the last step is written with all lanes
+
+    void pack(int64_t tile) {
+        static_assert(sizeof(Row) * D == sizeof(uint32_t));
+        thread_local std::vector<Row> copies;
+        const int num_rows = rows_in_tile(tile * MAX_ROWS);
+        const uint32_t* rows[LANES];
+        if (!fits_) copies.assign(MAX_ROWS * steps_ * D, Row{});
+        for (int row = 0; row < num_rows; ++row) {
+            const T* from = input_ + (tile * MAX_ROWS + row) * depth_;
+            if (!fits_) convert(from, copies.data() + row * steps_ * D, depth_);
+            rows[row] = fits_ ? (const uint32_t*)from : (const uint32_t*)(copies.data() + row * steps_ * D);
+        }
+        for (int row = num_rows; row < LANES; ++row) rows[row] = rows[0];  // lanes that the next step overwrites
+        transpose(rows, steps_, (uint32_t*)(tiles_ + tile * tile_size()), num_rows);
     }
 
-    static void set(T value, T* out) { *out = value; }
-    template <class Wide>
-    static void set(T value, Wide* out) {
-        *out = to_float(value);
-    }
-
-    const int64_t steps_, count_;
-    const Row* data_;
-    std::vector<Row> copy_;
+    const int64_t steps_, depth_, count_;
+    const bool fits_;
+    const T* input_;
+    Row* tiles_ = nullptr;
 };
 
 // out [rows, columns] = input [rows, depth] . weight^T, + bias [columns], + residual [rows, columns], each sum rounded to
@@ -102,8 +107,7 @@ struct Linear {
         for (auto& of_row : sums)
             for (Floats& sum : of_row) sum = splat(0);
         const int64_t panel_stride = steps * PANEL * Product<T>::DEPTH;
-        constexpr int D = Product<T>::DEPTH;
-        multiply<T, ROWS, PANELS>(rows.tile(row), D, ROWS * D, packed + first_panel * panel_stride, panel_stride, steps, sums);
+        multiply<T, ROWS, PANELS>(rows.tile(row), rows.row_stride(), rows.step_stride(ROWS), packed + first_panel * panel_stride, panel_stride, steps, sums);
         for (int r = 0; r < ROWS; ++r)
             for (int v = 0; v < 2 * PANELS; ++v) finish(sums[r][v], row + r, first_panel * PANEL + v * LANES);
     }
@@ -169,3 +173,7 @@ extern "C" void baton_linear_to_float(int dtype, const void* input, const void* 
                                       int64_t columns, int64_t depth) {
     FOR_DTYPE(dtype, linear<T, float>(input, packed, nullptr, nullptr, out, num_rows, columns, depth))
 }
+
+RECORDABLE(baton_unpack_rows)
+RECORDABLE(baton_linear)
+RECORDABLE(baton_linear_to_float)

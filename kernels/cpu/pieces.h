@@ -26,48 +26,6 @@ template <class T>
 using Factor = float;
 #endif
 
-inline void convert(const bf16* from, bf16* to, int64_t count) { std::memcpy(to, from, count * sizeof(bf16)); }
-template <class T>
-inline void convert(const T* from, float* to, int64_t count) {
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
-    for (; i < count; ++i) to[i] = to_float(from[i]);
-}
-
-// Sixteen rows of `count` words of 32 bits become columns: out[word][row], rows of `out` PANEL words apart.
-inline void transpose(const uint32_t* const* rows, int64_t count, uint32_t* out) {
-#if defined(__AVX512F__)
-    for (int64_t first = 0; first < count; first += LANES, out += LANES * PANEL) {
-        const int words = int(std::min<int64_t>(LANES, count - first));
-        const __mmask16 mask = __mmask16((1u << words) - 1);
-        __m512i a[LANES], b[LANES];
-        for (int i = 0; i < LANES; ++i) a[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + first);
-        for (int i = 0; i < LANES; i += 2) {  // pairs of rows, then fours, then whole halves: four rounds of exchanges
-            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-            b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-        }
-        for (int i = 0; i < LANES; i += 4)
-            for (int j = 0; j < 2; ++j) {
-                a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
-                a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
-            }
-        for (int i = 0; i < LANES; i += 8)
-            for (int j = 0; j < 4; ++j) {
-                b[i + j] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0x88);
-                b[i + j + 4] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0xdd);
-            }
-        for (int j = 0; j < 8; ++j) {
-            a[j] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0x88);
-            a[j + 8] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0xdd);
-        }
-        for (int word = 0; word < words; ++word) _mm512_storeu_si512(out + word * PANEL, a[word]);
-    }
-#else
-    for (int64_t word = 0; word < count; ++word)
-        for (int row = 0; row < LANES; ++row) out[word * PANEL + row] = rows[row][word];
-#endif
-}
-
 // Two rows of `count` values become pairs, 32 columns at a time: out[column] = {first, second}, zeros behind the last.
 inline void interleave(const bf16* first, const bf16* second, int64_t count, bf16* out, int64_t panel_stride) {
     for (int64_t begin = 0; begin < count; begin += PANEL, out += panel_stride) {
@@ -141,7 +99,7 @@ class Piece {
         const F* rows[LANES];
         for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i], head_offset, i);
         F* columns = keys_.data() + num_keys_ / PANEL * key_panel_stride();
-        transpose((const uint32_t* const*)rows, key_steps(), (uint32_t*)columns + num_keys_ % PANEL);
+        transpose((const uint32_t* const*)rows, key_steps(), (uint32_t*)columns + num_keys_ % PANEL, PANEL);
         for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i], head_offset + plane_stride_, i);
         for (int64_t i = 0; i < LANES; i += DEPTH) pack_values(rows + i, values_.data() + (num_keys_ + i) * PANEL);
         num_keys_ += LANES;

@@ -122,3 +122,7 @@ extern "C" void baton_rotate_and_write(int dtype, void* qkv, const void* query_n
                                    slots[row]);
               }))
 }
+
+RECORDABLE(baton_rms_norm)
+RECORDABLE(baton_gate)
+RECORDABLE(baton_rotate_and_write)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -18,66 +19,101 @@ namespace {
 
 constexpr auto SPIN = std::chrono::microseconds(100);
 constexpr int SPINS_PER_LOOK = 64;
-constexpr uint64_t COUNT_BITS = 24, MAX_COUNT = (uint64_t(1) << COUNT_BITS) - 1;
+constexpr int64_t EXPECTED_BYTES = 384 << 10;  // of a thread, in a second cache of 512 KiB or more
+constexpr int64_t BYTES_PER_SPIN = 512;
 
-// One word tells which job is on, how many units it has, and how many are claimed: a claim can only be of a job whose
-// other fields were written before.
-uint64_t ticket(uint64_t job, uint64_t count, uint64_t claimed) { return job << 2 * COUNT_BITS | count << COUNT_BITS | claimed; }
-uint64_t count_of(uint64_t ticket) { return ticket >> COUNT_BITS & MAX_COUNT; }
-uint64_t claimed_of(uint64_t ticket) { return ticket & MAX_COUNT; }
+// The units of a range that nobody has claimed, in one word: next to end - 1.
+struct alignas(64) Range {
+    std::atomic<uint64_t> unclaimed{0};
+
+    void set(uint64_t next, uint64_t end) { unclaimed.store(next << 32 | end, std::memory_order_release); }
+
+    // Claims a unit; -1 if there is none. A claim sees all that was written before the range was set.
+    int64_t claim() {
+        uint64_t seen = unclaimed.load(std::memory_order_acquire);
+        while (seen >> 32 < (seen & 0xffffffff))
+            if (unclaimed.compare_exchange_weak(seen, seen + (uint64_t(1) << 32), std::memory_order_acq_rel)) return int64_t(seen >> 32);
+        return -1;
+    }
+};
 
 class Pool {
    public:
     void set_num_threads(int num_threads) {
         std::lock_guard<std::mutex> lock(callers_);
         stop();
-        for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this] { serve(); });
+        num_threads_ = std::max(1, num_threads);
+        ranges_ = std::make_unique<Range[]>(num_threads_);
+        for (int thread = 1; thread < num_threads_; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
     }
 
     void run(int64_t count, void (*function)(const void*, int64_t), const void* context) {
         std::lock_guard<std::mutex> lock(callers_);
-        if (threads_.empty() || count == 1) {
+        if (threads_.empty() || count <= 1) {
             for (int64_t unit = 0; unit < count; ++unit) function(context, unit);
             return;
         }
-        for (int64_t first = 0; first < count; first += MAX_COUNT) {
-            first_ = first;
-            publish(std::min<int64_t>(count - first, MAX_COUNT), function, context);
-            take_units();
-            while (ended_.load(std::memory_order_acquire) != count_of(ticket_.load(std::memory_order_relaxed))) PAUSE();
-        }
+        publish(count, function, context);
+        take_units(0);
+        for (Waiting waiting{this, 0}; ended_.load(std::memory_order_acquire) != count;) waiting.spend();
+    }
+
+    void expect(const void* data, int64_t num_bytes) {
+        expected_.store((const char*)data, std::memory_order_relaxed);
+        expected_bytes_.store(num_bytes, std::memory_order_relaxed);
     }
 
     ~Pool() { stop(); }
 
    private:
-    void publish(uint64_t count, void (*function)(const void*, int64_t), const void* context) {
+    // A thread's time without units: it brings its share of what is expected nearer, then pauses.
+    struct Waiting {
+        Pool* pool;
+        int thread;
+        const char* data = nullptr;
+        int64_t at = 0, end = 0;
+
+        void spend() {
+            if (const char* now = pool->expected_.load(std::memory_order_relaxed); now != data) {
+                const int64_t share = pool->expected_bytes_.load(std::memory_order_relaxed) / pool->num_threads_;
+                data = now;
+                at = share * thread;
+                end = at + std::min(share, EXPECTED_BYTES);
+            }
+            if (data && at < end)
+                for (const int64_t stop = at + BYTES_PER_SPIN; at < stop; at += 64) __builtin_prefetch(data + at, 0, 2);
+            else
+                PAUSE();
+        }
+    };
+
+    void publish(int64_t count, void (*function)(const void*, int64_t), const void* context) {
         function_ = function;
         context_ = context;
         ended_.store(0, std::memory_order_relaxed);
-        ticket_.store(ticket(++job_, count, 0), std::memory_order_release);
+        for (int thread = 0; thread < num_threads_; ++thread)
+            ranges_[thread].set(count * thread / num_threads_, count * (thread + 1) / num_threads_);
         wakes_.fetch_add(1, std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst)) wakes_.notify_all();
     }
 
-    bool take_units() {
-        bool took_any = false;
-        uint64_t seen = ticket_.load(std::memory_order_acquire);
-        while (claimed_of(seen) < count_of(seen)) {
-            if (!ticket_.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
-            function_(context_, first_ + int64_t(claimed_of(seen)));
-            ended_.fetch_add(1, std::memory_order_release);
-            took_any = true;
-            seen = ticket_.load(std::memory_order_acquire);
+    bool take_units(int thread) {
+        int64_t num_taken = 0;
+        for (int i = 0; i < num_threads_; ++i) {
+            Range& range = ranges_[(thread + i) % num_threads_];
+            for (int64_t unit; (unit = range.claim()) >= 0; ++num_taken) {
+                function_(context_, unit);
+                ended_.fetch_add(1, std::memory_order_release);
+            }
         }
-        return took_any;
+        return num_taken > 0;
     }
 
-    void serve() {
-        for (;;) {
+    void serve(int thread) {
+        for (Waiting waiting{this, thread};;) {
             const uint32_t wakes = wakes_.load(std::memory_order_seq_cst);
             if (is_stopping_.load()) return;  // asked after the wakes were read: a stop in between is a wake
-            if (take_units() || spin(wakes)) continue;
+            if (take_units(thread) || spin(wakes, waiting)) continue;
             sleepers_.fetch_add(1, std::memory_order_seq_cst);
             wakes_.wait(wakes);
             sleepers_.fetch_sub(1, std::memory_order_seq_cst);
@@ -85,12 +121,12 @@ class Pool {
     }
 
     // True as soon as there is another job.
-    bool spin(uint32_t wakes) {
+    bool spin(uint32_t wakes, Waiting& waiting) {
         const auto end = std::chrono::steady_clock::now() + SPIN;
         do {
             for (int i = 0; i < SPINS_PER_LOOK; ++i) {
                 if (wakes_.load(std::memory_order_relaxed) != wakes) return true;
-                PAUSE();
+                waiting.spend();
             }
         } while (std::chrono::steady_clock::now() < end);
         return false;
@@ -107,11 +143,13 @@ class Pool {
 
     std::mutex callers_;
     std::vector<std::thread> threads_;
+    int num_threads_ = 1;
+    std::unique_ptr<Range[]> ranges_;
     std::atomic<bool> is_stopping_{false};
-    std::atomic<uint64_t> ticket_{0}, ended_{0};
+    std::atomic<int64_t> ended_{0};
     std::atomic<uint32_t> wakes_{0}, sleepers_{0};
-    uint64_t job_ = 0;
-    int64_t first_ = 0;
+    std::atomic<const char*> expected_{nullptr};
+    std::atomic<int64_t> expected_bytes_{0};
     void (*function_)(const void*, int64_t) = nullptr;
     const void* context_ = nullptr;
 };
@@ -125,5 +163,7 @@ Pool& pool() {
 }  // namespace
 
 void for_each_unit(int64_t count, void (*run)(const void*, int64_t), const void* context) { pool().run(count, run, context); }
+
+void expect(const void* data, int64_t num_bytes) { pool().expect(data, num_bytes); }
 
 extern "C" void baton_set_num_threads(int num_threads) { pool().set_num_threads(num_threads); }
