@@ -15,11 +15,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix [columns, depth] in the layout of one backend; no other can read `data`."""
+    """A matrix [columns, depth] in the layout of one backend; no other can read `data`.
+
+    dtype: of the rows that it multiplies. scales: of weights with fewer bits.
+    """
 
     data: Tensor
     columns: int
     depth: int
+    dtype: torch.dtype
+    scales: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -151,22 +156,25 @@ class Recorder(Backend, Protocol):
 def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
     """Selects Triton on a CUDA device, and on a CPU the kernels of that name: auto, avx512, avx2, portable or torch.
 
-    `auto` takes the best that the machine has; without a compiler it takes torch, with a warning. The first use on a
-    machine compiles them, which takes seconds. Raises NoKernels for named ones that cannot be had, ImportError on a
-    CUDA device without Triton.
+    `auto` takes the best that the machine has; without a compiler it takes torch, with a warning. All but torch serve
+    with int8 weights, too, as auto-int8 and so on. The first use on a machine compiles them, which takes seconds.
+    Raises NoKernels for named ones that cannot be had, ImportError on a CUDA device without Triton.
     """
+    isa, _, weights = kernels.partition("-")
+    if weights and (device.type == "cuda" or isa == "torch"):
+        raise NoKernels(f"{weights} weights need the C++ kernels of a CPU")
     if device.type == "cuda":
         # Imported here so that a machine without Triton serves on its CPU.
         from kernels.triton_backend import TritonBackend
 
         return TritonBackend()
-    from kernels.cpu.backend import CpuBackend
+    from kernels.cpu.backend import CpuBackend, Int8Backend
     from kernels.torch_backend import TorchBackend
 
     if kernels == "torch":
         return TorchBackend()
     try:
-        return CpuBackend(best_isa() if kernels == "auto" else kernels)
+        return (Int8Backend if weights else CpuBackend)(best_isa() if isa == "auto" else isa)
     except NoKernels as error:
         if kernels != "auto":
             raise

@@ -21,7 +21,8 @@ class TorchBackend:
         return None
 
     def pack(self, weight: Tensor) -> Weight:
-        return Weight(weight, *weight.shape)
+        columns, depth = weight.shape
+        return Weight(weight, columns, depth, weight.dtype)
 
     def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
         return _given(F.embedding(token_ids, table.data), out)

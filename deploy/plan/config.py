@@ -19,6 +19,7 @@ from worker.config import MIN_SILENCE_S, BatchSettings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_KERNELS = ("auto", "avx512", "avx2", "portable", "torch")
+WEIGHTS = ("auto", "int8")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_WORKERS = 64
 MIB = 1 << 20
@@ -37,6 +38,7 @@ class ModelSettings:
 
     path: str | None = None
     dtype: str = "auto"
+    weights: str = "auto"
     block_size: int = 16
 
 
@@ -133,7 +135,12 @@ class ClusterConfig:
             value = attrgetter(name)(self)
             is_text = value is None or _TEXT.fullmatch(value)
             _require(is_text, name, "text without control characters, and not empty: leave it out for the default", "")
-        choices_of = {"model.dtype": DTYPES, "model.block_size": BLOCK_SIZES, "worker.cpu_kernels": CPU_KERNELS}
+        choices_of = {
+            "model.dtype": DTYPES,
+            "model.weights": WEIGHTS,
+            "model.block_size": BLOCK_SIZES,
+            "worker.cpu_kernels": CPU_KERNELS,
+        }
         for name, choices in choices_of.items():
             value = attrgetter(name)(self)
             _require(value in choices, name, f"one of {', '.join(map(str, choices))}", value)

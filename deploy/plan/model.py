@@ -46,9 +46,10 @@ def inspect_model(settings: ModelSettings, device: str, cpu_kernels: str = "auto
     check_weights(checkpoint)
     checkpoint.load_tokenizer()
     try:
-        backend = select_backend(torch.device(device), cpu_kernels)
+        kernels = cpu_kernels if settings.weights == "auto" else f"{cpu_kernels}-{settings.weights}"
+        backend = select_backend(torch.device(device), kernels)
     except NoKernels as error:
-        raise ConfigError(f"worker.cpu_kernels: {error}") from error
+        raise ConfigError(f"worker.cpu_kernels or model.weights: {error}") from error
     asked = None if settings.dtype == "auto" else settings.dtype
     dtype = str(compute_dtype(asked, checkpoint.config, backend)).removeprefix("torch.")
     served = ServedModel(

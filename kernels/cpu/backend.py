@@ -22,11 +22,13 @@ class ROWS(ctypes.c_int64):
 Argument = Tensor | int | float | None
 
 DTYPE_TO_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+PANEL, GROUP = 32, 64
+"""As in products.h and linear.cpp."""
 POINTER, SIZE, CODE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 KERNELS: dict[str, list[type]] = {
-    "unpack_rows": [CODE, POINTER, POINTER, ROWS, SIZE, POINTER],
-    "linear": [CODE, *[POINTER] * 5, ROWS, SIZE, SIZE],
-    "linear_to_float": [CODE, *[POINTER] * 3, ROWS, SIZE, SIZE],
+    "unpack_rows": [CODE, POINTER, POINTER, POINTER, ROWS, SIZE, POINTER],
+    "linear": [CODE, *[POINTER] * 6, ROWS, SIZE, SIZE],
+    "linear_to_float": [CODE, *[POINTER] * 4, ROWS, SIZE, SIZE],
     "rms_norm": [CODE, POINTER, POINTER, REAL, ROWS, SIZE, POINTER],
     "gate": [CODE, POINTER, ROWS, SIZE, POINTER],
     "rotate_and_write": [
@@ -44,6 +46,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "baton_set_num_threads": (None, [CODE]),
     "baton_packed_size": (SIZE, [CODE, SIZE, SIZE]),
     "baton_pack": (None, [CODE, POINTER, SIZE, SIZE, POINTER]),
+    "baton_pack_int8": (None, [CODE, POINTER, SIZE, SIZE, POINTER, POINTER]),
     "baton_replay": (None, [POINTER, SIZE]),
 }
 
@@ -79,12 +82,13 @@ class CpuBackend:
         code, (columns, depth) = DTYPE_TO_CODE[weight.dtype], weight.shape
         packed = weight.new_empty(self._library.baton_packed_size(code, columns, depth))
         self._library.baton_pack(code, weight.data_ptr(), columns, depth, packed.data_ptr())
-        return Weight(packed, columns, depth)
+        return Weight(packed, columns, depth, weight.dtype)
 
     def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
-        out = table.data.new_empty(len(token_ids), table.depth) if out is None else out
+        out = torch.empty(len(token_ids), table.depth, dtype=table.dtype) if out is None else out
         self._call(
-            "unpack_rows", DTYPE_TO_CODE[out.dtype], table.data, token_ids, len(token_ids), table.depth, out,
+            "unpack_rows", DTYPE_TO_CODE[out.dtype], table.data, table.scales, token_ids,
+            len(token_ids), table.depth, out,
         )  # fmt: skip
         return out
 
@@ -103,7 +107,7 @@ class CpuBackend:
     ) -> Tensor:
         out = states.new_empty(len(states), weight.columns) if out is None else out
         self._call(
-            "linear", DTYPE_TO_CODE[states.dtype], states, weight.data, bias, residual, out,
+            "linear", DTYPE_TO_CODE[states.dtype], states, weight.data, weight.scales, bias, residual, out,
             len(states), weight.columns, weight.depth,
         )  # fmt: skip
         return out
@@ -111,7 +115,7 @@ class CpuBackend:
     def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
         out = states.new_empty(len(states), weight.columns, dtype=torch.float32) if out is None else out
         self._call(
-            "linear_to_float", DTYPE_TO_CODE[states.dtype], states, weight.data, out,
+            "linear_to_float", DTYPE_TO_CODE[states.dtype], states, weight.data, weight.scales, out,
             len(states), weight.columns, weight.depth,
         )  # fmt: skip
         return out
@@ -154,6 +158,26 @@ class CpuBackend:
 
     def _call(self, kernel: str, *arguments: Argument) -> None:
         self._kernels[kernel](*[one.data_ptr() if isinstance(one, Tensor) else one for one in arguments])
+
+
+class Int8Backend(CpuBackend):
+    """The same kernels with weights of eight bits: half the bytes to read, and rounded weights.
+
+    Each 64 weights of a column share a scale, so that the largest is 127; products are taken in the compute dtype.
+    """
+
+    def __init__(self, isa: str) -> None:
+        super().__init__(isa)
+        self.name, self.version = f"{self.name}-int8", f"{self.version}-int8"
+
+    def pack(self, weight: Tensor) -> Weight:
+        weight = weight.contiguous()
+        code, (columns, depth) = DTYPE_TO_CODE[weight.dtype], weight.shape
+        packed = weight.new_empty(self._library.baton_packed_size(code, columns, depth), dtype=torch.int8)
+        num_scales = -(-columns // PANEL) * PANEL * -(-depth // GROUP)
+        scales = torch.empty(num_scales)
+        self._library.baton_pack_int8(code, weight.data_ptr(), columns, depth, packed.data_ptr(), scales.data_ptr())
+        return Weight(packed, columns, depth, weight.dtype, scales)
 
 
 class Recorder(CpuBackend):

@@ -37,6 +37,8 @@ inline uint32_t float_to_bits(float value) {
 
 inline float to_float(float value) { return value; }
 
+inline float to_float(int8_t value) { return value; }
+
 inline float to_float(bf16 value) { return bits_to_float(uint32_t(value.bits) << 16); }
 
 #if defined(__F16C__)
@@ -88,6 +90,7 @@ inline Floats load(const bf16* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 inline Floats load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+inline Floats load(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
 inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
 inline void store(bf16* p, Floats a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
 inline void store(f16* p, Floats a) {
@@ -116,6 +119,10 @@ inline Floats load(const bf16* p) {
 }
 inline Floats load(const f16* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+inline Floats load(const int8_t* p) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
 }
 inline void store(float* p, Floats a) {
     _mm256_storeu_ps(p, a.lo);

@@ -1,4 +1,4 @@
-// Linear layers: rows times packed weights.
+// Linear layers: rows times packed weights, which have the dtype of the rows or eight bits.
 
 #include <type_traits>
 #include <vector>
@@ -32,12 +32,49 @@ void pack(const T* weight, int64_t columns, int64_t depth, T* packed) {
     });
 }
 
+constexpr int GROUP = 64;  // weights of a column that share a scale
+
+constexpr int64_t num_groups(int64_t depth) { return (depth + GROUP - 1) / GROUP; }
+
+// weight [columns, depth] -> panels of bytes, and scales [panel][group][column], so that weight = byte * scale.
 template <class T>
-void unpack_rows(const T* packed, const int64_t* ids, int64_t num_ids, int64_t depth, T* out) {
+void pack_int8(const T* weight, int64_t columns, int64_t depth, int8_t* packed, float* scales) {
+    constexpr int D = Product<T>::DEPTH;
+    const int64_t steps = num_steps<T>(depth), groups = num_groups(depth);
+    parallel(num_panels(columns), [&](int64_t panel) {
+        for (int64_t group = 0; group < groups; ++group)
+            for (int column = 0; column < PANEL; ++column) {
+                const int64_t row = panel * PANEL + column, end = std::min(depth, (group + 1) * GROUP);
+                float largest = 0;
+                for (int64_t k = group * GROUP; k < end && row < columns; ++k)
+                    largest = std::max(largest, std::abs(to_float(weight[row * depth + k])));
+                scales[(panel * groups + group) * PANEL + column] = largest / 127;
+                for (int64_t k = group * GROUP; k < std::min(steps * D, (group + 1) * GROUP); ++k) {
+                    const float value = row < columns && k < depth ? to_float(weight[row * depth + k]) : 0;
+                    packed[((panel * steps + k / D) * D + k % D) * PANEL + column] =
+                        int8_t(largest > 0 ? std::nearbyint(value / largest * 127) : 0);
+                }
+            }
+    });
+}
+
+template <class T>
+void unpack_rows(const T* packed, const float*, const int64_t* ids, int64_t num_ids, int64_t depth, T* out) {
     constexpr int D = Product<T>::DEPTH;
     for (int64_t i = 0; i < num_ids; ++i) {
         const T* panel = packed + ids[i] / PANEL * num_steps<T>(depth) * PANEL * D;
         for (int64_t k = 0; k < depth; ++k) out[i * depth + k] = panel[(k / D * PANEL + ids[i] % PANEL) * D + k % D];
+    }
+}
+
+template <class T>
+void unpack_rows(const int8_t* packed, const float* scales, const int64_t* ids, int64_t num_ids, int64_t depth, T* out) {
+    constexpr int D = Product<T>::DEPTH;
+    for (int64_t i = 0; i < num_ids; ++i) {
+        const int64_t panel = ids[i] / PANEL, column = ids[i] % PANEL;
+        const int8_t* bytes = packed + panel * num_steps<T>(depth) * PANEL * D;
+        for (int64_t k = 0; k < depth; ++k)
+            from_float(to_float(bytes[k * PANEL + column]) * scales[(panel * num_groups(depth) + k / GROUP) * PANEL + column], out + i * depth + k);
     }
 }
 
@@ -90,26 +127,54 @@ class Rows {
 };
 
 // out [rows, columns] = input [rows, depth] . weight^T, + bias [columns], + residual [rows, columns], each sum rounded to
-// T, as it would be on its own. `Out` is T, or float for logits, which keep the bits that they have.
-template <class T, class Out>
+// T, as it would be on its own. `Out` is T, or float for logits, which keep the bits that they have. `W` is T, or int8_t with scales.
+template <class T, class W, class Out>
 struct Linear {
+    static constexpr int D = Product<T>::DEPTH;
     Rows<T> rows;
-    const T* packed;
+    const W* packed;
+    const float* scales;
     const T* bias;
     const T* residual;
     Out* out;
-    int64_t num_rows, columns, steps;
+    int64_t num_rows, columns, depth, steps;
 
     // Columns from first_panel on, for all rows.
     template <int ROWS, int PANELS>
     void tile(int64_t row, int64_t first_panel) const {
         Floats sums[ROWS][2 * PANELS];
-        for (auto& of_row : sums)
-            for (Floats& sum : of_row) sum = splat(0);
-        const int64_t panel_stride = steps * PANEL * Product<T>::DEPTH;
-        multiply<T, ROWS, PANELS>(rows.tile(row), rows.row_stride(), rows.step_stride(ROWS), packed + first_panel * panel_stride, panel_stride, steps, sums);
+        clear(sums);
+        if constexpr (std::is_same_v<W, T>)
+            add<ROWS, PANELS>(row, first_panel, 0, steps, sums);
+        else
+            for (int64_t group = 0; group < num_groups(depth); ++group) add_group<ROWS, PANELS>(row, first_panel, group, sums);
         for (int r = 0; r < ROWS; ++r)
             for (int v = 0; v < 2 * PANELS; ++v) finish(sums[r][v], row + r, first_panel * PANEL + v * LANES);
+    }
+
+    template <int ROWS, int PANELS>
+    void add(int64_t row, int64_t first_panel, int64_t first_step, int64_t count, Floats (&sums)[ROWS][2 * PANELS]) const {
+        const int64_t step_stride = rows.step_stride(ROWS), panel_stride = steps * PANEL * D;
+        multiply<T, ROWS, PANELS>(rows.tile(row) + first_step * step_stride, rows.row_stride(), step_stride,
+                                  packed + first_panel * panel_stride + first_step * PANEL * D, panel_stride, count, sums);
+    }
+
+    template <int ROWS, int PANELS>
+    void add_group(int64_t row, int64_t first_panel, int64_t group, Floats (&sums)[ROWS][2 * PANELS]) const {
+        constexpr int64_t STEPS = GROUP / D;
+        Floats of_group[ROWS][2 * PANELS];
+        clear(of_group);
+        add<ROWS, PANELS>(row, first_panel, group * STEPS, std::min(STEPS, steps - group * STEPS), of_group);
+        for (int v = 0; v < 2 * PANELS; ++v) {
+            const Floats scale = load(scales + ((first_panel + v / 2) * num_groups(depth) + group) * PANEL + v % 2 * LANES);
+            for (int r = 0; r < ROWS; ++r) sums[r][v] = fma(of_group[r][v], scale, sums[r][v]);
+        }
+    }
+
+    template <int ROWS, int VECTORS>
+    static void clear(Floats (&sums)[ROWS][VECTORS]) {
+        for (auto& of_row : sums)
+            for (Floats& sum : of_row) sum = splat(0);
     }
 
     void finish(Floats value, int64_t row, int64_t column) const {
@@ -138,11 +203,14 @@ struct Linear {
 };
 
 template <class T, class Out>
-void linear(const void* input, const void* packed, const void* bias, const void* residual, void* out, int64_t num_rows,
-            int64_t columns, int64_t depth) {
-    Linear<T, Out>{Rows<T>((const T*)input, num_rows, depth), (const T*)packed, (const T*)bias, (const T*)residual, (Out*)out,
-                   num_rows, columns, num_steps<T>(depth)}
-        .run();
+void linear(const void* input, const void* packed, const float* scales, const void* bias, const void* residual, void* out,
+            int64_t num_rows, int64_t columns, int64_t depth) {
+    const auto run = [&]<class W>(const W* weights) {
+        Linear<T, W, Out>{Rows<T>((const T*)input, num_rows, depth), weights, scales, (const T*)bias, (const T*)residual, (Out*)out,
+                          num_rows, columns, depth, num_steps<T>(depth)}
+            .run();
+    };
+    scales ? run((const int8_t*)packed) : run((const T*)packed);
 }
 
 }  // namespace
@@ -158,20 +226,27 @@ extern "C" void baton_pack(int dtype, const void* weight, int64_t columns, int64
     FOR_DTYPE(dtype, pack((const T*)weight, columns, depth, (T*)packed))
 }
 
-// out [num_ids, depth] = the rows `ids` of a packed weight.
-extern "C" void baton_unpack_rows(int dtype, const void* packed, const int64_t* ids, int64_t num_ids, int64_t depth, void* out) {
-    FOR_DTYPE(dtype, unpack_rows((const T*)packed, ids, num_ids, depth, (T*)out))
+// To int8: as many bytes, and a float32 scale for each column of a panel and each 64 of the depth.
+extern "C" void baton_pack_int8(int dtype, const void* weight, int64_t columns, int64_t depth, int8_t* packed, float* scales) {
+    FOR_DTYPE(dtype, pack_int8((const T*)weight, columns, depth, packed, scales))
 }
 
-extern "C" void baton_linear(int dtype, const void* input, const void* packed, const void* bias, const void* residual, void* out,
-                             int64_t num_rows, int64_t columns, int64_t depth) {
-    FOR_DTYPE(dtype, linear<T, T>(input, packed, bias, residual, out, num_rows, columns, depth))
+// out [num_ids, depth] = the rows `ids` of a packed weight; scales: of int8, or null.
+extern "C" void baton_unpack_rows(int dtype, const void* packed, const float* scales, const int64_t* ids, int64_t num_ids, int64_t depth,
+                                  void* out) {
+    FOR_DTYPE(dtype, scales ? unpack_rows((const int8_t*)packed, scales, ids, num_ids, depth, (T*)out)
+                            : unpack_rows((const T*)packed, scales, ids, num_ids, depth, (T*)out))
+}
+
+extern "C" void baton_linear(int dtype, const void* input, const void* packed, const float* scales, const void* bias,
+                             const void* residual, void* out, int64_t num_rows, int64_t columns, int64_t depth) {
+    FOR_DTYPE(dtype, linear<T, T>(input, packed, scales, bias, residual, out, num_rows, columns, depth))
 }
 
 // The same with float32 out, for the head.
-extern "C" void baton_linear_to_float(int dtype, const void* input, const void* packed, float* out, int64_t num_rows,
-                                      int64_t columns, int64_t depth) {
-    FOR_DTYPE(dtype, linear<T, float>(input, packed, nullptr, nullptr, out, num_rows, columns, depth))
+extern "C" void baton_linear_to_float(int dtype, const void* input, const void* packed, const float* scales, float* out,
+                                      int64_t num_rows, int64_t columns, int64_t depth) {
+    FOR_DTYPE(dtype, linear<T, float>(input, packed, scales, nullptr, nullptr, out, num_rows, columns, depth))
 }
 
 RECORDABLE(baton_unpack_rows)

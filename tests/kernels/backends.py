@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from kernels import paged_decode, reference
-from kernels.backend import Backend, Tables
+from kernels.backend import Backend, Tables, select_backend
 from kernels.cpu import library
-from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import ISA_TO_FEATURES, best_isa
-from kernels.torch_backend import TorchBackend
 
 WriteKv = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 PagedDecodeAttention = Callable[[Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
@@ -26,7 +24,7 @@ NAMES = ["torch", *ISAS]
 
 @cache
 def make_backend(name: str) -> Backend:
-    return TorchBackend() if name == "torch" else CpuBackend(name)
+    return select_backend(torch.device("cpu"), name)
 
 
 def cpu_decode(

@@ -26,6 +26,11 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return make_backend(str(request.param))
 
 
+@pytest.fixture(params=[*NAMES, *(f"{isa}-int8" for isa in ISAS)])
+def any_backend(request: pytest.FixtureRequest) -> Backend:
+    return make_backend(str(request.param))
+
+
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     tolerance = DTYPE_TO_TOLERANCE[dtype]
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
@@ -50,6 +55,22 @@ def test_an_embedding_is_the_row_that_was_packed(backend: Backend, dtype: torch.
     table = torch.randn(77, 31).to(dtype)
     ids = torch.tensor([76, 0, 33, 33, 31])
     assert torch.equal(backend.embed(ids, backend.pack(table)), table[ids])
+
+
+@each_dtype
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("columns", "depth"), [(1, 2), (33, 63), (70, 64), (100, 577)])
+def test_int8_weights_are_the_nearest_of_255(isa: str, dtype: torch.dtype, columns: int, depth: int) -> None:
+    backend = make_backend(f"{isa}-int8")
+    states, weight = torch.randn(13, depth).to(dtype), (torch.randn(columns, depth) / depth**0.5).to(dtype)
+    weight[0] = 0
+    rounded = backend.embed(torch.arange(columns), backend.pack(weight.float()))
+    groups = weight.float().split(64, dim=1)
+    step = torch.cat([group.abs().amax(1, keepdim=True).expand_as(group) / 127 for group in groups], dim=1)
+    assert ((rounded - weight).abs() <= step * 0.5001).all()
+    packed = backend.pack(weight)
+    close(backend.linear(states, packed, None), states.double() @ rounded.double().T, dtype)
+    close(backend.embed(torch.arange(columns), packed), rounded.to(dtype), dtype)
 
 
 @each_dtype
@@ -87,7 +108,8 @@ def test_rotation_and_write(backend: Backend, dtype: torch.dtype, has_norms: boo
 
 
 @each_dtype
-def test_a_row_has_the_same_bits_in_any_batch(backend: Backend, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(any_backend: Backend, dtype: torch.dtype) -> None:
+    backend = any_backend
     states, weight = torch.randn(100, 144).to(dtype), torch.randn(200, 144).to(dtype)
     packed, bias, norm = backend.pack(weight), torch.randn(200).to(dtype), torch.randn(144).to(dtype)
     operations: list[Callable[[Tensor], Tensor]] = [
