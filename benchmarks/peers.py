@@ -363,7 +363,7 @@ def _last_line(text: str) -> str:
 def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Starts all engines, measures, and ends them. Raises EngineFailed for Baton."""
     machine = MachineState.measure()
-    folder = options.model or make_model(_cache() / "random-135m")
+    folder = options.model or make_model(default_folder())
     launcher = Launcher(folder.resolve(), options.venvs.resolve(), options.threads, scratch)
     checked = check_tokens(launcher)
     engines: dict[str, EngineProcess] = {}
@@ -433,6 +433,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _sizes(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
+
+
+def default_folder() -> Path:
+    """Names the folder of the model that is made where none is given."""
+    return _cache() / "random-135m"
 
 
 def _cache() -> Path:
