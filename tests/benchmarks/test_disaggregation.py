@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.baton_service import cpu_s, pin
-from benchmarks.disaggregation import Mode, compare, parse, schedules, tabulate
+from benchmarks.disaggregation import Mode, best_chunk_len, compare, parse, schedules, tabulate
 from benchmarks.latency import LatencyLimits, Record
 
 LIMITS = LatencyLimits(ttft_s=0.5, tpot_s=1.0)
@@ -36,6 +36,14 @@ def test_ratios_of_all_rounds_and_their_spread() -> None:
     assert ratios["goodput, disaggregated / co-located"] == "0.67 (0.50 .. 1.00)"
     assert ratios["ITL p99 of running decodes, disaggregated / co-located"].endswith("(0.17 .. 4.00)")
     assert ratios["TTFT p50, disaggregated / co-located"] == "1.00 (1.00 .. 3.33)"
+
+
+@pytest.mark.parametrize(
+    ("goodputs", "expected"),
+    [({64: 1.3948, 256: 1.3946, 512: 1.3956}, 64), ({64: 1.0, 256: 1.5, 512: 1.2}, 256), ({256: 0.0, 512: 0.0}, 256)],
+)
+def test_chunks_are_as_small_as_the_best_goodput_lets_them(goodputs: dict[int, float], expected: int) -> None:
+    assert best_chunk_len(goodputs) == expected
 
 
 def test_no_goodput_has_no_ratio() -> None:
