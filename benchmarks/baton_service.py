@@ -1,5 +1,6 @@
 """A service of ours, started and stopped by the command line as a user would."""
 
+import itertools
 import json
 import os
 import signal
@@ -7,10 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 from deploy.local import redis_server
 from deploy.local.state import ClusterState, StateFile
@@ -52,6 +56,26 @@ class BatonService:
         """Reads `baton status --json`."""
         status: dict[str, Any] = json.loads(self._baton("status", "--json"))
         return status
+
+    def pin_workers(self) -> None:
+        """Binds each worker, with its threads of now and later, to a core of its own; more workers begin again."""
+        cpus = itertools.cycle(sorted(os.sched_getaffinity(0)))
+        for pid, cpu in zip(self.worker_pids(), cpus, strict=False):
+            pin(pid, cpu)
+
+    def worker_pids(self) -> list[int]:
+        """Lists the processes of all workers, prefill first."""
+        pools = self.status()["pools"]
+        return [worker["pid"] for role in self._pools for worker in pools[role]]
+
+    def cpu_s(self) -> dict[str, float]:
+        """Sums seconds of CPU so far: of the workers, of the router, and of all other processes of the cluster."""
+        state = self.state()
+        assert state.head is not None, "it has joined another's Ray"
+        workers, router = self.worker_pids(), self.actor_pid("router")
+        others = {*state.head.session(), *([state.redis.pid] if state.redis else [])}.difference(workers, {router})
+        groups = {"workers": workers, "router": [router], "others": others}
+        return {name: sum(map(cpu_s, pids)) for name, pids in groups.items()}
 
     def wait_for_rest(self, timeout_s: float) -> dict[str, Any]:
         """Returns `baton status --check --json` once all workers are there and nothing is in use, or at the timeout."""
@@ -99,6 +123,20 @@ class BatonService:
 
     def _command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "deploy.cli", *arguments, "--name", self.name]
+
+
+def pin(pid: int, cpu: int) -> None:
+    """Binds all threads of a process to a core; threads that they start inherit it."""
+    for thread in psutil.Process(pid).threads():
+        os.sched_setaffinity(thread.id, {cpu})
+
+
+def cpu_s(pid: int) -> float:
+    """Reads the CPU seconds of a process; none once it is gone."""
+    with suppress(psutil.NoSuchProcess):
+        times = psutil.Process(pid).cpu_times()
+        return times.user + times.system
+    return 0.0
 
 
 def num_in_use(status: dict[str, Any]) -> int:

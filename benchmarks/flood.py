@@ -41,7 +41,7 @@ _LEAD_S = 2.0
 def main() -> None:
     options = _parse(sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
-        model = _make_model(options, Path(folder) / "random")
+        model = make_model(Path(folder) / "random", options.hidden_size, options.layers)
         config = Path(folder) / "baton.toml"
         config.write_text(
             f"[router]\nmax_open_requests = {options.max_open}\nmax_queued_requests = {options.max_queued}\n"
@@ -56,13 +56,14 @@ def main() -> None:
     write_result(options.out, figures, {})
 
 
-def _make_model(options: argparse.Namespace, folder: Path) -> Path:
+def make_model(folder: Path, hidden_size: int, num_layers: int) -> Path:
+    """Makes a checkpoint with random weights and a vocabulary of bytes. hidden_size: a multiple of 64."""
     shape = {
-        "hidden_size": options.hidden_size,
-        "intermediate_size": 4 * options.hidden_size,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": options.hidden_size // _HEAD_DIM,
-        "num_key_value_heads": options.hidden_size // _HEAD_DIM // 2,
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": hidden_size // _HEAD_DIM,
+        "num_key_value_heads": hidden_size // _HEAD_DIM // 2,
     }
     return make_checkpoint("llama-gqa", folder, max_position_embeddings=2048, **shape)
 

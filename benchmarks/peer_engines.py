@@ -42,22 +42,27 @@ class Baton:
     def __init__(self, folder: Path, num_threads: int, dtype: str) -> None:
         import torch
 
-        from engine.core import EngineCore
         from engine.model.decoder import Decoder
-        from engine.schedule.continuous_batcher import ContinuousBatcher
         from kernels.backend import select_backend
-        from kv_store.device_pool import DevicePool
-        from kv_store.transfers import NoStore
 
         # The kernels take their number of threads from torch when they are selected.
         torch.set_num_threads(num_threads)
         backend = select_backend(torch.device("cpu"))
-        decoder = Decoder.load(folder, dtype, torch.device("cpu"), 16, backend)
-        pool = DevicePool(decoder.layout, _KV_TOKENS // 16, decoder.device)
-        self._core = EngineCore(decoder, pool, ContinuousBatcher(), NoStore())
+        self._decoder = Decoder.load(folder, dtype, torch.device("cpu"), 16, backend)
+        self.renew()
         self._num_asked = 0
         self.version = version("baton-serve")
-        self.settings = f"{dtype}, KV {decoder.layout.dtype}, {backend.version}, no prompt twice, prefix cache on"
+        self.settings = f"{dtype}, KV {self._decoder.layout.dtype}, {backend.version}, no prompt twice, prefix cache on"
+
+    def renew(self) -> None:
+        """Starts over with an empty pool, on the same weights."""
+        from engine.core import EngineCore
+        from engine.schedule.continuous_batcher import ContinuousBatcher
+        from kv_store.device_pool import DevicePool
+        from kv_store.transfers import NoStore
+
+        pool = DevicePool(self._decoder.layout, _KV_TOKENS // 16, self._decoder.device)
+        self._core = EngineCore(self._decoder, pool, ContinuousBatcher(), NoStore())
 
     def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
         from engine.events import Emitted, Failed

@@ -123,9 +123,7 @@ class Launcher:
     def start(self, name: str, dtype: str) -> Iterator[EngineProcess]:
         """Installs an engine if need be, and runs it. Raises EngineFailed."""
         python = INSTALLERS[name](self._venvs / name) if name in INSTALLERS else Path(sys.executable)
-        env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_PRELOAD")}
-        env |= {"OMP_NUM_THREADS": str(self._num_threads), "TOKENIZERS_PARALLELISM": "false"}
-        env |= {"TMPDIR": str(self._scratch), "HF_HUB_OFFLINE": "1"}
+        env = peer_env(self._num_threads, self._scratch)
         env |= {"PYTHONPATH": str(ROOT)} if name == "baton" else {}
         env |= vllm_env(python, self._num_threads) if name == "vllm" else {}
         script = str(ROOT / "benchmarks" / "peer_engines.py")
@@ -136,6 +134,13 @@ class Launcher:
             yield engine
         finally:
             engine.end()
+
+
+def peer_env(num_threads: int, scratch: Path) -> dict[str, str]:
+    """Copies this process's variables for an engine of another environment; its temporary files go to `scratch`."""
+    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_PRELOAD")}
+    env |= {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
+    return env | {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
 
 
 def vllm_env(python: Path, num_threads: int) -> dict[str, str]:
@@ -363,7 +368,7 @@ def _last_line(text: str) -> str:
 def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Starts all engines, measures, and ends them. Raises EngineFailed for Baton."""
     machine = MachineState.measure()
-    folder = options.model or make_model(_cache() / "random-135m")
+    folder = options.model or make_model(default_folder())
     launcher = Launcher(folder.resolve(), options.venvs.resolve(), options.threads, scratch)
     checked = check_tokens(launcher)
     engines: dict[str, EngineProcess] = {}
@@ -425,7 +430,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--model", type=Path, help="a checkpoint folder; SmolLM-135M's shape with random weights")
-    parser.add_argument("--venvs", type=Path, default=_cache(), help="where the peers' environments are, or are made")
+    parser.add_argument(
+        "--venvs", type=Path, default=default_cache(), help="where the peers' environments are, or are made"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
     parser.add_argument("--out", default="peers", help="name of the result in benchmarks/results")
     return parser.parse_args(arguments)
@@ -435,7 +442,12 @@ def _sizes(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
 
 
-def _cache() -> Path:
+def default_folder() -> Path:
+    """Names the folder of the model that is made where none is given."""
+    return default_cache() / "random-135m"
+
+
+def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "peers"
 
 

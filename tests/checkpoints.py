@@ -107,10 +107,11 @@ def shard(folder: Path, sharded: Path, max_shard_size: str = "100KB") -> Path:
     return sharded
 
 
-def byte_level_tokenizer() -> tokenizers.Tokenizer:
-    """A token for each byte, and no others."""
+def byte_level_tokenizer(vocab_size: int = VOCAB_SIZE) -> tokenizers.Tokenizer:
+    """A token for each byte; the others, which have a text too, are in no prompt."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    words = [*alphabet, *(f"w{index}" for index in range(len(alphabet), vocab_size))]
+    tokenizer = tokenizers.Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -5,7 +5,7 @@ from dataclasses import astuple
 
 import pytest
 
-from benchmarks.latency import LatencyLimits, Percentiles, Record, percentiles_ms, summarize
+from benchmarks.latency import LatencyLimits, Percentiles, QuietLimits, Record, percentiles_ms, summarize
 
 LIMITS = LatencyLimits(ttft_s=0.5, tpot_s=0.1)
 
@@ -52,6 +52,17 @@ def test_summary_of_two_rounds() -> None:
     assert summary.ttft_ms.p50 == pytest.approx(100)
     assert summary.cached_prompt_share == pytest.approx(0.25)
     assert summary.client_lateness_ms.p99 == pytest.approx(2)
+
+
+def test_quiet_limits_follow_the_length_of_the_prompt() -> None:
+    limits = QuietLimits((50, 150), ttft_s=(0.1, 0.3), tpot_s=(0.01, 0.02))
+    assert astuple(limits.at(10)) == pytest.approx((0.4, 0.03))
+    assert astuple(limits.at(150)) == pytest.approx((1.2, 0.06))
+    assert limits.describe(150) == "150: TTFT 1200 TPOT 60.0"
+    # A prompt of 100 tokens: 0.8 s and 45 ms.
+    assert limits.holds_for(record((0.8, 1), (0.844, 1)))
+    assert not limits.holds_for(record((0.81, 1), (0.82, 1)))
+    assert not limits.holds_for(record((0.1, 1), (0.146, 1)))
 
 
 def test_answers_of_one_message_have_no_time_per_token() -> None:

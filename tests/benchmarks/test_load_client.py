@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -10,7 +11,7 @@ import grpc.aio
 import pytest
 
 from benchmarks.latency import LatencyLimits
-from benchmarks.load_client import LoadClient
+from benchmarks.load_client import CompletionsClient, LoadClient
 from benchmarks.machine import MachineState
 from benchmarks.schedule import Arrival
 from benchmarks.serve_report import ServeReport
@@ -80,6 +81,60 @@ async def test_sends_on_time_and_notes_what_comes(service: tuple[Service, str]) 
         assert (record.prompt_len, record.cached_len, record.error) == (2, 2, None)
         assert record.scheduled_s == arrival.at_s <= record.sent_s <= record.chunks[0][0] <= record.ended_s
     assert first.chunks[0][0] >= last.sent_s
+
+
+EVENTS = (
+    'data: {"choices": [{"token_ids": [7], "prompt_token_ids": [5, 6]}]}',
+    'data: {"choices": [{"token_ids": [8, 9]}]}',
+    'data: {"choices": [{"token_ids": [], "finish_reason": "length"}]}',
+    "data: [DONE]",
+)
+
+
+@asynccontextmanager
+async def http_server(answer: str) -> AsyncIterator[tuple[int, list[dict[str, Any]]]]:
+    """A server that gives this answer to every request; yields its port and the requests' bodies."""
+    bodies: list[dict[str, Any]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = int(head.lower().partition("content-length:")[2].split()[0])
+        bodies.append(json.loads(await reader.readexactly(length)))
+        writer.write(answer.encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1], bodies
+
+
+async def test_completions_over_http_are_noted_token_by_token() -> None:
+    async with http_server("HTTP/1.0 200 OK\r\n\r\n" + "\n\n".join(EVENTS) + "\n\n") as (port, bodies):
+        [record] = await CompletionsClient("127.0.0.1", port, "demo", timeout_s=20).run(SCHEDULE[:1])
+    assert ([count for _, count in record.chunks], record.error) == ([1, 2], None)
+    asked = {name: bodies[0][name] for name in ("model", "prompt", "max_tokens", "temperature", "ignore_eos")}
+    assert asked == {"model": "demo", "prompt": [5, 6], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ("HTTP/1.0 400 Bad Request\r\n\r\nno such model", "HTTP 400"),
+        ('HTTP/1.0 200 OK\r\n\r\ndata: {"error": {"message": "full"}}\n\n', "error in the stream"),
+        ("", "HTTP "),
+    ],
+)
+async def test_what_fails_over_http_is_an_error(answer: str, error: str) -> None:
+    async with http_server(answer) as (port, _):
+        [record] = await CompletionsClient("127.0.0.1", port, "demo", timeout_s=20).run(SCHEDULE[:1])
+    assert (record.error, record.chunks) == (error, ())
+
+
+async def test_a_server_that_is_gone_is_an_error() -> None:
+    async with http_server("") as (port, _):
+        pass
+    [record] = await CompletionsClient("127.0.0.1", port, "demo", timeout_s=20).run(SCHEDULE[:1])
+    assert record.error == "UNAVAILABLE"
 
 
 async def test_report_of_two_services(service: tuple[Service, str]) -> None:

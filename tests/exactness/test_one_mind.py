@@ -1,5 +1,6 @@
 """Tokens and log-probabilities of a request do not depend on its company, on chunks, hits or preemption: bit by bit."""
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core import EngineCore
-from engine.events import Emitted, Failed, Preempted
+from engine.events import Emitted, Failed, Fetched, Preempted
 from engine.model.decoder import Decoder
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
@@ -31,6 +32,8 @@ ARCHITECTURES = ("llama-gqa", "mistral-window", "qwen3")
 MODELS = [(best_isa(), "bfloat16"), (best_isa(), "float32"), ("torch", "bfloat16"), ("torch", "float32")]
 
 Tokens = list[tuple[int, Logprobs | None]]
+Key = tuple[int, SamplingParams]
+"""A request: the index of its prompt, and its sampling."""
 
 
 @cache
@@ -48,6 +51,7 @@ class Crowd:
     core: EngineCore
     outputs: dict[RequestId, Tokens] = field(default_factory=dict)
     num_preempted: int = 0
+    num_found: int = 0
 
     def run(self, requests: Sequence[EngineRequest], steps: Sequence[int] = ()) -> list[Tokens]:
         late = dict(zip(requests, steps or [0] * len(requests), strict=True))
@@ -60,6 +64,7 @@ class Crowd:
             for event in self.core.step():
                 assert not isinstance(event, Failed)
                 self.num_preempted += isinstance(event, Preempted)
+                self.num_found += event.tokens.num_found if isinstance(event, Fetched) else 0
                 if isinstance(event, Emitted):
                     self.outputs[event.request_id].append((event.token_id, event.logprobs))
         return [self.outputs[one.request_id] for one in requests]
@@ -69,6 +74,35 @@ class Crowd:
         while late or self.core.has_requests:
             yield step
             step += 1
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Requests, each with the step that adds it; another engine of the node has served the first `num_seen` before."""
+
+    keys: Sequence[Key]
+    steps: Sequence[int]
+    num_seen: int
+    chunk_len: int
+    num_blocks: int
+
+    @classmethod
+    def drawn(cls, draw: random.Random, num_streams: int, params: Sequence[SamplingParams]) -> "Mix":
+        return cls(
+            keys=[(draw.randrange(2 * len(LENGTHS)), draw.choice(params)) for _ in range(num_streams)],
+            steps=[draw.randint(0, 40) for _ in range(num_streams)],
+            num_seen=draw.choice([0, 0, 1, num_streams]),
+            chunk_len=draw.choice([16, 50, 100, 512]),
+            num_blocks=draw.choice([24, 40, 512]),
+        )
+
+    def run(self, model: Decoder) -> tuple[Crowd, list[Tokens]]:
+        """Serves the requests on an engine of their own; returns it and their tokens."""
+        node, requests = Node(model), [request(prompt(index), params) for index, params in self.keys]
+        Crowd(make_core(model, node, 512)).run([request(prompt(key[0]), key[1]) for key in self.keys[: self.num_seen]])
+        batcher = ContinuousBatcher(max_step_tokens=self.chunk_len + 16, max_running=16)
+        crowd = Crowd(make_core(model, node, self.num_blocks, batcher))
+        return crowd, crowd.run(requests, self.steps)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -83,7 +117,7 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Decoder) -> dict[tuple[int, SamplingParams], Tokens]:
+def alone(model: Decoder) -> dict[Key, Tokens]:
     """What each request gets when nobody else is served."""
     return {
         (index, params): Crowd(make_core(model)).run([request(prompt(index), params)])[0]
@@ -92,10 +126,10 @@ def alone(model: Decoder) -> dict[tuple[int, SamplingParams], Tokens]:
     }
 
 
-Alone = dict[tuple[int, SamplingParams], Tokens]
+Alone = dict[Key, Tokens]
 
 
-def asked(indices: Sequence[int]) -> tuple[list[tuple[int, SamplingParams]], list[EngineRequest]]:
+def asked(indices: Sequence[int]) -> tuple[list[Key], list[EngineRequest]]:
     """Requests for prompts; those of odd places are sampled."""
     keys = [(index, SEEDED if place % 2 else GREEDY) for place, index in enumerate(indices)]
     return keys, [request(prompt(index), params) for index, params in keys]
@@ -144,13 +178,7 @@ def test_handed_over_and_taken_over(model: Decoder, alone: Alone) -> None:
 
 
 @settings(max_examples=16, deadline=None)
-@given(data=st.data())
-def test_in_any_mix(model: Decoder, alone: Alone, data: st.DataObject) -> None:
-    indices = data.draw(st.lists(st.integers(0, 15), min_size=1, max_size=12), label="prompts")
-    steps = [data.draw(st.integers(0, 40), label="step") for _ in indices]
-    chunk_len = data.draw(st.sampled_from([16, 50, 100, 512]), label="chunk")
-    num_blocks = data.draw(st.sampled_from([24, 40, 512]), label="blocks")
-    batcher = ContinuousBatcher(max_step_tokens=chunk_len + 16, max_running=16)
-    keys, requests = asked(indices)
-    outputs = Crowd(make_core(model, Node(model), num_blocks, batcher)).run(requests, steps)
-    assert outputs == [alone[key] for key in keys]
+@given(draw=st.randoms(use_true_random=False))
+def test_in_any_mix(model: Decoder, alone: Alone, draw: random.Random) -> None:
+    mix = Mix.drawn(draw, draw.randint(1, 12), (GREEDY, SEEDED))
+    assert mix.run(model)[1] == [alone[key] for key in mix.keys]
