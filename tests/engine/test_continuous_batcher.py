@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.batcher import Candidate, Gate, Pages
+from engine.schedule.batcher import Candidate, Gate, Pages, Phase
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.schedule.fit import fit_running
 
@@ -9,15 +9,15 @@ BLOCK = 16
 
 
 def decoding(handle: int, num_known: int) -> Candidate:
-    return Candidate(handle, num_known, num_known - 1, -(-(num_known - 1) // BLOCK))
+    return Candidate(handle, Phase.DECODE, num_known, num_known - 1, -(-(num_known - 1) // BLOCK))
 
 
 def prompt(handle: int, num_known: int, num_computed: int = 0) -> Candidate:
-    return Candidate(handle, num_known, num_computed, -(-num_computed // BLOCK))
+    return Candidate(handle, Phase.PREFILL, num_known, num_computed, -(-num_computed // BLOCK))
 
 
 def fetching(handle: int, num_known: int) -> Candidate:
-    return Candidate(handle, num_known, num_known, -(-num_known // BLOCK))
+    return Candidate(handle, Phase.FETCHING, num_known, num_known, -(-num_known // BLOCK))
 
 
 def pages(num_allocatable: int, num_draining: int = 0) -> Pages:

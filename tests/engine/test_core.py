@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.events import Emitted, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started
+from engine.events import Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
@@ -41,8 +41,11 @@ def test_tokens_are_the_oracles_and_pages_come_back(model: HashModel) -> None:
 def test_events_come_in_order(model: HashModel) -> None:
     core = make_core(model)
     core.add(request(PROMPT, greedy(2)))
-    events = [event for _ in range(8) for event in core.step()]
-    assert [type(event) for event in events] == [Scheduled, Fetched, Started, Emitted, Emitted, Finished]
+    outputs = [core.step() for _ in range(8)]
+    assert [type(event) for output in outputs for event in output.events] == [Scheduled, Fetched, Started, Finished]
+    assert [output.positions for output in outputs if output.token_ids] == [[0], [1]]
+    assert [type(event) for event in outputs[2].before] == [Started]
+    assert [type(event) for event in outputs[3].after] == [Finished]
     assert not core.has_requests
 
 
@@ -52,7 +55,7 @@ def test_tells_once_what_a_request_waits_for(model: HashModel, num_blocks: int, 
     first, second = (request((number, *PROMPT), greedy(10)) for number in range(2))
     core.add(first)
     core.add(second)
-    events = [event for _ in range(30) for event in core.step()]
+    events = [event for _ in range(30) for event in core.step().events]
     assert [event for event in events if isinstance(event, HeldUp)] == [HeldUp(second.request_id, 0, gate)]
     assert not core.has_requests
 
@@ -87,7 +90,7 @@ def test_preempted_sequences_give_their_pages_to_older_ones(model: HashModel) ->
     requests = [request((number, *PROMPT), greedy(80)) for number in range(2)]
     for one in requests:
         core.add(one)
-    preempted = [event for _ in range(60) for event in core.step() if isinstance(event, Preempted)]
+    preempted = [event for _ in range(60) for event in core.step().events if isinstance(event, Preempted)]
     assert {event.request_id for event in preempted} == {requests[1].request_id}
 
 
@@ -114,7 +117,7 @@ def test_abort_frees_everything_at_every_step(model: HashModel) -> None:
         for _ in range(num_steps):
             core.step()
         core.abort(asked.request_id)
-        assert core.step() == []
+        assert not core.step().is_news
         assert core.check() == []
         assert not core.has_requests
 
@@ -128,7 +131,7 @@ def test_aborting_one_leaves_the_others_alone(model: HashModel) -> None:
         core.step()
     core.abort(doomed.request_id)
     core.abort(doomed.request_id)
-    events = [event for _ in range(30) for event in core.step()]
+    events = [event for _ in range(30) for event in core.step().events]
     assert {event.request_id for event in events} == {kept.request_id}
     assert isinstance(events[-1], Finished)
 
@@ -172,9 +175,9 @@ def test_stops_at_a_stop_token_and_says_which(model: HashModel) -> None:
     stop = expected[10]
     core = make_core(model)
     core.add(request(PROMPT, greedy(30, stop_token_ids=(stop,))))
-    events = [event for _ in range(40) for event in core.step()]
-    assert [event.token_id for event in events if isinstance(event, Emitted)] == expected[: expected.index(stop) + 1]
-    (finished,) = [event for event in events if isinstance(event, Finished)]
+    outputs = [core.step() for _ in range(40)]
+    assert [token for output in outputs for token in output.token_ids] == expected[: expected.index(stop) + 1]
+    (finished,) = [event for output in outputs for event in output.after if isinstance(event, Finished)]
     assert (finished.reason, finished.stop_token_id) == (FinishReason.STOP, stop)
 
 
@@ -200,7 +203,7 @@ def test_logits_that_are_no_numbers_end_their_request_only() -> None:
     bad, good = request((13, *PROMPT), greedy(5)), request(PROMPT, greedy(5))
     core.add(bad)
     core.add(good)
-    events = [event for _ in range(20) for event in core.step()]
+    events = [event for _ in range(20) for event in core.step().events]
     assert [event.request_id for event in events if isinstance(event, Failed)] == [bad.request_id]
     assert [event.request_id for event in events if isinstance(event, Finished)] == [good.request_id]
     assert core.stats().blocks.cached == (len(PROMPT) + 4) // 16, "blocks of the failed request must not be found"
@@ -225,17 +228,17 @@ def test_a_request_that_cannot_be_run_fails_alone() -> None:
     good, bad = request(range(10), greedy(5)), request((13, *range(20)), greedy(5))
     core.add(good)
     core.add(bad)
-    events = [event for _ in range(20) for event in core.step()]
-    assert [event.request_id for event in events if isinstance(event, Failed)] == [bad.request_id]
-    tokens = [event.token_id for event in events if isinstance(event, Emitted)]
-    assert tokens == model.oracle(range(10), 5)
+    outputs = [core.step() for _ in range(20)]
+    failed = [event for output in outputs for event in output.after if isinstance(event, Failed)]
+    assert [event.request_id for event in failed] == [bad.request_id]
+    assert [token for output in outputs for token in output.token_ids] == model.oracle(range(10), 5)
     assert core.check() == []
 
 
 def test_a_request_that_cannot_be_run_fails_even_alone() -> None:
     core = make_core(Fallible(LAYOUT, 997))
     core.add(request((13, 1, 2), greedy(5)))
-    events = [event for _ in range(4) for event in core.step()]
+    events = [event for _ in range(4) for event in core.step().events]
     assert isinstance(events[-1], Failed)
     assert "incident" in events[-1].error.message
     assert "kernel" not in events[-1].error.message
@@ -274,10 +277,10 @@ def test_blocks_that_led_to_no_number_are_found_nowhere() -> None:
     core = make_core(Poisoned(LAYOUT, 997), node, batcher=ContinuousBatcher(max_step_tokens=16, max_running=4))
     bad = request((*range(100, 148), 13), greedy(5))
     core.add(bad)
-    events = core.step() + core.step() + core.step()
+    events = [event for _ in range(3) for event in core.step().events]
     node.write_all_cold()
     assert len(cold.frames) > 0
-    events += [event for _ in range(8) for event in core.step()]
+    events += [event for _ in range(8) for event in core.step().events]
     assert isinstance(events[-1], Failed)
     assert len(cold.frames) == 0
     assert node.directory.status().counts.free == node.directory.status().counts.total
@@ -293,7 +296,7 @@ def test_unused_slots_are_few_at_steady_load(model: HashModel) -> None:
     num_known = sum(map(len, prompts))
     shares = []
     for _ in range(150):
-        num_known += sum(isinstance(event, Emitted) for event in core.step())
+        num_known += len(core.step().token_ids)
         blocks = core.stats().blocks
         num_filled = num_known - len(prompts)  # once all decode: the last known token of each has no KV
         shares.append(1 - num_filled / (max(1, blocks.owned + blocks.published) * LAYOUT.block_size))
