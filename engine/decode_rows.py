@@ -27,7 +27,7 @@ _DTYPES = {
 class DecodeRows:
     """A row for each decoding sequence, in any order; its sequence changes it by joining, growing a page, or leaving.
 
-    A step runs the first so many rows, as a rule all, a token each, and `advance` takes those on. R rows, N pages:
+    A step runs the first so many rows, as a rule all, a token each, and `advance` takes them on. R rows, N pages:
 
     token_ids: int64 [R], the last known token, which runs next. positions: int64 [R], its position.
     slots: int64 [R], where its KV goes. context_lens: int32 [R], tokens with KV once it has run; apart from the
@@ -77,8 +77,8 @@ class DecodeRows:
             self._swap(self._handle_to_row[sequence.handle], place)
 
     def full(self, num_rows: int) -> list[int]:
-        """Lists those of the first rows that have no slot for their next token."""
-        full: list[int] = np.flatnonzero(self.room[:num_rows] == 0).tolist()
+        """Lists which of the first rows have no slot for their next token."""
+        full: list[int] = (self.room[:num_rows] == 0).nonzero()[0].tolist()
         return full
 
     def grow(self, rows: Seq[int], pages: Seq[PageId]) -> None:

@@ -132,10 +132,8 @@ class Runner:
 
     def _careful_draws(self, work: Work) -> dict[int, Draw]:
         """Tells how to choose the samples of which the likeliest token is not the whole answer."""
-        draws = {
-            int(row): self._rows.sequences[work.rows.start + row].draw()
-            for row in np.flatnonzero(~self._rows.is_plain[work.rows])
-        }
+        careful = (~self._rows.is_plain[work.rows]).nonzero()[0].tolist()
+        draws: dict[int, Draw] = {row: self._rows.sequences[work.rows.start + row].draw() for row in careful}
         ahead = [(chunk, num) for chunk in work.chunks for num in reversed(range(chunk.num_samples))]
         of_chunks = [chunk.sequence.draw(num) for chunk, num in ahead]
         return draws | {work.num_rows + index: draw for index, draw in enumerate(of_chunks) if not draw.is_plain}
