@@ -188,13 +188,11 @@ def read_gb_s(num_threads: int) -> float:
     """Measures what as many threads read from a gigabyte of memory together; the best of five times."""
     values = torch.ones(_READ_BYTES // 4)
     torch.set_num_threads(num_threads)
-    times = Counter[int]()
     seconds = []
     for _ in range(5):
         began_s = time.perf_counter()
         values.amax()
         seconds.append(time.perf_counter() - began_s)
-    times.clear()
     return _READ_BYTES / min(seconds) / 1e9
 
 
@@ -203,3 +201,43 @@ def _stopwatch(seconds: Counter[str], name: str) -> Iterator[None]:
     began_s = time.perf_counter()
     yield
     seconds[name] += time.perf_counter() - began_s
+
+
+def main() -> None:
+    options = _parse(sys.argv[1:])
+    if options.once:
+        print(json.dumps({name: python_us(*shape) for name, shape in zip(_names(), SHAPES, strict=True)}))
+    elif options.profile:
+        _report(options, profile(options.before, options.rounds), "us_per_token")
+    else:
+        from benchmarks.peers import make_model
+
+        folder = make_model(options.checkpoint)
+        _report(options, {"step": operations(folder, options.requests, options.context, options.threads)}, "of_a_step")
+
+
+def _report(options: argparse.Namespace, figures: dict[str, dict[str, float]], what: str) -> None:
+    from benchmarks.result_file import write_result
+
+    flat = {f"{shape} {name}": value for shape, values in figures.items() for name, value in values.items()}
+    write_result(f"{options.out}_{what}", flat, {})
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", action="store_true", help="Python per token instead of a model's operations")
+    parser.add_argument("--before", type=Path, help="a folder with earlier code, to profile in turns")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path.home() / ".cache/baton-peers/model", help="made if none"
+    )
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--context", type=int, default=512, help="tokens of each request's prompt")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", default="engine", help="prefix of the results in benchmarks/results")
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
