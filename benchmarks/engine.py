@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,7 +71,7 @@ class TimedBackend:
     """A Backend that adds up the seconds of each operation of another one."""
 
     def __init__(self, backend: Any) -> None:
-        self.seconds = Counter[str]()
+        self.seconds: dict[str, float] = defaultdict(float)
         self._backend = backend
 
     def __getattr__(self, name: str) -> Any:
@@ -197,7 +197,7 @@ def read_gb_s(num_threads: int) -> float:
 
 
 @contextmanager
-def _stopwatch(seconds: Counter[str], name: str) -> Iterator[None]:
+def _stopwatch(seconds: dict[str, float], name: str) -> Iterator[None]:
     began_s = time.perf_counter()
     yield
     seconds[name] += time.perf_counter() - began_s
@@ -210,9 +210,9 @@ def main() -> None:
     elif options.profile:
         _report(options, profile(options.before, options.rounds), "us_per_token")
     else:
-        from benchmarks.peers import make_model
+        from benchmarks.peers import cache_folder, make_model
 
-        folder = make_model(options.checkpoint)
+        folder = options.checkpoint or make_model(cache_folder() / "random-135m")
         _report(options, {"step": operations(folder, options.requests, options.context, options.threads)}, "of_a_step")
 
 
@@ -228,9 +228,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="Python per token instead of a model's operations")
     parser.add_argument("--before", type=Path, help="a folder with earlier code, to profile in turns")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--checkpoint", type=Path, default=Path.home() / ".cache/baton-peers/model", help="made if none"
-    )
+    parser.add_argument("--checkpoint", type=Path, help="a folder; SmolLM-135M's shape with random weights")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--context", type=int, default=512, help="tokens of each request's prompt")
     parser.add_argument("--threads", type=int, default=1)

@@ -363,7 +363,7 @@ def _last_line(text: str) -> str:
 def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Starts all engines, measures, and ends them. Raises EngineFailed for Baton."""
     machine = MachineState.measure()
-    folder = options.model or make_model(_cache() / "random-135m")
+    folder = options.model or make_model(cache_folder() / "random-135m")
     launcher = Launcher(folder.resolve(), options.venvs.resolve(), options.threads, scratch)
     checked = check_tokens(launcher)
     engines: dict[str, EngineProcess] = {}
@@ -425,7 +425,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--model", type=Path, help="a checkpoint folder; SmolLM-135M's shape with random weights")
-    parser.add_argument("--venvs", type=Path, default=_cache(), help="where the peers' environments are, or are made")
+    parser.add_argument(
+        "--venvs", type=Path, default=cache_folder(), help="where the peers' environments are, or are made"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
     parser.add_argument("--out", default="peers", help="name of the result in benchmarks/results")
     return parser.parse_args(arguments)
@@ -435,7 +437,7 @@ def _sizes(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "peers"
 
 

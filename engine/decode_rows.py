@@ -57,7 +57,7 @@ class DecodeRows:
         return len(self.sequences)
 
     def put(self, sequence: Sequence) -> None:
-        """Adds a decoding sequence, or takes over the page that it has gained."""
+        """Adds a decoding sequence with a page for its next token, or takes over the page that it has gained."""
         row = self._handle_to_row.get(sequence.handle)
         if row is None:
             self._add(sequence)

@@ -1,4 +1,4 @@
-"""The thread that owns the engine: take commands, step, hand the engine's events to jobs, deliver their updates."""
+"""The thread that owns the engine: take commands, step, hand tokens and events to jobs, deliver their updates."""
 
 import logging
 import os

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -7,12 +8,13 @@ from engine.events import Failed, Fetched, Finished, HeldUp, Preempted, Schedule
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
-from engine.schedule.batcher import Gate
+from engine.schedule.batcher import Candidate, Gate, Pages, Plan
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.pair import ROOT, Node, drive, make_core, request, serve
 from wire.errors import InvalidRequest, RequestExists
 from wire.ids import RequestId
+from wire.keys import KeyChain
 from wire.layout import KVLayout
 from wire.sampling import FinishReason, SamplingParams
 
@@ -302,3 +304,67 @@ def test_unused_slots_are_few_at_steady_load(model: HashModel) -> None:
         shares.append(1 - num_filled / (max(1, blocks.owned + blocks.published) * LAYOUT.block_size))
     assert core.stats().num_running == len(prompts)
     assert 0 <= min(shares[20:]) <= max(shares[20:]) <= 0.04
+
+
+class Counting(ContinuousBatcher):
+    """Counts its plans."""
+
+    num_plans = 0
+
+    def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
+        Counting.num_plans += 1
+        return super().plan(waiting, running, pages)
+
+
+def test_steps_of_decoding_alone_have_no_plan(model: HashModel) -> None:
+    core = make_core(model, batcher=Counting())
+    asked = [request((number, *PROMPT), greedy(60)) for number in range(8)]
+    for one in asked:
+        core.add(one)
+    while core.stats().num_waiting or core.stats().generated_tokens < 2 * len(asked):
+        core.step()
+    num_plans = Counting.num_plans
+    for _ in range(40):
+        assert len(core.step().token_ids) == len(asked)
+        assert core.check() == []
+    assert Counting.num_plans == num_plans
+    core.add(request(PROMPT, greedy(2)))
+    core.step()
+    assert Counting.num_plans == num_plans + 1
+
+
+def test_a_block_is_named_when_it_is_full(model: HashModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(model)
+    core.add(request(PROMPT, greedy(70)))
+    while core.stats().generated_tokens < 2:
+        core.step()
+    extended: list[int] = []
+    extend = KeyChain.extend
+
+    def watched(chain: KeyChain, tokens: Sequence[int]) -> None:
+        extended.append(len(tokens))
+        extend(chain, tokens)
+
+    monkeypatch.setattr(KeyChain, "extend", watched)
+    for _ in range(7):
+        core.step()
+    assert extended == []
+    core.step()
+    assert extended == [9], "of the second block, 7 tokens of the prompt were there"
+
+
+@pytest.mark.parametrize("num_blocks", [12, 256])
+def test_each_way_to_sample_is_the_same_among_others(model: HashModel, num_blocks: int) -> None:
+    """Plain rows beside ones that want log-probabilities, penalties, stop tokens, a least length, or chance."""
+    ways = [
+        greedy(40),
+        greedy(40, logprobs=3),
+        greedy(40, presence_penalty=1.5),
+        greedy(40, stop_token_ids=(model.oracle((2, *PROMPT), 9)[8],), min_tokens=4),
+        greedy(40, temperature=0.9, seed=4),
+        greedy(40, temperature=0.9, seed=4, top_p=0.8, logprobs=0),
+    ]
+    asked = [request((number % 3, *PROMPT), way) for number, way in enumerate(ways * 2)]
+    together = drive(make_core(model, num_blocks=num_blocks), asked)
+    for run, one in zip(together, asked, strict=True):
+        assert run.outputs == serve(make_core(model), one.prompt_ids, one.sampling).outputs

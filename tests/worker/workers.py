@@ -146,7 +146,7 @@ class Worker:
         """Returns once the aborts of all attempts have reached the worker."""
         async with asyncio.timeout(TIMEOUT_S):
             while self.service.num_calls:
-                await asyncio.sleep(0)
+                await self.service.status()
 
     async def at_rest(self) -> worker_pb2.WorkerStatus:
         """The status once nothing has a page, is copied, held or under way."""
