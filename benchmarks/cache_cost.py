@@ -30,22 +30,12 @@ from benchmarks.peer_engines import Baton, make_prompts
 from benchmarks.peers import default_folder, make_model
 from benchmarks.result_file import write_result
 from engine.sequence import Sequence as EngineSequence
-from wire.ids import NamespaceRoot, PageId
+from wire.ids import PageId
 from wire.keys import BlockName
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model" / "checkpoint"
 VOCAB_SIZE = 256
 """Ids that prompts are made of: every model has them."""
-
-
-class NoKeys:
-    """A key chain that keeps nothing."""
-
-    def __init__(self, root: NamespaceRoot, block_size: int) -> None:
-        pass
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        pass
 
 
 class NamelessSequence(EngineSequence):
@@ -57,14 +47,14 @@ class NamelessSequence(EngineSequence):
     def tail(self, num_tokens: int) -> BlockName | None:
         return None
 
-    def full_blocks(self, start: int, stop: int) -> list[tuple[BlockName, PageId]]:
+    def full_blocks(self, start: int) -> list[tuple[BlockName, PageId]]:
         return []
 
 
 @contextmanager
 def no_cache() -> Iterator[None]:
     """Lets engines make sequences without names."""
-    with patch.object(engine.roster, "Sequence", NamelessSequence), patch.object(engine.sequence, "KeyChain", NoKeys):
+    with patch.object(engine.roster, "Sequence", NamelessSequence):
         yield
 
 

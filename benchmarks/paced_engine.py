@@ -1,9 +1,8 @@
 """An engine that computes nothing: each step waits for the next beat of its clock, and gives every choice a token."""
 
 import time
-from collections.abc import Iterator
 
-from engine.events import Emitted, EngineStats, Event, Fetched, Finished, Scheduled, Started, TierTokens
+from engine.events import ChoiceId, EngineStats, Fetched, Finished, Scheduled, Started, StepOutput, TierTokens
 from engine.request import EngineRequest
 from wire.ids import RequestId
 from wire.sampling import FinishReason
@@ -32,11 +31,13 @@ class PacedEngine:
         self._requests.pop(request_id, None)
         self._positions.pop(request_id, None)
 
-    def step(self) -> list[Event]:
-        if not self._requests:
-            return []
-        time.sleep(self._interval_s - time.monotonic() % self._interval_s)
-        return [event for request in list(self._requests.values()) for event in self._turn(request)]
+    def step(self) -> StepOutput:
+        output = StepOutput()
+        if self._requests:
+            time.sleep(self._interval_s - time.monotonic() % self._interval_s)
+        for request in list(self._requests.values()):
+            self._turn(request, output)
+        return output
 
     def stats(self) -> EngineStats:
         return _STATS
@@ -44,13 +45,15 @@ class PacedEngine:
     def check(self) -> list[str]:
         return []
 
-    def _turn(self, request: EngineRequest) -> Iterator[Event]:
+    def _turn(self, request: EngineRequest, output: StepOutput) -> None:
         request_id = request.request_id
         if request_id not in self._positions:
-            yield from (Scheduled(request_id, 0), Fetched(request_id, 0, TierTokens()), Started(request_id, 0))
+            output.before += (Scheduled(request_id, 0), Fetched(request_id, 0, TierTokens()), Started(request_id, 0))
         position = self._positions.get(request_id, 0)
         self._positions[request_id] = position + 1
-        yield Emitted(request_id, 0, position, _TOKEN, None)
+        output.choices.append(ChoiceId(request_id, 0))
+        output.positions.append(position)
+        output.token_ids.append(_TOKEN)
         if position + 1 == request.sampling.max_tokens:
             self.abort(request_id)
-            yield Finished(request_id, 0, FinishReason.LENGTH)
+            output.after.append(Finished(request_id, 0, FinishReason.LENGTH))

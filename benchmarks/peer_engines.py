@@ -65,7 +65,7 @@ class Baton:
         self._core = EngineCore(self._decoder, pool, ContinuousBatcher(), NoStore())
 
     def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
-        from engine.events import Emitted, Failed
+        from engine.events import Failed
         from engine.request import ChoiceSoFar, EngineRequest
         from wire.ids import NamespaceRoot, RequestId
         from wire.sampling import SamplingParams
@@ -79,11 +79,12 @@ class Baton:
             root = NamespaceRoot(bytes(32))
             self._core.add(EngineRequest(request_id, root, tuple(prompt), sampling, (ChoiceSoFar(0),)))
         while self._core.has_requests:
-            for event in self._core.step():
+            output = self._core.step()
+            for event in output.after:
                 if isinstance(event, Failed):
                     raise event.error
-                if isinstance(event, Emitted):
-                    outputs[event.request_id].append(event.token_id)
+            for choice, token_id in zip(output.choices, output.token_ids, strict=True):
+                outputs[choice.request_id].append(token_id)
         return list(outputs.values())
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.schedule.batcher import Candidate, Pages, Plan
+from engine.schedule.batcher import Candidate, Pages, Phase, Plan
 from engine.schedule.fit import fit_running
 
 
@@ -26,7 +26,7 @@ class DecodeBatcher:
         return step.plan_admitting(waiting, pages, num_slots=num_slots, num_spare=_num_spare(running, pages))
 
     def _num_step_tokens(self, running: Sequence[Candidate]) -> int:
-        num_decoding = sum(candidate.num_missing == 1 for candidate in running)
+        num_decoding = sum(candidate.phase is Phase.DECODE for candidate in running)
         if not num_decoding:
             return self.max_step_tokens
         return min(self.max_step_tokens, num_decoding + self.max_chunk_tokens)

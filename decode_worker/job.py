@@ -4,7 +4,7 @@ queue -> wait -> fetch -> wait -> compute -> generate -> ended
                               \\-> generate, if no KV of the prompt was missing
 """
 
-from engine.events import Emitted, Event, Failed, Fetched, Finished
+from engine.events import Event, Failed, Fetched, Finished
 from engine.request import EngineRequest
 from wire.errors import BatonError
 from wire.pools import Role
@@ -24,12 +24,11 @@ class DecodeJob:
         self._num_output = {choice.index: len(choice.output_ids) for choice in request.choices}
         self._unfinished = set(self._num_output)
         self._unfetched = set(self._num_output)
+        self._generates = False
         self._stopwatch = Stopwatch(Role.DECODE, arrived_s)
         self._prompt = PromptProgress(self._stopwatch, min(self._num_output), block_size, after=Phase.GENERATE)
 
     def take(self, event: Event, now_s: float) -> Update:
-        if isinstance(event, Emitted):
-            return self._emitted(event, now_s)
         self._prompt.note(event, now_s)
         match event:
             case Fetched(choice=choice):
@@ -40,6 +39,13 @@ class DecodeJob:
                 return self.withdraw(error)
         return NOTHING_NEW
 
+    def gain(self, tokens: ChoiceTokens, now_s: float) -> Update:
+        if not self._generates:
+            self._generates = True
+            self._stopwatch.begin_phase(Phase.GENERATE, now_s)
+        self._num_output[tokens.choice] = tokens.first_position + len(tokens.token_ids)
+        return Update((tokens,))
+
     def withdraw(self, error: BatonError) -> Update:
         return Update(end=End(error))
 
@@ -49,13 +55,12 @@ class DecodeJob:
         self._unfetched.remove(choice)
         return NOTHING_NEW if self._unfetched else Update(prompt=self._prompt.tokens, releases_hold=True)
 
-    def _emitted(self, event: Emitted, now_s: float) -> Update:
-        self._stopwatch.begin_phase(Phase.GENERATE, now_s)
-        self._stopwatch.count(tokens=1)
-        self._num_output[event.choice] = event.position + 1
-        return Update((ChoiceTokens.emitted(event),))
-
     def _finished(self, event: Finished, now_s: float) -> Update:
         tokens = ChoiceTokens.finished(event, self._num_output[event.choice])
         self._unfinished.discard(event.choice)
-        return Update((tokens,), end=None if self._unfinished else End(spans=self._stopwatch.spans(now_s)))
+        return Update((tokens,), end=None if self._unfinished else self._end(now_s))
+
+    def _end(self, now_s: float) -> End:
+        num_before = sum(len(choice.output_ids) for choice in self.request.choices)
+        self._stopwatch.count(tokens=sum(self._num_output.values()) - num_before)
+        return End(spans=self._stopwatch.spans(now_s))

@@ -1,16 +1,19 @@
-"""The engine's core: requests in, events out, one step at a time. No threads of its own, no text.
+"""The engine's core: requests in, tokens and events out, one step at a time. No threads of its own, no text.
 
-WAITING -> FETCHING -> RUNNING -> ENDED
-   ^                   |     \\-> HANDING_OFF -> ENDED
-   \\--- preempted -----/
+WAITING -> FETCHING -> PREFILL -> DECODE -> ENDED
+   ^          \\          |  \\-> HANDING_OFF -> ENDED
+   |           \\---------+----> DECODE, if the fetch found all KV
+   \\--- preempted, from PREFILL or DECODE
+
+A sequence has a row of `DecodeRows` from its first turn in DECODE on. While all have rows, a step is: run the rows.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 
+from engine.decode_rows import DecodeRows
 from engine.events import (
     Abandoned,
-    Emitted,
     EngineStats,
     Event,
     Failed,
@@ -21,15 +24,15 @@ from engine.events import (
     Preempted,
     Scheduled,
     Started,
+    StepOutput,
 )
 from engine.kv_cache import KVCache
 from engine.model.batch import Model
 from engine.request import EngineRequest, HandOff
 from engine.roster import Roster
-from engine.runner import Chunk, Gain, Runner
-from engine.sampler import Drawn
-from engine.schedule.batcher import Batcher, Gate, Plan
-from engine.sequence import Sequence, State
+from engine.runner import Chunk, Gains, Runner, Work
+from engine.schedule.batcher import Batcher, Gate, Phase, Plan
+from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
 from wire.errors import BatonError, InvalidRequest, RequestExists
@@ -47,7 +50,8 @@ class EngineCore:
         self.pool = pool
         self._cache = KVCache(pool, transfers)
         self._batcher = batcher
-        self._runner = Runner(model, pool.kv, self._cache)
+        self._rows = DecodeRows(model, pool.ledger.num_pages)
+        self._runner = Runner(model, pool.kv, self._cache, self._rows)
         self._roster = Roster()
         self._num_held: dict[RequestId, int] = {}
         self._events: list[Event] = []
@@ -66,7 +70,7 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queues a request. InvalidRequest if it can never run here, RequestExists if its id is taken."""
         self._check(request)
-        self._roster.add(request, self.pool.layout.block_size)
+        self._roster.add(request, self.model)
         self._is_stalled = False
 
     def abort(self, request_id: RequestId) -> None:
@@ -74,29 +78,32 @@ class EngineCore:
         self._close(request_id)
         self._is_stalled = False
 
-    def step(self) -> list[Event]:
+    def step(self) -> StepOutput:
         """Runs one iteration: finish transfers, plan, run, sample, report. Cheap without work.
 
         The ends of transfers are reported at once, by a step that does no more, so that they need not wait for a run.
         A faulty request fails alone. A step that raises reports nothing, then or later; its requests can be aborted.
         """
-        self._events = []
+        output = StepOutput()
+        self._events = output.before
         num_finished = self._finish_transfers()
-        if self._events:
+        if output.before:
             self._is_stalled = False
-            return self._events
-        plan = self._plan()
-        chunks = self._make_room(plan)
-        if chunks:
-            self._collect(chunks, self._runner.run(chunks))
-        self._is_stalled = not (num_finished or chunks or self._events)
-        return self._events
+            return output
+        work = self._decode_all() or self._carry_out(self._plan())
+        if work is not None:
+            gains = self._runner.run(work)
+            self._events = output.after
+            self._collect(work, gains, output)
+        self._is_stalled = not (num_finished or work or output.before)
+        return output
 
     def stats(self) -> EngineStats:
+        num_waiting = 0 if len(self._rows) == self._roster.num_active else len(self._roster.waiting)
         return EngineStats(
             blocks=self.pool.ledger.counts(),
-            num_running=len(self._roster.running),
-            num_waiting=len(self._roster.waiting),
+            num_running=self._roster.num_active - num_waiting,
+            num_waiting=num_waiting,
             computed_prompt_tokens=self._num["computed"],
             cached_prompt_tokens=self._num["cached"],
             generated_tokens=self._num["generated"],
@@ -105,7 +112,7 @@ class EngineCore:
 
     def check(self) -> list[str]:
         """Lists the faults of the pool's books; an empty list is a clean bill."""
-        problems = self.pool.ledger.check()
+        problems = [*self.pool.ledger.check(), *self._rows.check()]
         counts = self.pool.ledger.counts()
         if not self.has_requests and not self._cache.num_in_flight and counts.owned + counts.published:
             problems.append(f"{counts.owned + counts.published} pages have references though no request is here")
@@ -131,12 +138,24 @@ class EngineCore:
 
     def _note_published(self, sequence: Sequence, num_held: int) -> None:
         request_id = sequence.request.request_id
-        if sequence.state is State.HANDING_OFF:
+        if sequence.phase is Phase.HANDING_OFF:
             self._end(sequence)
             self._num_held[request_id] = num_held
             self._close_if_over(request_id)
         elif request_id not in self._roster:
             self._events.append(Abandoned(request_id))
+
+    def _decode_all(self) -> Work | None:
+        """Gives each sequence its next token, as batchers would; None if one does not decode, or pages are too few."""
+        rows = self._rows
+        if len(rows) != self._roster.num_active or not rows:
+            return None
+        if full := rows.full(len(rows)):
+            pages = self._cache.extend([rows.sequences[row] for row in full])
+            if pages is None:
+                return None
+            rows.grow(full, pages)
+        return Work(slice(0, len(rows)))
 
     def _plan(self) -> Plan:
         waiting = self._roster.admissible
@@ -149,64 +168,108 @@ class EngineCore:
         for sequence in map(self._roster.__getitem__, handles):
             if sequence.gate is not gate:
                 sequence.gate = gate
-                self._events.append(HeldUp(sequence.request.request_id, sequence.choice, gate))
+                self._events.append(HeldUp(sequence.choice.request_id, sequence.choice.index, gate))
 
-    def _make_room(self, plan: Plan) -> list[Chunk]:
+    def _carry_out(self, plan: Plan) -> Work | None:
         """Carries out a plan up to the run; chunks of one token come first, as the runner wants them."""
         for handle in plan.preempt:
             self._preempt(self._roster[handle])
-        chunks = [Chunk(self._roster[handle], num_tokens) for handle, num_tokens in plan.run.items()]
-        chunks = [chunk for chunk in chunks if self._cache.grow(chunk.sequence, chunk.num_tokens)]
+        decoding, chunks = self._make_room(plan)
         for handle in plan.admit:
             if not self._cache.admit(self._roster[handle]):
                 break
+            choice = self._roster[handle].choice
+            self._events.append(Scheduled(choice.request_id, choice.index))
+        if len(decoding) < len(self._rows):
+            self._rows.bring_first(decoding)
+        work = Work(slice(0, len(decoding)), sorted(chunks, key=lambda chunk: chunk.num_tokens > 1))
+        return work if decoding or chunks else None
+
+    def _make_room(self, plan: Plan) -> tuple[list[Sequence], list[Chunk]]:
+        """Finds pages for the tokens of a plan; returns the sequences that have them: decoding ones, and chunks."""
+        decoding, chunks = [], []
+        for handle, num_tokens in plan.run.items():
             sequence = self._roster[handle]
-            self._events.append(Scheduled(sequence.request.request_id, sequence.choice))
-        for chunk in chunks:
-            self._note_turn(chunk.sequence)
-        return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
+            if not self._cache.grow(sequence, num_tokens):
+                continue
+            self._note_turn(sequence)
+            if sequence.phase is Phase.DECODE:
+                self._rows.put(sequence)
+                decoding.append(sequence)
+            else:
+                chunks.append(Chunk.of(sequence, num_tokens))
+        return decoding, chunks
 
     def _note_turn(self, sequence: Sequence) -> None:
         if not sequence.has_started:
             sequence.has_started = True
-            self._events.append(Started(sequence.request.request_id, sequence.choice))
+            self._events.append(Started(sequence.choice.request_id, sequence.choice.index))
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._rows.remove(sequence)
         self._cache.set_aside(sequence)
-        sequence.state = State.WAITING
+        sequence.phase = Phase.WAITING
         self._num["preempted"] += 1
-        self._events.append(Preempted(sequence.request.request_id, sequence.choice))
+        self._events.append(Preempted(sequence.choice.request_id, sequence.choice.index))
 
-    def _collect(self, chunks: list[Chunk], gains: list[Gain]) -> None:
-        for chunk, gain in zip(chunks, gains, strict=True):
-            sequence = chunk.sequence
-            if sequence.state is State.ENDED:
-                continue
-            if isinstance(gain, BatonError):
-                self._cache.withdraw(sequence)
-                self._fail(sequence.request.request_id, gain)
-                continue
-            self._count_prompt(sequence, chunk)
-            self._cache.advance(sequence, chunk.num_tokens)
-            if gain is not None and gain.token_id is not None:
-                self._emit(sequence, gain.token_id, gain)
+    def _collect(self, work: Work, gains: Gains, output: StepOutput) -> None:
+        """Takes the gains of a run: first the failures, then the tokens, then the blocks they filled and the ends."""
+        rows = self._rows
+        gaining = [*rows.sequences[work.rows], *(chunk.sequence for chunk in work.chunks if chunk.num_samples)]
+        rows.advance(gains.token_ids[: work.num_rows])
+        filled = [rows.sequences[row] for row in rows.full(work.num_rows)]
+        for sequence, error in gains.failed.items():
+            self._fail(sequence, error)
+        if gains.failed:
+            ended = {place for place, sequence in enumerate(gaining) if sequence.phase is Phase.ENDED}
+            gaining, gains = [one for one in gaining if one.phase is not Phase.ENDED], gains.without(ended)
+        ending = self._emit(gaining, gains, output)
+        starts = {one: one.num_computed - 1 for one in filled if one.phase is not Phase.ENDED}
+        computed = [chunk for chunk in work.chunks if chunk.sequence.phase is not Phase.ENDED]
+        self._cache.publish_filled(starts | self._advance(computed))
+        for sequence in ending:
+            self._finish(sequence)
+        for chunk in computed:
+            if chunk.num_samples and chunk.sequence.phase is not Phase.ENDED:
+                self._go_on(chunk.sequence)
 
-    def _count_prompt(self, sequence: Sequence, chunk: Chunk) -> None:
-        num_prompt = sequence.num_prompt
-        self._num["computed"] += min(chunk.context_len, num_prompt) - min(sequence.num_computed, num_prompt)
+    def _emit(self, gaining: list[Sequence], gains: Gains, output: StepOutput) -> list[Sequence]:
+        """Appends a token to each sequence; returns the sequences that end with theirs."""
+        ending = []
+        output.choices = [sequence.choice for sequence in gaining]
+        output.token_ids = gains.token_ids.tolist()
+        output.logprobs = gains.logprobs
+        for sequence, token_id in zip(gaining, output.token_ids, strict=True):
+            output_ids = sequence.output_ids
+            output.positions.append(len(output_ids))
+            output_ids.append(token_id)
+            if token_id in sequence.end_ids or len(output_ids) >= sequence.max_output:
+                ending.append(sequence)
+        self._num["generated"] += len(gaining)
+        return ending
 
-    def _emit(self, sequence: Sequence, token_id: int, drawn: Drawn) -> None:
-        request_id, position = sequence.request.request_id, len(sequence.output_ids)
-        sequence.append(token_id)
-        end = sequence.end(self.model)
-        self._num["generated"] += 1
-        self._events.append(Emitted(request_id, sequence.choice, position, token_id, drawn.logprobs))
-        if end is not None:
-            self._end(sequence)
-            self._events.append(Finished(request_id, sequence.choice, end.reason, end.stop_token_id))
-        elif isinstance(sequence.request, HandOff):
+    def _advance(self, chunks: list[Chunk]) -> dict[Sequence, int]:
+        """Counts the tokens of chunks as computed; returns where each began."""
+        starts = {chunk.sequence: chunk.sequence.num_computed for chunk in chunks}
+        for chunk in chunks:
+            sequence, num_prompt = chunk.sequence, chunk.sequence.num_prompt
+            self._num["computed"] += min(chunk.context_len, num_prompt) - min(sequence.num_computed, num_prompt)
+            sequence.advance(chunk.num_tokens)
+        return starts
+
+    def _finish(self, sequence: Sequence) -> None:
+        choice, end = sequence.choice, sequence.end
+        self._end(sequence)
+        self._events.append(Finished(choice.request_id, choice.index, end.reason, end.stop_token_id))
+        self._close_if_over(choice.request_id)
+
+    def _go_on(self, sequence: Sequence) -> None:
+        """Goes on with a sequence that has computed all known tokens and gained a further one."""
+        if isinstance(sequence.request, HandOff):
             self._hand_off(sequence)
-        self._close_if_over(request_id)
+            self._close_if_over(sequence.choice.request_id)
+        else:
+            sequence.begin_run(sequence.num_computed)
 
     def _hand_off(self, sequence: Sequence) -> None:
         """Hands off a sequence after its first token; the first sibling to do so publishes the prompt for all."""
@@ -215,7 +278,8 @@ class EngineCore:
             self._end(sequence)
         else:
             self._num_held[request_id] = 0
-            sequence.state = State.HANDING_OFF
+            sequence.phase = Phase.HANDING_OFF
+            self._roster.retire(sequence)
             self._cache.hand_off(sequence)
 
     def _close_if_over(self, request_id: RequestId) -> None:
@@ -225,9 +289,12 @@ class EngineCore:
             self._events.append(HandedOff(request_id, self._num_held[request_id]))
         self._close(request_id)
 
-    def _fail(self, request_id: RequestId, error: BatonError) -> None:
-        self._close(request_id)
-        self._events.append(Failed(request_id, error))
+    def _fail(self, sequence: Sequence, error: BatonError) -> None:
+        """Ends the request of a sequence that failed, unless a sibling's failure has ended it."""
+        if sequence.phase is not Phase.ENDED:
+            self._cache.withdraw(sequence)
+            self._close(sequence.choice.request_id)
+            self._events.append(Failed(sequence.choice.request_id, error))
 
     def _close(self, request_id: RequestId) -> None:
         self._num_held.pop(request_id, None)
@@ -235,5 +302,7 @@ class EngineCore:
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
+        self._rows.remove(sequence)
         self._cache.free(sequence)
-        sequence.state = State.ENDED
+        self._roster.retire(sequence)
+        sequence.phase = Phase.ENDED

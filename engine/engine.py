@@ -15,14 +15,14 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import find_folder
 from engine.core import EngineCore
-from engine.events import Emitted, Event, Failed, Finished
+from engine.events import Event, Failed, Finished
 from engine.model.decoder import Decoder
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.batcher import Batcher
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
-from text.incremental import IncrementalText
+from text.incremental import IncrementalText, Piece
 from text.tokenizer import Tokenizer
 from wire.ids import NamespaceRoot, RequestId
 from wire.sampling import FinishReason, SamplingParams
@@ -83,7 +83,10 @@ class Engine:
             for run in runs:
                 self.core.add(run.request)
             while self.core.has_requests:
-                for event in self.core.step():
+                output = self.core.step()
+                for choice, token_id in zip(output.choices, output.token_ids, strict=True):
+                    by_id[choice.request_id].gain(choice.index, token_id)
+                for event in output.events:
                     by_id[event.request_id].take(event)
                 for run in runs:
                     if run.is_done:
@@ -108,18 +111,22 @@ class _Run:
     def is_done(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs)
 
+    def gain(self, choice: int, token_id: int) -> None:
+        if self.outputs[choice].finish_reason is None:
+            self.outputs[choice].token_ids.append(token_id)
+            self._add(choice, self._texts[choice].feed((token_id,)))
+
     def take(self, event: Event) -> None:
         if isinstance(event, Failed):
             raise event.error
-        if isinstance(event, Emitted | Finished) and self.outputs[event.choice].finish_reason is None:
-            self._go_on(self.outputs[event.choice], self._texts[event.choice], event)
+        if isinstance(event, Finished) and self.outputs[event.choice].finish_reason is None:
+            output = self.outputs[event.choice]
+            self._add(event.choice, self._texts[event.choice].flush())
+            if output.finish_reason is None:
+                output.finish_reason, output.matched_stop = event.reason, event.stop_token_id
 
-    def _go_on(self, output: ChoiceOutput, text: IncrementalText, event: Emitted | Finished) -> None:
-        if isinstance(event, Emitted):
-            output.token_ids.append(event.token_id)
-        piece = text.feed((event.token_id,)) if isinstance(event, Emitted) else text.flush()
+    def _add(self, choice: int, piece: Piece) -> None:
+        output = self.outputs[choice]
         output.text += piece.text
         if piece.matched_stop is not None:
             output.finish_reason, output.matched_stop = FinishReason.STOP, piece.matched_stop
-        elif isinstance(event, Finished):
-            output.finish_reason, output.matched_stop = event.reason, event.stop_token_id

@@ -1,4 +1,4 @@
-"""An engine's reports: the events of a step, and statistics.
+"""An engine's reports: the output of a step, tokens beside events, and statistics.
 
 Every request ends with one Finished per choice, one HandedOff, or one Failed.
 """
@@ -23,6 +23,14 @@ class TierTokens:
     @property
     def num_found(self) -> int:
         return sum(self.found.values())
+
+
+@dataclass(frozen=True)
+class ChoiceId:
+    """A choice of a request; a sequence has one and the same from step to step."""
+
+    request_id: RequestId
+    index: int
 
 
 @dataclass(frozen=True)
@@ -59,17 +67,8 @@ class Started(ChoiceEvent):
 
 
 @dataclass(frozen=True)
-class Emitted(ChoiceEvent):
-    """A choice gained one token, its `position`-th output token counted from 0."""
-
-    position: int
-    token_id: int
-    logprobs: Logprobs | None
-
-
-@dataclass(frozen=True)
 class Finished(ChoiceEvent):
-    """A choice ended with the token just emitted, a stop token if `stop_token_id` is set; its pages are free."""
+    """A choice ended with its token of this step, a stop token if `stop_token_id` is set; its pages are free."""
 
     reason: FinishReason
     stop_token_id: int | None = None
@@ -108,7 +107,31 @@ class Failed:
     error: BatonError
 
 
-Event = HeldUp | Scheduled | Fetched | Started | Emitted | Finished | HandedOff | Abandoned | Preempted | Failed
+Event = HeldUp | Scheduled | Fetched | Started | Finished | HandedOff | Abandoned | Preempted | Failed
+
+
+@dataclass
+class StepOutput:
+    """The outcome of a step: the choices that gained a token, and the events around the run.
+
+    before: events up to the run of the model. choices, positions, token_ids: as long as one another; `positions` counts
+    a choice's output tokens from 0. logprobs: by place in `choices`, where they were asked for. after: what followed.
+    """
+
+    before: list[Event] = field(default_factory=list)
+    choices: list[ChoiceId] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    after: list[Event] = field(default_factory=list)
+
+    @property
+    def events(self) -> list[Event]:
+        return [*self.before, *self.after]
+
+    @property
+    def is_news(self) -> bool:
+        return bool(self.token_ids or self.before or self.after)
 
 
 @dataclass(frozen=True)

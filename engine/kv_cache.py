@@ -4,14 +4,14 @@ No other module of the engine touches the pool's ledger and the transfers. All o
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.events import Fetched, TierTokens
-from engine.schedule.batcher import Pages
-from engine.sequence import BlockTable, Sequence, State
+from engine.schedule.batcher import Pages, Phase
+from engine.sequence import BlockTable, Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 from kv_store.transfers import Fetch, Publish, Transfer, Transfers, Withdraw
@@ -61,7 +61,7 @@ class KVCache:
             self._free(hits)
             return False
         sequence.pages = BlockTable([*hits, *to_fill])
-        sequence.state = State.FETCHING
+        sequence.phase = Phase.FETCHING
         self._begin(Fetch(names[len(hits) :], to_fill), sequence)
         return True
 
@@ -74,11 +74,22 @@ class KVCache:
             return False
         return True
 
-    def advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """Counts tokens as computed and publishes the blocks they filled: on the device, and through to the store."""
-        start = sequence.num_computed
-        sequence.num_computed += num_tokens
-        filled = sequence.full_blocks(start, sequence.num_computed)
+    def extend(self, sequences: Seq[Sequence]) -> list[PageId] | None:
+        """Gives a further page to each of these sequences and returns them; None, and nothing changed, without room."""
+        try:
+            pages = self._ledger.allocate(len(sequences))
+        except OutOfBlocks:
+            return None
+        for sequence, page in zip(sequences, pages, strict=True):
+            sequence.pages.extend((page,))
+        return pages
+
+    def publish_filled(self, sequence_to_start: Mapping[Sequence, int]) -> None:
+        """Publishes the blocks that sequences have filled since they had `start` tokens with KV.
+
+        On the device, and through to the store, all in one transfer.
+        """
+        filled = [one for sequence, start in sequence_to_start.items() for one in sequence.full_blocks(start)]
         for name, page in filled:
             self._ledger.publish(page, name.key)
         self._publish([name for name, _ in filled], [page for _, page in filled], None)
@@ -114,8 +125,7 @@ class KVCache:
     def free(self, sequence: Sequence) -> None:
         """Gives a sequence's pages back; pages with a transfer under way drain first."""
         self._free(sequence.pages[:])
-        sequence.pages = BlockTable()
-        sequence.num_computed = 0
+        sequence.drop_pages()
 
     def poll(self) -> list[Fetched | PublishedFor]:
         """Collects the transfers with a sequence waiting that have ended since the last call."""
@@ -126,7 +136,7 @@ class KVCache:
             sequence = self._waiting.pop(done.transfer, None)
             if sequence is not None and isinstance(done.transfer, Publish):
                 ended.append(PublishedFor(sequence, done.num_resident))
-            elif sequence is not None and sequence.state is State.FETCHING:
+            elif sequence is not None and sequence.phase is Phase.FETCHING:
                 ended.append(self._fetched(sequence, done.transfer.names, done.tiers))
         return ended
 
@@ -135,13 +145,12 @@ class KVCache:
         num_hits = num_device + len(tiers)
         self._free(sequence.pages[num_hits:])
         sequence.pages = BlockTable(sequence.pages[:num_hits])
-        sequence.num_computed = min(num_hits * self._block_size, sequence.num_known - 1)
-        sequence.state = State.RUNNING
+        sequence.begin_run(min(num_hits * self._block_size, sequence.num_known - 1))
         for name, page in zip(names, sequence.pages[num_device:], strict=False):
             if not name.is_tail:
                 self._ledger.publish(page, name.key)
         tokens = self._prompt_tokens(sequence, [Tier.DEVICE] * num_device + list(tiers))
-        return Fetched(sequence.request.request_id, sequence.choice, tokens)
+        return Fetched(sequence.choice.request_id, sequence.choice.index, tokens)
 
     def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> TierTokens:
         """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end."""

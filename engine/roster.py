@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 from itertools import count
 
+from engine.model.batch import Model
 from engine.request import EngineRequest
-from engine.schedule.batcher import Candidate
-from engine.sequence import Sequence, State
+from engine.schedule.batcher import Candidate, Phase
+from engine.sequence import Sequence
 from wire.ids import RequestId
-
-_WITH_PAGES = (State.FETCHING, State.RUNNING)
 
 
 class Roster:
-    """Sequences by request and by handle; handles grow with arrival, so that a preempted one keeps its place.
+    """Sequences by request, and by handle while they wait or run; handles grow with arrival.
 
+    So a preempted sequence keeps its place.
     The first of a request's sequences is its leader: it computes or fetches the prompt, and its siblings find it.
     """
 
@@ -33,8 +33,13 @@ class Roster:
         return len(self._by_request)
 
     @property
+    def num_active(self) -> int:
+        """Sequences that wait or run: neither ended nor handing off."""
+        return len(self._by_handle)
+
+    @property
     def waiting(self) -> list[Sequence]:
-        return [sequence for sequence in self._by_handle.values() if sequence.state is State.WAITING]
+        return [sequence for sequence in self._by_handle.values() if sequence.phase is Phase.WAITING]
 
     @property
     def admissible(self) -> list[Candidate]:
@@ -43,23 +48,25 @@ class Roster:
 
     @property
     def running(self) -> list[Sequence]:
-        return [sequence for sequence in self._by_handle.values() if sequence.state in _WITH_PAGES]
+        """Sequences with pages: fetching ones, too."""
+        return [sequence for sequence in self._by_handle.values() if sequence.phase is not Phase.WAITING]
 
-    def add(self, request: EngineRequest, block_size: int) -> None:
-        sequences = [Sequence(next(self._handles), request, choice, block_size) for choice in request.choices]
+    def add(self, request: EngineRequest, model: Model) -> None:
+        sequences = [Sequence(next(self._handles), request, choice, model) for choice in request.choices]
         self._by_request[request.request_id] = sequences
         self._by_handle |= {sequence.handle: sequence for sequence in sequences}
 
     def siblings(self, request_id: RequestId) -> Iterator[Sequence]:
         """Yields a request's sequences that have not ended; none for an unknown request."""
-        return (one for one in self._by_request.get(request_id, ()) if one.state is not State.ENDED)
+        return (one for one in self._by_request.get(request_id, ()) if one.phase is not Phase.ENDED)
+
+    def retire(self, sequence: Sequence) -> None:
+        """Forgets the handle of a sequence that neither waits nor runs any more. A second call does nothing."""
+        self._by_handle.pop(sequence.handle, None)
 
     def remove(self, request_id: RequestId) -> list[Sequence]:
-        """Takes a request out and returns its sequences."""
-        sequences = self._by_request.pop(request_id, [])
-        for sequence in sequences:
-            del self._by_handle[sequence.handle]
-        return sequences
+        """Takes a request out and returns its sequences, for the caller to retire."""
+        return self._by_request.pop(request_id, [])
 
     def _leader(self, sequence: Sequence) -> Sequence:
         return next(self.siblings(sequence.request.request_id))

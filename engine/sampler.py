@@ -31,6 +31,12 @@ class Draw:
         """Of the token to be drawn, counted over prompt and output."""
         return len(self.prompt_ids) + len(self.output_ids)
 
+    @property
+    def is_plain(self) -> bool:
+        """True where the likeliest token is the one, and nothing is asked about it."""
+        params = self.params
+        return params.is_greedy and not params.has_penalties and params.logprobs is None and not self.banned
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -51,6 +57,17 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         Drawn(token, _logprobs_of(logprobs.get(row), token, draws[row])) if is_finite[row] else Drawn(None)
         for row, token in enumerate(tokens)
     ]
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Finds the likeliest token of each row [R, V] float32; returns int64 [R], on the host.
+
+    The first of equals; -1 for a row with a value that is no number, or infinite.
+    """
+    # argmax takes NaN for the greatest, as amin takes it for the least; numpy's is ten times as fast on a CPU.
+    best = torch.from_numpy(logits.numpy().argmax(-1)) if logits.is_cpu else logits.argmax(-1)
+    span = logits.gather(1, best[:, None]).squeeze(1) - logits.amin(-1)
+    return torch.where(span < torch.inf, best, -1).cpu()
 
 
 def uniform(seed: int, choice: int, position: int) -> float:

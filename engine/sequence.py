@@ -3,27 +3,18 @@
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 from typing import cast
 
 import numpy as np
 
+from engine.events import ChoiceId
 from engine.model.batch import Model
-from engine.request import ChoiceSoFar, EngineRequest
-from engine.schedule.batcher import Candidate, Gate
+from engine.request import ChoiceSoFar, EngineRequest, HandOff
+from engine.sampler import Draw
+from engine.schedule.batcher import Candidate, Gate, Phase
 from wire.ids import PageId
 from wire.keys import BlockName, KeyChain
 from wire.sampling import FinishReason
-
-
-class State(Enum):
-    """The state of a sequence. HANDING_OFF has its first token, and its pages until the store has them."""
-
-    WAITING = "waiting"
-    FETCHING = "fetching"
-    RUNNING = "running"
-    HANDING_OFF = "handing_off"
-    ENDED = "ended"
 
 
 class BlockTable:
@@ -61,62 +52,81 @@ class End:
 
 
 class Sequence:
-    """Known tokens are prompt plus output; `num_computed` of them have KV in `pages`; the last known one never has."""
+    """Known tokens are prompt plus output; `num_computed` of them have KV in `pages`; the last known one never has.
 
-    def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, block_size: int) -> None:
+    end_ids: tokens that end the choice. max_output: output tokens at which it ends for its length.
+    """
+
+    def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: Model) -> None:
+        sampling = request.sampling
         self.handle = handle
         self.request = request
-        self.choice = choice.index
+        self.choice = ChoiceId(request.request_id, choice.index)
         self.output_ids = list(choice.output_ids)
+        self.num_prompt = len(request.prompt_ids)
+        self.end_ids = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else model.eos_token_ids)))
+        self.max_output = min(sampling.max_tokens, model.max_context_len - self.num_prompt)
         self.pages = BlockTable()
-        self.num_computed = 0
-        self.state = State.WAITING
+        self.phase = Phase.WAITING
         self.gate: Gate | None = None
         self.has_started = False
-        self._block_size = block_size
-        self._keys = KeyChain(request.root, block_size)
-        self._keys.extend(request.prompt_ids)
-        self._keys.extend(choice.output_ids)
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
+        self._num_computed = 0
+        self._early_ids = (*sampling.stop_token_ids, *model.eos_token_ids)
+        self._block_size = model.layout.block_size
+        self._keys = KeyChain(request.root, self._block_size)
 
     @property
     def num_known(self) -> int:
         return self.num_prompt + len(self.output_ids)
 
     @property
+    def num_computed(self) -> int:
+        """Tokens with KV. Follows from the number of known ones while the sequence decodes, step by step."""
+        return self.num_known - 1 if self.phase is Phase.DECODE else self._num_computed
+
+    def begin_run(self, num_computed: int) -> None:
+        """Goes on from so many tokens with KV: decoding, if that is all but the last token emitted.
+
+        A hand-off never decodes: it wants one token.
+        """
+        self._num_computed = num_computed
+        is_complete = self.output_ids and num_computed == self.num_known - 1
+        decodes = is_complete and not isinstance(self.request, HandOff)
+        self.phase = Phase.DECODE if decodes else Phase.PREFILL
+
+    def advance(self, num_tokens: int) -> None:
+        """Counts tokens of a chunk as computed."""
+        self._num_computed += num_tokens
+
+    def drop_pages(self) -> None:
+        """Forgets all pages and the KV in them. A sequence that ends or waits has none."""
+        self.pages = BlockTable()
+        self._num_computed = 0
+
+    def draw(self, num_ahead: int = 0) -> Draw:
+        """Tells how to choose the token that follows all known tokens but the last `num_ahead`."""
+        sampling, num_output = self.request.sampling, len(self.output_ids) - num_ahead
+        output_ids = self.output_ids[:num_output] if num_ahead else self.output_ids
+        banned = () if num_output >= sampling.min_tokens else self._early_ids
+        return Draw(sampling, self.choice.index, self.request.prompt_ids, output_ids, banned)
+
+    @property
+    def end(self) -> End:
+        """Tells the end that the last token makes: an end or stop token, else max_tokens or a full context."""
+        last = self.output_ids[-1]
+        return End(FinishReason.STOP, last) if last in self.end_ids else End(FinishReason.LENGTH)
+
+    @property
     def candidate(self) -> Candidate:
         """The sequence as batchers see it: while it fetches, it has no token to run and no page to yield."""
-        missing = 0 if self.state is State.FETCHING else self.num_known - self.num_computed
-        return Candidate(self.handle, self.num_known, self.num_known - missing, len(self.pages))
+        num_computed = self.num_known if self.phase is Phase.FETCHING else self.num_computed
+        return Candidate(self.handle, self.phase, self.num_known, num_computed, len(self.pages))
 
     @property
     def follower(self) -> Candidate:
         """The sequence as batchers see it while it waits for a sibling's prompt: it shares the full blocks."""
         num_shared = min(self.num_prompt, self.num_known - 1) // self._block_size
-        return Candidate(self.handle, self.num_known, num_shared * self._block_size, num_shared)
-
-    def append(self, token_id: int) -> None:
-        self.output_ids.append(token_id)
-        self._keys.extend((token_id,))
-
-    def end(self, model: Model) -> End | None:
-        """Tells the end that the last token makes: an end or stop token, max_tokens, or a full context."""
-        sampling, last = self.request.sampling, self.output_ids[-1]
-        if last in sampling.stop_token_ids or (last in model.eos_token_ids and not sampling.ignore_eos):
-            return End(FinishReason.STOP, last)
-        if len(self.output_ids) >= sampling.max_tokens or self.num_known >= model.max_context_len:
-            return End(FinishReason.LENGTH)
-        return None
-
-    def banned_ids(self, model: Model) -> tuple[int, ...]:
-        """Lists the tokens that would end the choice before min_tokens."""
-        sampling = self.request.sampling
-        if len(self.output_ids) >= sampling.min_tokens:
-            return ()
-        return (*sampling.stop_token_ids, *model.eos_token_ids)
+        return Candidate(self.handle, self.phase, self.num_known, num_shared * self._block_size, num_shared)
 
     def tokens(self, start: int, num_tokens: int) -> list[int]:
         """Slices `num_tokens` known tokens from position `start` on."""
@@ -126,13 +136,22 @@ class Sequence:
 
     def cover(self, num_tokens: int) -> list[BlockName]:
         """Names the blocks of the first `num_tokens` known tokens, a partly filled last one included."""
-        return self._keys.cover(num_tokens)
+        return self._keys_of(num_tokens).cover(num_tokens)
 
     def tail(self, num_tokens: int) -> BlockName | None:
         """Names the last block of the first `num_tokens` known tokens if they fill it partly."""
-        return self._keys.tail(num_tokens)
+        return self._keys_of(num_tokens).tail(num_tokens)
 
-    def full_blocks(self, start: int, stop: int) -> list[tuple[BlockName, PageId]]:
-        """Lists the blocks that became full as the computed tokens went from `start` to `stop`."""
+    def full_blocks(self, start: int) -> list[tuple[BlockName, PageId]]:
+        """Lists the blocks that became full since the sequence had `start` tokens with KV."""
+        stop = self.num_computed
         first, last = start // self._block_size, stop // self._block_size
-        return list(zip(self._keys.full(stop, start), self.pages[first:last], strict=True)) if first < last else []
+        if first == last:
+            return []
+        return list(zip(self._keys_of(stop).full(stop, start), self.pages[first:last], strict=True))
+
+    def _keys_of(self, num_tokens: int) -> KeyChain:
+        """Brings the chain of keys up to the first `num_tokens` known tokens."""
+        start = self._keys.num_tokens
+        self._keys.extend(self.tokens(start, max(0, num_tokens - start)))
+        return self._keys

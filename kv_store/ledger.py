@@ -57,7 +57,7 @@ class Ledger:
         self._transfers = [0] * num_pages
         self._worth = [Worth.ONLY_COPY] * num_pages
         self._num = Counter({PageState.FREE: num_pages})
-        self._free = dict.fromkeys(PageId(page) for page in reversed(range(num_pages)))
+        self._free = [PageId(page) for page in reversed(range(num_pages))]
         self._cached: dict[Worth, OrderedDict[PageId, None]] = {worth: OrderedDict() for worth in Worth}
         self._busy: set[PageId] = set()
 
@@ -73,7 +73,7 @@ class Ledger:
         for page in self._victims(num_pages - len(self._free)):
             self.withdraw(page)
             self.num_evicted += 1
-        pages = list(islice(reversed(self._free), num_pages))
+        pages = self._free[: -num_pages - 1 : -1]
         for page in pages:
             self._change(page, self._references, 1)
         return pages
@@ -217,11 +217,11 @@ class Ledger:
         if state is PageState.CACHED:
             del self._cached[self._worth[page]][page]
         elif state is PageState.FREE:
-            del self._free[page]
+            self._free.pop()  # which is the page: free ones leave in the order of `allocate`
 
     def _enter(self, page: PageId, state: PageState) -> None:
         self._num[state] += 1
         if state is PageState.CACHED:
             self._cached[self._worth[page]][page] = None
         elif state is PageState.FREE:
-            self._free[page] = None
+            self._free.append(page)

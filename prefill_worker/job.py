@@ -4,7 +4,7 @@ queue -> wait -> fetch -> wait -> compute -> publish -> answered
                                          \\-> answered, if every choice ended with its first token
 """
 
-from engine.events import Emitted, Event, Failed, Finished, HandedOff
+from engine.events import Event, Failed, Finished, HandedOff
 from engine.request import EngineRequest
 from wire.errors import BatonError
 from wire.pools import Role
@@ -28,11 +28,8 @@ class PrefillJob:
     def take(self, event: Event, now_s: float) -> Update:
         self._prompt.note(event, now_s)
         match event:
-            case Emitted():
-                self._last_token_s = now_s
-                self._gain(ChoiceTokens.emitted(event))
             case Finished():
-                self._gain(ChoiceTokens.finished(event, num_output=1))
+                self._add(ChoiceTokens.finished(event, num_output=1))
                 self._unfinished.discard(event.choice)
                 return NOTHING_NEW if self._unfinished else self._close(now_s)
             case HandedOff(num_held=num_held):
@@ -41,10 +38,15 @@ class PrefillJob:
                 return self.withdraw(error)
         return NOTHING_NEW
 
+    def gain(self, tokens: ChoiceTokens, now_s: float) -> Update:
+        self._last_token_s = now_s
+        self._add(tokens)
+        return NOTHING_NEW
+
     def withdraw(self, error: BatonError) -> Update:
         return Update(releases_hold=True, end=End(error))
 
-    def _gain(self, tokens: ChoiceTokens) -> None:
+    def _add(self, tokens: ChoiceTokens) -> None:
         self._answer = self._answer.followed_by(Update((tokens,)))
 
     def _hand_off(self, num_held: int, now_s: float) -> Update:

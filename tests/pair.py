@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.core import EngineCore
-from engine.events import Emitted, Event, Failed, Fetched, Finished, HandedOff, TierTokens
+from engine.events import ChoiceId, Event, Failed, Fetched, Finished, HandedOff, StepOutput, TierTokens
 from engine.model.batch import Model
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.schedule.batcher import Batcher
@@ -37,10 +37,7 @@ class Run:
     def take(self, event: Event) -> None:
         if isinstance(event, Failed):
             raise event.error
-        if isinstance(event, Emitted):
-            assert event.position == len(self.outputs[event.choice])
-            self.outputs[event.choice].append(event.token_id)
-        elif isinstance(event, Fetched):
+        if isinstance(event, Fetched):
             self.fetched.setdefault(event.choice, event.tokens)
         elif isinstance(event, Finished):
             self.ended.add(event.choice)
@@ -80,6 +77,11 @@ def make_core(
     return EngineCore(model, pool, batcher or ContinuousBatcher(), node.transfers(pool) if node else NoStore())
 
 
+def gained(output: StepOutput) -> list[tuple[ChoiceId, int, int]]:
+    """Choice, position and id of each token of a step."""
+    return list(zip(output.choices, output.positions, output.token_ids, strict=True))
+
+
 def drive(core: EngineCore, requests: Sequence[EngineRequest]) -> list[Run]:
     """Runs requests together to their end; the books are checked after every step."""
     runs = {
@@ -89,7 +91,11 @@ def drive(core: EngineCore, requests: Sequence[EngineRequest]) -> list[Run]:
     for request in requests:
         core.add(request)
     while core.has_requests:
-        for event in core.step():
+        output = core.step()
+        for choice, position, token_id in gained(output):
+            assert position == len(runs[choice.request_id].outputs[choice.index])
+            runs[choice.request_id].outputs[choice.index].append(token_id)
+        for event in output.events:
             runs[event.request_id].take(event)
         assert core.check() == []
     core.step()

@@ -52,6 +52,10 @@ class KeyChain:
         self._tokens: list[int] = []
         self._full: list[BlockName] = []
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens; names every block they fill."""
         self._tokens.extend(tokens)

@@ -10,7 +10,7 @@ from engine.schedule.batcher import Batcher, Gate
 from wire.errors import BatonError
 from wire.pools import Role
 from worker.stopwatch import Phase, Stopwatch
-from worker.update import Update
+from worker.update import ChoiceTokens, Update
 
 _WAIT_FOR = {Gate.SLOT: Phase.WAIT_SLOT, Gate.PAGES: Phase.WAIT_PAGES}
 
@@ -26,6 +26,10 @@ class Job(Protocol):
 
     def take(self, event: Event, now_s: float) -> Update:
         """Takes an event of the engine about this attempt; returns the update for the router."""
+        ...
+
+    def gain(self, tokens: ChoiceTokens, now_s: float) -> Update:
+        """Takes tokens that a choice has gained; returns the update for the router."""
         ...
 
     def withdraw(self, error: BatonError) -> Update:

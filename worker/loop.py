@@ -1,4 +1,4 @@
-"""The thread that owns the engine: take commands, step, hand the engine's events to jobs, deliver their updates."""
+"""The thread that owns the engine: take commands, step, hand tokens and events to jobs, deliver their updates."""
 
 import logging
 import os
@@ -6,17 +6,17 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from engine.core import EngineCore
-from engine.events import Abandoned, Emitted, Event, Failed
+from engine.events import Abandoned, Event, Failed, StepOutput
 from wire.errors import BatonError, Unavailable
 from wire.ids import RequestId
 from worker.inbox import Ask, Begin, Call, Command, Inbox, Withdraw
 from worker.job import Job
-from worker.update import NOTHING_NEW, End, Update
+from worker.update import NOTHING_NEW, ChoiceTokens, End, Update
 
 log = logging.getLogger(__name__)
 
@@ -114,10 +114,10 @@ class WorkerLoop:
             while self._commands:
                 self._obey(self._commands.popleft())
             began_s = self._clock()
-            events = self._engine.step()
-            self._pass_on(events, began_s)
-            self._has_more_to_do = bool(events) or self._engine.can_step
-            if self._num_failed_steps and any(isinstance(event, Emitted) for event in events):
+            output = self._engine.step()
+            self._pass_on(output, began_s)
+            self._has_more_to_do = output.is_news or self._engine.can_step
+            if output.token_ids:
                 self._num_failed_steps = 0
         except Exception as error:  # of whatever the model's step may raise; the thread has to outlive it
             self._recover(error)
@@ -153,20 +153,33 @@ class WorkerLoop:
             case Ask():
                 command.put_to(self._engine)
 
-    def _pass_on(self, events: Sequence[Event], began_s: float) -> None:
-        """Hands the events of one step to their jobs.
+    def _pass_on(self, output: StepOutput, began_s: float) -> None:
+        """Hands the tokens and events of one step to their jobs.
 
-        Events before the first token happened when the step began, before the model ran; the rest happened just now.
+        Events before the run happened when the step began; tokens, and the events that followed, just now.
         """
-        now_s = began_s
-        for event in events:
-            if isinstance(event, Emitted) and now_s == began_s:
-                now_s = self._clock()
-            begun = self._begun.get(event.request_id)
+        for event in output.before:
+            self._tell(event, began_s)
+        if not (output.token_ids or output.after):
+            return
+        now_s = self._clock()
+        for place, (choice, position, token_id) in enumerate(
+            zip(output.choices, output.positions, output.token_ids, strict=True)
+        ):
+            begun = self._begun.get(choice.request_id)
             if begun is not None:
-                self._note(begun, begun.job.take(event, now_s))
-            elif isinstance(event, Abandoned):
-                self._deliveries.released.append(event.request_id)
+                logprobs = (output.logprobs[place],) if place in output.logprobs else ()
+                tokens = ChoiceTokens(choice.index, position, (token_id,), logprobs)
+                self._note(begun, begun.job.gain(tokens, now_s))
+        for event in output.after:
+            self._tell(event, now_s)
+
+    def _tell(self, event: Event, now_s: float) -> None:
+        begun = self._begun.get(event.request_id)
+        if begun is not None:
+            self._note(begun, begun.job.take(event, now_s))
+        elif isinstance(event, Abandoned):
+            self._deliveries.released.append(event.request_id)
 
     def _note(self, begun: Begin, update: Update) -> None:
         """Joins an update to its call's update for delivery."""

@@ -110,7 +110,7 @@ def _require(valid: object, param: str, message: str) -> None:
 
 def _choice_to_pb(choice: ChoiceTokens) -> worker_pb2.ChoiceTokens:
     return worker_pb2.ChoiceTokens(
-        index=choice.index,
+        index=choice.choice,
         first_position=choice.first_position,
         token_ids=choice.token_ids,
         logprobs=logprobs_to_pb(choice.token_ids, choice.logprobs) if choice.logprobs else (),

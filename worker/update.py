@@ -1,31 +1,26 @@
-"""An update about an attempt, from worker to router."""
+"""An update about an attempt, from worker to router. A step makes one for each token: hence tuples, quick to make."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from engine.events import Emitted, Finished, TierTokens
+from engine.events import Finished, TierTokens
 from wire.errors import BatonError
 from wire.sampling import FinishReason, Logprobs
 from worker.stopwatch import Span
 
 
-@dataclass(frozen=True)
-class ChoiceTokens:
+class ChoiceTokens(NamedTuple):
     """Tokens of one choice, from its `first_position`-th output token on; and the reason of its end, if it ended.
 
     logprobs: of each token, or empty.
     """
 
-    index: int
+    choice: int
     first_position: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
     reason: FinishReason | None = None
     stop_token_id: int | None = None
-
-    @classmethod
-    def emitted(cls, event: Emitted) -> "ChoiceTokens":
-        logprobs = () if event.logprobs is None else (event.logprobs,)
-        return cls(event.choice, event.position, (event.token_id,), logprobs)
 
     @classmethod
     def finished(cls, event: Finished, num_output: int) -> "ChoiceTokens":
@@ -34,7 +29,7 @@ class ChoiceTokens:
     def followed_by(self, later: "ChoiceTokens") -> "ChoiceTokens":
         """Joins tokens that follow directly."""
         return ChoiceTokens(
-            self.index,
+            self.choice,
             self.first_position,
             self.token_ids + later.token_ids,
             self.logprobs + later.logprobs,
@@ -51,8 +46,7 @@ class End:
     spans: tuple[Span, ...] = ()
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """News of an attempt.
 
     prompt: the prompt's tokens by the source of their KV, told once. num_held: blocks of the prompt that the store
@@ -67,10 +61,10 @@ class Update:
 
     def followed_by(self, later: "Update") -> "Update":
         """Joins two updates of an attempt."""
-        choices = {choice.index: choice for choice in self.choices}
-        for choice in later.choices:
-            earlier = choices.get(choice.index)
-            choices[choice.index] = choice if earlier is None else earlier.followed_by(choice)
+        choices = {tokens.choice: tokens for tokens in self.choices}
+        for tokens in later.choices:
+            earlier = choices.get(tokens.choice)
+            choices[tokens.choice] = tokens if earlier is None else earlier.followed_by(tokens)
         return Update(
             tuple(choices.values()),
             self.prompt or later.prompt,

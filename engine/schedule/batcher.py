@@ -9,18 +9,34 @@ from enum import Enum
 from typing import Protocol
 
 
+class Phase(Enum):
+    """The phase of a sequence at an engine; batchers see the first four.
+
+    PREFILL: some known tokens besides the last one emitted have no KV yet. DECODE: each step takes the last emitted
+    token and brings the next. HANDING_OFF: the first token is there, and the pages stay until the store has them.
+    """
+
+    WAITING = "waiting"
+    FETCHING = "fetching"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    HANDING_OFF = "handing_off"
+    ENDED = "ended"
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A sequence as batchers see it. `num_known` counts prompt and output tokens, `num_computed` tokens with KV."""
 
     handle: int
+    phase: Phase
     num_known: int
     num_computed: int
     num_blocks: int
 
     @property
     def num_missing(self) -> int:
-        """Tokens to run before the next one can be sampled: 1 while decoding, 0 while fetching."""
+        """Tokens to run before the next one can be sampled; 0 while fetching."""
         return self.num_known - self.num_computed
 
 
@@ -65,6 +81,7 @@ class Batcher(Protocol):
     """A policy. `waiting` and `running` are in order of arrival; a fetching sequence is running and lacks no tokens.
 
     A plan is an intention: shared or draining pages may make it fall short, and the engine then runs as much as fits.
+    Nor is there a plan for a step in which all sequences decode and find their pages: each then runs its token.
     """
 
     def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan: ...

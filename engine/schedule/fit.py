@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.schedule.batcher import Candidate, Gate, Pages, Plan
+from engine.schedule.batcher import Candidate, Gate, Pages, Phase, Plan
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ def fit_running(running: Sequence[Candidate], pages: Pages, max_step_tokens: int
 
     While pages drain no sequence is preempted: the pages that come free may do.
     """
-    for_chunks = max(0, max_step_tokens - sum(candidate.num_missing == 1 for candidate in running))
+    for_chunks = max(0, max_step_tokens - sum(candidate.phase is Phase.DECODE for candidate in running))
     sharing = _Sharing(running, pages)
     run: dict[int, int] = {}
     for age, candidate in enumerate(running):
         if candidate in sharing.yielding:
             continue
-        decodes = candidate.num_missing == 1
+        decodes = candidate.phase is Phase.DECODE
         wanted = 1 if decodes else min(candidate.num_missing, for_chunks)
         granted = sharing.grant(age, wanted)
         if granted:
@@ -77,7 +77,7 @@ def _youngest(younger: Sequence[Candidate], yielding: Sequence[Candidate], num_p
     for candidate in reversed(younger):
         if sum(victim.num_blocks for victim in victims) >= num_pages:
             break
-        if candidate not in yielding and candidate.num_missing and candidate.num_blocks:
+        if candidate not in yielding and candidate.phase is not Phase.FETCHING and candidate.num_blocks:
             victims.append(candidate)
     return victims
 

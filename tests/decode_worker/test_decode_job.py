@@ -1,10 +1,10 @@
 from hypothesis import given
 
 from decode_worker.job import DecodeJob
-from engine.events import Emitted, Event, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
+from engine.events import Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.batcher import Gate
-from tests.worker.engine_events import ID, Script, Withdrawn, assert_spans_tile, decodes, end_of, outputs, run
+from tests.worker.engine_events import ID, News, Script, Withdrawn, assert_spans_tile, decodes, end_of, outputs, run
 from wire.errors import BatonError, Cancelled
 from wire.ids import NamespaceRoot
 from wire.sampling import FinishReason, Logprobs, SamplingParams
@@ -26,10 +26,10 @@ def job(num_choices: int = 1) -> DecodeJob:
 
 def test_streams_all_that_is_ready_and_ends_with_the_spans() -> None:
     logprobs = Logprobs(-0.5, ())
-    steps: list[list[Event]] = [
+    steps: list[list[News]] = [
         [Scheduled(ID, 0)],
-        [Fetched(ID, 0, FETCHED), Started(ID, 0), Emitted(ID, 0, 2, 7, logprobs)],
-        [Emitted(ID, 0, 3, 8, logprobs), Finished(ID, 0, FinishReason.STOP, 8)],
+        [Fetched(ID, 0, FETCHED), Started(ID, 0), ChoiceTokens(0, 2, (7,), (logprobs,))],
+        [ChoiceTokens(0, 3, (8,), (logprobs,)), Finished(ID, 0, FinishReason.STOP, 8)],
     ]
     spans = (
         Span("decode.queue", 0.0, 1000.0),
@@ -44,12 +44,12 @@ def test_streams_all_that_is_ready_and_ends_with_the_spans() -> None:
 
 
 def test_waiting_and_computing_are_phases_of_their_own() -> None:
-    steps: list[list[Event]] = [
+    steps: list[list[News]] = [
         [HeldUp(ID, 0, Gate.PAGES)],
         [Scheduled(ID, 0)],
         [Fetched(ID, 0, LACKING)],
         [Started(ID, 0)],
-        [Emitted(ID, 0, 2, 7, None), Finished(ID, 0, FinishReason.LENGTH)],
+        [ChoiceTokens(0, 2, (7,)), Finished(ID, 0, FinishReason.LENGTH)],
         [],
     ]
     end = end_of(run(job(), steps))
@@ -65,7 +65,7 @@ def test_waiting_and_computing_are_phases_of_their_own() -> None:
 
 
 def test_tells_that_all_is_fetched_once_and_then_releases_the_hold() -> None:
-    steps: list[list[Event]] = [
+    steps: list[list[News]] = [
         [Scheduled(ID, 0), Fetched(ID, 0, LACKING)],
         [Scheduled(ID, 1), Fetched(ID, 1, FETCHED)],
         [Preempted(ID, 1), Scheduled(ID, 1), Fetched(ID, 1, FETCHED)],
@@ -80,7 +80,7 @@ def test_a_withdrawn_request_leaves_its_hold_to_the_router() -> None:
 
 def test_a_failed_request_ends_after_the_tokens_it_had() -> None:
     error = BatonError("no number")
-    told = run(job(), [[Emitted(ID, 0, 2, 7, None), Failed(ID, error)]])
+    told = run(job(), [[ChoiceTokens(0, 2, (7,)), Failed(ID, error)]])
     assert told == [Update((ChoiceTokens(0, 2, (7,)),), end=End(error))]
 
 

@@ -1,23 +1,25 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.batcher import Candidate, Gate, Pages
+from decode_worker.batcher import DecodeBatcher
+from engine.schedule.batcher import Candidate, Gate, Pages, Phase
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.schedule.fit import fit_running
+from prefill_worker.batcher import PrefillBatcher
 
 BLOCK = 16
 
 
 def decoding(handle: int, num_known: int) -> Candidate:
-    return Candidate(handle, num_known, num_known - 1, -(-(num_known - 1) // BLOCK))
+    return Candidate(handle, Phase.DECODE, num_known, num_known - 1, -(-(num_known - 1) // BLOCK))
 
 
 def prompt(handle: int, num_known: int, num_computed: int = 0) -> Candidate:
-    return Candidate(handle, num_known, num_computed, -(-num_computed // BLOCK))
+    return Candidate(handle, Phase.PREFILL, num_known, num_computed, -(-num_computed // BLOCK))
 
 
 def fetching(handle: int, num_known: int) -> Candidate:
-    return Candidate(handle, num_known, num_known, -(-num_known // BLOCK))
+    return Candidate(handle, Phase.FETCHING, num_known, num_known, -(-num_known // BLOCK))
 
 
 def pages(num_allocatable: int, num_draining: int = 0) -> Pages:
@@ -114,3 +116,20 @@ def test_the_oldest_progresses_unless_fetches_hold_the_pages(
     others = sum(candidate.num_blocks for candidate in runnable[1:])
     if runnable and pages(0).needed(runnable[0], 1) <= num_allocatable + others:
         assert runnable[0].handle in fit_running(running, pages(num_allocatable), max_tokens).run
+
+
+def test_the_last_token_of_a_prompt_is_no_decode() -> None:
+    """It takes part in the chunks' share of a step, and waits while decoding sequences take all of it."""
+    running = (decoding(0, 20), prompt(1, 33, 32), prompt(2, 33, 32))
+    assert fit_running(running, pages(99), max_step_tokens=2).run == {0: 1, 1: 1}
+
+
+@given(st.lists(st.integers(2, 150), min_size=1, max_size=12), st.integers(0, 3))
+def test_sequences_that_all_decode_run_a_token_each_if_there_are_pages(lens: list[int], num_spare: int) -> None:
+    """As an engine takes for granted, without a plan."""
+    running = [decoding(handle, num_known) for handle, num_known in enumerate(lens)]
+    room = pages(sum(pages(0).needed(one, 1) for one in running) + num_spare)
+    for batcher in (ContinuousBatcher(max_step_tokens=1), DecodeBatcher(1, 1, 1), PrefillBatcher(1, 1, 1)):
+        plan = batcher.plan((), running, room)
+        assert plan.run == dict.fromkeys(range(len(lens)), 1)
+        assert plan.preempt == plan.admit == ()

@@ -1,18 +1,20 @@
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from engine.events import Emitted, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started
+from engine.events import Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
-from engine.schedule.batcher import Gate
+from engine.schedule.batcher import Candidate, Gate, Pages, Plan
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.pair import ROOT, Node, drive, make_core, request, serve
 from wire.errors import InvalidRequest, RequestExists
 from wire.ids import RequestId
+from wire.keys import KeyChain
 from wire.layout import KVLayout
 from wire.sampling import FinishReason, SamplingParams
 
@@ -41,8 +43,11 @@ def test_tokens_are_the_oracles_and_pages_come_back(model: HashModel) -> None:
 def test_events_come_in_order(model: HashModel) -> None:
     core = make_core(model)
     core.add(request(PROMPT, greedy(2)))
-    events = [event for _ in range(8) for event in core.step()]
-    assert [type(event) for event in events] == [Scheduled, Fetched, Started, Emitted, Emitted, Finished]
+    outputs = [core.step() for _ in range(8)]
+    assert [type(event) for output in outputs for event in output.events] == [Scheduled, Fetched, Started, Finished]
+    assert [output.positions for output in outputs if output.token_ids] == [[0], [1]]
+    assert [type(event) for event in outputs[2].before] == [Started]
+    assert [type(event) for event in outputs[3].after] == [Finished]
     assert not core.has_requests
 
 
@@ -52,7 +57,7 @@ def test_tells_once_what_a_request_waits_for(model: HashModel, num_blocks: int, 
     first, second = (request((number, *PROMPT), greedy(10)) for number in range(2))
     core.add(first)
     core.add(second)
-    events = [event for _ in range(30) for event in core.step()]
+    events = [event for _ in range(30) for event in core.step().events]
     assert [event for event in events if isinstance(event, HeldUp)] == [HeldUp(second.request_id, 0, gate)]
     assert not core.has_requests
 
@@ -87,7 +92,7 @@ def test_preempted_sequences_give_their_pages_to_older_ones(model: HashModel) ->
     requests = [request((number, *PROMPT), greedy(80)) for number in range(2)]
     for one in requests:
         core.add(one)
-    preempted = [event for _ in range(60) for event in core.step() if isinstance(event, Preempted)]
+    preempted = [event for _ in range(60) for event in core.step().events if isinstance(event, Preempted)]
     assert {event.request_id for event in preempted} == {requests[1].request_id}
 
 
@@ -114,7 +119,7 @@ def test_abort_frees_everything_at_every_step(model: HashModel) -> None:
         for _ in range(num_steps):
             core.step()
         core.abort(asked.request_id)
-        assert core.step() == []
+        assert not core.step().is_news
         assert core.check() == []
         assert not core.has_requests
 
@@ -128,7 +133,7 @@ def test_aborting_one_leaves_the_others_alone(model: HashModel) -> None:
         core.step()
     core.abort(doomed.request_id)
     core.abort(doomed.request_id)
-    events = [event for _ in range(30) for event in core.step()]
+    events = [event for _ in range(30) for event in core.step().events]
     assert {event.request_id for event in events} == {kept.request_id}
     assert isinstance(events[-1], Finished)
 
@@ -172,9 +177,9 @@ def test_stops_at_a_stop_token_and_says_which(model: HashModel) -> None:
     stop = expected[10]
     core = make_core(model)
     core.add(request(PROMPT, greedy(30, stop_token_ids=(stop,))))
-    events = [event for _ in range(40) for event in core.step()]
-    assert [event.token_id for event in events if isinstance(event, Emitted)] == expected[: expected.index(stop) + 1]
-    (finished,) = [event for event in events if isinstance(event, Finished)]
+    outputs = [core.step() for _ in range(40)]
+    assert [token for output in outputs for token in output.token_ids] == expected[: expected.index(stop) + 1]
+    (finished,) = [event for output in outputs for event in output.after if isinstance(event, Finished)]
     assert (finished.reason, finished.stop_token_id) == (FinishReason.STOP, stop)
 
 
@@ -200,7 +205,7 @@ def test_logits_that_are_no_numbers_end_their_request_only() -> None:
     bad, good = request((13, *PROMPT), greedy(5)), request(PROMPT, greedy(5))
     core.add(bad)
     core.add(good)
-    events = [event for _ in range(20) for event in core.step()]
+    events = [event for _ in range(20) for event in core.step().events]
     assert [event.request_id for event in events if isinstance(event, Failed)] == [bad.request_id]
     assert [event.request_id for event in events if isinstance(event, Finished)] == [good.request_id]
     assert core.stats().blocks.cached == (len(PROMPT) + 4) // 16, "blocks of the failed request must not be found"
@@ -225,17 +230,17 @@ def test_a_request_that_cannot_be_run_fails_alone() -> None:
     good, bad = request(range(10), greedy(5)), request((13, *range(20)), greedy(5))
     core.add(good)
     core.add(bad)
-    events = [event for _ in range(20) for event in core.step()]
-    assert [event.request_id for event in events if isinstance(event, Failed)] == [bad.request_id]
-    tokens = [event.token_id for event in events if isinstance(event, Emitted)]
-    assert tokens == model.oracle(range(10), 5)
+    outputs = [core.step() for _ in range(20)]
+    failed = [event for output in outputs for event in output.after if isinstance(event, Failed)]
+    assert [event.request_id for event in failed] == [bad.request_id]
+    assert [token for output in outputs for token in output.token_ids] == model.oracle(range(10), 5)
     assert core.check() == []
 
 
 def test_a_request_that_cannot_be_run_fails_even_alone() -> None:
     core = make_core(Fallible(LAYOUT, 997))
     core.add(request((13, 1, 2), greedy(5)))
-    events = [event for _ in range(4) for event in core.step()]
+    events = [event for _ in range(4) for event in core.step().events]
     assert isinstance(events[-1], Failed)
     assert "incident" in events[-1].error.message
     assert "kernel" not in events[-1].error.message
@@ -274,10 +279,10 @@ def test_blocks_that_led_to_no_number_are_found_nowhere() -> None:
     core = make_core(Poisoned(LAYOUT, 997), node, batcher=ContinuousBatcher(max_step_tokens=16, max_running=4))
     bad = request((*range(100, 148), 13), greedy(5))
     core.add(bad)
-    events = core.step() + core.step() + core.step()
+    events = [event for _ in range(3) for event in core.step().events]
     node.write_all_cold()
     assert len(cold.frames) > 0
-    events += [event for _ in range(8) for event in core.step()]
+    events += [event for _ in range(8) for event in core.step().events]
     assert isinstance(events[-1], Failed)
     assert len(cold.frames) == 0
     assert node.directory.status().counts.free == node.directory.status().counts.total
@@ -293,9 +298,73 @@ def test_unused_slots_are_few_at_steady_load(model: HashModel) -> None:
     num_known = sum(map(len, prompts))
     shares = []
     for _ in range(150):
-        num_known += sum(isinstance(event, Emitted) for event in core.step())
+        num_known += len(core.step().token_ids)
         blocks = core.stats().blocks
         num_filled = num_known - len(prompts)  # once all decode: the last known token of each has no KV
         shares.append(1 - num_filled / (max(1, blocks.owned + blocks.published) * LAYOUT.block_size))
     assert core.stats().num_running == len(prompts)
     assert 0 <= min(shares[20:]) <= max(shares[20:]) <= 0.04
+
+
+class Counting(ContinuousBatcher):
+    """Counts its plans."""
+
+    num_plans = 0
+
+    def plan(self, waiting: Sequence[Candidate], running: Sequence[Candidate], pages: Pages) -> Plan:
+        Counting.num_plans += 1
+        return super().plan(waiting, running, pages)
+
+
+def test_steps_of_decoding_alone_have_no_plan(model: HashModel) -> None:
+    core = make_core(model, batcher=Counting())
+    asked = [request((number, *PROMPT), greedy(60)) for number in range(8)]
+    for one in asked:
+        core.add(one)
+    while core.stats().num_waiting or core.stats().generated_tokens < 2 * len(asked):
+        core.step()
+    num_plans = Counting.num_plans
+    for _ in range(40):
+        assert len(core.step().token_ids) == len(asked)
+        assert core.check() == []
+    assert Counting.num_plans == num_plans
+    core.add(request(PROMPT, greedy(2)))
+    core.step()
+    assert Counting.num_plans == num_plans + 1
+
+
+def test_a_block_is_named_when_it_is_full(model: HashModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(model)
+    core.add(request(PROMPT, greedy(70)))
+    while core.stats().generated_tokens < 2:
+        core.step()
+    extended: list[int] = []
+    extend = KeyChain.extend
+
+    def watched(chain: KeyChain, tokens: Sequence[int]) -> None:
+        extended.append(len(tokens))
+        extend(chain, tokens)
+
+    monkeypatch.setattr(KeyChain, "extend", watched)
+    for _ in range(7):
+        core.step()
+    assert extended == []
+    core.step()
+    assert extended == [9], "of the second block, 7 tokens of the prompt were there"
+
+
+@pytest.mark.parametrize("num_blocks", [12, 256])
+def test_each_way_to_sample_is_the_same_among_others(model: HashModel, num_blocks: int) -> None:
+    """Plain rows beside ones that want log-probabilities, penalties, stop tokens, a least length, or chance."""
+    ways = [
+        greedy(40),
+        greedy(40, logprobs=3),
+        greedy(40, presence_penalty=1.5),
+        greedy(40, stop_token_ids=(model.oracle((2, *PROMPT), 9)[8],), min_tokens=4),
+        greedy(40, temperature=0.9, seed=4),
+        greedy(40, temperature=0.9, seed=4, top_p=0.8, logprobs=0),
+    ]
+    asked = [request((number % 3, *PROMPT), way) for number, way in enumerate(ways * 2)]
+    together = drive(make_core(model, num_blocks=num_blocks), asked)
+    for run, one in zip(together, asked, strict=True):
+        assert run.outputs == serve(make_core(model), one.prompt_ids, one.sampling).outputs

@@ -1,7 +1,7 @@
 import pytest
 
 from engine.core import EngineCore
-from engine.events import Abandoned, Emitted, Event, HandedOff
+from engine.events import Abandoned, HandedOff, StepOutput
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, HandOff
 from engine.schedule.continuous_batcher import ContinuousBatcher
@@ -42,35 +42,46 @@ def hand_off(num_prompt: int, n: int, request_id: RequestId = ID) -> HandOff:
     return HandOff(request_id, ROOT, prompt, SamplingParams(temperature=0.0, max_tokens=8, n=n), choices)
 
 
-def run(core: EngineCore, num_steps: int = 30) -> list[Event]:
-    return [event for _ in range(num_steps) for event in core.step()]
+def run(core: EngineCore, num_steps: int = 30) -> StepOutput:
+    """All that so many steps bring."""
+    whole = StepOutput()
+    for _ in range(num_steps):
+        output = core.step()
+        whole.before += output.events
+        whole.choices += output.choices
+    return whole
 
 
 @pytest.mark.parametrize("num_prompt", [100, 104])
 def test_choices_of_a_prompt_as_large_as_the_pool_find_its_pages(model: HashModel, num_prompt: int) -> None:
     core = make_core(model, num_blocks=7)
     core.add(hand_off(num_prompt, n=4))
-    events = run(core)
-    assert [event.choice for event in events if isinstance(event, Emitted)] == [0, 1, 2, 3]
-    assert isinstance(events[-1], HandedOff)
+    output = run(core)
+    assert [choice.index for choice in output.choices] == [0, 1, 2, 3]
+    assert isinstance(output.events[-1], HandedOff)
 
 
 def test_prompts_that_fill_the_pool_do_not_wait_for_each_others_pages(model: HashModel) -> None:
     core = make_core(model, num_blocks=14)
     for name in ("first", "other one"):
         core.add(hand_off(100, n=2, request_id=RequestId(name)))
-    assert sorted(event.request_id for event in run(core) if isinstance(event, HandedOff)) == ["first", "other one"]
+    assert sorted(event.request_id for event in run(core).events if isinstance(event, HandedOff)) == [
+        "first",
+        "other one",
+    ]
 
 
 def test_what_an_aborted_request_published_does_not_end_its_next_attempt(model: HashModel) -> None:
     transfers = HeldBack()
     core = EngineCore(model, DevicePool(LAYOUT, 32, model.device), ContinuousBatcher(), transfers)
     core.add(hand_off(100, n=1))
-    assert any(isinstance(event, Emitted) for event in run(core))
+    assert run(core).choices
     core.abort(ID)
     transfers.may_end = True
     core.add(hand_off(100, n=1))
-    assert [type(event) for event in run(core) if isinstance(event, Emitted | HandedOff)] == [Emitted, HandedOff]
+    output = run(core)
+    assert [choice.request_id for choice in output.choices] == [ID]
+    assert [event for event in output.events if isinstance(event, HandedOff)] == [HandedOff(ID, 0)]
 
 
 def test_what_an_aborted_request_published_is_said_to_be_abandoned(model: HashModel) -> None:
@@ -80,7 +91,7 @@ def test_what_an_aborted_request_published_is_said_to_be_abandoned(model: HashMo
     run(core)
     core.abort(ID)
     transfers.may_end = True
-    assert run(core) == [Abandoned(ID)]
+    assert run(core).events == [Abandoned(ID)]
 
 
 def test_a_step_that_failed_reports_nothing_later(model: HashModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,5 +107,5 @@ def test_a_step_that_failed_reports_nothing_later(model: HashModel, monkeypatch:
         with pytest.raises(RuntimeError):
             core.step()
     core.abort(ID)
-    assert core.step() == []
+    assert not core.step().is_news
     assert core.check() == []

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.sampler import Draw, sample, uniform
+from engine.sampler import Draw, likeliest, sample, uniform
 from wire.sampling import SamplingParams
 
 VOCAB = 50
@@ -111,3 +111,13 @@ def test_a_row_that_is_no_number_spoils_only_itself() -> None:
     expected = rows.argmax(-1).tolist()
     drawn = sample(rows, [draw(temperature=0.0)] * 3)
     assert [one.token_id for one in drawn] == [expected[0], None, expected[2]]
+
+
+def test_likeliest_is_the_first_of_equals_and_none_of_a_row_with_no_number() -> None:
+    rows = logits(7)
+    rows[0, 11] = rows[0, 30] = 50.0
+    rows[1, 4], rows[2, 5], rows[3, 6] = torch.nan, torch.inf, -torch.inf
+    rows[4, 7] = torch.finfo(torch.float32).min
+    expected = rows.argmax(-1).tolist()
+    assert expected[0] == 11
+    assert likeliest(rows).tolist() == [11, -1, -1, -1, *expected[4:]]

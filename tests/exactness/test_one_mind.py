@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core import EngineCore
-from engine.events import Emitted, Failed, Fetched, Preempted
+from engine.events import Failed, Fetched, Preempted
 from engine.model.decoder import Decoder
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
@@ -61,12 +61,12 @@ class Crowd:
             for one in [one for one, at in late.items() if at <= step]:
                 del late[one]
                 self.core.add(one)
-            for event in self.core.step():
-                assert not isinstance(event, Failed)
-                self.num_preempted += isinstance(event, Preempted)
-                self.num_found += event.tokens.num_found if isinstance(event, Fetched) else 0
-                if isinstance(event, Emitted):
-                    self.outputs[event.request_id].append((event.token_id, event.logprobs))
+            output = self.core.step()
+            assert not any(isinstance(event, Failed) for event in output.after)
+            self.num_preempted += sum(isinstance(event, Preempted) for event in output.before)
+            self.num_found += sum(one.tokens.num_found for one in output.before if isinstance(one, Fetched))
+            for place, (choice, token_id) in enumerate(zip(output.choices, output.token_ids, strict=True)):
+                self.outputs[choice.request_id].append((token_id, output.logprobs.get(place)))
         return [self.outputs[one.request_id] for one in requests]
 
     def _steps(self, late: dict[EngineRequest, int]) -> Iterator[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.events import Emitted, TierTokens
+from engine.events import TierTokens
 from engine.model.decoder import Decoder
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.checkpoints import ARCHITECTURES, Continuation, choose_prompt, make_checkpoint
@@ -126,5 +126,5 @@ def test_a_spoilt_block_shows(model: Decoder, expected: list[Continuation], spoi
     kv = decode.pool.kv
     *_, second, first, _tail = [page for page in range(len(kv)) if kv[page].any()]
     kv[first] = kv[second] if spoil == "stale" else 0.0
-    spoilt = [event.token_id for _ in range(NUM_TOKENS) for event in decode.step() if isinstance(event, Emitted)]
+    spoilt = [token for _ in range(NUM_TOKENS) for token in decode.step().token_ids]
     assert spoilt != list(continuation.token_ids[1:])

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.batcher import Candidate, Gate, Pages
+from engine.schedule.batcher import Candidate, Gate, Pages, Phase
 from prefill_worker.batcher import PrefillBatcher
 
 BLOCK = 16
@@ -10,11 +10,11 @@ PATIENCE = 100
 
 
 def prompt(handle: int, num_known: int, num_computed: int = 0) -> Candidate:
-    return Candidate(handle, num_known, num_computed, -(-num_computed // BLOCK))
+    return Candidate(handle, Phase.PREFILL, num_known, num_computed, -(-num_computed // BLOCK))
 
 
 def fetching(handle: int, num_known: int) -> Candidate:
-    return Candidate(handle, num_known, num_known, -(-num_known // BLOCK))
+    return Candidate(handle, Phase.FETCHING, num_known, num_known, -(-num_known // BLOCK))
 
 
 def pages(num_allocatable: int) -> Pages:
@@ -91,7 +91,9 @@ class Pool:
         needed = room.needed(one, num_tokens)
         self.free -= needed
         assert self.free >= 0
-        return Candidate(one.handle, one.num_known, one.num_computed + num_tokens, one.num_blocks + needed)
+        return Candidate(
+            one.handle, Phase.PREFILL, one.num_known, one.num_computed + num_tokens, one.num_blocks + needed
+        )
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 3)), min_size=1, max_size=30), st.integers(20, 60))

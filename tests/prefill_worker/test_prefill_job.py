@@ -1,8 +1,6 @@
 from hypothesis import given
 
 from engine.events import (
-    Emitted,
-    Event,
     Failed,
     Fetched,
     Finished,
@@ -16,7 +14,7 @@ from engine.events import (
 from engine.request import ChoiceSoFar, HandOff
 from engine.schedule.batcher import Gate
 from prefill_worker.job import PrefillJob
-from tests.worker.engine_events import ID, Script, Withdrawn, assert_spans_tile, end_of, hand_offs, outputs, run
+from tests.worker.engine_events import ID, News, Script, Withdrawn, assert_spans_tile, end_of, hand_offs, outputs, run
 from wire.errors import BatonError, DeadlineExceeded
 from wire.ids import NamespaceRoot
 from wire.sampling import FinishReason, SamplingParams
@@ -42,7 +40,7 @@ def test_answers_with_the_first_token_once_the_blocks_are_held() -> None:
             [Scheduled(ID, 0)],
             [Fetched(ID, 0, TIERS)],
             [Started(ID, 0)],
-            [Emitted(ID, 0, 0, 77, None)],
+            [ChoiceTokens(0, 0, (77,))],
             [],
             [HandedOff(ID, 3)],
         ],
@@ -63,11 +61,11 @@ def test_answers_with_the_first_token_once_the_blocks_are_held() -> None:
 
 
 def test_answers_at_once_if_every_choice_ends_with_its_first_token() -> None:
-    steps: list[list[Event]] = [
+    steps: list[list[News]] = [
         [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0)],
-        [Emitted(ID, 0, 0, 7, None), Finished(ID, 0, FinishReason.STOP, 7)],
+        [ChoiceTokens(0, 0, (7,)), Finished(ID, 0, FinishReason.STOP, 7)],
         [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), Started(ID, 1)],
-        [Emitted(ID, 1, 0, 8, None), Finished(ID, 1, FinishReason.LENGTH)],
+        [ChoiceTokens(1, 0, (8,)), Finished(ID, 1, FinishReason.LENGTH)],
     ]
     (answer,) = run(job(2), steps)
     assert answer.choices == (
@@ -80,13 +78,13 @@ def test_answers_at_once_if_every_choice_ends_with_its_first_token() -> None:
 
 
 def test_names_the_gate_at_which_it_waited() -> None:
-    steps: list[list[Event]] = [
+    steps: list[list[News]] = [
         [HeldUp(ID, 0, Gate.SLOT)],
         [],
         [HeldUp(ID, 0, Gate.PAGES)],
         [HeldUp(ID, 0, Gate.SLOT)],
         [Scheduled(ID, 0), Fetched(ID, 0, TIERS)],
-        [Started(ID, 0), Emitted(ID, 0, 0, 7, None)],
+        [Started(ID, 0), ChoiceTokens(0, 0, (7,))],
         [HandedOff(ID, 3)],
     ]
     end = end_of(run(job(), steps))
@@ -102,10 +100,10 @@ def test_names_the_gate_at_which_it_waited() -> None:
 
 
 def test_usage_is_what_the_leader_first_found() -> None:
-    steps: list[list[Event]] = [
+    steps: list[list[News]] = [
         [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0), Preempted(ID, 0)],
-        [Scheduled(ID, 0), Fetched(ID, 0, TierTokens({"device": 40})), Emitted(ID, 0, 0, 7, None)],
-        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), Emitted(ID, 1, 0, 8, None)],
+        [Scheduled(ID, 0), Fetched(ID, 0, TierTokens({"device": 40})), ChoiceTokens(0, 0, (7,))],
+        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), ChoiceTokens(1, 0, (8,))],
         [HandedOff(ID, 3)],
     ]
     (answer,) = run(job(2), steps)
@@ -115,7 +113,7 @@ def test_usage_is_what_the_leader_first_found() -> None:
 
 def test_a_withdrawn_request_tells_no_token_and_holds_nothing() -> None:
     error = DeadlineExceeded("too late")
-    told = run(job(), [[Scheduled(ID, 0)], [Emitted(ID, 0, 0, 77, None)], [Withdrawn(error)]])
+    told = run(job(), [[Scheduled(ID, 0)], [ChoiceTokens(0, 0, (77,))], [Withdrawn(error)]])
     assert told == [Update(releases_hold=True, end=End(error))]
 
 

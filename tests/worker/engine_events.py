@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from engine.events import (
-    Emitted,
     Event,
     Failed,
     Fetched,
@@ -23,7 +22,7 @@ from wire.errors import BatonError, Cancelled
 from wire.ids import RequestId
 from wire.sampling import FinishReason
 from worker.job import Job
-from worker.update import NOTHING_NEW, End, Update
+from worker.update import NOTHING_NEW, ChoiceTokens, End, Update
 
 ID = RequestId("request")
 TIERS = TierTokens({"device": 16, "host": 20}, computed=4)
@@ -36,7 +35,8 @@ class Withdrawn:
     error: BatonError
 
 
-Steps = Sequence[Sequence[Event | Withdrawn]]
+News = Event | ChoiceTokens | Withdrawn
+Steps = Sequence[Sequence[News]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Script:
     """What happens to a request step by step, its early end included, and the tokens emitted up to there by choice."""
 
     num_choices: int
-    steps: list[list[Event | Withdrawn]]
+    steps: list[list[News]]
     outputs: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -52,11 +52,11 @@ class Script:
 def hand_offs(draw: st.DrawFn) -> Script:
     """Up to three choices with one token each; those that do not end with it are handed off together."""
     num_choices = draw(st.integers(1, 3))
-    events: list[Event] = []
+    events: list[News] = []
     finished = 0
     for choice in range(num_choices):
         events += _scheduled(draw, choice)
-        events += [Emitted(ID, choice, 0, 100 + choice, None)]
+        events += [ChoiceTokens(choice, 0, (100 + choice,))]
         if draw(st.booleans()):
             finished += 1
             events.append(Finished(ID, choice, FinishReason.LENGTH))
@@ -71,12 +71,12 @@ def decodes(draw: st.DrawFn) -> Script:
     num_choices = draw(st.integers(1, 3))
     left = {choice: draw(st.integers(1, 4)) for choice in range(num_choices)}
     position = dict.fromkeys(left, 2)
-    events: list[Event] = [event for choice in left for event in _scheduled(draw, choice)]
+    events: list[News] = [event for choice in left for event in _scheduled(draw, choice)]
     while left:
         choice = draw(st.sampled_from(sorted(left)))
         if draw(st.integers(0, 5)) == 0:
             events += [Preempted(ID, choice), *_scheduled(draw, choice)]
-        events.append(Emitted(ID, choice, position[choice], 10 * choice + position[choice], None))
+        events.append(ChoiceTokens(choice, position[choice], (10 * choice + position[choice],)))
         position[choice] += 1
         left[choice] -= 1
         if not left[choice]:
@@ -104,9 +104,9 @@ def outputs(updates: Sequence[Update]) -> dict[int, list[int]]:
     next_position: dict[int, int] = {}
     for update in updates:
         for choice in update.choices:
-            assert choice.first_position == next_position.get(choice.index, choice.first_position)
-            next_position[choice.index] = choice.first_position + len(choice.token_ids)
-            told.setdefault(choice.index, []).extend(choice.token_ids)
+            assert choice.first_position == next_position.get(choice.choice, choice.first_position)
+            next_position[choice.choice] = choice.first_position + len(choice.token_ids)
+            told.setdefault(choice.choice, []).extend(choice.token_ids)
     return told
 
 
@@ -123,25 +123,30 @@ def assert_spans_tile(end: End, end_s: float) -> None:
     assert ends[-1] == end_s * 1000
 
 
-def _answer(job: Job, event: Event | Withdrawn, now_s: float) -> Update:
-    return job.withdraw(event.error) if isinstance(event, Withdrawn) else job.take(event, now_s)
+def _answer(job: Job, event: News, now_s: float) -> Update:
+    match event:
+        case Withdrawn(error=error):
+            return job.withdraw(error)
+        case ChoiceTokens():
+            return job.gain(event, now_s)
+    return job.take(event, now_s)
 
 
-def _scheduled(draw: st.DrawFn, choice: int) -> list[Event]:
+def _scheduled(draw: st.DrawFn, choice: int) -> list[News]:
     tiers = draw(st.sampled_from([TIERS, TierTokens({"host": 40})]))
     gates = draw(st.lists(st.sampled_from(Gate), max_size=2))
     held_up = [HeldUp(ID, choice, gate) for gate in gates]
     return [*held_up, Scheduled(ID, choice), Fetched(ID, choice, tiers), Started(ID, choice)]
 
 
-def _interrupted(draw: st.DrawFn, num_choices: int, events: list[Event]) -> Script:
-    """Cuts events into steps; maybe ends them early. A Finished stays with its Emitted."""
+def _interrupted(draw: st.DrawFn, num_choices: int, events: list[News]) -> Script:
+    """Cuts events into steps; maybe ends them early. A Finished stays with its token."""
     cut = draw(st.integers(0, len(events) - 1))
-    ending: Event | Withdrawn | None = draw(
+    ending: News | None = draw(
         st.sampled_from([None, Failed(ID, BatonError("no number")), Withdrawn(Cancelled("gone"))])
     )
     taken = events if ending is None else events[:cut]
-    steps: list[list[Event | Withdrawn]] = [[]]
+    steps: list[list[News]] = [[]]
     for event in taken:
         if not isinstance(event, Finished) and draw(st.booleans()):
             steps.append([])
@@ -150,6 +155,6 @@ def _interrupted(draw: st.DrawFn, num_choices: int, events: list[Event]) -> Scri
         steps.append([ending])
     emitted: dict[int, list[int]] = {}
     for event in taken:
-        if isinstance(event, Emitted):
-            emitted.setdefault(event.choice, []).append(event.token_id)
+        if isinstance(event, ChoiceTokens):
+            emitted.setdefault(event.choice, []).extend(event.token_ids)
     return Script(num_choices, steps, emitted)

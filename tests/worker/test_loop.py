@@ -7,7 +7,6 @@ import torch
 
 from decode_worker.job import DecodeJob
 from engine.core import EngineCore
-from engine.events import Emitted, Event
 from engine.model.batch import Batch, Model
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
@@ -245,12 +244,7 @@ def test_an_engine_that_fails_on_is_given_up(driver: Driver, monkeypatch: pytest
     if fails == "step":
         monkeypatch.setattr(EngineCore, "step", _fail)
     else:
-        take = DecodeJob.take
-
-        def fail_at_tokens(job: DecodeJob, event: Event, now_s: float) -> Update:
-            return _fail() if isinstance(event, Emitted) else take(job, event, now_s)
-
-        monkeypatch.setattr(DecodeJob, "take", fail_at_tokens)
+        monkeypatch.setattr(DecodeJob, "gain", _fail)
     for number in range(MAX_FAILED_STEPS):
         assert driver.loop.is_running
         call = driver.begin(str(number))

@@ -157,6 +157,7 @@ async def test_an_aborted_prefill_leaves_nothing_behind(prefill: Worker) -> None
     attempt = prefill.caller.begin(begin_of())
     await prefill.at_work()
     attempt.abort()
+    await prefill.was_aborted()
     prefill.model.may_go.set()
     assert (await prefill.at_rest()).generated_tokens <= 1
 

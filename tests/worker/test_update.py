@@ -1,4 +1,4 @@
-from engine.events import Emitted, Finished, TierTokens
+from engine.events import Finished, TierTokens
 from wire.ids import RequestId
 from wire.sampling import FinishReason, Logprobs
 from worker.stopwatch import Span
@@ -10,8 +10,8 @@ LOGPROBS = Logprobs(-0.5, ((7, -0.5), (8, -1.0)))
 
 
 def test_tokens_of_a_choice_join() -> None:
-    first = ChoiceTokens.emitted(Emitted(ID, 2, 5, 70, LOGPROBS))
-    second = ChoiceTokens.emitted(Emitted(ID, 2, 6, 80, LOGPROBS))
+    first = ChoiceTokens(2, 5, (70,), (LOGPROBS,))
+    second = ChoiceTokens(2, 6, (80,), (LOGPROBS,))
     last = ChoiceTokens.finished(Finished(ID, 2, FinishReason.STOP, 80), num_output=7)
     assert first.followed_by(second).followed_by(last) == ChoiceTokens(
         2, 5, (70, 80), (LOGPROBS, LOGPROBS), FinishReason.STOP, 80

@@ -142,6 +142,12 @@ class Worker:
         """Returns once the model was asked for the first time."""
         assert await asyncio.to_thread(self.model.was_asked.wait, TIMEOUT_S)
 
+    async def was_aborted(self) -> None:
+        """Returns once the aborts of all attempts have reached the worker."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while self.service.num_calls:
+                await self.service.status()
+
     async def at_rest(self) -> worker_pb2.WorkerStatus:
         """The status once nothing has a page, is copied, held or under way."""
         await self.idle()

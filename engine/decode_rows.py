@@ -1,0 +1,148 @@
+"""The decoding sequences of an engine as rows of arrays, of which the decode part of a batch is a slice."""
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.model.batch import Model
+from engine.sequence import Sequence
+from wire.ids import PageId
+
+Ints = npt.NDArray[np.integer]
+
+_FIRST_ROWS = 32
+_DTYPES = {
+    "token_ids": torch.int64,
+    "positions": torch.int64,
+    "slots": torch.int64,
+    "context_lens": torch.int32,
+    "room": torch.int32,
+    "is_plain": torch.bool,
+    "tables": torch.int32,
+}
+
+
+class DecodeRows:
+    """A row for each decoding sequence, in any order; its sequence changes it by joining, growing a page, or leaving.
+
+    A step runs the first so many rows, as a rule all, a token each, and `advance` takes them on. R rows, N pages:
+
+    token_ids: int64 [R], the last known token, which runs next. positions: int64 [R], its position.
+    slots: int64 [R], where its KV goes. context_lens: int32 [R], tokens with KV once it has run; apart from the
+    position, for KV may be dropped. room: int32 [R], slots left in the last page. tables: int32 [R, N], the pages, then
+    zeros. is_plain: bool [R], the likeliest token is the next, and nothing else is asked about it.
+
+    The arrays are pinned for copies to a GPU. A step reads its tokens back before `advance`: so no copy is under way.
+    """
+
+    token_ids: Ints
+    positions: Ints
+    slots: Ints
+    context_lens: Ints
+    room: Ints
+    is_plain: npt.NDArray[np.bool_]
+    tables: Ints
+
+    def __init__(self, model: Model, num_pages: int) -> None:
+        self.sequences: list[Sequence] = []
+        self._handle_to_row: dict[int, int] = {}
+        self._block_size = model.layout.block_size
+        self._max_blocks = min(num_pages, -(-model.max_context_len // self._block_size))
+        self._is_pinned = model.device.type == "cuda"
+        self._reserve(_FIRST_ROWS)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def put(self, sequence: Sequence) -> None:
+        """Adds a decoding sequence with a page for its next token, or takes over the page that it has gained."""
+        row = self._handle_to_row.get(sequence.handle)
+        if row is None:
+            self._add(sequence)
+        elif not self.room[row]:
+            self.grow([row], sequence.pages[-1:])
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence's row out. Does nothing if it has none."""
+        row = self._handle_to_row.pop(sequence.handle, None)
+        if row is not None:
+            self._swap(row, len(self.sequences) - 1)
+            self.sequences.pop()
+
+    def bring_first(self, sequences: Seq[Sequence]) -> None:
+        """Reorders the rows so that these sequences have the first ones."""
+        for place, sequence in enumerate(sequences):
+            self._swap(self._handle_to_row[sequence.handle], place)
+
+    def full(self, num_rows: int) -> list[int]:
+        """Lists which of the first rows have no slot for their next token."""
+        full: list[int] = (self.room[:num_rows] == 0).nonzero()[0].tolist()
+        return full
+
+    def grow(self, rows: Seq[int], pages: Seq[PageId]) -> None:
+        """Gives a further page to each of these full rows."""
+        self.tables[rows, (self.context_lens[rows] - 1) // self._block_size] = pages
+        self.slots[rows] = np.multiply(pages, self._block_size)
+        self.room[rows] = self._block_size
+
+    def advance(self, token_ids: Ints) -> None:
+        """Notes the next tokens of the first rows, whose KV is now one longer."""
+        num_rows = len(token_ids)
+        self.token_ids[:num_rows] = token_ids
+        self.positions[:num_rows] += 1
+        self.slots[:num_rows] += 1
+        self.context_lens[:num_rows] += 1
+        self.room[:num_rows] -= 1
+
+    def check(self) -> list[str]:
+        """Lists the rows that differ from their sequences."""
+        return [
+            f"row {row} is not its sequence's" for row, one in enumerate(self.sequences) if not self._fits(row, one)
+        ]
+
+    def _fits(self, row: int, sequence: Sequence) -> bool:
+        num_computed, num_pages, size = sequence.num_computed, len(sequence.pages), self._block_size
+        slots = sequence.pages.slots(num_computed, num_computed + 1, size) if self.room[row] else self.slots[row]
+        expected = [sequence.output_ids[-1], num_computed, num_computed + 1, num_pages * size - num_computed, row]
+        found = [self.token_ids[row], self.positions[row], self.context_lens[row], self.room[row]]
+        pages = np.pad(sequence.pages.row, (0, self._max_blocks - num_pages))
+        is_placed = [*found, self._handle_to_row[sequence.handle]] == expected and self.slots[row] == slots
+        return bool(is_placed and (self.tables[row] == pages).all())
+
+    def _add(self, sequence: Sequence) -> None:
+        row, num_computed, num_pages = len(self.sequences), sequence.num_computed, len(sequence.pages)
+        if row == len(self.token_ids):
+            self._reserve(2 * row)
+        self.sequences.append(sequence)
+        self._handle_to_row[sequence.handle] = row
+        self.token_ids[row] = sequence.output_ids[-1]
+        self.positions[row] = num_computed
+        self.context_lens[row] = num_computed + 1
+        self.room[row] = num_pages * self._block_size - num_computed
+        self.slots[row : row + 1] = sequence.pages.slots(num_computed, num_computed + 1, self._block_size)
+        self.is_plain[row] = sequence.draw().is_plain
+        self.tables[row, :num_pages] = sequence.pages.row
+        self.tables[row, num_pages:] = 0
+
+    def _swap(self, row: int, other: int) -> None:
+        if row == other:
+            return
+        for name in _DTYPES:
+            column = getattr(self, name)
+            column[[row, other]] = column[[other, row]]
+        self.sequences[row], self.sequences[other] = self.sequences[other], self.sequences[row]
+        for one in (row, other):
+            if self.sequences[one].handle in self._handle_to_row:
+                self._handle_to_row[self.sequences[one].handle] = one
+
+    def _reserve(self, num_rows: int) -> None:
+        """Moves the rows to arrays of that many."""
+        num_used = len(self.sequences)
+        for name, dtype in _DTYPES.items():
+            shape = (num_rows, self._max_blocks) if name == "tables" else (num_rows,)
+            column = torch.zeros(shape, dtype=dtype, pin_memory=self._is_pinned).numpy()
+            if num_used:
+                column[:num_used] = getattr(self, name)[:num_used]
+            setattr(self, name, column)
