@@ -68,20 +68,23 @@ class FreeModel:
 
 
 class TimedBackend:
-    """A Backend that adds up the seconds of each operation of another one."""
+    """A Backend that adds up the seconds of each operation of another one, called one by one: it records none."""
 
     def __init__(self, backend: Any) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._backend = backend
+
+    def record(self) -> None:
+        return None
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._backend, name)
         return self._timed(name, operation) if callable(operation) else operation
 
     def _timed(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             began_s = time.perf_counter()
-            result = operation(*arguments)
+            result = operation(*arguments, **named)
             self.seconds[name] += time.perf_counter() - began_s
             return result
 
