@@ -120,14 +120,25 @@ class Launcher:
         self._scratch = scratch
 
     @contextmanager
-    def start(self, name: str, dtype: str) -> Iterator[EngineProcess]:
+    def start(self, name: str, dtype: str, niceness: int = 0) -> Iterator[EngineProcess]:
         """Installs an engine if need be, and runs it. Raises EngineFailed."""
         python = INSTALLERS[name](self._venvs / name) if name in INSTALLERS else Path(sys.executable)
         env = peer_env(self._num_threads, self._scratch)
         env |= {"PYTHONPATH": str(ROOT)} if name == "baton" else {}
         env |= vllm_env(python, self._num_threads) if name == "vllm" else {}
         script = str(ROOT / "benchmarks" / "peer_engines.py")
-        command = [str(python), "-P", script, name, str(self._folder), str(self._num_threads), dtype]
+        command = [
+            "nice",
+            "-n",
+            str(niceness),
+            str(python),
+            "-P",
+            script,
+            name,
+            str(self._folder),
+            str(self._num_threads),
+            dtype,
+        ]
         say(f"{name}: loading in {dtype}")
         engine = EngineProcess(name, command, env, self._scratch / f"{name}-{dtype}.log")
         try:

@@ -69,6 +69,8 @@ class CpuBackend:
         self._kernels: dict[str, Callable[..., None]] = {
             name: getattr(self._library, f"baton_{name}") for name in KERNELS
         }
+        self.set_num_threads(torch.get_num_threads())
+        torch.set_num_threads(1)
 
     def set_num_threads(self, num_threads: int) -> None:
         """Sets the threads of this instruction set's kernels in this process. No result depends on it."""

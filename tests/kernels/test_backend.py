@@ -75,6 +75,20 @@ except ImportError:
     assert done.stdout == "only CUDA wants triton\n"
 
 
+@needs_kernels
+def test_kernels_take_over_the_threads_of_torch() -> None:
+    program = """
+import os, torch
+from kernels.backend import select_backend
+torch.set_num_threads(5)
+num_before = len(os.listdir("/proc/self/task"))
+select_backend(torch.device("cpu"))
+print(len(os.listdir("/proc/self/task")) - num_before, torch.get_num_threads())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "4 1\n"
+
+
 def test_an_unknown_compiler_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "/no/such/compiler")
