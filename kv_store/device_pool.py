@@ -1,6 +1,7 @@
 """A worker's own pages of KV, on its device."""
 
-from contextlib import nullcontext
+import mmap
+from contextlib import nullcontext, suppress
 
 import torch
 
@@ -21,8 +22,7 @@ class DevicePool:
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
         self.layout = layout
         self.ledger = Ledger(num_pages)
-        buffer = torch.zeros((num_pages, layout.block_bytes), dtype=torch.uint8, device=device)
-        self._pages = buffer[:, : layout.payload_bytes]
+        self._pages = _zeros(num_pages * layout.block_bytes, device).view(num_pages, -1)[:, : layout.payload_bytes]
         self.kv = self._pages.view(_DTYPES[layout.dtype]).view(num_pages, *layout.shape)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -53,6 +53,16 @@ class DevicePool:
             target.copy_(source, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Makes a zeroed buffer, on a CPU in huge pages where the system has them: a sequence's pages lie far apart."""
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _as_tensor(data: memoryview) -> torch.Tensor:

@@ -104,7 +104,10 @@ class Rows {
                     store(scores_.data() + r * PIECE + panel * PANEL + v * LANES, sums[r][v] * splat(scale_));
         });
         alignas(64) float kept[LANES];
-        weigh<ROWS>(row, begin, int(piece.num_keys()), kept);
+        if (piece.num_keys() == PIECE)
+            weigh<ROWS>(row, begin, std::integral_constant<int, PIECE>(), kept);
+        else
+            weigh<ROWS>(row, begin, int(piece.num_keys()), kept);
         for_panels<ROWS>(num_panels, [&]<int PANELS>(int64_t panel) {
             Floats sums[ROWS][2 * PANELS];
             float* values = segment.values.data() + row * segment.columns + panel * PANEL;
@@ -117,9 +120,10 @@ class Rows {
         });
     }
 
-    // Turns the scores of rows into weights, and tells of each row the factor of what was summed before.
-    template <int ROWS>
-    void weigh(int64_t row, int64_t begin, int num_keys, float* kept) {
+    // Turns the scores of rows into weights, and tells of each row the factor of what was summed before. The number of keys
+    // is a constant for a full piece: its loops are then unrolled.
+    template <int ROWS, class Count>
+    void weigh(int64_t row, int64_t begin, Count num_keys, float* kept) {
         float now[LANES] = {}, powers[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             float* scores = scores_.data() + r * PIECE;
@@ -156,6 +160,13 @@ class Rows {
 };
 
 inline int64_t first_visible(const Shape& shape, int64_t position) { return std::max<int64_t>(0, position - shape.window + 1); }
+
+// The calling thread's object of a type.
+template <class T>
+T& own() {
+    thread_local T object;
+    return object;
+}
 
 // The arguments of a call, as they come.
 template <class T>
@@ -197,8 +208,8 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
     const auto out = [&](int64_t sequence, int64_t head) { return call.out + (sequence * shape.num_heads + head) * shape.head_size; };
     std::vector<Sums> parts(num_parts * shape.num_kv_heads);  // [segment][KV head]
     parallel(int64_t(units.size()), [&](int64_t index) {
-        thread_local std::vector<Rows<T>> rows;
-        thread_local std::vector<Piece<T>> pieces;
+        auto& rows = own<std::vector<Rows<T>>>();
+        auto& pieces = own<std::vector<Piece<T>>>();
         const Unit& unit = units[index];
         const int64_t num_heads = unit.end_head - unit.first_head;
         const int64_t end = call.context_lens[unit.sequence], visible = first_visible(shape, end - 1);
@@ -258,21 +269,23 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
             for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) units.push_back({sequence, kv_head, begin, end - begin});
         }
     const auto run = [&](const auto& run, const Unit& unit) -> void {
-        thread_local Rows<T> rows;
-        thread_local Piece<T> piece;
-        thread_local Sums total;
+        Rows<T>& rows = own<Rows<T>>();
+        Piece<T>& piece = own<Piece<T>>();
+        Sums& total = own<Sums>();
         const int64_t position = call.context_lens[unit.sequence] - starts[unit.sequence + 1] + unit.first_token;
         const int64_t end = position + unit.num_tokens, num_rows = unit.num_tokens * group;
         rows.begin(shape, call.query + unit.first_token * call.query_stride, call.query_stride, unit.num_tokens, unit.kv_head, position);
         total.reshape(num_rows, rows.segment.columns);
         total.clear();
         const int64_t begin = first_visible(shape, position);
-        Walk<T> walk(shape, call.kv, call.tables + unit.sequence * call.table_stride, begin / PIECE * PIECE, begin, end);
-        for (int64_t at = begin / PIECE * PIECE; at < end; at += PIECE) {
+        const int64_t first = begin / PIECE * PIECE, head_offset = unit.kv_head * shape.head_stride;
+        const int32_t* table = call.tables + unit.sequence * call.table_stride;
+        Walk<T> walk(shape, call.kv, table, first, begin, end);
+        for (int64_t at = first; at < end; at += PIECE) {
             piece.begin(shape);
             for (int64_t position = at; position < std::min(end, at + PIECE); position += LANES) {
                 walk.next();
-                piece.add(walk.tokens, unit.kv_head * shape.head_stride);
+                piece.add(walk.tokens, head_offset);
             }
             rows.attend(piece, at);
             if ((at + PIECE) % SEGMENT && at + PIECE < end) continue;
