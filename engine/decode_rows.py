@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 class DecodeRows:
-    """A row for each decoding sequence, in any order; its sequence changes it by joining, growing a page, or leaving.
+    """A row for each decoding sequence, in any order; it changes as its sequence joins, gains a page or leaves.
 
     A step runs the first so many rows, as a rule all, a token each, and `advance` takes them on. R rows, N pages:
 

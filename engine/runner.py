@@ -166,7 +166,7 @@ class Runner:
         return Batch(zero, zero, slot, self._int32([page]).unsqueeze(0), self._int32([1]), self._int32([0, 1]), 1, zero)
 
     def _batch(self, work: Work) -> Batch:
-        """Makes the batch. On a CPU, while the same rows alone run, it is the same: views of them, as they are now."""
+        """Makes the batch; on a CPU keeps it while the same rows run alone: its views change in place with them."""
         if work.chunks or self._model.device.type != "cpu":
             return self._make_batch(work)
         width, num_reserved = self._num_blocks(work.rows), len(self._rows.token_ids)

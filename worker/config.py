@@ -95,7 +95,7 @@ class BatchSettings:
 class WorkerTemplate:
     """The configuration that all workers of a cluster share.
 
-    num_threads: of torch, in each process. max_silence_s: the longest that a step of the engine may take.
+    num_threads: that compute, in each process. max_silence_s: the longest that a step of the engine may take.
     """
 
     model: CheckpointSettings

@@ -18,8 +18,7 @@ from kernels.backend import Angles, Backend, Recorder, Tables, select_backend
 from wire.errors import ConfigError
 
 ANGLES_AT_ONCE = 1 << 16
-MIN_PROGRAM_ROWS, MIN_PROGRAM_BLOCKS = 8, 64
-MAX_PROGRAMS = 8
+MIN_PROGRAM_ROWS = 8
 
 
 def make_angles(config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> Angles:
@@ -88,7 +87,8 @@ class Decoder:
         self._backend = backend
         self._angles = make_angles(config.rope, config.attention.head_dim, 1, self.device)
         self._scale = config.attention.head_dim**-0.5
-        self._programs: dict[tuple[int, int, int], DecodeProgram | None] = {}
+        self._programs: dict[int, DecodeProgram] = {}
+        self._programs_kv = 0
 
     @classmethod
     def load(
@@ -112,7 +112,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        """Does as `Model.forward`. Returns an inference tensor, good until the next call."""
+        """Does as `Model.forward`. Returns an inference tensor of the caller's until the next call. For one thread."""
         angles = self._angles_within(len(kv) * self.layout.block_size)
         if batch.num_decodes == len(batch.token_ids) == len(batch.sample_rows):
             program = self._program_for(batch, kv)
@@ -139,15 +139,14 @@ class Decoder:
         return do.logits(do.rms_norm(sampled, self.weights.norm, eps, to.normed), self.weights.head, to.logits)
 
     def _program_for(self, batch: Batch, kv: torch.Tensor) -> "DecodeProgram | None":
-        """Finds or records the program for decoding rows, with room for as many and for their blocks."""
-        num_rows, num_blocks = (1 << (size - 1).bit_length() for size in batch.block_tables.shape)
-        key = (max(num_rows, MIN_PROGRAM_ROWS), max(num_blocks, MIN_PROGRAM_BLOCKS), kv.data_ptr())
-        if key not in self._programs:
-            if len(self._programs) == MAX_PROGRAMS:
-                self._programs.clear()
-            recorder = self._backend.record()
-            self._programs[key] = None if recorder is None else DecodeProgram(self, recorder, kv, *key[:2])
-        return self._programs[key]
+        """Finds or records the program for so many decoding rows, of the pool that was used last."""
+        if kv.data_ptr() != self._programs_kv:
+            self._programs, self._programs_kv = {}, kv.data_ptr()
+        num_rows = max(MIN_PROGRAM_ROWS, 1 << (len(batch.token_ids) - 1).bit_length())
+        program = self._programs.get(num_rows)
+        if program is None and (recorder := self._backend.record()) is not None:
+            program = self._programs[num_rows] = DecodeProgram(self, recorder, kv, num_rows)
+        return program
 
     def _angles_within(self, num_positions: int) -> Angles:
         """Makes the angles of all positions that a pool has room for, once."""
@@ -163,8 +162,9 @@ class DecodeProgram:
     It is to a CPU what a CUDA graph is to a GPU: inputs are copied to where the recording has them.
     """
 
-    def __init__(self, decoder: Decoder, recorder: Recorder, kv: torch.Tensor, num_rows: int, num_blocks: int) -> None:
+    def __init__(self, decoder: Decoder, recorder: Recorder, kv: torch.Tensor, num_rows: int) -> None:
         half = decoder.config.attention.head_dim // 2
+        num_blocks = min(len(kv), -(-decoder.max_context_len // decoder.layout.block_size))
         ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)

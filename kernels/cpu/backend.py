@@ -6,6 +6,7 @@ The C interface of the kernels stands at the end of each .cpp file; SIGNATURES r
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -54,8 +55,8 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 class CpuBackend:
     """The C++ kernels of one instruction set. Rows do not depend on one another, nor on the number of threads.
 
-    They have threads of their own, as many as torch has. Torch is then left with one: its idle threads would spin on
-    the cores of these.
+    They have threads of their own, with the niceness of their caller: as many as torch had when the process made the
+    first CpuBackend. Torch is then left with one: its idle threads would spin on the cores of these.
     """
 
     def __init__(self, isa: str) -> None:
@@ -69,8 +70,7 @@ class CpuBackend:
         self._kernels: dict[str, Callable[..., None]] = {
             name: getattr(self._library, f"baton_{name}") for name in KERNELS
         }
-        self.set_num_threads(torch.get_num_threads())
-        torch.set_num_threads(1)
+        self.set_num_threads(_threads_of_torch())
 
     def set_num_threads(self, num_threads: int) -> None:
         """Sets the threads of this instruction set's kernels in this process. No result depends on it."""
@@ -201,7 +201,7 @@ class Recorder(CpuBackend):
 class Program:
     """Recorded calls. Their tensors must live as long as the program does.
 
-    With each call goes what the next product reads: program.cpp has the layout.
+    Each call carries the place of the next product's weight, for waiting threads to prefetch. Layout: program.cpp.
     """
 
     def __init__(self, library: ctypes.CDLL, calls: Sequence[tuple[str, tuple[Argument, ...]]]) -> None:
@@ -225,6 +225,13 @@ class Program:
         """Does all calls, on the first `num_rows` rows of their tensors."""
         self._words[self._rows_at] = num_rows
         self._replay(self._address, self._num_calls)
+
+
+@cache
+def _threads_of_torch() -> int:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return num_threads
 
 
 def _next_weights(calls: Sequence[tuple[str, tuple[Argument, ...]]]) -> list[Tensor]:

@@ -5,8 +5,11 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
+
+#include <sys/resource.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -42,9 +45,12 @@ class Pool {
     void set_num_threads(int num_threads) {
         std::lock_guard<std::mutex> lock(callers_);
         stop();
-        num_threads_ = std::max(1, num_threads);
-        ranges_ = std::make_unique<Range[]>(num_threads_);
-        for (int thread = 1; thread < num_threads_; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
+        ranges_ = std::make_unique<Range[]>(std::max(1, num_threads));
+        try {
+            for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
+        } catch (const std::system_error&) {  // the system refuses more: the ones that there are do it all
+        }
+        num_threads_ = int(threads_.size()) + 1;
     }
 
     void run(int64_t count, void (*function)(const void*, int64_t), const void* context) {
@@ -88,6 +94,8 @@ class Pool {
     };
 
     void publish(int64_t count, void (*function)(const void*, int64_t), const void* context) {
+        thread_local const int niceness = getpriority(PRIO_PROCESS, 0);
+        niceness_.store(niceness, std::memory_order_relaxed);
         function_ = function;
         context_ = context;
         ended_.store(0, std::memory_order_relaxed);
@@ -110,7 +118,10 @@ class Pool {
     }
 
     void serve(int thread) {
+        int niceness = getpriority(PRIO_PROCESS, 0);  // of this thread alone, on Linux
         for (Waiting waiting{this, thread};;) {
+            // No thread ranks before the one that it works for.
+            if (const int now = niceness_.load(std::memory_order_relaxed); now > niceness) setpriority(PRIO_PROCESS, 0, niceness = now);
             const uint32_t wakes = wakes_.load(std::memory_order_seq_cst);
             if (is_stopping_.load()) return;  // asked after the wakes were read: a stop in between is a wake
             if (take_units(thread) || spin(wakes, waiting)) continue;
@@ -143,7 +154,7 @@ class Pool {
 
     std::mutex callers_;
     std::vector<std::thread> threads_;
-    int num_threads_ = 1;
+    std::atomic<int> num_threads_{1}, niceness_{0};
     std::unique_ptr<Range[]> ranges_;
     std::atomic<bool> is_stopping_{false};
     std::atomic<int64_t> ended_{0};

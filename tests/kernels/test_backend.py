@@ -83,10 +83,54 @@ from kernels.backend import select_backend
 torch.set_num_threads(5)
 num_before = len(os.listdir("/proc/self/task"))
 select_backend(torch.device("cpu"))
+select_backend(torch.device("cpu"), "auto-int8")
 print(len(os.listdir("/proc/self/task")) - num_before, torch.get_num_threads())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "4 1\n"
+
+
+@needs_kernels
+def test_threads_rank_no_higher_than_their_caller() -> None:
+    program = """
+import os, threading, time, torch
+from kernels.backend import select_backend
+torch.set_num_threads(3)
+before = set(os.listdir("/proc/self/task"))
+backend = select_backend(torch.device("cpu"))
+threads = [int(one) for one in set(os.listdir("/proc/self/task")) - before]
+
+def call():
+    os.nice(5)
+    end = time.monotonic() + 30
+    while {os.getpriority(os.PRIO_PROCESS, one) for one in threads} != {os.getpriority(os.PRIO_PROCESS, 0)}:
+        assert time.monotonic() < end
+        backend.gate(torch.zeros(4096, 64))
+
+caller = threading.Thread(target=call)
+caller.start()
+caller.join()
+print(len(threads), "follow")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "2 follow\n", done.stderr
+
+
+@needs_kernels
+def test_fewer_threads_than_asked_for_do_all_the_work() -> None:
+    program = """
+import resource, torch
+from kernels.backend import select_backend
+select_backend(torch.device("cpu")).set_num_threads(1)
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), used + (256 << 20)))
+backend = select_backend(torch.device("cpu"))
+backend.set_num_threads(1024)
+print(torch.equal(backend.gate(torch.ones(4096, 64)), backend.gate(torch.ones(1, 64)).expand(4096, 32)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True\n"
 
 
 def test_an_unknown_compiler_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
