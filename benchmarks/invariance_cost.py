@@ -1,4 +1,4 @@
-"""What it costs that a row's bits depend on no other: our linear layers beside torch's fastest, which may vary.
+"""The cost of rows whose bits depend on no other: our linear layers beside torch's fastest, which may vary.
 
     python benchmarks/invariance_cost.py --threads 2
 
@@ -24,16 +24,20 @@ from kernels.backend import Backend, Weight, select_backend
 LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 """Columns and depth of a layer's matrices."""
 NUM_LAYERS = 30
+PACK, LINEAR = (getattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
+"""Torch's compiler calls these operators; they have no public names."""
 _SETTLE_S = 0.3
 
 
-def make_products(num_threads: int) -> dict[str, tuple[int, list[Callable[[torch.Tensor], torch.Tensor]]]]:
+def make_products(
+    num_rows: int, num_threads: int
+) -> dict[str, tuple[int, list[Callable[[torch.Tensor], torch.Tensor]]]]:
     """Makes each engine's products, a function a matrix, and the threads that torch then has."""
     torch.set_num_threads(num_threads)
     backend = select_backend(torch.device("cpu"))
     weights = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(NUM_LAYERS) for shape in LAYER]
     own = [backend.pack(weight) for weight in weights]
-    packed = [torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn()) for weight in weights]
+    packed = [PACK(weight, num_rows) for weight in weights]
     return {
         "baton": (1, [partial(_multiply, backend, weight) for weight in own]),
         "torch": (num_threads, [partial(_multiply_packed, weight) for weight in packed]),
@@ -45,13 +49,13 @@ def _multiply(backend: Backend, weight: Weight, rows: torch.Tensor) -> torch.Ten
 
 
 def _multiply_packed(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+    product: torch.Tensor = LINEAR(rows, weight, None, "none", [], "")
     return product
 
 
 def measure(num_rows: int, num_threads: int, num_turns: int) -> dict[str, float]:
     """Returns milliseconds of all products: the sum of each one's shortest time."""
-    engines = make_products(num_threads)
+    engines = make_products(num_rows, num_threads)
     inputs = [torch.randn(num_rows, depth, dtype=torch.bfloat16) for _ in range(NUM_LAYERS) for _, depth in LAYER]
     best = {name: [float("inf")] * len(inputs) for name in engines}
     for _ in range(num_turns):
