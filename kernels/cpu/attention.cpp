@@ -50,8 +50,14 @@ struct Sums {
 
     template <class T>
     void write(int64_t row, int64_t head_size, T* out) const {
-        for (int64_t i = 0; i < head_size; i += LANES)
-            store_some(out + i, load(values.data() + row * columns + i) / splat(powers[row]), int(std::min<int64_t>(LANES, head_size - i)));
+        const Floats total = splat(powers[row]);
+        for (int64_t i = 0; i < head_size; i += PANEL) {
+            const float* sums = values.data() + row * columns + i;
+            Floats first = load(sums), second = load(sums + LANES);
+            in_order<Factor<T>>(first, second);
+            store_some(out + i, first / total, int(std::min<int64_t>(LANES, head_size - i)));
+            if (i + LANES < head_size) store_some(out + i + LANES, second / total, int(std::min<int64_t>(LANES, head_size - i - LANES)));
+        }
     }
 };
 
@@ -186,53 +192,62 @@ struct Call {
 template <class T>
 void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
     struct Unit {
-        int64_t sequence, segment, first_head, end_head, first_part;
+        int64_t sequence, begin, end, first_head, num_heads, first_part;
     };
     std::vector<Unit> units;
+    const auto first_segment = [&](int64_t sequence) { return first_visible(shape, call.context_lens[sequence] - 1) / SEGMENT; };
     const auto num_segments = [&](int64_t sequence) {
         const int64_t position = call.context_lens[sequence] - 1;
-        return position < 0 ? 0 : position / SEGMENT + 1 - first_visible(shape, position) / SEGMENT;
+        return position < 0 ? 0 : position / SEGMENT + 1 - first_segment(sequence);
     };
     int64_t total = 0, num_parts = 0;
     for (int64_t sequence = 0; sequence < num_sequences; ++sequence) total += num_segments(sequence);
     const int64_t heads_per_unit = total < MIN_UNITS ? 1 : shape.num_kv_heads;
     for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
-        const int64_t count = num_segments(sequence), first = first_visible(shape, call.context_lens[sequence] - 1) / SEGMENT;
+        const int64_t count = num_segments(sequence), end = call.context_lens[sequence];
         if (!count) std::fill_n(call.out + sequence * shape.num_heads * shape.head_size, shape.num_heads * shape.head_size, T{});
-        for (int64_t i = 0; i < count; ++i)
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t begin = (first_segment(sequence) + i) * SEGMENT, visible = first_visible(shape, end - 1) / PIECE * PIECE;
             for (int64_t head = 0; head < shape.num_kv_heads; head += heads_per_unit)
-                units.push_back({sequence, first + i, head, std::min(shape.num_kv_heads, head + heads_per_unit), count > 1 ? num_parts + i : -1});
+                units.push_back({sequence, std::max(begin, visible), std::min(end, begin + SEGMENT), head, heads_per_unit,
+                                 count > 1 ? num_parts + i : -1});
+        }
         if (count > 1) num_parts += count;
     }
     const int64_t group = shape.group();
+    const auto walk_of = [&](const Unit& unit) {
+        const int32_t* table = call.tables + unit.sequence * call.table_stride;
+        return Walk<T>(shape, call.kv, table, unit.begin, first_visible(shape, call.context_lens[unit.sequence] - 1), unit.end);
+    };
     const auto out = [&](int64_t sequence, int64_t head) { return call.out + (sequence * shape.num_heads + head) * shape.head_size; };
     std::vector<Sums> parts(num_parts * shape.num_kv_heads);  // [segment][KV head]
     parallel(int64_t(units.size()), [&](int64_t index) {
         auto& rows = own<std::vector<Rows<T>>>();
-        auto& pieces = own<std::vector<Piece<T>>>();
+        auto& piece = own<Piece<T>>();
+        auto& ahead = own<Ahead<T>>();
         const Unit& unit = units[index];
-        const int64_t num_heads = unit.end_head - unit.first_head;
-        const int64_t end = call.context_lens[unit.sequence], visible = first_visible(shape, end - 1);
-        const int64_t segment_end = std::min(end, (unit.segment + 1) * SEGMENT);
-        if (int64_t(rows.size()) < num_heads) rows.resize(num_heads), pieces.resize(num_heads);
-        for (int64_t head = 0; head < num_heads; ++head)
-            rows[head].begin(shape, call.query + unit.sequence * call.query_stride, call.query_stride, 1, unit.first_head + head, end - 1);
-        const int64_t first = std::max(visible / PIECE * PIECE, unit.segment * SEGMENT);
-        const int32_t* table = call.tables + unit.sequence * call.table_stride;
-        Walk<T> walk(shape, call.kv, table, first, visible, end), ahead(shape, call.kv, table, first + LANES, visible, end);
-        for (int64_t begin = first; begin < segment_end; begin += PIECE) {
-            for (int64_t head = 0; head < num_heads; ++head) pieces[head].begin(shape);
-            for (int64_t position = begin; position < std::min(segment_end, begin + PIECE); position += LANES) {
-                walk.next();
-                ahead.next();
-                for (int64_t head = 0; head < num_heads; ++head)
-                    pieces[head].expect(ahead.tokens, (unit.first_head + head) * shape.head_stride);
-                for (int64_t head = 0; head < num_heads; ++head)
-                    pieces[head].add(walk.tokens, (unit.first_head + head) * shape.head_stride);
+        if (int64_t(rows.size()) < unit.num_heads) rows.resize(unit.num_heads);
+        for (int64_t head = 0; head < unit.num_heads; ++head)
+            rows[head].begin(shape, call.query + unit.sequence * call.query_stride, call.query_stride, 1, unit.first_head + head,
+                             call.context_lens[unit.sequence] - 1);
+        Tokens<T> tokens, next;
+        Walk<T> walk = walk_of(unit);
+        walk.next(tokens);
+        for (int64_t begin = unit.begin; begin < unit.end; begin += PIECE) {
+            if (begin + PIECE < unit.end) {
+                walk.next(next);
+                ahead.begin(shape, next, unit.first_head, unit.num_heads);
+            } else if (index + 1 < int64_t(units.size())) {
+                walk_of(units[index + 1]).next(next);
+                ahead.begin(shape, next, units[index + 1].first_head, unit.num_heads);
             }
-            for (int64_t head = 0; head < num_heads; ++head) rows[head].attend(pieces[head], begin);
+            for (int64_t head = 0; head < unit.num_heads; ++head) {
+                piece.pack(shape, tokens, unit.end - begin, unit.first_head + head, ahead);
+                rows[head].attend(piece, begin);
+            }
+            std::copy_n(next, PIECE, tokens);
         }
-        for (int64_t head = 0; head < num_heads; ++head) {
+        for (int64_t head = 0; head < unit.num_heads; ++head) {
             if (unit.first_part >= 0)
                 parts[unit.first_part * shape.num_kv_heads + unit.first_head + head] = rows[head].segment;
             else
@@ -241,9 +256,9 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
         }
     });
     for (const Unit& unit : units) {
-        if (unit.first_part < 0 || unit.segment != first_visible(shape, call.context_lens[unit.sequence] - 1) / SEGMENT) continue;
+        if (unit.first_part < 0 || unit.begin / SEGMENT != first_segment(unit.sequence)) continue;
         const int64_t count = num_segments(unit.sequence);
-        for (int64_t head = unit.first_head; head < unit.end_head; ++head) {
+        for (int64_t head = unit.first_head; head < unit.first_head + unit.num_heads; ++head) {
             Sums& whole = parts[unit.first_part * shape.num_kv_heads + head];
             for (int64_t i = 0; i < group; ++i) {
                 for (int64_t later = 1; later < count; ++later)
@@ -271,6 +286,7 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
     const auto run = [&](const auto& run, const Unit& unit) -> void {
         Rows<T>& rows = own<Rows<T>>();
         Piece<T>& piece = own<Piece<T>>();
+        Ahead<T>& ahead = own<Ahead<T>>();
         Sums& total = own<Sums>();
         const int64_t position = call.context_lens[unit.sequence] - starts[unit.sequence + 1] + unit.first_token;
         const int64_t end = position + unit.num_tokens, num_rows = unit.num_tokens * group;
@@ -278,16 +294,16 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
         total.reshape(num_rows, rows.segment.columns);
         total.clear();
         const int64_t begin = first_visible(shape, position);
-        const int64_t first = begin / PIECE * PIECE, head_offset = unit.kv_head * shape.head_stride;
-        const int32_t* table = call.tables + unit.sequence * call.table_stride;
-        Walk<T> walk(shape, call.kv, table, first, begin, end);
+        const int64_t first = begin / PIECE * PIECE;
+        Walk<T> walk(shape, call.kv, call.tables + unit.sequence * call.table_stride, first, begin, end);
+        Tokens<T> tokens, next;
+        walk.next(tokens);
         for (int64_t at = first; at < end; at += PIECE) {
-            piece.begin(shape);
-            for (int64_t position = at; position < std::min(end, at + PIECE); position += LANES) {
-                walk.next();
-                piece.add(walk.tokens, head_offset);
-            }
+            walk.next(next);
+            ahead.begin(shape, next, unit.kv_head, 1);
+            piece.pack(shape, tokens, end - at, unit.kv_head, ahead);
             rows.attend(piece, at);
+            std::copy_n(next, PIECE, tokens);
             if ((at + PIECE) % SEGMENT && at + PIECE < end) continue;
             for (int64_t row = 0; row < num_rows; ++row) total.merge(row, rows.segment, row);
             rows.segment.clear();

@@ -26,19 +26,15 @@ template <class T>
 using Factor = float;
 #endif
 
-// Two rows of `count` values become pairs, 32 columns at a time: out[column] = {first, second}, zeros behind the last.
+// Two rows of `count` values become pairs, 32 columns at a time, zeros behind the last: as `in_order` takes them.
 inline void interleave(const bf16* first, const bf16* second, int64_t count, bf16* out, int64_t panel_stride) {
     for (int64_t begin = 0; begin < count; begin += PANEL, out += panel_stride) {
         const int columns = int(std::min<int64_t>(PANEL, count - begin));
-#if defined(__AVX512BW__)
+#if defined(__AVX512BF16__)
         const __mmask32 mask = __mmask32((uint64_t(1) << columns) - 1);
         const __m512i a = _mm512_maskz_loadu_epi16(mask, first + begin), b = _mm512_maskz_loadu_epi16(mask, second + begin);
-        const __m512i low_a = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(a));
-        const __m512i low_b = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(b));
-        const __m512i high_a = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(a, 1));
-        const __m512i high_b = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(b, 1));
-        _mm512_storeu_si512(out, _mm512_or_si512(low_a, _mm512_slli_epi32(low_b, 16)));
-        _mm512_storeu_si512(out + PANEL, _mm512_or_si512(high_a, _mm512_slli_epi32(high_b, 16)));
+        _mm512_storeu_si512(out, _mm512_unpacklo_epi16(a, b));
+        _mm512_storeu_si512(out + PANEL, _mm512_unpackhi_epi16(a, b));
 #else
         for (int i = 0; i < PANEL; ++i) {
             out[2 * i] = i < columns ? first[begin + i] : bf16{};
@@ -48,31 +44,75 @@ inline void interleave(const bf16* first, const bf16* second, int64_t count, bf1
     }
 }
 
-// The tokens of a sequence, sixteen at a time: where the first KV head of each has its key, null for one that is not seen. The
-// key of another head lies head_stride behind it, a value one plane behind its key.
+// Puts the sums over a panel of values in the order of its columns. Interleaved ones lie four of each half in turn.
+template <class F>
+inline void in_order(Floats& first, Floats& second) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<F, bf16>) {
+        const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const __m512 a = first.v, b = second.v;
+        first.v = _mm512_permutex2var_ps(a, low, b);
+        second.v = _mm512_permutex2var_ps(a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b);
+    }
+#endif
+}
+
+// The tokens of a piece: where the first KV head of each has its key, null for one that is not seen. The key of another
+// head lies head_stride behind it, a value one plane behind its key.
+template <class T>
+using Tokens = const T* [PIECE];
+
+// Goes through the tokens of a sequence piece by piece.
 template <class T>
 class Walk {
    public:
-    const T* tokens[LANES];
-
     // Begins at a position; first_visible to end - 1 are seen.
     Walk(const Shape& shape, const T* kv, const int32_t* block_table, int64_t position, int64_t first_visible, int64_t end)
-        : shape_(shape), kv_(kv), block_(block_table + position / shape.block_size), offset_(position % shape.block_size),
-          num_hidden_(first_visible - position), num_left_(end - position) {}
+        : kv_(kv), block_(block_table + position / shape.block_size), page_stride_(shape.page_stride), block_size_(shape.block_size),
+          head_size_(shape.head_size), offset_(position % shape.block_size), num_hidden_(first_visible - position), num_left_(end - position) {}
 
-    void next() {
+    void next(Tokens<T>& tokens) {
         for (const T*& token : tokens) {
-            token = num_left_-- <= 0 ? nullptr : kv_ + *block_ * shape_.page_stride + offset_ * shape_.head_size;
+            token = num_left_-- <= 0 ? nullptr : kv_ + *block_ * page_stride_ + offset_ * head_size_;
             if (num_hidden_-- > 0) token = nullptr;
-            if (++offset_ == shape_.block_size) ++block_, offset_ = 0;
+            if (++offset_ == block_size_) ++block_, offset_ = 0;
         }
     }
 
    private:
-    const Shape& shape_;
     const T* kv_;
     const int32_t* block_;
-    int64_t offset_, num_hidden_, num_left_;
+    int64_t page_stride_, block_size_, head_size_, offset_, num_hidden_, num_left_;
+};
+
+// Keys and values that come after those at work. They are brought nearer a few lines at a time and in the order in which
+// they lie: a burst of lines would hold up the work.
+template <class T>
+class Ahead {
+   public:
+    // Begins with a piece: its tokens, with num_heads KV heads from first_head on.
+    void begin(const Shape& shape, const Tokens<T>& tokens, int64_t first_head, int64_t num_heads) {
+        const int64_t tokens_per_run = std::min<int64_t>(PIECE, shape.block_size);
+        run_bytes_ = tokens_per_run * shape.head_size * sizeof(T);
+        runs_.clear();
+        run_ = done_bytes_ = 0;
+        for (int64_t token = 0; token < PIECE; token += tokens_per_run)
+            for (int64_t plane = 0; plane < 2 && tokens[token]; ++plane)
+                for (int64_t head = first_head; head < first_head + num_heads; ++head)
+                    runs_.push_back((const char*)(tokens[token] + plane * shape.plane_stride + head * shape.head_stride));
+    }
+
+    void bring(int64_t num_bytes) {
+        for (; num_bytes > 0 && run_ < int64_t(runs_.size()); num_bytes -= LINE) {
+            prefetch(runs_[run_] + done_bytes_, LINE);
+            if ((done_bytes_ += LINE) >= run_bytes_) ++run_, done_bytes_ = 0;
+        }
+    }
+
+   private:
+    static constexpr int64_t LINE = 64;
+    std::vector<const char*> runs_;
+    int64_t run_bytes_ = 0, run_ = 0, done_bytes_ = 0;
 };
 
 // Up to PIECE keys and their values, of one KV head. Belongs to one thread, which keeps its memory.
@@ -82,36 +122,11 @@ class Piece {
     static constexpr int DEPTH = Product<F>::DEPTH;
 
    public:
-    // Empties the piece, for heads of a shape.
-    void begin(const Shape& shape) {
-        num_keys_ = 0;
-        plane_stride_ = shape.plane_stride;
-        if (shape.head_size == head_size_) return;
-        head_size_ = shape.head_size;
-        columns_ = shape.num_panels() * PANEL;
-        keys_.assign(PIECE * head_size_, F{});
-        values_.assign(PIECE * columns_, F{});
-        rows_.assign((LANES + 1) * columns_, F{});
-    }
-
-    // Packs sixteen more tokens. Those that are not seen become zeros, for even the weight 0 would not keep an infinity out of a sum.
-    void add(const T* const* tokens, int64_t head_offset) {
-        const F* rows[LANES];
-        for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i], head_offset, i);
-        F* columns = keys_.data() + num_keys_ / PANEL * key_panel_stride();
-        transpose((const uint32_t* const*)rows, key_steps(), (uint32_t*)columns + num_keys_ % PANEL, PANEL);
-        for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i], head_offset + plane_stride_, i);
-        for (int64_t i = 0; i < LANES; i += DEPTH) pack_values(rows + i, values_.data() + (num_keys_ + i) * PANEL);
-        num_keys_ += LANES;
-    }
-
-    // Brings sixteen tokens that will be added nearer.
-    void expect(const T* const* tokens, int64_t head_offset) const {
-        for (int64_t i = 0; i < LANES; ++i) {
-            if (!tokens[i]) continue;
-            prefetch(tokens[i] + head_offset, head_size_ * sizeof(T));
-            prefetch(tokens[i] + head_offset + plane_stride_, head_size_ * sizeof(T));
-        }
+    // Packs the first num_tokens of a piece, or all if there are fewer, and brings nearer as much of what comes next. Tokens that are not seen become
+    // zeros, for even the weight 0 would not keep an infinity out of a sum.
+    void pack(const Shape& shape, const Tokens<T>& tokens, int64_t num_tokens, int64_t kv_head, Ahead<T>& ahead) {
+        reshape(shape);
+        for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) add(tokens + num_keys_, kv_head * shape.head_stride, ahead);
     }
 
     int64_t num_keys() const { return num_keys_; }  // a multiple of LANES
@@ -122,6 +137,30 @@ class Piece {
     static constexpr int64_t value_panel_stride() { return PIECE * PANEL; }
 
    private:
+    void reshape(const Shape& shape) {
+        plane_stride_ = shape.plane_stride;
+        if (shape.head_size == head_size_) return;
+        head_size_ = shape.head_size;
+        columns_ = shape.num_panels() * PANEL;
+        keys_.assign(PIECE * head_size_, F{});
+        values_.assign(PIECE * columns_, F{});
+        rows_.assign((LANES + 1) * columns_, F{});
+    }
+
+    // Packs sixteen more tokens.
+    void add(const T* const* tokens, int64_t head_offset, Ahead<T>& ahead) {
+        const F* rows[LANES];
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i], head_offset, i);
+        F* columns = keys_.data() + num_keys_ / PANEL * key_panel_stride();
+        transpose((const uint32_t* const*)rows, key_steps(), (uint32_t*)columns + num_keys_ % PANEL, PANEL);
+        ahead.bring(LANES * head_size_ * sizeof(T));
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i], head_offset + plane_stride_, i);
+        for (int64_t i = 0; i < LANES; i += DEPTH) {
+            pack_values(rows + i, values_.data() + (num_keys_ + i) * PANEL);
+            ahead.bring(DEPTH * head_size_ * sizeof(T));
+        }
+    }
+
     void pack_values(const F* const* rows, bf16* out) { interleave(rows[0], rows[1], head_size_, out, value_panel_stride()); }
 
     void pack_values(const F* const* rows, float* out) {
