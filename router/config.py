@@ -70,12 +70,17 @@ class AdmissionBounds:
 
 @dataclass(frozen=True)
 class StreamBounds:
-    """Per request: its longest life, what a reader may leave waiting and for how long, the wait for a decode worker."""
+    """Per request: its longest life, what a reader may leave waiting and for how long, the wait for a decode worker.
+
+    decode_slowdown: how many times as long a prompt is taken to last on a decode worker; it goes there if it is over
+    sooner all the same. None leaves prompts to the prefill pool.
+    """
 
     max_deadline_s: float = 600.0
     max_buffered_events: int = 256
     max_stall_s: float = 30.0
     max_worker_wait_s: float = 60.0
+    decode_slowdown: float | None = None
 
 
 @dataclass(frozen=True)

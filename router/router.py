@@ -40,7 +40,11 @@ class Router:
         self.members = Members(model.fingerprint, layout.encode())
         self.holds = Holds(self.members)
         self._placement = Placement(
-            self.members, PrefixMap(config.max_prefix_keys), layout.block_size, config.streams.max_worker_wait_s
+            self.members,
+            PrefixMap(config.max_prefix_keys),
+            layout.block_size,
+            config.streams.max_worker_wait_s,
+            config.streams.decode_slowdown,
         )
         self._threads = TokenizerThreads()
         self.membership = Membership(self.members, connect, port, self._members_changed)

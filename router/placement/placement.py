@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from router.placement.policies import DecodePlacement, PrefillPlacement
+from router.placement.policies import ConditionalPrefill, DecodePlacement, PrefillPlacement
 from router.placement.prefix_map import PrefixMap
 from router.workers.members import Member, Members
 from wire.errors import Unavailable
@@ -12,19 +12,33 @@ from wire.pools import Role
 
 
 class Placement:
-    """`wait_s`: how long a request waits for a decode worker where there is none."""
+    """wait_s: how long a request waits for a decode worker where there is none.
 
-    def __init__(self, members: Members, prefixes: PrefixMap, block_size: int, wait_s: float) -> None:
+    decode_slowdown: of `ConditionalPrefill`; None leaves all prompts to prefill workers while one is ready.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        prefixes: PrefixMap,
+        block_size: int,
+        wait_s: float,
+        decode_slowdown: float | None = None,
+    ) -> None:
         self._members = members
         self._prefixes = prefixes
         self._block_size = block_size
         self._wait_s = wait_s
+        self._conditional = None if decode_slowdown is None else ConditionalPrefill(decode_slowdown)
         self._changed = asyncio.Event()
 
-    @property
-    def has_prefill(self) -> bool:
-        """Whether a prefill worker is ready."""
-        return bool(self._members.ready(Role.PREFILL))
+    def uses_prefill(self, keys: Sequence[BlockKey], num_prompt_tokens: int) -> bool:
+        """Whether the prompt whose blocks are `keys` goes to the prefill pool, or straight to a decode worker."""
+        prefill, decode = self._members.ready(Role.PREFILL), self._members.ready(Role.DECODE)
+        if self._conditional is None:
+            return bool(prefill)
+        num_cached = max(self._cached(keys, num_prompt_tokens).values(), default=0)
+        return self._conditional.uses_prefill(prefill, decode, num_prompt_tokens - num_cached)
 
     def choose_prefill(self, keys: Sequence[BlockKey], num_prompt_tokens: int) -> Member | None:
         """A worker for the prompt whose blocks are `keys`; None if no prefill worker is ready."""
@@ -36,9 +50,9 @@ class Placement:
         return member
 
     async def choose_decode(self, keys: Sequence[BlockKey], num_prompt_tokens: int) -> Member:
-        """A worker for the prompt whose blocks are `keys`. Raises Unavailable if none is ready in time.
+        """A worker that takes the prompt whose blocks are `keys`; none of them where prefill has left it in the store.
 
-        With a prefill pool every decode worker finds the prompt in the store; without one, its worker has it already.
+        Raises Unavailable if no worker is ready in time.
         """
         try:
             async with asyncio.timeout(self._wait_s):
@@ -46,8 +60,6 @@ class Placement:
                     await self._changed.wait()
         except TimeoutError as error:
             raise Unavailable("no decode worker is there") from error
-        if self.has_prefill:
-            return DecodePlacement().choose(ready, {})
         member = DecodePlacement().choose(ready, self._cached(keys, num_prompt_tokens))
         self._prefixes.record(keys, member.id)
         return member

@@ -10,7 +10,8 @@ from wire.ids import WorkerId
 class Load(Protocol):
     """A worker, as policies see it: its choices and its tokens, of prompts to prefill or of contexts to decode.
 
-    is_silent: its engine may hang, or be in a long step.
+    num_prompt_tokens: of prompts that a decode worker has yet to prefill. is_silent: its engine may hang, or be in a
+    long step.
     """
 
     @property
@@ -20,10 +21,29 @@ class Load(Protocol):
     @property
     def num_tokens(self) -> int: ...
     @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
     def is_silent(self) -> bool: ...
 
 
 L = TypeVar("L", bound=Load)
+
+
+@dataclass(frozen=True)
+class ConditionalPrefill:
+    """The pool that would be done first with a prompt, prompts before it included: prefill's, or straight decode's.
+
+    decode_slowdown: a prompt is taken to last so many times as long on a decode worker, which has streams to go on
+    with. A silent worker counts only where all of both pools are.
+    """
+
+    decode_slowdown: float
+
+    def uses_prefill(self, prefill: Sequence[Load], decode: Sequence[Load], num_new_tokens: int) -> bool:
+        """`num_new_tokens`: tokens of the prompt that are in no tier. False without prefill workers."""
+        there = [(load.is_silent, load.num_tokens + num_new_tokens) for load in prefill]
+        here = [(load.is_silent, self.decode_slowdown * (load.num_prompt_tokens + num_new_tokens)) for load in decode]
+        return bool(there) and (not here or min(there) <= min(here))
 
 
 @dataclass(frozen=True)
@@ -48,8 +68,8 @@ class DecodePlacement:
     """The worker with the least to do per step, where a choice weighs as much as `choice_tokens` tokens of context.
 
     A step costs something for each sequence of the batch and something for each token that attention reads. Where
-    decode workers prefill, a token that need not be computed there counts, too. A silent worker is chosen only where
-    all are.
+    decode workers prefill, tokens that they have yet to compute count, too. A silent worker is chosen only
+    where all are.
     """
 
     choice_tokens: int = 256
@@ -58,7 +78,7 @@ class DecodePlacement:
         """`loads` of at least one worker; `cached`, tokens of this prompt that need not be computed there."""
 
         def cost(load: L) -> tuple[bool, int]:
-            num_tokens = load.num_choices * self.choice_tokens + load.num_tokens - cached.get(load.id, 0)
-            return (load.is_silent, num_tokens)
+            num_tokens = load.num_choices * self.choice_tokens + load.num_tokens + load.num_prompt_tokens
+            return (load.is_silent, num_tokens - cached.get(load.id, 0))
 
         return min(loads, key=cost)

@@ -149,15 +149,16 @@ class Flow:
         self._answer = Answer(self.prepared.sampling, services.codec)
 
     async def _attempt(self) -> None:
-        """Goes through prefill and decode; leaves prefill out where any token is out or no worker does it."""
+        """Goes through prefill and decode; leaves prefill out where a token is out or decode is done sooner."""
         self._attempt_id = AttemptId(self._order.request_id, next(self._services.attempt_numbers))
         if not self.answer.num_tokens:
             self._prefill_worker = self._cached = None
-        if self.answer.num_tokens or not self._services.placement.has_prefill:
+        keys, num_prompt = self.prepared.keys, len(self.prepared.prompt_ids)
+        if self.answer.num_tokens or not self._services.placement.uses_prefill(keys, num_prompt):
             await self._decode(None)
             return
         self.timeline.begin_span("wait_room")
-        async with self._services.holds.hold(self._attempt_id, self.prepared.keys) as hold:
+        async with self._services.holds.hold(self._attempt_id, keys) as hold:
             self._end_span("wait_room")
             await self._prefill(hold)
             if not self.answer.has_ended:
@@ -176,13 +177,14 @@ class Flow:
         """Lets a worker decode the unfinished choices. The hold ends when their blocks are fetched."""
         num_prompt = len(self.prepared.prompt_ids)
         self.timeline.begin_span("wait_decode")
-        member = await self._services.placement.choose_decode(self.prepared.keys, num_prompt)
+        keys, num_new = (self.prepared.keys, num_prompt) if hold is None else ((), 0)
+        member = await self._services.placement.choose_decode(keys, num_prompt)
         self._end_span("wait_decode")
         self._decode_worker = member.id
         choices = self.answer.unfinished
         num_tokens = sum(num_prompt + len(choice.output.ids) for choice in choices)
-        with member.assigned(len(choices), num_tokens):
-            await self._run("decode", member, (lambda: None) if hold is None else hold.release)
+        with member.assigned(len(choices), num_tokens), member.prefilling(num_new) as end_prefilling:
+            await self._run("decode", member, end_prefilling if hold is None else hold.release)
         if not self.answer.has_ended:
             raise AttemptFailed(WireError("a worker ended an attempt before every choice had ended"))
 

@@ -1,6 +1,6 @@
 """The workers that the router knows: what each is, what it has been given, and whether more may be. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ LONG_STEP_S = 5.0
 class Member:
     """A worker of the pools. `num_choices` and `num_tokens` count assigned work that is not over.
 
+    num_prompt_tokens: of prompts that went to a decode worker without prefill, and are not computed yet.
     engine_silent_s: how long ago its engine last finished a step, as of its last status; more if that did not come.
     """
 
@@ -27,6 +28,7 @@ class Member:
     state: WorkerState = WorkerState.READY
     num_choices: int = 0
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
     engine_silent_s: float = 0.0
 
     @property
@@ -51,6 +53,21 @@ class Member:
         finally:
             self.num_choices -= num_choices
             self.num_tokens -= num_tokens
+
+    @contextmanager
+    def prefilling(self, num_tokens: int) -> Iterator[Callable[[], None]]:
+        """Counts tokens of a prompt until the yielded function is called, or the context ends."""
+        left = [num_tokens]
+        self.num_prompt_tokens += num_tokens
+
+        def end() -> None:
+            while left:
+                self.num_prompt_tokens -= left.pop()
+
+        try:
+            yield end
+        finally:
+            end()
 
 
 class Members:
@@ -108,7 +125,7 @@ class Members:
 
     def check(self) -> list[str]:
         """Work assigned and attempts on lines; none, while no request is open."""
-        busy = [member.id for member in self if member.num_choices or member.num_tokens]
+        busy = [member.id for member in self if member.num_choices or member.num_tokens or member.num_prompt_tokens]
         under_way = [
             f"{member.line.num_attempts} attempts on the line to worker {member.id}"
             for member in self

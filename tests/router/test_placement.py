@@ -1,7 +1,7 @@
 """The choice of a worker for each step of a request, and the wait for one where there is none."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -38,8 +38,11 @@ class Pools:
         member = self.placement.choose_prefill(KEYS, NUM_PROMPT)
         return None if member is None else member.id
 
-    async def decode(self) -> str:
-        return (await self.placement.choose_decode(KEYS, NUM_PROMPT)).id
+    async def decode(self, keys: Sequence[BlockKey] = KEYS) -> str:
+        return (await self.placement.choose_decode(keys, NUM_PROMPT)).id
+
+    def uses_prefill(self) -> bool:
+        return self.placement.uses_prefill(KEYS, NUM_PROMPT)
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ async def pools() -> AsyncIterator[Pools]:
 
 async def test_a_prefill_worker_is_chosen_by_load_and_by_where_the_prefix_went(pools: Pools) -> None:
     await pools.join("p0", "p1", "d0")
-    assert pools.placement.has_prefill
+    assert pools.uses_prefill()
     with pools.members[WorkerId("p0")].assigned(1, 5):
         assert pools.prefill() == "p1"
     with pools.members[WorkerId("p1")].assigned(1, 5):
@@ -63,7 +66,7 @@ async def test_only_ready_workers_of_the_role_are_chosen(pools: Pools) -> None:
     await pools.join("d0", "p0", "d1")
     for state in (WorkerState.LOST, WorkerState.DRAINING):
         pools.members[WorkerId("p0")].state = pools.members[WorkerId("d0")].state = state
-        assert (pools.placement.has_prefill, pools.prefill()) == (False, None)
+        assert (pools.uses_prefill(), pools.prefill()) == (False, None)
         assert await pools.decode() == "d1"
 
 
@@ -73,8 +76,7 @@ async def test_decode_goes_where_the_prompt_is_only_where_decode_workers_prefill
         assert await pools.decode() == "d1"
     with pools.members[WorkerId("d1")].assigned(0, 5):
         assert await pools.decode() == "d1"
-        await pools.join("p0")
-        assert await pools.decode() == "d0"
+        assert await pools.decode(()) == "d0", "prefill left it in the store"
 
 
 async def test_a_request_waits_for_a_decode_worker(pools: Pools) -> None:
@@ -94,3 +96,16 @@ async def test_the_wait_for_a_decode_worker_is_bounded_whatever_wakes_it(pools: 
         await asyncio.sleep(0.01)
     with pytest.raises(Unavailable, match="no decode worker"):
         await waiting
+
+
+async def test_a_prompt_goes_straight_to_decode_where_prefill_is_far_behind(pools: Pools) -> None:
+    await pools.join("p0", "d0")
+    conditional = Placement(pools.members, PrefixMap(100), LAYOUT.block_size, wait_s=0.1, decode_slowdown=2.0)
+    with pools.members[WorkerId("p0")].assigned(1, 13):
+        assert not conditional.uses_prefill(KEYS, NUM_PROMPT)
+        assert pools.uses_prefill()
+        with pools.members[WorkerId("d0")].prefilling(12) as end:
+            assert conditional.uses_prefill(KEYS, NUM_PROMPT), "decode has a prompt already"
+            end()
+            assert not conditional.uses_prefill(KEYS, NUM_PROMPT)
+    assert not pools.members.check()

@@ -23,6 +23,7 @@ BOUNDS = {
     "max_buffered_events": 16,
     "max_stall_s": 17.0,
     "max_worker_wait_s": 18.0,
+    "decode_slowdown": 18.5,
 }
 LISTENERS = {"grpc_port": 19, "metrics_port": 20, "max_connections": 21, "reflection": False}
 
