@@ -91,21 +91,22 @@ def schedules(options: argparse.Namespace) -> list[tuple[ScaledTrace, list[Arriv
 class Services:
     """Starts services of one model, with their workers bound to cores."""
 
-    def __init__(self, model: Path, scratch: Path, dtype: str) -> None:
+    def __init__(self, model: Path, scratch: Path, options: argparse.Namespace) -> None:
         self._model = model
         self._scratch = scratch
-        self._dtype = dtype
+        self._options = options
 
     def co_located(self, chunk_len: int) -> BatonService:
         return self._service(f"co{chunk_len}", 0, 2, f"[batch]\nmax_chunk_tokens = {chunk_len}\n")
 
     def disaggregated(self) -> BatonService:
-        return self._service("disagg", 1, 1, "")
+        slowdown = self._options.decode_slowdown
+        return self._service("disagg", 1, 1, f"[router]\ndecode_slowdown = {slowdown}\n" if slowdown else "")
 
     def _service(self, name: str, num_prefill: int, num_decode: int, settings: str) -> BatonService:
         config = self._scratch / f"{name}.toml"
         config.write_text(settings)
-        flags = ["--config", str(config), "--threads", "1", "--dtype", self._dtype]
+        flags = ["--config", str(config), "--threads", "1", "--dtype", self._options.dtype]
         return BatonService(name, str(self._model), num_prefill, num_decode, flags)
 
 
@@ -190,7 +191,7 @@ def main() -> None:
     [(_, trial), *rounds] = schedules(options)
     with TemporaryDirectory() as name:
         model = options.model or make_model(Path(name, "model"), options.hidden_size, options.layers)
-        services = Services(model, Path(name), options.dtype)
+        services = Services(model, Path(name), options)
         limits, goodputs = choose_chunk_len(services, trial, options)
         chunk_len = best_chunk_len(goodputs)
         with services.co_located(chunk_len) as base, services.disaggregated() as other:
@@ -203,6 +204,7 @@ def main() -> None:
         **compare(modes, limits),
         "load": f"{options.trace.name}, {len(rounds)} rounds, the first of {rounds[0][0].describe()}",
         "model": f"{options.model or random}, {options.dtype}",
+        "decode_slowdown of the disaggregated": options.decode_slowdown or "unset",
         "chunk size of the co-located": f"{chunk_len}; goodput by size {goodputs}",
         "limits by prompt length, ms": ", ".join(map(limits.describe, limits.lengths)),
         "load average before": before.load_average,
@@ -232,6 +234,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quiet-lengths", type=_sizes, default=[16, 64, 128, 256, 512, 930])
     parser.add_argument("--quiet-requests", type=int, default=5, help="of each length (default 5)")
     parser.add_argument("--quiet-output", type=int, default=16, help="tokens of each (default 16)")
+    parser.add_argument("--decode-slowdown", type=float, help="the disaggregated router's setting (default: unset)")
     parser.add_argument("--model", type=Path, help="checkpoint folder; default: random weights")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--hidden-size", type=int, default=512, help="of the random model, a multiple of 64")

@@ -1,0 +1,298 @@
+"""Blocks between nodes: a node's arena, read over TCP from slot to slot.
+
+    reader ── nonce ─────────────────────────────────▶ server
+           ◀─ nonce, HMAC(token, "server", nonces) ──
+           ── HMAC(token, "reader", nonces) ─────────▶
+           ◀─ payload_bytes (u64) ────────────────────  nothing, and the end, for a wrong proof
+    then, as often as wanted:
+           ── verb (u8), count (u32), keys ──────────▶
+           EXISTS ◀─ one byte a key
+           READ   ◀─ for each key 1, xxh3-128 and payload; 0 for the first that is missing, and the end
+
+Both sides prove that they know the cluster's token and never send it. A request is also its credit: the reader asks for
+the blocks that it has room for, and the server keeps nothing but what the socket holds. Every wait is bounded.
+"""
+
+import hashlib
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from kv_store.breaker import Breaker
+from kv_store.node.arena import Arena
+from kv_store.node.directory_port import DirectoryPort
+from wire.errors import StoreError
+from wire.frame import CHECKSUM_BYTES, checksum_of
+from wire.ids import BlockKey
+
+MAX_KEYS = 4096
+KEY_BYTES = 32
+MAX_CONNECTIONS = 256
+_IDLE_TIMEOUT_S = 60.0
+_STALL_TIMEOUT_S = 5.0
+_LEASE_TTL_S = 5.0
+_LEASE_TTL_PER_BLOCK_S = 0.05
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_REQUEST = struct.Struct("<BI")
+_SIZE = struct.Struct("<Q")
+_EXISTS, _READ = 1, 2
+_HERE, _MISSING = b"\1", b"\0"
+
+log = logging.getLogger(__name__)
+
+
+class BlockServer:
+    """Serves the blocks of an arena between `start` and `stop`, with a thread a connection. `address` is HOST:PORT."""
+
+    def __init__(self, directory: DirectoryPort, arena: Arena, payload_bytes: int, token: bytes) -> None:
+        self._directory = directory
+        self._arena = arena
+        self._payload_bytes = payload_bytes
+        self._token = token
+        self._readers: dict[socket.socket, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._accept, name="block-port", daemon=True)
+
+    def start(self, host: str, port: int = 0) -> str:
+        """Listens, and returns the address. OSError if that cannot be."""
+        self._listener = socket.create_server((host, port), backlog=MAX_CONNECTIONS)
+        self._thread.start()
+        return "{}:{}".format(*self._listener.getsockname()[:2])
+
+    def stop(self) -> None:
+        """Ends all connections, and the leases with them."""
+        self._is_stopping = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        self._thread.join(_STALL_TIMEOUT_S)
+        with self._lock:
+            readers = dict(self._readers)
+        for connection in readers:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for reader in readers.values():
+            reader.join(_STALL_TIMEOUT_S)
+
+    @property
+    def num_readers(self) -> int:
+        return len(self._readers)
+
+    def _accept(self) -> None:
+        while not self._is_stopping:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._is_stopping:
+                    log.warning("a connection to the block port could not be accepted: %s", error)
+                    threading.Event().wait(0.1)  # such as too many open files
+                continue
+            reader = threading.Thread(target=self._serve, args=[connection], name="block-reader", daemon=True)
+            with self._lock:
+                if len(self._readers) >= MAX_CONNECTIONS:
+                    connection.close()
+                    continue
+                self._readers[connection] = reader
+            reader.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            _prepare(connection, _STALL_TIMEOUT_S)
+            _greet_reader(connection, self._token, self._payload_bytes)
+            while not self._is_stopping:
+                self._answer(connection)
+        except (OSError, StoreError) as error:
+            log.debug("a connection to the block port has ended: %r", error)
+        finally:
+            connection.close()
+            with self._lock:
+                del self._readers[connection]
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(_IDLE_TIMEOUT_S)
+        verb, count = _REQUEST.unpack(_receive(connection, _REQUEST.size))
+        connection.settimeout(_STALL_TIMEOUT_S)
+        if verb not in (_EXISTS, _READ) or not 0 < count <= MAX_KEYS:
+            raise StoreError("no request of a reader")
+        data = _receive(connection, count * KEY_BYTES)
+        keys = [BlockKey(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES)]
+        if verb == _EXISTS:
+            connection.sendall(bytes(self._directory.exists(keys)))
+        else:
+            self._send_blocks(connection, keys)
+
+    def _send_blocks(self, connection: socket.socket, keys: Sequence[BlockKey]) -> None:
+        """Sends blocks straight from their slots, under a lease. By the checksum the reader sees if it ran out."""
+        lease = self._directory.lease("block-port", keys, _LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(keys))
+        try:
+            for entry in lease.entries:
+                if entry is None:
+                    connection.sendall(_MISSING)
+                    return
+                _send(connection, _HERE + entry.checksum, self._arena.slot(entry.slot)[: self._payload_bytes])
+        finally:
+            self._directory.release(lease.lease_id)
+
+
+class BlockReader:
+    """Reads blocks from the block port of one node. A fault is a miss and ends the connection. For one thread.
+
+    A node that has failed three times in a row is asked again only every two seconds. timeout_s: for the connection to
+    be made, and for each part of an answer.
+    """
+
+    def __init__(self, address: str, payload_bytes: int, token: bytes, timeout_s: float, breaker: Breaker) -> None:
+        self.num_errors = 0
+        self.num_corrupt = 0
+        self._address = address
+        self._payload_bytes = payload_bytes
+        self._token = token
+        self._timeout_s = timeout_s
+        self._breaker = breaker
+        self._connection: socket.socket | None = None
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Tells for each key whether its block is in the node's arena."""
+        found = [False] * len(keys)
+        with suppress(_Unanswered):
+            for start in range(0, len(keys), MAX_KEYS):
+                asked = keys[start : start + MAX_KEYS]
+                with self._asking(_EXISTS, asked) as connection:
+                    found[start : start + len(asked)] = map(bool, _receive(connection, len(asked)))
+        return found
+
+    def read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
+        """Fills a payload of `into` for each block, and yields its checksum once it is verified.
+
+        Ends at the first block that is missing or spoilt, or at a fault.
+        """
+        with suppress(_Unanswered):
+            for start in range(0, len(keys), MAX_KEYS):
+                asked = keys[start : start + MAX_KEYS]
+                with self._asking(_READ, asked) as connection:
+                    for payload in into[start : start + len(asked)]:
+                        if _receive(connection, 1) != _HERE:
+                            return
+                        checksum = _receive(connection, CHECKSUM_BYTES)
+                        _receive_into(connection, payload)
+                        if checksum_of(payload) != checksum:
+                            self.num_corrupt += 1
+                            raise _Unanswered("a block came spoilt")
+                        yield checksum
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    @contextmanager
+    def _asking(self, verb: int, keys: Sequence[BlockKey]) -> Iterator[socket.socket]:
+        """Sends a request. The connection is kept if the body returns, for it has then read the whole answer."""
+        if not self._breaker.allows():
+            raise _Unanswered("the node is left alone for now")
+        if self._connection is not None and _has_ended(self._connection):
+            self.close()
+        connection, self._connection = self._connection, None
+        try:
+            connection = connection or self._connect()
+            connection.sendall(_REQUEST.pack(verb, len(keys)) + b"".join(keys))
+            yield connection
+        except (OSError, StoreError) as error:
+            self._breaker.failed()
+            self.num_errors += 1
+            log.warning("node at %s does not answer: %s", self._address, error)
+            raise _Unanswered(str(error)) from error
+        else:
+            self._breaker.succeeded()
+            self._connection = connection
+        finally:
+            if connection is not None and self._connection is not connection:
+                connection.close()
+
+    def _connect(self) -> socket.socket:
+        host, _, port = self._address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), self._timeout_s)
+        try:
+            _prepare(connection, self._timeout_s)
+            _greet_server(connection, self._token, self._payload_bytes)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+class _Unanswered(StoreError):
+    """A request had no whole answer."""
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Tells whether the server has ended a connection on which it owes nothing."""
+    timeout_s = connection.gettimeout()
+    connection.setblocking(False)
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        connection.settimeout(timeout_s)
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _prepare(connection: socket.socket, timeout_s: float) -> None:
+    connection.settimeout(timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _greet_reader(connection: socket.socket, token: bytes, payload_bytes: int) -> None:
+    """Raises StoreError for a reader that does not know the token."""
+    theirs, ours = _receive(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(ours + _proof(token, b"server", theirs, ours))
+    if not hmac.compare_digest(_receive(connection, _PROOF_BYTES), _proof(token, b"reader", theirs, ours)):
+        raise StoreError("a reader of the block port does not know the token")
+    connection.sendall(_SIZE.pack(payload_bytes))
+
+
+def _greet_server(connection: socket.socket, token: bytes, payload_bytes: int) -> None:
+    """Raises StoreError for a server that does not know the token, or has blocks of another size."""
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(ours)
+    theirs = _receive(connection, _NONCE_BYTES)
+    if not hmac.compare_digest(_receive(connection, _PROOF_BYTES), _proof(token, b"server", ours, theirs)):
+        raise StoreError("it does not know the cluster's token")
+    connection.sendall(_proof(token, b"reader", ours, theirs))
+    if _SIZE.unpack(_receive(connection, _SIZE.size)) != (payload_bytes,):
+        raise StoreError("its blocks have another size")
+
+
+def _proof(token: bytes, role: bytes, readers_nonce: bytes, servers_nonce: bytes) -> bytes:
+    return hmac.digest(token, role + readers_nonce + servers_nonce, hashlib.sha256)
+
+
+def _send(connection: socket.socket, front: bytes, payload: memoryview) -> None:
+    num_sent = connection.sendmsg([front, payload]) - len(front)
+    if num_sent < 0:
+        connection.sendall(front[num_sent:])
+        num_sent = 0
+    connection.sendall(payload[num_sent:])
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    _receive_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def _receive_into(connection: socket.socket, rest: memoryview) -> None:
+    while rest:
+        num_received = connection.recv_into(rest)
+        if not num_received:
+            raise ConnectionError("the other side has hung up")
+        rest = rest[num_received:]

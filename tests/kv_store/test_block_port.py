@@ -1,0 +1,205 @@
+"""Blocks between nodes: the block port of a directory and arena, and its reader."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+
+import pytest
+
+from kv_store.breaker import Breaker
+from kv_store.node import block_port
+from kv_store.node.arena import Arena
+from kv_store.node.block_port import BlockReader, BlockServer
+from kv_store.node.directory import Directory
+from tests.kv_store.fake_clock import FakeClock
+from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
+from wire.frame import checksum_of
+from wire.ids import BlockKey
+from wire.keys import BlockName
+
+TOKEN = b"the cluster's token"
+NUM_SLOTS = 16
+
+
+@dataclass
+class Node:
+    """A node's arena, and its block port."""
+
+    directory: Directory
+    arena: Arena
+    server: BlockServer
+    address: str
+
+    def publish(self, names: list[BlockName]) -> None:
+        for block in committed(self.directory.reserve("writer", names, None).slots, names):
+            self.arena.slot(block.slot)[: LAYOUT.payload_bytes] = payload_of(block.name)
+            self.directory.commit("writer", [block], None)
+
+
+def serve(directory: Directory, arena: Arena, port: int = 0) -> Node:
+    server = BlockServer(directory, arena, LAYOUT.payload_bytes, TOKEN)
+    return Node(directory, arena, server, server.start("127.0.0.1", port))
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = serve(Directory(NUM_SLOTS), Arena.anonymous(LAYOUT.block_bytes, NUM_SLOTS))
+    yield node
+    node.server.stop()
+    assert node.directory.status().num_leases == 0
+    assert node.directory.check() == []
+
+
+def reader_of(
+    address: str, token: bytes = TOKEN, payload_bytes: int = LAYOUT.payload_bytes, timeout_s: float = 5.0
+) -> BlockReader:
+    return BlockReader(address, payload_bytes, token, timeout_s, Breaker(FakeClock()))
+
+
+@pytest.fixture
+def reader(node: Node) -> Iterator[BlockReader]:
+    with closing(reader_of(node.address)) as reader:
+        yield reader
+
+
+def keys(names: list[BlockName]) -> list[BlockKey]:
+    return [name.key for name in names]
+
+
+def read(reader: BlockReader, names: list[BlockName]) -> list[bytes]:
+    """The payloads that the reader vouches for."""
+    into = [memoryview(bytearray(LAYOUT.payload_bytes)) for _ in names]
+    checksums = list(reader.read(keys(names), into))
+    assert checksums == [checksum_of(payload) for payload in into[: len(checksums)]]
+    return [bytes(payload) for payload in into[: len(checksums)]]
+
+
+def test_blocks_come_from_the_other_nodes_slots(node: Node, reader: BlockReader) -> None:
+    names = names_of(20)
+    node.publish(names)
+    assert reader.exists(keys(names)) == [True] * 5
+    assert read(reader, names) == [payload_of(name) for name in names]
+    assert reader.num_errors == 0
+
+
+def test_reading_ends_at_the_first_hole_and_the_reader_goes_on(node: Node, reader: BlockReader) -> None:
+    names = names_of(20)
+    node.publish([*names[:2], *names[3:]])
+    assert reader.exists(keys(names)) == [True, True, False, True, True]
+    assert len(read(reader, names)) == 2
+    assert len(read(reader, names[3:])) == 2
+    assert reader.num_errors == 0
+
+
+def test_a_reading_that_is_given_up_leaves_nothing_behind(node: Node, reader: BlockReader) -> None:
+    names = names_of(40)
+    node.publish(names)
+    into = [memoryview(bytearray(LAYOUT.payload_bytes)) for _ in names]
+    with closing(reader.read(keys(names), into)) as reading:
+        next(reading)
+    assert read(reader, names[5:]) == [payload_of(name) for name in names[5:]]
+    assert reader.num_errors == 0
+
+
+def test_a_spoilt_block_is_not_vouched_for(node: Node, reader: BlockReader) -> None:
+    names = names_of(20)
+    node.publish(names)
+    [spoilt] = [block for block in node.directory.blocks() if block.name == names[2]]
+    node.arena.slot(spoilt.slot)[3] ^= 1
+    assert len(read(reader, names)) == 2
+    assert reader.num_corrupt == 1
+
+
+def test_many_keys_go_in_several_requests(node: Node, reader: BlockReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_port, "MAX_KEYS", 2)
+    names = names_of(20)
+    node.publish(names)
+    assert reader.exists(keys(names)) == [True] * 5
+    assert len(read(reader, names)) == 5
+
+
+@pytest.mark.parametrize(
+    ("token", "payload_bytes"), [(b"another token", LAYOUT.payload_bytes), (TOKEN, LAYOUT.payload_bytes + 1)]
+)
+def test_another_clusters_reader_gets_nothing(node: Node, token: bytes, payload_bytes: int) -> None:
+    names = names_of(8)
+    node.publish(names)
+    with closing(reader_of(node.address, token, payload_bytes)) as reader:
+        assert reader.exists(keys(names)) == [False, False]
+        assert reader.num_errors == 1
+
+
+def test_a_reader_without_proof_hears_no_block(node: Node) -> None:
+    node.publish(names_of(8))
+    host, port = node.address.split(":")
+    with socket.create_connection((host, int(port)), 5.0) as stranger:
+        stranger.sendall(bytes(16))
+        assert len(block_port._receive(stranger, 48)) == 48
+        stranger.sendall(bytes(32))
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+
+
+@pytest.mark.parametrize("request_bytes", [b"\x09\1\0\0\0", b"\1\0\0\0\0", b"\2\xff\xff\xff\xff"])
+def test_a_reader_that_talks_nonsense_is_hung_up_on(node: Node, reader: BlockReader, request_bytes: bytes) -> None:
+    node.publish(names_of(8))
+    assert reader.exists(keys(names_of(8))) == [True, True]
+    assert reader._connection is not None
+    reader._connection.sendall(request_bytes)
+    with suppress(ConnectionResetError):
+        assert reader._connection.recv(1) == b""
+    assert reader.exists(keys(names_of(8))) == [True, True], "on a new connection"
+
+
+def test_a_reader_finds_a_server_that_came_back(node: Node, reader: BlockReader) -> None:
+    names = names_of(8)
+    node.publish(names)
+    assert len(read(reader, names)) == 2
+    node.server.stop()
+    again = serve(node.directory, node.arena, int(node.address.split(":")[1]))
+    try:
+        assert len(read(reader, names)) == 2
+    finally:
+        again.server.stop()
+
+
+def test_a_silent_node_is_a_miss_and_then_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "{}:{}".format(*silent.getsockname())
+        with closing(reader_of(address, timeout_s=0.02)) as reader:
+            for _ in range(5):
+                assert reader.exists(keys(names_of(4))) == [False]
+                assert read(reader, names_of(4)) == []
+            assert reader.num_errors == 3
+
+
+def test_a_reader_that_takes_nothing_is_hung_up_on_and_holds_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_port, "_STALL_TIMEOUT_S", 0.05)
+    payload_bytes, [name] = 1 << 20, names_of(4)
+    directory, arena = Directory(1), Arena.anonymous(payload_bytes, 1)
+    directory.commit("writer", committed(directory.reserve("writer", [name], None).slots, [name]), None)
+    server = BlockServer(directory, arena, payload_bytes, TOKEN)
+    asked = [name.key] * 64  # more than the sockets hold
+    with closing(reader_of(server.start("127.0.0.1"), payload_bytes=payload_bytes)) as reader:
+        assert reader.exists(asked[:1]) == [True]
+        assert reader._connection is not None
+        reader._connection.sendall(block_port._REQUEST.pack(2, len(asked)) + b"".join(asked))
+        deadline = time.monotonic() + 10
+        while server.num_readers:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert directory.status().num_leases == 0
+    server.stop()
+
+
+def test_more_connections_than_the_most_are_turned_away(
+    node: Node, reader: BlockReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_port, "MAX_CONNECTIONS", 1)
+    node.publish(names_of(4))
+    assert reader.exists(keys(names_of(4))) == [True]
+    with closing(reader_of(node.address)) as second:
+        assert second.exists(keys(names_of(4))) == [False]
+    assert reader.exists(keys(names_of(4))) == [True]
