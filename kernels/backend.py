@@ -65,6 +65,21 @@ class Tables:
     num_decodes: int
 
 
+@dataclass(frozen=True)
+class AttentionVariant:
+    """The attention of one layer: which keys a row sees, and how its softmax takes their products.
+
+    scale: of a product of query and key. window: tokens that a row sees, itself included; None for all. soft_cap: a
+    score becomes soft_cap * tanh(score / soft_cap), as in Gemma 2 (arXiv 2408.00118). sinks: float32 [num_queries], a
+    score of each query head that joins its softmax and has no value, as in gpt-oss (arXiv 2508.10925).
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+
+
 class Program(Protocol):
     """Operations that were recorded."""
 
@@ -134,8 +149,7 @@ class Backend(Protocol):
         query: Tensor,
         kv_layer: Tensor,
         tables: Tables,
-        scale: float,
-        window: int | None,
+        variant: AttentionVariant,
         out: Tensor | None = None,
     ) -> Tensor:
         """Attends with rows [T, num_queries, size] over pages, as `kernels.reference` says; returns the same shape."""

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import reference
-from kernels.backend import Angles, Heads, Recorder, Tables, Weight
+from kernels.backend import Angles, AttentionVariant, Heads, Recorder, Tables, Weight
 
 TILE_ROWS = 16
 """A product of so many rows at a time on a CPU: torch's own gives a row other bits among 2 and among 8."""
@@ -64,18 +64,17 @@ class TorchBackend:
         query: Tensor,
         kv_layer: Tensor,
         tables: Tables,
-        scale: float,
-        window: int | None,
+        variant: AttentionVariant,
         out: Tensor | None = None,
     ) -> Tensor:
         lens, blocks, num_decodes = tables.context_lens, tables.block_tables, tables.num_decodes
         parts = []
         if num_decodes:
-            decodes = query[:num_decodes], kv_layer, blocks[:num_decodes], lens[:num_decodes], scale, window
+            decodes = query[:num_decodes], kv_layer, blocks[:num_decodes], lens[:num_decodes], variant
             parts.append(self.decode(*decodes))
         if num_decodes < len(lens):
             starts = tables.cu_query_lens[num_decodes:] - num_decodes
-            prompts = query[num_decodes:], kv_layer, blocks[num_decodes:], lens[num_decodes:], starts, scale, window
+            prompts = query[num_decodes:], kv_layer, blocks[num_decodes:], lens[num_decodes:], starts, variant
             parts.append(reference.paged_prefill_attention(*prompts))
         return _given(parts[0] if len(parts) == 1 else torch.cat(parts), out)
 

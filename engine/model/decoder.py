@@ -14,7 +14,7 @@ from engine.checkpoint.config import DTYPES, ModelConfig
 from engine.checkpoint.rope import RopeConfig
 from engine.model.batch import Batch
 from engine.model.weights import DecoderWeights, WeightLoader, check_weights
-from kernels.backend import Angles, Backend, Recorder, Tables, select_backend
+from kernels.backend import Angles, AttentionVariant, Backend, Recorder, Tables, select_backend
 from wire.errors import ConfigError
 
 ANGLES_AT_ONCE = 1 << 16
@@ -86,7 +86,8 @@ class Decoder:
         self.eos_token_ids = config.eos_token_ids
         self._backend = backend
         self._angles = make_angles(config.rope, config.attention.head_dim, 1, self.device)
-        self._scale = config.attention.head_dim**-0.5
+        scale = config.attention.head_dim**-0.5
+        self._variants = [AttentionVariant(scale, window) for window in config.attention.windows]
         self._programs: dict[int, DecodeProgram] = {}
         self._programs_kv = 0
 
@@ -126,11 +127,11 @@ class Decoder:
         tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes)
         states = do.embed(batch.token_ids, self.weights.embedding, to.states)
         for index, layer in enumerate(self.weights.layers):
-            pages, window = kv[:, index], self.config.attention.windows[index]
+            pages = kv[:, index]
             normed = do.rms_norm(states, layer.attention_norm, eps, to.normed)
             qkv = do.linear(normed, layer.qkv.weight, layer.qkv.bias, out=to.qkv)
             query = do.rotate_and_write(qkv, layer.heads, angles, pages, batch.slot_mapping)
-            attended = do.attend(query, pages, tables, self._scale, window, to.attended).flatten(1)
+            attended = do.attend(query, pages, tables, self._variants[index], to.attended).flatten(1)
             states = do.linear(attended, layer.attention_output.weight, layer.attention_output.bias, states, to.states)
             normed = do.rms_norm(states, layer.mlp_norm, eps, to.normed)
             gate_up = do.linear(normed, layer.gate_up.weight, layer.gate_up.bias, out=to.gate_up)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backend import Angles, Heads, Tables, Weight
+from kernels.backend import Angles, AttentionVariant, Heads, Tables, Weight
 from kernels.cpu.library import load_library, source_version
 
 
@@ -38,7 +38,7 @@ KERNELS: dict[str, list[type]] = {
     ],
     "attention": [
         *[CODE, POINTER, SIZE, POINTER, *[SIZE] * 4, POINTER, SIZE, POINTER, POINTER],
-        *[ROWS, ROWS, *[SIZE] * 3, REAL, SIZE, POINTER],
+        *[ROWS, ROWS, *[SIZE] * 3, REAL, SIZE, REAL, POINTER, POINTER],
     ],
 }
 """Kernels that a program can have. Each is there as baton_NAME, and as baton_NAME_from_words for programs."""
@@ -137,8 +137,7 @@ class CpuBackend:
         query: Tensor,
         kv_layer: Tensor,
         tables: Tables,
-        scale: float,
-        window: int | None,
+        variant: AttentionVariant,
         out: Tensor | None = None,
     ) -> Tensor:
         out = query.new_empty(query.shape) if out is None else out
@@ -148,7 +147,8 @@ class CpuBackend:
             kv_layer, *kv_layer.stride()[:3], kv_layer.shape[3],
             tables.block_tables, tables.block_tables.stride(0), tables.context_lens, tables.cu_query_lens,
             len(tables.context_lens), tables.num_decodes,
-            num_heads, kv_layer.shape[2], head_size, scale, window or 0, out,
+            num_heads, kv_layer.shape[2], head_size,
+            variant.scale, variant.window or 0, float(variant.soft_cap or 0), variant.sinks, out,
         )  # fmt: skip
         return out
 
