@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import paged_decode, reference
-from kernels.backend import AttentionVariant, Backend, Tables, select_backend
+from kernels.backend import AttentionVariant, Backend, KVPages, Tables, select_backend
 from kernels.cpu import library
 from kernels.cpu.library import ISA_TO_FEATURES, best_isa
 
@@ -33,7 +33,7 @@ def cpu_decode(
     """Attends as `kernels.reference.paged_decode_attention` does, with the C++ kernels of this machine."""
     starts = torch.arange(len(context_lens) + 1, dtype=torch.int32)
     tables = Tables(block_tables, context_lens, starts, len(context_lens))
-    return make_backend(best_isa()).attend(query, kv_layer, tables, variant)
+    return make_backend(best_isa()).attend(query, KVPages(kv_layer), tables, variant)
 
 
 def cpu_prefill(
@@ -46,7 +46,7 @@ def cpu_prefill(
 ) -> Tensor:
     """Attends as `kernels.reference.paged_prefill_attention` does, with the C++ kernels of this machine."""
     tables = Tables(block_tables, context_lens, cu_query_lens, 0)
-    return make_backend(best_isa()).attend(query, kv_layer, tables, variant)
+    return make_backend(best_isa()).attend(query, KVPages(kv_layer), tables, variant)
 
 
 DECODES: dict[str, PagedDecodeAttention] = {

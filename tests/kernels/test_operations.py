@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.backend import Angles, AttentionVariant, Backend, Heads, Tables
+from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
 from kernels.cpu.backend import CpuBackend
 from kernels.torch_backend import TorchBackend
 from tests.kernels.backends import ISAS, NAMES, make_backend
@@ -101,8 +101,10 @@ def test_rotation_and_write(backend: Backend, dtype: torch.dtype, has_norms: boo
     qkv, positions = torch.randn(7, 8 * size).to(dtype), torch.tensor([0, 3, 49, 2, 2, 17, 5])
     layers = [torch.full((3, 3, 2, 2, 16, size), torch.nan).to(dtype)[:, 1] for _ in range(2)]
     slots = torch.tensor([5, 40, 16, -1, 0, 47, 15])
-    expected = TorchBackend().rotate_and_write(qkv.clone(), heads, angles.at(positions), layers[0], slots)
-    close(backend.rotate_and_write(qkv.clone(), heads, angles.at(positions), layers[1], slots), expected, dtype)
+    expected = TorchBackend().rotate_and_write(qkv.clone(), heads, angles.at(positions), KVPages(layers[0]), slots)
+    close(
+        backend.rotate_and_write(qkv.clone(), heads, angles.at(positions), KVPages(layers[1]), slots), expected, dtype
+    )
     assert torch.equal(layers[0].isnan(), layers[1].isnan())
     close(layers[1].nan_to_num(), layers[0].nan_to_num(), dtype)
 
@@ -132,7 +134,7 @@ def attend(
     lens = torch.tensor([end], dtype=torch.int32)
     starts = torch.tensor([0, end - first], dtype=torch.int32)
     tables = Tables(batch.block_tables, lens, starts, int(end - first == 1))
-    return backend.attend(query[first:end], batch.kv_layer, tables, variant)
+    return backend.attend(query[first:end], KVPages(batch.kv_layer), tables, variant)
 
 
 @each_dtype
@@ -159,11 +161,13 @@ def test_attention_gives_a_decoding_row_the_same_bits_among_others(
     batch = make_paged_batch(Shape(4, 2, 64), [600, 1, 70, 0, 256, 257], 16, dtype)
     query, variant = batch.random_query(6), batch.variant(None, soft_cap, sink)
     starts = torch.arange(7, dtype=torch.int32)
-    whole = backend.attend(query, batch.kv_layer, Tables(batch.block_tables, batch.context_lens, starts, 6), variant)
+    whole = backend.attend(
+        query, KVPages(batch.kv_layer), Tables(batch.block_tables, batch.context_lens, starts, 6), variant
+    )
     for row in range(6):
         own = slice(row, row + 1)
         tables = Tables(batch.block_tables[own], batch.context_lens[own], starts[:2], 1)
-        assert torch.equal(backend.attend(query[own], batch.kv_layer, tables, variant), whole[own])
+        assert torch.equal(backend.attend(query[own], KVPages(batch.kv_layer), tables, variant), whole[own])
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -175,10 +179,10 @@ def test_a_program_attends_as_its_variant_says(name: str) -> None:
     attended, logits = torch.empty(2, 4, 64), torch.empty(2, 8)
     recorder = backend.record()
     assert recorder is not None
-    recorder.attend(query, batch.kv_layer, tables, variant, attended)
+    recorder.attend(query, KVPages(batch.kv_layer), tables, variant, attended)
     recorder.logits(attended.flatten(1), packed, logits)
     recorder.finish().run(2)
-    assert torch.equal(attended, backend.attend(query, batch.kv_layer, tables, variant))
+    assert torch.equal(attended, backend.attend(query, KVPages(batch.kv_layer), tables, variant))
     assert torch.equal(logits, backend.logits(attended.flatten(1), packed))
 
 
@@ -193,7 +197,9 @@ def test_a_soft_cap_is_exact_at_any_score(backend: Backend, soft_cap: float) -> 
     query[:, 0, 0] = scores
     starts, lens = torch.arange(len(scores) + 1, dtype=torch.int32), torch.ones(len(scores), dtype=torch.int32)
     tables = Tables(batch.block_tables.expand(len(scores), -1).contiguous(), lens, starts, len(scores))
-    attended = backend.attend(query, batch.kv_layer, tables, AttentionVariant(1.0, None, soft_cap, torch.zeros(1)))
+    attended = backend.attend(
+        query, KVPages(batch.kv_layer), tables, AttentionVariant(1.0, None, soft_cap, torch.zeros(1))
+    )
     expected = (soft_cap * (scores.double() / soft_cap).tanh()).sigmoid()
     torch.testing.assert_close(attended[:, 0, 7].double(), expected, rtol=2e-5, atol=1e-37)
 
@@ -203,7 +209,9 @@ def test_a_sink_may_outweigh_everything(backend: Backend) -> None:
     batch.kv_layer[batch.block_tables[0, 0], :, :, 0] = 1.0
     sinks = torch.linspace(-100, 100, 201)
     tables = Tables(batch.block_tables, batch.context_lens, torch.tensor([0, 1], dtype=torch.int32), 1)
-    attended = backend.attend(torch.zeros(1, 201, 32), batch.kv_layer, tables, AttentionVariant(1.0, sinks=sinks))
+    attended = backend.attend(
+        torch.zeros(1, 201, 32), KVPages(batch.kv_layer), tables, AttentionVariant(1.0, sinks=sinks)
+    )
     torch.testing.assert_close(attended[0, :, 7].double(), (-sinks.double()).sigmoid(), rtol=2e-5, atol=1e-37)
 
 
@@ -216,7 +224,7 @@ def test_no_bit_depends_on_the_number_of_threads(name: str) -> None:
     tables = Tables(batch.block_tables, batch.context_lens, torch.arange(4, dtype=torch.int32), 3)
 
     def run() -> list[Tensor]:
-        attended = backend.attend(query, batch.kv_layer, tables, batch.variant())
+        attended = backend.attend(query, KVPages(batch.kv_layer), tables, batch.variant())
         return [attended, backend.logits(attended.flatten(1), weight)]
 
     runs = []
