@@ -41,7 +41,8 @@ def paged_decode_attention(
     `query` [num_seqs, num_heads, head_dim]; `kv_layer` as in `write_kv`, already holding the new tokens; query head h
     reads KV head h // (num_heads // num_kv_heads). `block_tables` [num_seqs, max_blocks] int32 holds each sequence's
     pages; entries beyond its context do not matter. `context_lens` [num_seqs] int32 counts its tokens, the new one
-    included; a sequence of none gets zeros. A query at position p sees the keys at p - variant.window + 1 to p.
+    included; a sequence of none gets zeros. A query at position p sees the keys at p - variant.window + 1 to p; their
+    scores are scaled, capped and put beside the head's sink, in this order.
 
     Returns [num_seqs, num_heads, head_dim] in the dtype of `query`.
     """
