@@ -16,6 +16,7 @@ from engine.kv_cache import KVCache
 from engine.model.batch import Batch, Model
 from engine.sampler import Draw, likeliest, sample
 from engine.sequence import Sequence
+from kernels.backend import KVPages
 from wire import incident
 from wire.errors import BatonError
 from wire.ids import PageId
@@ -87,7 +88,7 @@ NO_ROWS = slice(0, 0)
 class Runner:
     """A model, the KV that it reads and writes, its decoding rows, and the sampler behind it."""
 
-    def __init__(self, model: Model, kv: torch.Tensor, cache: KVCache, rows: DecodeRows) -> None:
+    def __init__(self, model: Model, kv: KVPages, cache: KVCache, rows: DecodeRows) -> None:
         self._model = model
         self._kv = kv
         self._cache = cache

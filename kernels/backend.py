@@ -52,6 +52,23 @@ class Angles:
 
 
 @dataclass(frozen=True)
+class KVPages:
+    """KV in pages, of all layers of a model or of one.
+
+    data: [num_pages, num_layers, 2, num_kv_heads, block_size, head_dim], of one layer without num_layers; each head's
+    block is contiguous. scales: the place of the factors of quantized pages, [num_pages, num_layers, ...] like data;
+    None for data of the compute dtype, which is all there is so far.
+    """
+
+    data: Tensor
+    scales: Tensor | None = None
+
+    def layer(self, index: int) -> "KVPages":
+        """Views the pages of one layer."""
+        return KVPages(self.data[:, index], None if self.scales is None else self.scales[:, index])
+
+
+@dataclass(frozen=True)
 class Tables:
     """Where the sequences of a batch have their KV; the first `num_decodes` have one row each.
 
@@ -63,6 +80,21 @@ class Tables:
     context_lens: Tensor
     cu_query_lens: Tensor
     num_decodes: int
+
+
+@dataclass(frozen=True)
+class AttentionVariant:
+    """The attention of one layer: which keys a row sees, and how its softmax takes their products.
+
+    scale: of a product of query and key. window: tokens that a row sees, itself included; None for all. soft_cap: a
+    score becomes soft_cap * tanh(score / soft_cap), as in Gemma 2 (arXiv 2408.00118). sinks: float32 [num_queries], a
+    score of each query head that joins its softmax and has no value, as in gpt-oss (arXiv 2508.10925).
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
 
 
 class Program(Protocol):
@@ -120,25 +152,24 @@ class Backend(Protocol):
         ...
 
     def rotate_and_write(
-        self, qkv: Tensor, heads: Heads, angles: Angles, kv_layer: Tensor, slot_mapping: Tensor
+        self, qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor
     ) -> Tensor:
         """Normalizes and rotates queries and keys, and writes keys and values into one layer of KV, in place.
 
-        qkv: [T, (num_queries + 2 * num_kv) * size], which may be changed; angles: a row for each of qkv's; kv_layer and
-        slot_mapping: as in `kernels.reference.write_kv`. Returns the queries, [T, num_queries, size], perhaps a view.
+        qkv: [T, (num_queries + 2 * num_kv) * size], which may be changed; angles: a row for each of qkv's; pages: one
+        layer; slot_mapping: as in `kernels.reference.write_kv`. Returns queries [T, num_queries, size], perhaps a view.
         """
         ...
 
     def attend(
         self,
         query: Tensor,
-        kv_layer: Tensor,
+        pages: KVPages,
         tables: Tables,
-        scale: float,
-        window: int | None,
+        variant: AttentionVariant,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attends with rows [T, num_queries, size] over pages, as `kernels.reference` says; returns the same shape."""
+        """Attends with rows [T, num_queries, size] over one layer, as `kernels.reference` says; returns their shape."""
         ...
 
     def gate(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:

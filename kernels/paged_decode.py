@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E = 1.4426950408889634
+from kernels.backend import AttentionVariant
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 TILE_LEN = 64
 MIN_SPLIT_LEN = 4 * TILE_LEN
 MAX_SPLITS = 128
@@ -32,7 +34,9 @@ def attend_split(
     context_lens_ptr,  # [num_seqs] int32
     partial_ptr,  # [num_seqs, num_heads, num_splits, head_dim], each split's own attention
     log_sum_ptr,  # [num_seqs, num_heads, num_splits] float32, log2 of each split's sum of exponentials
+    sinks_ptr,  # [num_heads] float32, or None
     log2_scale,
+    log2_soft_cap,  # or None
     window,
     query_seq_stride,
     query_head_stride,
@@ -72,6 +76,11 @@ def attend_split(
     head_ptr = kv_ptr + kv_head.to(tl.int64) * kv_head_stride
     running_max = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
     running_sum = tl.zeros([PADDED_GROUP], tl.float32)
+    if sinks_ptr is not None:
+        # A sink is a token without a value, of the first split.
+        holds_sink = group < tl.where(split == 0, GROUP_SIZE, 0)
+        running_max = tl.load(sinks_ptr + heads, mask=holds_sink, other=float("-inf")) * LOG2_E
+        running_sum = tl.where(holds_sink, 1.0, 0.0)
     attended = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
 
     for tile_begin in range(begin, end, TILE):
@@ -86,6 +95,9 @@ def attend_split(
         value = tl.load(key_ptrs + kv_plane_stride, mask=loaded, other=0.0)
 
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * log2_scale
+        if log2_soft_cap is not None:
+            # A tanh that neither overflows nor depends on a library.
+            scores = log2_soft_cap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / log2_soft_cap)) + 1.0))
         scores = tl.where(live[None, :], scores, float("-inf"))
         tile_max = tl.maximum(running_max, tl.max(scores, 1))
         weights = tl.exp2(scores - tile_max[:, None])
@@ -137,8 +149,7 @@ def paged_decode_attention(
     kv_layer: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
-    scale: float,
-    sliding_window: int | None,
+    variant: AttentionVariant,
 ) -> Tensor:
     """Does as `kernels.reference.paged_decode_attention`, on the current GPU, accumulating in float32.
 
@@ -151,7 +162,7 @@ def paged_decode_attention(
     if num_seqs == 0:
         return output
     max_context_len = block_tables.shape[1] * block_size
-    window = max_context_len if sliding_window is None else min(sliding_window, max_context_len)
+    window = max_context_len if variant.window is None else min(variant.window, max_context_len)
     num_splits = choose_num_splits(num_seqs * num_kv_heads, window, _num_processors(query.device))
 
     # One split needs no merging: its own attention is the output.
@@ -165,7 +176,9 @@ def paged_decode_attention(
         context_lens,
         partial,
         log_sum,
-        scale * LOG2_E,
+        variant.sinks,
+        variant.scale * LOG2_E.value,
+        None if variant.soft_cap is None else variant.soft_cap * LOG2_E.value,
         window,
         *query.stride()[:2],
         *kv_layer.stride()[:4],

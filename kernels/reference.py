@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.backend import AttentionVariant
+
 
 def write_kv(key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
     """Writes the K and V of new tokens into their slots of one layer, in place.
@@ -32,15 +34,15 @@ def paged_decode_attention(
     kv_layer: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
-    scale: float,
-    sliding_window: int | None,
+    variant: AttentionVariant,
 ) -> Tensor:
     """Attends with one new token per sequence over that sequence's pages.
 
     `query` [num_seqs, num_heads, head_dim]; `kv_layer` as in `write_kv`, already holding the new tokens; query head h
     reads KV head h // (num_heads // num_kv_heads). `block_tables` [num_seqs, max_blocks] int32 holds each sequence's
     pages; entries beyond its context do not matter. `context_lens` [num_seqs] int32 counts its tokens, the new one
-    included; a sequence of none gets zeros. A query at position p sees the keys at p - sliding_window + 1 to p.
+    included; a sequence of none gets zeros. A query at position p sees the keys at p - variant.window + 1 to p; their
+    scores are scaled, capped and put beside the head's sink, in this order.
 
     Returns [num_seqs, num_heads, head_dim] in the dtype of `query`.
     """
@@ -50,9 +52,9 @@ def paged_decode_attention(
     output = query.new_zeros(grouped.shape)
     for seq, context_len in enumerate(context_lens.tolist()):
         if context_len:
-            begin = _first_visible(context_len - 1, sliding_window)
+            begin = _first_visible(context_len - 1, variant)
             keys, values = _gather_kv(kv_layer, block_tables[seq], begin, context_len)
-            output[seq] = _attend_alone(grouped[seq], keys, values, scale)
+            output[seq] = _attend_alone(grouped[seq], keys, values, variant)
     return output.view(num_seqs, num_heads, head_dim)
 
 
@@ -62,8 +64,7 @@ def paged_prefill_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     cu_query_lens: Tensor,
-    scale: float,
-    sliding_window: int | None,
+    variant: AttentionVariant,
 ) -> Tensor:
     """Attends causally with each sequence's last tokens over its pages, in one ragged batch.
 
@@ -81,14 +82,14 @@ def paged_prefill_attention(
         chunk = slice(bounds[seq], bounds[seq + 1])
         query_len = chunk.stop - chunk.start
         if query_len:
-            begin = _first_visible(context_len - query_len, sliding_window)
+            begin = _first_visible(context_len - query_len, variant)
             keys, values = _gather_kv(kv_layer, block_tables[seq], begin, context_len)
-            output[chunk] = attend(query[chunk], keys, values, scale, sliding_window)
+            output[chunk] = attend(query[chunk], keys, values, variant)
     return output
 
 
-def _first_visible(position: int, sliding_window: int | None) -> int:
-    return 0 if sliding_window is None else max(0, position - sliding_window + 1)
+def _first_visible(position: int, variant: AttentionVariant) -> int:
+    return 0 if variant.window is None else max(0, position - variant.window + 1)
 
 
 def _gather_kv(kv_layer: Tensor, block_table: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
@@ -101,22 +102,39 @@ def _gather_kv(kv_layer: Tensor, block_table: Tensor, begin: int, end: int) -> t
     return keys, values
 
 
-def _attend_alone(grouped: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, variant: AttentionVariant) -> Tensor:
+    """Attends with queries [..., head_dim] that stand in the order of their heads, where they are `seen`."""
+    if variant.soft_cap is None and variant.sinks is None:
+        return scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=variant.scale)
+    scores = query.float() @ keys.float().mT * variant.scale
+    if variant.soft_cap is not None:
+        scores = variant.soft_cap * torch.tanh(scores / variant.soft_cap)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if variant.sinks is not None:
+        num_rows = scores[..., 0].numel() // len(variant.sinks)
+        sinks = variant.sinks.repeat_interleave(num_rows).view(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[-2]]
+    return (weights @ values.float()).to(query.dtype)
+
+
+def _attend_alone(grouped: Tensor, keys: Tensor, values: Tensor, variant: AttentionVariant) -> Tensor:
     """Attends with one row [1, num_kv_heads, group_size, head_dim] to all of `keys`."""
-    return scaled_dot_product_attention(grouped, keys[None].contiguous(), values[None].contiguous(), scale=scale)
+    return _attend(grouped, keys[None].contiguous(), values[None].contiguous(), None, variant)
 
 
-def _attend_row_by_row(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+def _attend_row_by_row(query: Tensor, keys: Tensor, values: Tensor, variant: AttentionVariant) -> Tensor:
     num_kv_heads, num_keys, head_dim = keys.shape
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for row, end in enumerate(range(num_keys - len(query) + 1, num_keys + 1)):
-        visible = slice(_first_visible(end - 1, sliding_window), end)
+        visible = slice(_first_visible(end - 1, variant), end)
         grouped = query[row].reshape(1, num_kv_heads, -1, head_dim)
-        output[row] = _attend_alone(grouped, keys[:, visible], values[:, visible], scale).flatten(0, 2)
+        output[row] = _attend_alone(grouped, keys[:, visible], values[:, visible], variant).flatten(0, 2)
     return output
 
 
-def _attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+def _attend_causally(query: Tensor, keys: Tensor, values: Tensor, variant: AttentionVariant) -> Tensor:
     """Attends with queries [query_len, num_heads, head_dim] at the last positions of `keys`."""
     query_len, num_heads, head_dim = query.shape
     num_kv_heads, num_keys, _ = keys.shape
@@ -124,13 +142,8 @@ def _attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float, 
     grouped = query.reshape(query_len, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
     # KV heads take the batch's place, so that a group reads its keys through a zero stride, never a copy.
     shape = (num_kv_heads, group_size, num_keys, head_dim)
-    attended = scaled_dot_product_attention(
-        grouped,
-        keys[:, None].expand(shape),
-        values[:, None].expand(shape),
-        attn_mask=_causal_mask(query_len, num_keys, sliding_window, query.device),
-        scale=scale,
-    )
+    seen = _causal_mask(query_len, num_keys, variant.window, query.device)
+    attended = _attend(grouped, keys[:, None].expand(shape), values[:, None].expand(shape), seen, variant)
     return attended.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)
 
 

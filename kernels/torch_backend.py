@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import reference
-from kernels.backend import Angles, Heads, Recorder, Tables, Weight
+from kernels.backend import Angles, AttentionVariant, Heads, KVPages, Recorder, Tables, Weight
 
 TILE_ROWS = 16
 """A product of so many rows at a time on a CPU: torch's own gives a row other bits among 2 and among 8."""
@@ -48,7 +48,7 @@ class TorchBackend:
         return _given(self.linear(states, weight, None).float(), out)
 
     def rotate_and_write(
-        self, qkv: Tensor, heads: Heads, angles: Angles, kv_layer: Tensor, slot_mapping: Tensor
+        self, qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor
     ) -> Tensor:
         rows = qkv.view(len(qkv), -1, heads.size)
         query, key, value = torch.split(rows, [heads.num_queries, heads.num_kv, heads.num_kv], dim=1)
@@ -56,26 +56,25 @@ class TorchBackend:
             query = self.rms_norm(query, heads.query_norm, heads.norm_eps)
             key = self.rms_norm(key, heads.key_norm, heads.norm_eps)
         cosines, sines = angles.cosines[:, None], angles.sines[:, None]
-        self.write_kv(_rotate(key, cosines, sines), value, kv_layer, slot_mapping)
+        self.write_kv(_rotate(key, cosines, sines), value, pages.data, slot_mapping)
         return _rotate(query, cosines, sines)
 
     def attend(
         self,
         query: Tensor,
-        kv_layer: Tensor,
+        pages: KVPages,
         tables: Tables,
-        scale: float,
-        window: int | None,
+        variant: AttentionVariant,
         out: Tensor | None = None,
     ) -> Tensor:
         lens, blocks, num_decodes = tables.context_lens, tables.block_tables, tables.num_decodes
         parts = []
         if num_decodes:
-            decodes = query[:num_decodes], kv_layer, blocks[:num_decodes], lens[:num_decodes], scale, window
+            decodes = query[:num_decodes], pages.data, blocks[:num_decodes], lens[:num_decodes], variant
             parts.append(self.decode(*decodes))
         if num_decodes < len(lens):
             starts = tables.cu_query_lens[num_decodes:] - num_decodes
-            prompts = query[num_decodes:], kv_layer, blocks[num_decodes:], lens[num_decodes:], starts, scale, window
+            prompts = query[num_decodes:], pages.data, blocks[num_decodes:], lens[num_decodes:], starts, variant
             parts.append(reference.paged_prefill_attention(*prompts))
         return _given(parts[0] if len(parts) == 1 else torch.cat(parts), out)
 

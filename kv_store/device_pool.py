@@ -5,6 +5,7 @@ from contextlib import nullcontext, suppress
 
 import torch
 
+from kernels.backend import KVPages
 from kv_store.ledger import Ledger
 from wire.ids import PageId
 from wire.layout import KVLayout
@@ -15,15 +16,15 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class DevicePool:
     """`num_pages` pages of `layout.block_bytes` each in one zeroed buffer, and the ledger over them.
 
-    kv: view `[num_pages, num_layers, 2, num_kv_heads, block_size, head_dim]` of the layout's dtype; each page is
-    contiguous, and one follows the other after `layout.block_bytes`.
+    kv: view of them in the layout's dtype; each page is contiguous, and one follows the other after
+    `layout.block_bytes`.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
         self.layout = layout
         self.ledger = Ledger(num_pages)
         self._pages = _zeros(num_pages * layout.block_bytes, device).view(num_pages, -1)[:, : layout.payload_bytes]
-        self.kv = self._pages.view(_DTYPES[layout.dtype]).view(num_pages, *layout.shape)
+        self.kv = KVPages(self._pages.view(_DTYPES[layout.dtype]).view(num_pages, *layout.shape))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def page_bytes(self, page: PageId) -> torch.Tensor:

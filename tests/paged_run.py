@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.model.batch import Batch, Model
+from kernels.backend import KVPages
 
 
 @dataclass
@@ -57,7 +58,7 @@ class PagedRun:
             key=lambda row: len(row.tokens) - row.num_computed > 1,
         )
         chunks = [(row, min(chunk_len, len(row.tokens) - row.num_computed)) for row in rows]
-        best = self.model.forward(self.batch(chunks), self.kv).argmax(-1).tolist()
+        best = self.model.forward(self.batch(chunks), KVPages(self.kv)).argmax(-1).tolist()
         for row, length in chunks:
             row.num_computed += length
             if row.num_computed == len(row.tokens):

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.backend import KVPages
 from wire.layout import KVLayout
 
 
@@ -43,6 +44,6 @@ class Model(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
-    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        """Writes the KV of the batch's tokens into `kv` [num_pages, *layout.shape]; returns float32 logits [R, V]."""
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
+        """Writes the KV of the batch's tokens into `kv`, of layout.shape; returns float32 logits [R, V]."""
         ...

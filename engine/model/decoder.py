@@ -14,7 +14,7 @@ from engine.checkpoint.config import DTYPES, ModelConfig
 from engine.checkpoint.rope import RopeConfig
 from engine.model.batch import Batch
 from engine.model.weights import DecoderWeights, WeightLoader, check_weights
-from kernels.backend import Angles, Backend, Recorder, Tables, select_backend
+from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Recorder, Tables, select_backend
 from wire.errors import ConfigError
 
 ANGLES_AT_ONCE = 1 << 16
@@ -86,7 +86,8 @@ class Decoder:
         self.eos_token_ids = config.eos_token_ids
         self._backend = backend
         self._angles = make_angles(config.rope, config.attention.head_dim, 1, self.device)
-        self._scale = config.attention.head_dim**-0.5
+        scale = config.attention.head_dim**-0.5
+        self._variants = [AttentionVariant(scale, window) for window in config.attention.windows]
         self._programs: dict[int, DecodeProgram] = {}
         self._programs_kv = 0
 
@@ -111,26 +112,26 @@ class Decoder:
         return cls(checkpoint.config, weights, str(resolved).removeprefix("torch."), block_size, backend)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Does as `Model.forward`. Returns an inference tensor of the caller's until the next call. For one thread."""
-        angles = self._angles_within(len(kv) * self.layout.block_size)
+        angles = self._angles_within(len(kv.data) * self.layout.block_size)
         if batch.num_decodes == len(batch.token_ids) == len(batch.sample_rows):
             program = self._program_for(batch, kv)
             if program is not None:
                 return program.run(batch, angles)
         return self.run(self._backend, batch, angles.at(batch.positions), kv, _NO_BUFFERS)
 
-    def run(self, do: Backend, batch: Batch, angles: Angles, kv: torch.Tensor, to: "Buffers") -> torch.Tensor:
+    def run(self, do: Backend, batch: Batch, angles: Angles, kv: KVPages, to: "Buffers") -> torch.Tensor:
         """Runs a batch through a backend, which may be a recorder; `angles` has a row for each token."""
         eps = self.config.rms_norm_eps
         tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes)
         states = do.embed(batch.token_ids, self.weights.embedding, to.states)
         for index, layer in enumerate(self.weights.layers):
-            pages, window = kv[:, index], self.config.attention.windows[index]
+            pages = kv.layer(index)
             normed = do.rms_norm(states, layer.attention_norm, eps, to.normed)
             qkv = do.linear(normed, layer.qkv.weight, layer.qkv.bias, out=to.qkv)
             query = do.rotate_and_write(qkv, layer.heads, angles, pages, batch.slot_mapping)
-            attended = do.attend(query, pages, tables, self._scale, window, to.attended).flatten(1)
+            attended = do.attend(query, pages, tables, self._variants[index], to.attended).flatten(1)
             states = do.linear(attended, layer.attention_output.weight, layer.attention_output.bias, states, to.states)
             normed = do.rms_norm(states, layer.mlp_norm, eps, to.normed)
             gate_up = do.linear(normed, layer.gate_up.weight, layer.gate_up.bias, out=to.gate_up)
@@ -138,10 +139,10 @@ class Decoder:
         sampled = states if len(batch.sample_rows) == len(states) else states[batch.sample_rows]
         return do.logits(do.rms_norm(sampled, self.weights.norm, eps, to.normed), self.weights.head, to.logits)
 
-    def _program_for(self, batch: Batch, kv: torch.Tensor) -> "DecodeProgram | None":
+    def _program_for(self, batch: Batch, kv: KVPages) -> "DecodeProgram | None":
         """Finds or records the program for so many decoding rows, of the pool that was used last."""
-        if kv.data_ptr() != self._programs_kv:
-            self._programs, self._programs_kv = {}, kv.data_ptr()
+        if kv.data.data_ptr() != self._programs_kv:
+            self._programs, self._programs_kv = {}, kv.data.data_ptr()
         num_rows = max(MIN_PROGRAM_ROWS, 1 << (len(batch.token_ids) - 1).bit_length())
         program = self._programs.get(num_rows)
         if program is None and (recorder := self._backend.record()) is not None:
@@ -162,15 +163,15 @@ class DecodeProgram:
     It is to a CPU what a CUDA graph is to a GPU: inputs are copied to where the recording has them.
     """
 
-    def __init__(self, decoder: Decoder, recorder: Recorder, kv: torch.Tensor, num_rows: int) -> None:
+    def __init__(self, decoder: Decoder, recorder: Recorder, kv: KVPages, num_rows: int) -> None:
         half = decoder.config.attention.head_dim // 2
-        num_blocks = min(len(kv), -(-decoder.max_context_len // decoder.layout.block_size))
+        num_blocks = min(len(kv.data), -(-decoder.max_context_len // decoder.layout.block_size))
         ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         self._batch = Batch(ids[0], ids[1], ids[2], tables, lens, starts, num_rows, ids[0])
         self._angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half))
-        buffers = Buffers.make(decoder.config, num_rows, kv.dtype)
+        buffers = Buffers.make(decoder.config, num_rows, kv.data.dtype)
         self._logits = decoder.run(recorder, self._batch, self._angles, kv, buffers)
         self._program = recorder.finish()
         self._kept = decoder.weights, kv, buffers

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.model.batch import Batch
+from kernels.backend import KVPages
 from wire.layout import KVLayout
 
 _MASK = (1 << 64) - 1
@@ -64,9 +65,9 @@ class HashModel:
         return known[len(prompt_ids) :]
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Does as `engine.model.batch.Model`."""
-        words = kv.view(torch.int64)
+        words = kv.data.view(torch.int64)
         bounds, positions = batch.cu_query_lens.tolist(), batch.positions.tolist()
         states: list[int] = []
         totals: list[int] = []

@@ -48,15 +48,21 @@ struct Sums {
         largest[row] = now;
     }
 
+    // Writes a row that has had all its keys. A sink joins its softmax here, as a last key without a value.
     template <class T>
-    void write(int64_t row, int64_t head_size, T* out) const {
-        const Floats total = splat(powers[row]);
+    void write(int64_t row, int64_t head_size, const float* sink, T* out) const {
+        float kept = 1, divisor = powers[row];
+        if (sink) {
+            const float now = std::max(largest[row], *sink);
+            kept = exponential(largest[row] - now);
+            divisor = divisor * kept + exponential(*sink - now);
+        }
         for (int64_t i = 0; i < head_size; i += PANEL) {
             const float* sums = values.data() + row * columns + i;
-            Floats first = load(sums), second = load(sums + LANES);
-            in_order<Factor<T>>(first, second);
-            store_some(out + i, first / total, int(std::min<int64_t>(LANES, head_size - i)));
-            if (i + LANES < head_size) store_some(out + i + LANES, second / total, int(std::min<int64_t>(LANES, head_size - i - LANES)));
+            Floats halves[] = {load(sums), load(sums + LANES)};
+            in_order<Factor<T>>(halves[0], halves[1]);
+            for (int64_t at = i; at < std::min(head_size, i + PANEL); at += LANES)
+                store_some(out + at, halves[(at - i) / LANES] * splat(kept) / splat(divisor), int(std::min<int64_t>(LANES, head_size - at)));
         }
     }
 };
@@ -73,7 +79,8 @@ class Rows {
     void begin(const Shape& shape, const T* query, int64_t query_stride, int64_t num_tokens, int64_t kv_head, int64_t first_position) {
         group_ = shape.group();
         depth_ = shape.head_size;
-        scale_ = shape.scale;
+        soft_cap_ = shape.soft_cap;
+        scale_ = soft_cap_ ? shape.scale / soft_cap_ : shape.scale;
         window_ = shape.window;
         num_tokens_ = num_tokens;
         first_position_ = first_position;
@@ -109,6 +116,7 @@ class Rows {
                 for (int v = 0; v < 2 * PANELS; ++v)
                     store(scores_.data() + r * PIECE + panel * PANEL + v * LANES, sums[r][v] * splat(scale_));
         });
+        if (soft_cap_) cap(ROWS, piece.num_keys());
         alignas(64) float kept[LANES];
         if (piece.num_keys() == PIECE)
             weigh<ROWS>(row, begin, std::integral_constant<int, PIECE>(), kept);
@@ -124,6 +132,13 @@ class Rows {
             for (int r = 0; r < ROWS; ++r)
                 for (int v = 0; v < 2 * PANELS; ++v) store(values + r * segment.columns + v * LANES, sums[r][v]);
         });
+    }
+
+    // Caps the scores of rows, which are still to be multiplied by the cap.
+    void cap(int num_rows, int64_t num_keys) {
+        for (int r = 0; r < num_rows; ++r)
+            for (float *score = scores_.data() + r * PIECE, *end = score + num_keys; score < end; score += LANES)
+                store(score, splat(soft_cap_) * tanh(load(score)));
     }
 
     // Turns the scores of rows into weights, and tells of each row the factor of what was summed before. The number of keys
@@ -159,7 +174,7 @@ class Rows {
     }
 
     int64_t group_, depth_, window_, num_tokens_, first_position_;
-    float scale_;
+    float scale_, soft_cap_;
     std::vector<F> queries_;
     std::vector<float> scores_;
     std::vector<F> weights_;
@@ -251,8 +266,8 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
             if (unit.first_part >= 0)
                 parts[unit.first_part * shape.num_kv_heads + unit.first_head + head] = rows[head].segment;
             else
-                for (int64_t i = 0; i < group; ++i)
-                    rows[head].segment.write(i, shape.head_size, out(unit.sequence, (unit.first_head + head) * group + i));
+                for (int64_t i = 0, of_query = (unit.first_head + head) * group; i < group; ++i, ++of_query)
+                    rows[head].segment.write(i, shape.head_size, shape.sink(of_query), out(unit.sequence, of_query));
         }
     });
     for (const Unit& unit : units) {
@@ -263,7 +278,7 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
             for (int64_t i = 0; i < group; ++i) {
                 for (int64_t later = 1; later < count; ++later)
                     whole.merge(i, parts[(unit.first_part + later) * shape.num_kv_heads + head], i);
-                whole.write(i, shape.head_size, out(unit.sequence, head * group + i));
+                whole.write(i, shape.head_size, shape.sink(head * group + i), out(unit.sequence, head * group + i));
             }
         }
     }
@@ -316,7 +331,7 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
             return;
         }
         for (int64_t row = 0; row < num_rows; ++row)
-            total.write(row, shape.head_size,
+            total.write(row, shape.head_size, shape.sink(unit.kv_head * group + row % group),
                         call.out + ((unit.first_token + row / group) * shape.num_heads + unit.kv_head * group + row % group) * shape.head_size);
     };
     parallel(int64_t(units.size()), [&](int64_t index) { run(run, units[index]); });
@@ -325,14 +340,16 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
 }  // namespace
 
 // query [rows, num_heads, head_size], its rows query_stride elements apart; out [rows, num_heads, head_size]. The first num_decodes
-// sequences have one row each; the rows of the others end at cu_query_lens [num_sequences + 1]. window: 0 for none.
+// sequences have one row each; the rows of the others end at cu_query_lens [num_sequences + 1]. window and soft_cap:
+// 0 for none; sinks [num_heads]: null for none.
 extern "C" void baton_attention(int dtype, const void* query, int64_t query_stride, const void* kv, int64_t page_stride,
                                 int64_t plane_stride, int64_t head_stride, int64_t block_size, const int32_t* tables,
                                 int64_t table_stride, const int32_t* context_lens, const int32_t* cu_query_lens,
                                 int64_t num_sequences, int64_t num_decodes, int64_t num_heads, int64_t num_kv_heads,
-                                int64_t head_size, float scale, int64_t window, void* out) {
+                                int64_t head_size, float scale, int64_t window, float soft_cap, const float* sinks, void* out) {
     const Shape shape{num_heads,  num_kv_heads, head_size, page_stride, plane_stride, head_stride,
-                      block_size, scale,        window ? window : std::numeric_limits<int32_t>::max()};
+                      block_size, scale,        window ? window : std::numeric_limits<int32_t>::max(),
+                      soft_cap,   sinks};
     FOR_DTYPE(dtype, {
         const Call<T> call{(const T*)query, query_stride, (const T*)kv, tables, table_stride, context_lens, cu_query_lens, (T*)out};
         decode(shape, call, num_decodes);

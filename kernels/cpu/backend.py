@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backend import Angles, Heads, Tables, Weight
+from kernels.backend import Angles, AttentionVariant, Heads, KVPages, Tables, Weight
 from kernels.cpu.library import load_library, source_version
 
 
@@ -38,7 +38,7 @@ KERNELS: dict[str, list[type]] = {
     ],
     "attention": [
         *[CODE, POINTER, SIZE, POINTER, *[SIZE] * 4, POINTER, SIZE, POINTER, POINTER],
-        *[ROWS, ROWS, *[SIZE] * 3, REAL, SIZE, POINTER],
+        *[ROWS, ROWS, *[SIZE] * 3, REAL, SIZE, REAL, POINTER, POINTER],
     ],
 }
 """Kernels that a program can have. Each is there as baton_NAME, and as baton_NAME_from_words for programs."""
@@ -123,32 +123,32 @@ class CpuBackend:
         return out
 
     def rotate_and_write(
-        self, qkv: Tensor, heads: Heads, angles: Angles, kv_layer: Tensor, slot_mapping: Tensor
+        self, qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor
     ) -> Tensor:
         self._call(
             "rotate_and_write", DTYPE_TO_CODE[qkv.dtype], qkv, heads.query_norm, heads.key_norm, heads.norm_eps,
             angles.cosines, angles.sines, len(qkv), heads.num_queries, heads.num_kv, heads.size,
-            kv_layer, *kv_layer.stride()[:3], kv_layer.shape[3], slot_mapping,
+            pages.data, *pages.data.stride()[:3], pages.data.shape[3], slot_mapping,
         )  # fmt: skip
         return qkv.view(len(qkv), -1, heads.size)[:, : heads.num_queries]
 
     def attend(
         self,
         query: Tensor,
-        kv_layer: Tensor,
+        pages: KVPages,
         tables: Tables,
-        scale: float,
-        window: int | None,
+        variant: AttentionVariant,
         out: Tensor | None = None,
     ) -> Tensor:
         out = query.new_empty(query.shape) if out is None else out
         _, num_heads, head_size = query.shape
         self._call(
             "attention", DTYPE_TO_CODE[query.dtype], query, query.stride(0),
-            kv_layer, *kv_layer.stride()[:3], kv_layer.shape[3],
+            pages.data, *pages.data.stride()[:3], pages.data.shape[3],
             tables.block_tables, tables.block_tables.stride(0), tables.context_lens, tables.cu_query_lens,
             len(tables.context_lens), tables.num_decodes,
-            num_heads, kv_layer.shape[2], head_size, scale, window or 0, out,
+            num_heads, pages.data.shape[2], head_size,
+            variant.scale, variant.window or 0, float(variant.soft_cap or 0), variant.sinks, out,
         )  # fmt: skip
         return out
 

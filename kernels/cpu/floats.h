@@ -261,14 +261,23 @@ inline float largest(Floats a) {
 }
 #endif
 
-// e^x for x <= 88; 0 below -87.3, where the result would be subnormal; NaN stays NaN. Within 2 units of the last place:
-// x = n ln 2 + r, |r| <= ln 2 / 2, and the Taylor polynomial of degree 7 of e^r.
-inline Floats exponential(Floats x) {
+// A power of e in parts: x = n ln 2 + r, |r| <= ln 2 / 2, and e^r = 1 + r * rise, by its Taylor polynomial of degree 7.
+struct Parts {
+    Floats n, r, rise;
+};
+
+inline Parts in_parts(Floats x) {
     const Floats n = round(max(splat(-126.0f), x * splat(0x1.715476p+0f)));  // max takes the second operand for NaN
     const Floats r = fma(n, splat(0x1.05c61p-29f), fma(n, splat(-0x1.62e43p-1f), x));
-    Floats y = splat(1.0f / 5040);
-    for (float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = fma(y, r, splat(coefficient));
-    y = scale_by_power(y, n);
+    Floats rise = splat(1.0f / 5040);
+    for (float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f}) rise = fma(rise, r, splat(coefficient));
+    return {n, r, rise};
+}
+
+// e^x for x <= 88; 0 below -87.3, where the result would be subnormal; NaN stays NaN. Within 2 units of the last place.
+inline Floats exponential(Floats x) {
+    const auto [n, r, rise] = in_parts(x);
+    const Floats y = scale_by_power(fma(rise, r, splat(1.0f)), n);
 #if defined(__AVX512F__)
     return {_mm512_mask_mov_ps(y.v, _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-87.3f), _CMP_LT_OQ), _mm512_setzero_ps())};
 #elif defined(__AVX2__)
@@ -277,6 +286,14 @@ inline Floats exponential(Floats x) {
 #else
     return each([&](int i) { return x.v[i] < -87.3f ? 0.0f : y.v[i]; });
 #endif
+}
+
+// tanh x = p / (p + 2) with p = e^2x - 1 = 2^n r rise + (2^n - 1), in which nothing is lost where x is small. NaN stays NaN.
+inline Floats tanh(Floats x) {
+    const Floats at_most_20 = splat(0.0f) - max(splat(-20.0f), x * splat(-2.0f));  // of 2x: beyond, the result is 1 or -1
+    const auto [n, r, rise] = in_parts(max(splat(-20.0f), at_most_20));
+    const Floats power = scale_by_power(splat(1.0f), n), p = fma(r * rise, power, power - splat(1.0f));
+    return p / (p + splat(2.0f));
 }
 
 inline float exponential(float x) {

@@ -13,7 +13,10 @@ struct Shape {
     int64_t page_stride, plane_stride, head_stride, block_size;  // of KV, in elements
     float scale;
     int64_t window;  // tokens that a row sees, itself included
+    float soft_cap;  // 0 for none
+    const float* sinks;  // [num_heads], null for none
     int64_t group() const { return num_heads / num_kv_heads; }
+    const float* sink(int64_t head) const { return sinks ? sinks + head : nullptr; }
     int64_t num_panels() const { return (head_size + PANEL - 1) / PANEL; }
 };
 

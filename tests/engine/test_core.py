@@ -10,6 +10,7 @@ from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.batcher import Candidate, Gate, Pages, Plan
 from engine.schedule.continuous_batcher import ContinuousBatcher
+from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.pair import ROOT, Node, drive, make_core, request, serve
 from wire.errors import InvalidRequest, RequestExists
@@ -193,7 +194,7 @@ def test_min_tokens_keeps_stop_tokens_away(model: HashModel) -> None:
 class Poisoned(HashModel):
     """Its logits are no numbers for one sequence of a batch, or it fails for all."""
 
-    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         logits = super().forward(batch, kv)
         firsts = batch.token_ids[batch.cu_query_lens[:-1].long()]
         logits[firsts[: len(logits)] == 13] = torch.nan
@@ -217,7 +218,7 @@ class Fallible(HashModel):
 
     num_failures = 0
 
-    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         self.num_failures -= 1
         if self.num_failures >= 0 or 13 in batch.token_ids:
             raise RuntimeError("no such kernel")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.model.decoder import Decoder
+from kernels.backend import KVPages
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, choose_prompt, make_checkpoint, shard
 from tests.paged_run import PagedRun, generate
 from wire.errors import ConfigError
@@ -81,7 +82,7 @@ def test_half_precision_stays_close_to_float32(checkpoint: Checkpoints, dtype: s
 
 def first_logits(model: Decoder, prompt: tuple[int, ...]) -> torch.Tensor:
     run = PagedRun(model, [prompt], 1)
-    return model.forward(run.batch([(run.rows[0], len(prompt))]), run.kv)
+    return model.forward(run.batch([(run.rows[0], len(prompt))]), KVPages(run.kv))
 
 
 def test_dtype_is_float32_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:
@@ -102,4 +103,4 @@ def test_only_sampled_rows_have_logits(checkpoint: Checkpoints) -> None:
     model = load(checkpoint("llama-gqa"))
     run = PagedRun(model, [range(20), range(30)], 1)
     batch = run.batch([(run.rows[0], 20), (run.rows[1], 10)])
-    assert model.forward(batch, run.kv).shape == (1, VOCAB_SIZE)
+    assert model.forward(batch, KVPages(run.kv)).shape == (1, VOCAB_SIZE)

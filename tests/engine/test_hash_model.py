@@ -6,6 +6,7 @@ import torch
 
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
+from kernels.backend import KVPages
 from tests.paged_run import PagedRun, generate
 from wire.layout import KVLayout
 
@@ -74,12 +75,12 @@ def test_a_step_in_the_wrong_place_shows() -> None:
 
 
 def next_tokens(batch: Batch, run: PagedRun) -> torch.Tensor:
-    return MODEL.forward(batch, run.kv.clone()).argmax(-1)
+    return MODEL.forward(batch, KVPages(run.kv.clone())).argmax(-1)
 
 
 def test_logits_leave_samplers_a_choice() -> None:
     run = PagedRun(MODEL, PROMPTS, 1)
-    logits = MODEL.forward(run.batch([(run.rows[0], 1)]), run.kv)
+    logits = MODEL.forward(run.batch([(run.rows[0], 1)]), KVPages(run.kv))
     assert logits.dtype == torch.float32
     best = logits.softmax(-1).max()
     assert 0.01 < best < 0.5

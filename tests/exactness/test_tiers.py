@@ -123,7 +123,7 @@ def test_a_spoilt_block_shows(model: Decoder, expected: list[Continuation], spoi
     decode = make_core(model, node)
     decode.add(rest_of(handed[0]))
     decode.step()  # fetches
-    kv = decode.pool.kv
+    kv = decode.pool.kv.data
     *_, second, first, _tail = [page for page in range(len(kv)) if kv[page].any()]
     kv[first] = kv[second] if spoil == "stale" else 0.0
     spoilt = [token for _ in range(NUM_TOKENS) for token in decode.step().token_ids]

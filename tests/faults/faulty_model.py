@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from engine.model.batch import Batch, Model
+from kernels.backend import KVPages
 from wire.layout import KVLayout
 
 MAX_WAIT_S = 10.0
@@ -63,7 +64,7 @@ class FaultyModel:
     def go_on(self) -> None:
         self._may_go.set()
 
-    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         self.num_steps += 1
         self.on_step(self.num_steps)
         assert self._may_go.wait(MAX_WAIT_S), "nobody let the model go on"
@@ -76,7 +77,7 @@ class FaultyModel:
         if self.spoilt is not None:
             logits[batch.token_ids[batch.sample_rows] == self.spoilt] = torch.nan
         if self.spoilt_kv is not None:
-            self._spoil(batch, kv.view(torch.int64), logits)
+            self._spoil(batch, kv.data.view(torch.int64), logits)
         return logits
 
     def _spoil(self, batch: Batch, words: torch.Tensor, logits: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
+from kernels.backend import KVPages
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import faulty_cluster
 from tests.faults.known_model import LAYOUT, MODEL
@@ -25,7 +26,7 @@ class SmallDevice(HashModel):
     max_tokens = 48
     num_refused = 0
 
-    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         if len(batch.token_ids) > self.max_tokens:
             self.num_refused += 1
             raise torch.OutOfMemoryError("out of memory")

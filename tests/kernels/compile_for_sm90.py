@@ -16,7 +16,7 @@ from kernels import kv_write, paged_decode
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INT32_POINTERS = {"block_tables_ptr", "context_lens_ptr"}
-FLOAT32_POINTERS = {"log_sum_ptr", "partial_ptr"}
+FLOAT32_POINTERS = {"log_sum_ptr", "partial_ptr", "sinks_ptr"}
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -29,10 +29,10 @@ def argument_type(name: str, dtype: str) -> str:
         return "*fp32"
     if name.endswith("_ptr"):
         return f"*{dtype}"
-    return "fp32" if name == "log2_scale" else "i32"
+    return "fp32" if name.startswith("log2_") else "i32"
 
 
-def compile_kernel(kernel: Any, dtype: str, options: dict[str, Any], **constants: int) -> dict[str, Any]:
+def compile_kernel(kernel: Any, dtype: str, options: dict[str, Any], **constants: int | None) -> dict[str, Any]:
     """Compiles as a launch would with pointers and strides that are multiples of 16."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else argument_type(name, dtype) for name in names}
@@ -56,7 +56,8 @@ def compile_all(dtype: str, head_dim: int) -> Iterator[dict[str, Any]]:
     heads = {"NUM_KV_HEADS": 8, "PADDED_HEADS": 8}
     decode_options = paged_decode.LAUNCH_OPTIONS
     yield compile_kernel(kv_write.write_token, dtype, kv_write.LAUNCH_OPTIONS, **size, **heads, BLOCK_SIZE=16)
-    yield compile_kernel(paged_decode.attend_split, dtype, decode_options, **size, **group, **tile)
+    for absent in ({"sinks_ptr": None, "log2_soft_cap": None}, {}):
+        yield compile_kernel(paged_decode.attend_split, dtype, decode_options, **size, **group, **tile, **absent)
     yield compile_kernel(
         paged_decode.merge_splits, dtype, decode_options, **size, PADDED_SPLITS=paged_decode.MAX_SPLITS
     )

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.backend import AttentionVariant
 
 PAGE_ALIGNMENT = 4096
 # On a GPU torch's own float32 attention is put together from TF32 products.
+EXTRAS = ((1.5, None), (None, 2.0), (1.5, 2.0), (50.0, 200.0))
+"""Soft caps and sinks; the last sink takes everything."""
 FLOAT32_TOLERANCE = 1e-4 if torch.cuda.is_available() else 1e-5
 FAR_STRIDE, FAR_PAGE = 2**20, 3000
 FAR_SIZE = 2**31 + FAR_STRIDE * (FAR_PAGE + 1)
@@ -37,9 +40,12 @@ class PagedBatch:
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
 
-    @property
-    def scale(self) -> float:
-        return float(self.heads.head_dim**-0.5)
+    def variant(
+        self, window: int | None = None, soft_cap: float | None = None, sink: float | None = None
+    ) -> AttentionVariant:
+        """Makes a variant with the usual scale; sinks are random around `sink`."""
+        sinks = None if sink is None else torch.randn(self.heads.num_heads, device=self.kv_layer.device) + sink
+        return AttentionVariant(self.heads.head_dim**-0.5, window, soft_cap, sinks)
 
     def random_query(self, num_tokens: int) -> Tensor:
         """[num_tokens, num_heads, head_dim], cut from a wider row as a fused projection would leave it."""
@@ -94,18 +100,19 @@ def make_paged_batch(
     return PagedBatch(heads, kv_layer, block_tables, lens, keys, values)
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant) -> Tensor:
     """The oracle: float64 attention [query_len, num_heads, head_dim] of the last positions over contiguous KV."""
     query_len, num_heads, _ = query.shape
     group_size = num_heads // len(key)
     positions = torch.arange(key.shape[1], device=key.device)
-    distance = positions[-query_len:, None] - positions
-    seen = (distance >= 0) & (distance < (sliding_window or key.shape[1]))
-    attended = scaled_dot_product_attention(
-        query.transpose(0, 1).double(),
-        key.double().repeat_interleave(group_size, 0),
-        value.double().repeat_interleave(group_size, 0),
-        attn_mask=seen,
-        scale=scale,
-    )
-    return attended.transpose(0, 1)
+    distance = positions[len(positions) - query_len :, None] - positions
+    seen = (distance >= 0) & (distance < (variant.window or key.shape[1]))
+    keys, values = (one.double().repeat_interleave(group_size, 0) for one in (key, value))
+    scores = query.transpose(0, 1).double() @ keys.mT * variant.scale
+    if variant.soft_cap is not None:
+        scores = (scores / variant.soft_cap).tanh() * variant.soft_cap
+    powers = scores.exp() * seen
+    total = powers.sum(-1, keepdim=True)
+    if variant.sinks is not None:
+        total += variant.sinks.double().exp()[:, None, None]
+    return (powers @ values / total).transpose(0, 1)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kernels import kv_write, paged_decode
-from kernels.backend import select_backend
+from kernels.backend import KVPages, select_backend
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import NoKernels, best_isa
 from kernels.torch_backend import TorchBackend
@@ -64,7 +64,7 @@ def test_a_cpu_needs_no_triton() -> None:
 import sys
 sys.modules["triton"] = None
 import torch
-from kernels.backend import select_backend
+from kernels.backend import KVPages, select_backend
 select_backend(torch.device("cpu"))
 try:
     select_backend(torch.device("cuda"))
@@ -79,7 +79,7 @@ except ImportError:
 def test_kernels_take_over_the_threads_of_torch() -> None:
     program = """
 import os, torch
-from kernels.backend import select_backend
+from kernels.backend import KVPages, select_backend
 torch.set_num_threads(5)
 num_before = len(os.listdir("/proc/self/task"))
 select_backend(torch.device("cpu"))
@@ -94,7 +94,7 @@ print(len(os.listdir("/proc/self/task")) - num_before, torch.get_num_threads())
 def test_threads_rank_no_higher_than_their_caller() -> None:
     program = """
 import os, threading, time, torch
-from kernels.backend import select_backend
+from kernels.backend import KVPages, select_backend
 torch.set_num_threads(3)
 before = set(os.listdir("/proc/self/task"))
 backend = select_backend(torch.device("cpu"))
@@ -120,7 +120,7 @@ print(len(threads), "follow")
 def test_fewer_threads_than_asked_for_do_all_the_work() -> None:
     program = """
 import resource, torch
-from kernels.backend import select_backend
+from kernels.backend import KVPages, select_backend
 select_backend(torch.device("cpu")).set_num_threads(1)
 with open("/proc/self/statm") as file:
     used = int(file.read().split()[0]) * resource.getpagesize()
@@ -131,6 +131,17 @@ print(torch.equal(backend.gate(torch.ones(4096, 64)), backend.gate(torch.ones(1,
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "True\n"
+
+
+def test_the_pages_of_a_layer_are_views_with_their_scales() -> None:
+    data, scales = torch.zeros(5, 3, 2, 1, 4, 8), torch.ones(5, 3)
+    layer = KVPages(data, scales).layer(1)
+    layer.data[4] = 7
+    assert data[4, 1].eq(7).all()
+    assert data.sum() == 7 * 64
+    assert layer.scales is not None
+    assert layer.scales.data_ptr() == scales[:, 1].data_ptr()
+    assert KVPages(data).layer(1).scales is None
 
 
 def test_an_unknown_compiler_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.backend import Angles, Backend, Heads, Tables
+from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
 from kernels.cpu.backend import CpuBackend
 from kernels.torch_backend import TorchBackend
 from tests.kernels.backends import ISAS, NAMES, make_backend
@@ -101,8 +101,10 @@ def test_rotation_and_write(backend: Backend, dtype: torch.dtype, has_norms: boo
     qkv, positions = torch.randn(7, 8 * size).to(dtype), torch.tensor([0, 3, 49, 2, 2, 17, 5])
     layers = [torch.full((3, 3, 2, 2, 16, size), torch.nan).to(dtype)[:, 1] for _ in range(2)]
     slots = torch.tensor([5, 40, 16, -1, 0, 47, 15])
-    expected = TorchBackend().rotate_and_write(qkv.clone(), heads, angles.at(positions), layers[0], slots)
-    close(backend.rotate_and_write(qkv.clone(), heads, angles.at(positions), layers[1], slots), expected, dtype)
+    expected = TorchBackend().rotate_and_write(qkv.clone(), heads, angles.at(positions), KVPages(layers[0]), slots)
+    close(
+        backend.rotate_and_write(qkv.clone(), heads, angles.at(positions), KVPages(layers[1]), slots), expected, dtype
+    )
     assert torch.equal(layers[0].isnan(), layers[1].isnan())
     close(layers[1].nan_to_num(), layers[0].nan_to_num(), dtype)
 
@@ -125,27 +127,92 @@ def test_a_row_has_the_same_bits_in_any_batch(any_backend: Backend, dtype: torch
                 assert torch.equal(operate(states[first : first + size].contiguous()), whole[first : first + size])
 
 
-def attend(backend: Backend, batch: PagedBatch, query: Tensor, first: int, end: int, window: int | None) -> Tensor:
+def attend(
+    backend: Backend, batch: PagedBatch, query: Tensor, first: int, end: int, variant: AttentionVariant
+) -> Tensor:
     """Attends with the rows at positions first to end - 1 of the only sequence, as a decoding row if there is one."""
     lens = torch.tensor([end], dtype=torch.int32)
     starts = torch.tensor([0, end - first], dtype=torch.int32)
     tables = Tables(batch.block_tables, lens, starts, int(end - first == 1))
-    return backend.attend(query[first:end], batch.kv_layer, tables, batch.scale, window)
+    return backend.attend(query[first:end], KVPages(batch.kv_layer), tables, variant)
 
 
 @each_dtype
 @pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize(("soft_cap", "sink"), [(None, None), (1.5, 2.0)])
 def test_attention_gives_a_row_the_same_bits_alone_and_in_any_chunk(
-    backend: Backend, dtype: torch.dtype, window: int | None
+    backend: Backend, dtype: torch.dtype, window: int | None, soft_cap: float | None, sink: float | None
 ) -> None:
     """Positions before, at and behind the ends of pieces and segments of keys."""
     batch = make_paged_batch(Shape(6, 2, 24), [600], 16, dtype)
-    query = batch.random_query(600)
-    whole = attend(backend, batch, query, 0, 600, window)
+    query, variant = batch.random_query(600), batch.variant(window, soft_cap, sink)
+    whole = attend(backend, batch, query, 0, 600, variant)
     for position in (0, 1, 15, 16, 63, 64, 65, 255, 256, 257, 511, 512, 599):
-        assert torch.equal(attend(backend, batch, query, position, position + 1, window)[0], whole[position])
+        assert torch.equal(attend(backend, batch, query, position, position + 1, variant)[0], whole[position])
     for first, end in ((0, 16), (16, 116), (60, 70), (250, 300), (100, 600)):
-        assert torch.equal(attend(backend, batch, query, first, end, window), whole[first:end])
+        assert torch.equal(attend(backend, batch, query, first, end, variant), whole[first:end])
+
+
+@each_dtype
+@pytest.mark.parametrize(("soft_cap", "sink"), [(None, None), (1.5, 2.0)])
+def test_attention_gives_a_decoding_row_the_same_bits_among_others(
+    backend: Backend, dtype: torch.dtype, soft_cap: float | None, sink: float | None
+) -> None:
+    batch = make_paged_batch(Shape(4, 2, 64), [600, 1, 70, 0, 256, 257], 16, dtype)
+    query, variant = batch.random_query(6), batch.variant(None, soft_cap, sink)
+    starts = torch.arange(7, dtype=torch.int32)
+    whole = backend.attend(
+        query, KVPages(batch.kv_layer), Tables(batch.block_tables, batch.context_lens, starts, 6), variant
+    )
+    for row in range(6):
+        own = slice(row, row + 1)
+        tables = Tables(batch.block_tables[own], batch.context_lens[own], starts[:2], 1)
+        assert torch.equal(backend.attend(query[own], KVPages(batch.kv_layer), tables, variant), whole[own])
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_a_program_attends_as_its_variant_says(name: str) -> None:
+    backend = make_backend(name)
+    batch = make_paged_batch(Shape(4, 2, 64), [300, 5], 16)
+    query, variant, packed = batch.random_query(2), batch.variant(100, 1.5, 2.0), backend.pack(torch.randn(8, 256))
+    tables = Tables(batch.block_tables, batch.context_lens, torch.arange(3, dtype=torch.int32), 2)
+    attended, logits = torch.empty(2, 4, 64), torch.empty(2, 8)
+    recorder = backend.record()
+    assert recorder is not None
+    recorder.attend(query, KVPages(batch.kv_layer), tables, variant, attended)
+    recorder.logits(attended.flatten(1), packed, logits)
+    recorder.finish().run(2)
+    assert torch.equal(attended, backend.attend(query, KVPages(batch.kv_layer), tables, variant))
+    assert torch.equal(logits, backend.logits(attended.flatten(1), packed))
+
+
+@pytest.mark.parametrize("soft_cap", [4.0, 1e4])
+def test_a_soft_cap_is_exact_at_any_score(backend: Backend, soft_cap: float) -> None:
+    """A row that sees one key, of the value 1, beside a sink of 0 tells its score: the output is its sigmoid."""
+    batch = make_paged_batch(Shape(1, 1, 32), [1], 16)
+    batch.kv_layer[batch.block_tables[0, 0], :, :, 0] = 1.0
+    magnitudes = torch.logspace(-30, 30, 301)
+    scores = torch.cat([magnitudes, -magnitudes, torch.linspace(-40, 40, 1000), torch.tensor([0.0, torch.inf])])
+    query = torch.zeros(len(scores), 1, 32)
+    query[:, 0, 0] = scores
+    starts, lens = torch.arange(len(scores) + 1, dtype=torch.int32), torch.ones(len(scores), dtype=torch.int32)
+    tables = Tables(batch.block_tables.expand(len(scores), -1).contiguous(), lens, starts, len(scores))
+    attended = backend.attend(
+        query, KVPages(batch.kv_layer), tables, AttentionVariant(1.0, None, soft_cap, torch.zeros(1))
+    )
+    expected = (soft_cap * (scores.double() / soft_cap).tanh()).sigmoid()
+    torch.testing.assert_close(attended[:, 0, 7].double(), expected, rtol=2e-5, atol=1e-37)
+
+
+def test_a_sink_may_outweigh_everything(backend: Backend) -> None:
+    batch = make_paged_batch(Shape(201, 1, 32), [1], 16)
+    batch.kv_layer[batch.block_tables[0, 0], :, :, 0] = 1.0
+    sinks = torch.linspace(-100, 100, 201)
+    tables = Tables(batch.block_tables, batch.context_lens, torch.tensor([0, 1], dtype=torch.int32), 1)
+    attended = backend.attend(
+        torch.zeros(1, 201, 32), KVPages(batch.kv_layer), tables, AttentionVariant(1.0, sinks=sinks)
+    )
+    torch.testing.assert_close(attended[0, :, 7].double(), (-sinks.double()).sigmoid(), rtol=2e-5, atol=1e-37)
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -157,7 +224,7 @@ def test_no_bit_depends_on_the_number_of_threads(name: str) -> None:
     tables = Tables(batch.block_tables, batch.context_lens, torch.arange(4, dtype=torch.int32), 3)
 
     def run() -> list[Tensor]:
-        attended = backend.attend(query, batch.kv_layer, tables, batch.scale, None)
+        attended = backend.attend(query, KVPages(batch.kv_layer), tables, batch.variant())
         return [attended, backend.logits(attended.flatten(1), weight)]
 
     runs = []
@@ -178,9 +245,9 @@ def test_a_row_that_is_no_number_stays_alone(backend: Backend, dtype: torch.dtyp
     assert torch.equal(actual[7:], expected[7:])
     batch = make_paged_batch(Shape(2, 1, 32), [70], 16, dtype)
     query = batch.random_query(70)
-    expected = attend(backend, batch, query, 0, 70, None)
+    expected = attend(backend, batch, query, 0, 70, batch.variant())
     query[66] = torch.nan
-    actual = attend(backend, batch, query, 0, 70, None)
+    actual = attend(backend, batch, query, 0, 70, batch.variant())
     assert actual[66].isnan().all()
     assert torch.equal(actual[:66], expected[:66])
     assert torch.equal(actual[67:], expected[67:])
@@ -192,10 +259,10 @@ def test_an_infinite_value_reaches_only_the_rows_that_see_it(
     backend: Backend, dtype: torch.dtype, window: int | None
 ) -> None:
     batch = make_paged_batch(Shape(2, 1, 32), [70], 16, dtype)
-    query = batch.random_query(70)
-    expected = attend(backend, batch, query, 0, 70, window)
+    query, variant = batch.random_query(70), batch.variant(window)
+    expected = attend(backend, batch, query, 0, 70, variant)
     batch.kv_layer[batch.block_tables[0, 40 // 16], 1, 0, 40 % 16, 3] = torch.inf
-    actual = attend(backend, batch, query, 0, 70, window)
+    actual = attend(backend, batch, query, 0, 70, variant)
     seen_until = 70 if window is None else 40 + window
     assert not actual[40:seen_until].isfinite().all(-1).any()
     assert torch.equal(actual[:40], expected[:40])

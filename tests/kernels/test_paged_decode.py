@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import paged_decode
+from kernels.backend import AttentionVariant
 from tests.kernels.backends import DECODES, PagedDecodeAttention
 from tests.kernels.paged_batch import (
+    EXTRAS,
     FAR_SIZE,
     FLOAT32_TOLERANCE,
     Heads,
@@ -25,9 +27,9 @@ GROUPED, SINGLE_KEY, FULL = Heads(4, 2, 32), Heads(3, 1, 32), Heads(2, 2, 32)
 each = pytest.mark.parametrize("decode", DECODES.values(), ids=DECODES)
 
 
-def dense_decode(batch: PagedBatch, query: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+def dense_decode(batch: PagedBatch, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
     rows = [
-        dense_attention(query[seq : seq + 1], key, value, batch.scale, sliding_window)
+        dense_attention(query[seq : seq + 1], key, value, variant)
         for seq, (key, value) in enumerate(zip(batch.keys, batch.values, strict=True))
     ]
     return torch.cat(rows).to(query)
@@ -36,13 +38,12 @@ def dense_decode(batch: PagedBatch, query: torch.Tensor, sliding_window: int | N
 def check(
     decode: PagedDecodeAttention,
     batch: PagedBatch,
-    sliding_window: int | None = None,
+    variant: AttentionVariant | None = None,
     tolerance: float = FLOAT32_TOLERANCE,
 ) -> None:
-    query = batch.random_query(len(batch.keys))
-    args = (query, batch.kv_layer, batch.block_tables, batch.context_lens, batch.scale, sliding_window)
-    expected = dense_decode(batch, query, sliding_window)
-    torch.testing.assert_close(decode(*args), expected, atol=tolerance, rtol=tolerance)
+    query, variant = batch.random_query(len(batch.keys)), variant or batch.variant()
+    actual = decode(query, batch.kv_layer, batch.block_tables, batch.context_lens, variant)
+    torch.testing.assert_close(actual, dense_decode(batch, query, variant), atol=tolerance, rtol=tolerance)
 
 
 @each
@@ -58,7 +59,26 @@ def test_equals_dense_attention(
 @each
 @pytest.mark.parametrize("sliding_window", [1, 5, 16, 33, 1000])
 def test_sees_the_window_only(decode: PagedDecodeAttention, sliding_window: int, device: torch.device) -> None:
-    check(decode, make_paged_batch(GROUPED, [1, 16, 33, 100], 16, device=device), sliding_window)
+    batch = make_paged_batch(GROUPED, [1, 16, 33, 100], 16, device=device)
+    check(decode, batch, batch.variant(sliding_window))
+
+
+@each
+@pytest.mark.parametrize(("soft_cap", "sink"), EXTRAS)
+@pytest.mark.parametrize("sliding_window", [None, 300])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 64), Heads(3, 1, 96), Heads(2, 2, 256)], ids=["gqa", "mqa", "mha"])
+def test_soft_caps_and_sinks(
+    decode: PagedDecodeAttention,
+    heads: Heads,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sink: float | None,
+    device: torch.device,
+) -> None:
+    """Contexts of one piece, of several, and of several segments or splits: a sink counts once in each."""
+    for context_lens in ([1000, 3, 257], [1, 15, 100]):
+        batch = make_paged_batch(heads, context_lens, 16, device=device)
+        check(decode, batch, batch.variant(sliding_window, soft_cap, sink))
 
 
 @each
@@ -84,25 +104,29 @@ def test_long_contexts_beside_short_ones(
 ) -> None:
     """The kernel cuts all of them into the same number of splits: most of a short context's are empty."""
     batch = make_paged_batch(GROUPED, [1000, 3, 257], 16, device=device)
-    check(decode, batch, sliding_window)
+    check(decode, batch, batch.variant(sliding_window))
 
 
 @each
 @pytest.mark.parametrize("max_blocks", [1, 100], ids=["one split", "many splits"])
+@pytest.mark.parametrize("sinks", [None, torch.zeros(4)], ids=["no sinks", "sinks"])
 def test_a_sequence_of_no_tokens_gets_zeros(
-    decode: PagedDecodeAttention, max_blocks: int, device: torch.device
+    decode: PagedDecodeAttention, max_blocks: int, sinks: torch.Tensor | None, device: torch.device
 ) -> None:
     kv_layer = empty_layer(2, GROUPED, 16, torch.float32, device)
     tables = torch.zeros(1, max_blocks, dtype=torch.int32, device=device)
     lens = torch.zeros(1, dtype=torch.int32, device=device)
-    output = decode(torch.randn(1, 4, 32, device=device), kv_layer, tables, lens, 1.0, None)
+    variant = AttentionVariant(1.0, sinks=None if sinks is None else sinks.to(device))
+    output = decode(torch.randn(1, 4, 32, device=device), kv_layer, tables, lens, variant)
     assert output.count_nonzero() == 0
 
 
 @each
 def test_a_batch_of_no_sequences(decode: PagedDecodeAttention, device: torch.device) -> None:
     batch = make_paged_batch(GROUPED, [5], 16, device=device)
-    output = decode(batch.random_query(0), batch.kv_layer, batch.block_tables[:0], batch.context_lens[:0], 1.0, None)
+    output = decode(
+        batch.random_query(0), batch.kv_layer, batch.block_tables[:0], batch.context_lens[:0], batch.variant()
+    )
     assert output.shape == (0, 4, 32)
 
 
@@ -111,7 +135,7 @@ def test_poison_in_a_seen_token_shows(decode: PagedDecodeAttention, device: torc
     """What the other tests stand on: NaN is in the pool, and a kernel that read one token too many would return it."""
     batch = make_paged_batch(GROUPED, [17], 16, device=device)
     query = batch.random_query(1)
-    output = decode(query, batch.kv_layer, batch.block_tables, batch.context_lens + 1, batch.scale, None)
+    output = decode(query, batch.kv_layer, batch.block_tables, batch.context_lens + 1, batch.variant())
     assert output.isnan().all()
 
 
@@ -130,7 +154,7 @@ def test_random_shapes(
     heads = Heads(num_kv_heads * group_size, num_kv_heads, 32)
     batch = make_paged_batch(heads, context_lens, block_size, device=device)
     for decode in DECODES.values():
-        check(decode, batch, sliding_window)
+        check(decode, batch, batch.variant(sliding_window))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu reads that far for real")
@@ -141,7 +165,7 @@ def test_offsets_beyond_32_bits(tmp_path: Path) -> None:
     kv_layer[far_page] = 1.0
     tables, lens = torch.tensor([[far_page]], dtype=torch.int32), torch.tensor([16], dtype=torch.int32)
     query = torch.ones(1, 1, 32, dtype=torch.float16)
-    output = paged_decode.paged_decode_attention(query, kv_layer, tables, lens, 1.0, None)
+    output = paged_decode.paged_decode_attention(query, kv_layer, tables, lens, AttentionVariant(1.0))
     assert output.eq(1.0).all()
 
 

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.backend import AttentionVariant
 from kernels.reference import paged_decode_attention
 from tests.kernels.backends import PREFILLS, PagedPrefillAttention
-from tests.kernels.paged_batch import FLOAT32_TOLERANCE, Heads, PagedBatch, dense_attention, make_paged_batch
+from tests.kernels.paged_batch import EXTRAS, FLOAT32_TOLERANCE, Heads, PagedBatch, dense_attention, make_paged_batch
 
 GROUPED, SINGLE_KEY, FULL = Heads(4, 2, 32), Heads(3, 1, 32), Heads(2, 2, 32)
 
@@ -20,28 +21,27 @@ def prefill(
     batch: PagedBatch,
     query: torch.Tensor,
     query_lens: list[int],
-    sliding_window: int | None,
+    variant: AttentionVariant,
 ) -> torch.Tensor:
     starts = torch.tensor([0, *query_lens], device=query.device).cumsum(0, dtype=torch.int32)
-    return attend(query, batch.kv_layer, batch.block_tables, batch.context_lens, starts, batch.scale, sliding_window)
+    return attend(query, batch.kv_layer, batch.block_tables, batch.context_lens, starts, variant)
 
 
 def check(
     attend: PagedPrefillAttention,
     batch: PagedBatch,
     query_lens: list[int],
-    sliding_window: int | None = None,
+    variant: AttentionVariant | None = None,
     tolerance: float = FLOAT32_TOLERANCE,
 ) -> None:
-    query = batch.random_query(sum(query_lens))
+    query, variant = batch.random_query(sum(query_lens)), variant or batch.variant()
     rows = [
-        dense_attention(own, key, value, batch.scale, sliding_window)
+        dense_attention(own, key, value, variant)
         for own, key, value in zip(query.split(query_lens), batch.keys, batch.values, strict=True)
     ]
     expected = torch.cat(rows).to(query)
-    torch.testing.assert_close(
-        prefill(attend, batch, query, query_lens, sliding_window), expected, atol=tolerance, rtol=tolerance
-    )
+    actual = prefill(attend, batch, query, query_lens, variant)
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 @each
@@ -58,7 +58,23 @@ def test_chunks_see_the_chunks_before_them(
     attend: PagedPrefillAttention, sliding_window: int | None, device: torch.device
 ) -> None:
     batch = make_paged_batch(GROUPED, [100, 33, 16, 50], 16, device=device)
-    check(attend, batch, [36, 1, 16, 20], sliding_window)
+    check(attend, batch, [36, 1, 16, 20], batch.variant(sliding_window))
+
+
+@each
+@pytest.mark.parametrize(("soft_cap", "sink"), EXTRAS)
+@pytest.mark.parametrize("sliding_window", [None, 40])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 64), Heads(3, 1, 96), Heads(2, 2, 256)], ids=["gqa", "mqa", "mha"])
+def test_soft_caps_and_sinks(
+    attend: PagedPrefillAttention,
+    heads: Heads,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sink: float | None,
+    device: torch.device,
+) -> None:
+    batch = make_paged_batch(heads, [300, 33, 16, 50], 16, device=device)
+    check(attend, batch, [66, 1, 16, 20], batch.variant(sliding_window, soft_cap, sink))
 
 
 @each
@@ -81,10 +97,10 @@ def test_chunk_by_chunk_equals_at_once(
 ) -> None:
     batch = make_paged_batch(GROUPED, [90], 16, device=device)
     query = batch.random_query(90)
-    at_once = prefill(attend, batch, query, [90], sliding_window)
+    at_once = prefill(attend, batch, query, [90], batch.variant(sliding_window))
     for start, end in [(0, 40), (40, 56), (56, 90)]:
         upto = PagedBatch(batch.heads, batch.kv_layer, batch.block_tables, batch.context_lens * 0 + end, [], [])
-        chunk = prefill(attend, upto, query[start:end], [end - start], sliding_window)
+        chunk = prefill(attend, upto, query[start:end], [end - start], batch.variant(sliding_window))
         torch.testing.assert_close(chunk, at_once[start:end], atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
 
 
@@ -95,10 +111,9 @@ def test_one_query_each_equals_decode(
 ) -> None:
     batch = make_paged_batch(GROUPED, [1, 30, 47], 16, device=device)
     query = batch.random_query(3)
-    decoded = paged_decode_attention(
-        query, batch.kv_layer, batch.block_tables, batch.context_lens, batch.scale, sliding_window
-    )
-    prefilled = prefill(attend, batch, query, [1, 1, 1], sliding_window)
+    variant = batch.variant(sliding_window)
+    decoded = paged_decode_attention(query, batch.kv_layer, batch.block_tables, batch.context_lens, variant)
+    prefilled = prefill(attend, batch, query, [1, 1, 1], variant)
     torch.testing.assert_close(prefilled, decoded, atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
 
 
@@ -116,4 +131,4 @@ def test_random_shapes(
     heads = Heads(num_kv_heads * group_size, num_kv_heads, 32)
     batch = make_paged_batch(heads, [computed + chunk for computed, chunk in lens], block_size)
     for attend in PREFILLS.values():
-        check(attend, batch, [chunk for _, chunk in lens], sliding_window)
+        check(attend, batch, [chunk for _, chunk in lens], batch.variant(sliding_window))

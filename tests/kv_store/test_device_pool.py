@@ -16,17 +16,19 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 def test_a_page_is_its_blocks_bytes_in_the_order_of_the_layout(device: str, dtype: str) -> None:
     layout = replace(LAYOUT, dtype=dtype)
     pool = DevicePool(layout, 3, torch.device(device))
-    assert pool.kv.shape == (3, *layout.shape)
-    assert pool.kv.stride(0) * layout.item_bytes == layout.block_bytes
-    values = torch.arange(layout.payload_bytes // layout.item_bytes).to(pool.kv.dtype).to(device).view(layout.shape)
-    pool.kv[1] = values
+    assert pool.kv.data.shape == (3, *layout.shape)
+    assert pool.kv.data.stride(0) * layout.item_bytes == layout.block_bytes
+    values = (
+        torch.arange(layout.payload_bytes // layout.item_bytes).to(pool.kv.data.dtype).to(device).view(layout.shape)
+    )
+    pool.kv.data[1] = values
     pool.fence()
     data = bytearray(layout.payload_bytes)
     pool.read_page(PageId(1), memoryview(data))
-    assert torch.equal(torch.frombuffer(data, dtype=pool.kv.dtype), values.flatten().cpu())
+    assert torch.equal(torch.frombuffer(data, dtype=pool.kv.data.dtype), values.flatten().cpu())
     pool.write_page(PageId(2), memoryview(data))
-    assert torch.equal(pool.kv[2], pool.kv[1])
-    assert not pool.kv[0].any()
+    assert torch.equal(pool.kv.data[2], pool.kv.data[1])
+    assert not pool.kv.data[0].any()
     assert torch.equal(pool.page_bytes(PageId(2)), pool.page_bytes(PageId(1)))
 
 
@@ -36,8 +38,8 @@ def test_a_copy_waits_for_what_was_computed_before_the_fence(device: str) -> Non
     data = bytearray(pool.layout.payload_bytes)
     for value in range(1, 6):
         for _ in range(10):
-            pool.kv[0].fill_(-1.0)
-        pool.kv[0].fill_(value)
+            pool.kv.data[0].fill_(-1.0)
+        pool.kv.data[0].fill_(value)
         pool.fence()
         pool.read_page(PageId(0), memoryview(data))
         assert torch.frombuffer(data, dtype=torch.float32).eq(value).all()

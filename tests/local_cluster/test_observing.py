@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
+from kernels.backend import KVPages
 from router.observe.record import GATES
 from router.ports.server import MetricsServer
 from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster
@@ -28,7 +29,7 @@ STEP_S = 0.003
 class SlowModel(HashModel):
     """Steps take long enough for others to wait for."""
 
-    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         time.sleep(STEP_S)
         return super().forward(batch, kv)
 

@@ -10,6 +10,7 @@ from engine.core import EngineCore
 from engine.model.batch import Batch, Model
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
+from kernels.backend import KVPages
 from tests.kv_store.fake_clock import FakeClock
 from tests.pair import ROOT, make_core
 from tests.worker.engine_events import end_of, outputs
@@ -51,7 +52,7 @@ class SlowModel(HashModel):
         super().__init__(LAYOUT, VOCAB_SIZE)
         self._clock = clock
 
-    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         self._clock.now += 1.0
         return super().forward(batch, kv)
 

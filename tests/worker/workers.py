@@ -9,6 +9,7 @@ import torch
 
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
+from kernels.backend import KVPages
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from router.workers.line import Line
@@ -42,7 +43,7 @@ class Model(HashModel):
         self.may_go = threading.Event()
         self.may_go.set()
 
-    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         self.was_asked.set()
         assert self.may_go.wait(TIMEOUT_S)
         if self.is_broken:
