@@ -56,7 +56,9 @@ class Node:
         self._layout = model.layout
 
     def transfers(self, pool: DevicePool) -> Transfers:
-        return InlineTransfers(NodeStore(self._layout, self.arena, self.directory, self.cold, pool))
+        return InlineTransfers(
+            NodeStore(self._layout, self.arena, self.directory, [self.cold] if self.cold else [], pool)
+        )
 
     def release(self, runs: Sequence[Run]) -> None:
         """Ends the holds of handed-over requests, as a decode worker does once it has their blocks."""

@@ -11,15 +11,16 @@ from kv_store.node.directory import Directory
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.fake_clock import FakeClock
-from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
+from tests.kv_store.names import LAYOUT, MAC_KEY, committed, got_one, names_of, payload_of
 from tests.redis_process import RedisProcess
 from wire.keys import BlockName
+from wire.tier import Tier
 
 NUM_SLOTS = 16
 WAIT_S = 20.0
 
 
-class Tier(MemoryTier):
+class Slow(MemoryTier):
     """A cold tier that does something first, and may fail."""
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Node:
         self.clock = FakeClock()
         self.arena = Arena.anonymous(LAYOUT.block_bytes, NUM_SLOTS)
         self.directory = Directory(NUM_SLOTS, self.clock, high_water=0.0)
-        self.cold = Tier()
+        self.cold = Slow()
         self.writer = ColdWriter(LAYOUT, self.arena, self.directory, self.cold, max_blocks=4, interval_s=0.01)
 
     def publish(self, names: list[BlockName]) -> None:
@@ -45,7 +46,7 @@ class Node:
         self.directory.commit("writer", blocks, None)
 
     def is_cold(self, name: BlockName) -> bool:
-        return self.cold.get(name, memoryview(bytearray(LAYOUT.payload_bytes))) is not None
+        return got_one(self.cold, name)
 
 
 @pytest.fixture
@@ -62,7 +63,8 @@ def test_the_oldest_blocks_go_first_each_once(node: Node) -> None:
     node.publish(names[3:])
     node.publish(names_of(12, first=1000))
     assert [node.writer.write_some(), node.writer.write_some(), node.writer.write_some()] == [4, 2, 0]
-    assert node.directory.status().copied == 6
+    [cold] = node.directory.status().cold
+    assert (cold.tier, cold.written) == (Tier.REDIS, 6)
     assert all(node.is_cold(name) for name in names[3:])
 
 
@@ -82,15 +84,15 @@ def test_a_redis_that_is_full_is_told_by_the_directory(tmp_path: Path) -> None:
     server.start()
     try:
         node = Node()
-        cold = RedisTier(server.url, LAYOUT, WAIT_S)
+        cold = RedisTier(server.url, LAYOUT, MAC_KEY, WAIT_S)
         with server.client() as client:
             client.config_set("maxmemory", "1kb")
         writer = ColdWriter(LAYOUT, node.arena, node.directory, cold)
         node.publish(names_of(24))
-        assert node.directory.status().cold_state == "up"
+        assert node.directory.status().cold == []
         assert [writer.write_some() for _ in range(3)] == [0, 0, 0]
-        status = node.directory.status()
-        assert (status.cold_state, status.refused, status.copied) == ("full", 3, 0)
+        [status] = node.directory.status().cold
+        assert (status.state, status.refused, status.written) == ("full", 3, 0)
         cold.close()
     finally:
         server.kill()
@@ -105,7 +107,7 @@ def test_what_was_read_after_its_lease_is_not_marked(node: Node) -> None:
 
     node.cold.before = stall
     assert node.writer.write_some() == 0
-    assert len(node.directory.cold_candidates(9, 0.5).blocks) == 2
+    assert len(node.directory.cold_candidates(Tier.REDIS, 9, 0.5).blocks) == 2
     node.clock.now += 1.0
 
 

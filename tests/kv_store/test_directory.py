@@ -15,6 +15,7 @@ from tests.kv_store.names import committed, names_of
 from wire.directory import Block, Entry, Hold
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
+from wire.tier import Tier
 
 NUM_SLOTS = 8
 
@@ -297,7 +298,7 @@ def test_what_the_cold_tier_has_is_evicted_first(served: Served) -> None:
     names, others = names_of(16), names_of(16, first=1000)
     served.publish(names)
     served.publish(others)
-    assert served.port.mark_cold(keys(others) + keys(names_of(4, first=5000))) == 4
+    assert served.port.mark_cold(Tier.REDIS, keys(others) + keys(names_of(4, first=5000))) == 4
     served.publish(names_of(16, first=2000))
     assert (served.found(names), served.found(others)) == ([True] * 4, [False] * 4)
     assert served.port.status().evictions == 4
@@ -308,15 +309,15 @@ def test_cold_candidates_are_the_oldest_full_blocks_above_the_mark() -> None:
     served = Served(directory, directory, FakeClock())
     names = names_of(15)
     served.publish(names)
-    assert directory.cold_candidates(9, 5.0).blocks == []
+    assert directory.cold_candidates(Tier.REDIS, 9, 5.0).blocks == []
     served.publish(names_of(8, first=1000))
     assert directory.status().counts.free == 2
-    batch = directory.cold_candidates(9, 5.0)
+    batch = directory.cold_candidates(Tier.REDIS, 9, 5.0)
     assert keys([block.name for block in batch.blocks]) == keys([names[2]])
-    directory.mark_cold([names[2].key, names[3].key])
-    assert directory.cold_candidates(9, 5.0).blocks == []
+    directory.mark_cold(Tier.REDIS, [names[2].key, names[3].key])
+    assert directory.cold_candidates(Tier.REDIS, 9, 5.0).blocks == []
     directory.release(batch.lease_id)
     served.publish(names_of(16, first=2000))
     assert directory.exists(keys(names)) == [True, True, False, False]
-    assert len(directory.cold_candidates(1, 5.0).blocks) == 1
+    assert len(directory.cold_candidates(Tier.REDIS, 1, 5.0).blocks) == 1
     assert directory.check() == []

@@ -12,6 +12,7 @@ from tests.kv_store.names import names_of
 from wire.directory import Block, Hold
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
+from wire.tier import Tier
 
 NUM_SLOTS = 6
 NAMES = [*names_of(14), *names_of(14, first=1000)]
@@ -78,11 +79,11 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.integers(1, 4))
     def write_cold(self, num_blocks: int) -> None:
-        batch = self.directory.cold_candidates(num_blocks, 5.0)
+        batch = self.directory.cold_candidates(Tier.REDIS, num_blocks, 5.0)
         assert all(self.arena[block.slot] == block.name.key for block in batch.blocks)
         assert not any(block.name.is_tail for block in batch.blocks)
         assert self.directory.release(batch.lease_id)
-        self.directory.mark_cold([block.name.key for block in batch.blocks])
+        self.directory.mark_cold(Tier.REDIS, [block.name.key for block in batch.blocks])
 
     @rule(holder=holders)
     def release_hold(self, holder: RequestId) -> None:

@@ -20,7 +20,7 @@ from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.fake_clock import FakeClock
-from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
+from tests.kv_store.names import LAYOUT, MAC_KEY, committed, names_of, payload_of
 from tests.kv_store.pools import filled_pool, page_of, pages_from
 from wire.errors import ConfigError
 from wire.ids import PageId, RequestId
@@ -45,7 +45,7 @@ class Node:
 
     def store(self, pool: DevicePool) -> NodeStore:
         arena, port = self.connect()
-        return NodeStore(LAYOUT, arena, port, self.cold, pool)
+        return NodeStore(LAYOUT, arena, port, [] if self.cold is None else [self.cold], pool)
 
     def publish(self, names: list[BlockName], hold: RequestId | None = None) -> NodeStore:
         """By a store of its own."""
@@ -96,7 +96,7 @@ def real(folder: Path, redis_url: str) -> Iterator[Node]:
     server.start()
     with redis.Redis.from_url(redis_url) as client:
         client.flushdb()
-    node = Node(arena, directory, clock, RedisTier(redis_url, LAYOUT, timeout_s=10.0))
+    node = Node(arena, directory, clock, RedisTier(redis_url, LAYOUT, MAC_KEY, timeout_s=10.0))
     clients: list[DirectoryClient] = []
 
     def connect() -> tuple[Arena, DirectoryPort]:
@@ -154,7 +154,7 @@ def test_cold_blocks_come_back_through_the_arena(node: Node) -> None:
     assert node.fetch(names) == [Tier.HOST] * 4
     assert node.cold is not None
     assert node.cold.status().hits == 4
-    assert node.directory.cold_candidates(99, 5.0).blocks == []
+    assert node.directory.cold_candidates(Tier.REDIS, 99, 5.0).blocks == []
 
 
 def test_tails_never_go_to_the_cold_tier(node: Node) -> None:
@@ -293,12 +293,12 @@ def test_without_a_cold_tier(node: Node) -> None:
     names = names_of(8)
     store = node.publish(names)
     assert node.fetch(names_of(16)) == [Tier.HOST] * 2
-    assert store.status().cold is None
+    assert store.status().cold == []
 
 
 def test_an_arena_for_other_blocks_is_refused() -> None:
     with closing(Arena.anonymous(8192, 1)) as arena, pytest.raises(ConfigError, match="8192"):
-        NodeStore(LAYOUT, arena, Directory(1), None, filled_pool([]))
+        NodeStore(LAYOUT, arena, Directory(1), [], filled_pool([]))
 
 
 class Restartable:
@@ -329,7 +329,7 @@ def test_when_the_directory_is_gone_all_is_a_miss_and_after_its_restart_nothing_
     service.start()
     with closing(DirectoryClient(service.socket, timeout_s=10.0)) as client:
         names = names_of(8)
-        store = NodeStore(LAYOUT, Arena.open(client.info().arena_path), client, None, filled_pool(names))
+        store = NodeStore(LAYOUT, Arena.open(client.info().arena_path), client, [], filled_pool(names))
         assert store.publish(names, pages_from(0, 2), REQUEST) == 2
         service.stop()
         assert store.fetch(names, pages_from(8, 2)) == []
@@ -347,7 +347,9 @@ def test_when_the_directory_is_gone_all_is_a_miss_and_after_its_restart_nothing_
 def test_all_at_once_and_nothing_of_it_raises(tmp_path: Path) -> None:
     """A store whose directory was never there."""
     with closing(Arena.anonymous(LAYOUT.block_bytes, 4)) as arena:
-        store = NodeStore(LAYOUT, arena, DirectoryClient(str(tmp_path / "nobody")), MemoryTier(LAYOUT), filled_pool([]))
+        store = NodeStore(
+            LAYOUT, arena, DirectoryClient(str(tmp_path / "nobody")), [MemoryTier(LAYOUT)], filled_pool([])
+        )
         names = names_of(8)
         assert store.fetch(names, pages_from(0, 2)) == []
         assert store.publish(names, pages_from(0, 2), REQUEST) == 0

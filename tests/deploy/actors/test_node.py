@@ -30,7 +30,7 @@ WAIT_S = 20.0
 def config(tmp_path: Path) -> Iterator[NodeConfig]:
     arena = Path(f"/dev/shm/baton-test-node-{os.getpid()}")
     socket = str(tmp_path / "directory.sock")
-    yield NodeConfig(StoreSettings(socket, None, 0.1), str(arena), LAYOUT.encode().hex(), NUM_SLOTS)
+    yield NodeConfig(StoreSettings(socket, "00" * 32), str(arena), LAYOUT.encode().hex(), NUM_SLOTS)
     arena.unlink(missing_ok=True)
 
 
@@ -123,7 +123,7 @@ async def test_a_node_whose_files_are_damaged_ends_and_the_next_one_has_new_ones
     first, second = NodeActor(to_json(config)), NodeActor(to_json(config))
     await first.start()
     client = DirectoryClient(config.store.directory_path)
-    store = NodeStore(LAYOUT, Arena.open(config.arena_path), client, None, filled_pool(names))
+    store = NodeStore(LAYOUT, Arena.open(config.arena_path), client, [], filled_pool(names))
     assert publish(store, names) == 3
     old = os.open(config.arena_path, os.O_RDONLY)
     damage(config)
@@ -150,7 +150,7 @@ async def test_a_node_at_work_does_not_take_its_own_files_for_damaged(
     node = NodeActor(to_json(config))
     await node.start()
     client = DirectoryClient(config.store.directory_path)
-    store = NodeStore(LAYOUT, Arena.open(config.arena_path), client, None, filled_pool([]))
+    store = NodeStore(LAYOUT, Arena.open(config.arena_path), client, [], filled_pool([]))
     for number in range(20):
         assert publish(store, names_of(NUM_SLOTS * LAYOUT.block_size, first=1000 * number)) == NUM_SLOTS
         await asyncio.sleep(0.001)

@@ -22,6 +22,7 @@ from tests.redis_process import RedisProcess
 from wire.errors import ConfigError, Unavailable
 from wire.pools import PoolSizes
 from wire.settings import from_json, to_json
+from wire.tier import Tier, Write
 
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 NAME = f"u{os.getpid()}"
@@ -326,7 +327,8 @@ def test_a_redis_that_is_not_there_yet_is_told_and_served_without(checkpoint: Pa
     reporter = Silent()
     state = Startup(_config(checkpoint, redis={"url": "redis://127.0.0.1:1"}), reporter).run()
     assert reporter.told["redis"].startswith("as given; used once it answers, which it does not yet: ")
-    assert FakeHead.plans[0].node.store.redis_url == "redis://127.0.0.1:1"
+    [redis] = FakeHead.plans[0].node.store.cold
+    assert (redis.tier, redis.place, redis.write) == (Tier.REDIS, "redis://127.0.0.1:1", Write.ALL)
     _end(state)
 
 
