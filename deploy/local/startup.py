@@ -83,6 +83,9 @@ class Startup:
             raise ConfigError(f"no Ray cluster answers at {self._config.ray.address} ({problem})")
         self._secret = load_secret(self._config.secret_file)
         self._reporter.tell("redis", self._find_redis())
+        if (folder := self._config.files.folder) is not None:
+            _require_folder(folder)
+            self._reporter.tell("files", f"{folder}, at most {format_bytes(self._config.files.max_bytes)}")
 
     def _remove_earlier(self) -> None:
         """Removes the remains of a cluster of the name that crashed or never came up: no other start has the lock.
@@ -191,6 +194,13 @@ class Startup:
     def _note(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
         self._file.write(self._state)
+
+
+def _require_folder(path: str) -> None:
+    """Raises ConfigError for a folder to which no files can be written."""
+    from kv_store.tiers.files_tier import open_folder  # here, since the other commands start sooner without
+
+    open_folder(path).close()
 
 
 def _require_free(flag: str, port: int | str) -> None:

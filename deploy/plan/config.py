@@ -158,17 +158,19 @@ class ClusterConfig:
             "model.weights": WEIGHTS,
             "model.block_size": BLOCK_SIZES,
             "worker.cpu_kernels": CPU_KERNELS,
-            "redis.write": (None, *Write),
+            "redis.write": tuple(Write),
             "files.write": tuple(Write),
         }
         for name, choices in choices_of.items():
             value = attrgetter(name)(self)
-            _require(value in choices, name, f"one of {', '.join(map(str, choices))}", value)
+            _require(value in (None, *choices), name, f"one of {', '.join(map(str, choices))}", value)
         for name in RANGES:
             if problem := range_problem(name, attrgetter(name)(self)):
                 raise ConfigError(f"{name} {problem}")
         is_redis_url = _REDIS_URL.fullmatch(self.redis.url) and _names_a_host(self.redis.url)
         _require(is_redis_url, "redis.url", "own, off, or a URL: redis://HOST:PORT/DB, rediss://..., unix:///PATH", "")
+        folder = self.files.folder
+        _require(folder is None or Path(folder).is_absolute(), "files.folder", "an absolute path", folder)
         ray = self.ray.address
         is_address = ray is None or (_RAY_ADDRESS.fullmatch(ray) and _names_a_host(f"ray://{ray}"))
         _require(is_address, "ray.address", "HOST:PORT or auto (without it, Ray is started)", ray)

@@ -3,12 +3,16 @@
 from collections.abc import Callable, Sequence
 
 from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier
 from wire.layout import KVLayout
 from wire.tier import ColdSettings, Tier
 
 _MAKERS: dict[Tier, Callable[[ColdSettings, KVLayout, bytes], ColdTier]] = {
     Tier.REDIS: lambda settings, layout, mac_key: RedisTier(settings.place, layout, mac_key, settings.timeout_s),
+    Tier.FILES: lambda settings, layout, mac_key: FilesTier(
+        settings.place, layout, mac_key, settings.timeout_s, settings.max_bytes
+    ),
 }
 
 

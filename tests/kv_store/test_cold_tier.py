@@ -1,12 +1,14 @@
-"""The contract of a cold tier: of the twin in memory, and of Redis."""
+"""The contract of a cold tier: of the twin in memory, of Redis, and of files."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import redis
 
 from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, payload_of, put_one
@@ -47,9 +49,28 @@ def in_redis(url: str) -> Iterator[Cold]:
     tier.close()
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-def cold(request: pytest.FixtureRequest) -> Iterator[Cold]:
-    yield from in_memory() if request.param == "memory" else in_redis(request.getfixturevalue("redis_url") + "?db=5")
+def in_files(folder: Path) -> Iterator[Cold]:
+    tier = FilesTier(str(folder), LAYOUT, MAC_KEY, timeout_s=10.0, max_bytes=64 << 20)
+
+    def path_of(name: BlockName) -> Path:
+        return folder / name.key.hex()[:2] / name.key.hex()
+
+    def tamper(name: BlockName, value: bytes) -> None:
+        path_of(name).parent.mkdir(exist_ok=True)
+        path_of(name).write_bytes(value)
+
+    yield Cold(tier, lambda name: path_of(name).read_bytes() if path_of(name).exists() else None, tamper)
+    tier.close()
+
+
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis), "files"])
+def cold(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cold]:
+    makers: dict[str, Callable[[], Iterator[Cold]]] = {
+        "memory": in_memory,
+        "redis": lambda: in_redis(request.getfixturevalue("redis_url") + "?db=5"),
+        "files": lambda: in_files(tmp_path),
+    }
+    yield from makers[request.param]()
 
 
 def test_a_block_comes_back(cold: Cold) -> None:

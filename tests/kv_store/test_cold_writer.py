@@ -1,6 +1,6 @@
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, got_one, names_of, payload_of
 from tests.redis_process import RedisProcess
 from wire.keys import BlockName
-from wire.tier import Tier
+from wire.tier import Tier, Write
 
 NUM_SLOTS = 16
 WAIT_S = 20.0
@@ -32,10 +32,10 @@ class Slow(MemoryTier):
 
 
 class Node:
-    def __init__(self) -> None:
+    def __init__(self, writes: Mapping[Tier, Write] | None = None) -> None:
         self.clock = FakeClock()
         self.arena = Arena.anonymous(LAYOUT.block_bytes, NUM_SLOTS)
-        self.directory = Directory(NUM_SLOTS, self.clock, high_water=0.0)
+        self.directory = Directory(NUM_SLOTS, self.clock, high_water=0.0, writes=writes)
         self.cold = Slow()
         self.writer = ColdWriter(LAYOUT, self.arena, self.directory, self.cold, max_blocks=4, interval_s=0.01)
 
@@ -175,3 +175,32 @@ def test_stopping_does_not_wait_for_a_whole_batch(node: Node) -> None:
     go_on.set()
     stopping.join(WAIT_S)
     assert node.cold.status().written == 1
+
+
+@pytest.mark.parametrize(("grace_s", "num_written"), [(WAIT_S, NUM_SLOTS), (0.0, 1)])
+def test_it_may_finish_within_a_grace(grace_s: float, num_written: int) -> None:
+    node = Node({Tier.REDIS: Write.ALL})
+    node.publish(names_of(4 * NUM_SLOTS))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stall() -> bool:
+        begun.set()
+        return go_on.wait(WAIT_S)
+
+    node.cold.before = stall
+    node.writer.start()
+    assert begun.wait(WAIT_S)
+    node.writer.finish(grace_s)
+    go_on.set()
+    node.writer.stop()
+    assert node.cold.status().written == num_written
+
+
+def test_nothing_is_left_to_finish_for_a_tier_that_fails() -> None:
+    node = Node({Tier.REDIS: Write.ALL})
+    node.publish(names_of(4 * NUM_SLOTS))
+    node.cold.before = lambda: False
+    node.writer.start()
+    node.writer.finish(1000.0)
+    node.writer.stop()
+    assert node.cold.status().written == 0
