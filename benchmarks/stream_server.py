@@ -119,7 +119,7 @@ async def _router(prefill: str, decode: str, max_open: str = str(AdmissionBounds
 async def _worker(interval_s: str) -> None:
     """Serves a decode worker on an engine that only keeps time."""
     node = Node()
-    store = NodeStore(LAYOUT, node.arena, node.directory, None, DevicePool(LAYOUT, 1, torch.device("cpu")))
+    store = NodeStore(LAYOUT, node.arena, node.directory, [], DevicePool(LAYOUT, 1, torch.device("cpu")))
     engine: Any = PacedEngine(float(interval_s))
     info = WorkerInfo(worker_id="decode-0", role="decode", vocab_size=VOCAB_SIZE)
     behaviour = decode_behaviour(BatchSettings(), LAYOUT.block_size)

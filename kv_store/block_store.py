@@ -4,19 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_store.tiers.cold_tier import ColdStatus
 from wire.directory import DirectoryStatus
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName
-from wire.tier import Tier
+from wire.tier import ColdStatus, Tier
 
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """None stands for a tier that is out of reach, or switched off. Counts since the start of this store."""
+    """`directory` is None while it is out of reach. Counts since the start of this store."""
 
     directory: DirectoryStatus | None
-    cold: ColdStatus | None
+    cold: Sequence[ColdStatus]
     block_bytes: int
     num_corrupt: int = 0
     num_failed: int = 0

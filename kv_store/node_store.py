@@ -1,4 +1,4 @@
-"""The store as a process sees it: arena and cold tier under one lookup, around the process's device pages.
+"""The store as a process sees it: arena and cold tiers under one lookup, around the process's device pages.
 
 A block is copied to a device only from bytes with the right checksum, and a read from the arena counts only if its
 lease held to the end.
@@ -7,9 +7,10 @@ lease held to the end.
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import compress, takewhile
 from typing import TypeVar
 
 from kv_store.block_store import StoreStatus
@@ -20,7 +21,7 @@ from kv_store.tiers.cold_tier import ColdTier
 from wire.directory import Block, DirectoryStatus, Entry, Hold, Lease
 from wire.errors import ConfigError, StoreError
 from wire.frame import checksum_of
-from wire.ids import PageId, RequestId
+from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
 from wire.layout import KVLayout
 from wire.tier import Tier
@@ -40,7 +41,7 @@ class NodeStore:
     """A BlockStore. `fetch`, `publish` and `withdraw` are for one thread, the rest for any.
 
     directory: the arena's. While it is out of reach everything is a miss; after its restart the new arena is mapped.
-    cold: None for no cold tier.
+    cold: tiers below the arena, nearest first.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class NodeStore:
         layout: KVLayout,
         arena: Arena,
         directory: DirectoryPort,
-        cold: ColdTier | None,
+        cold: Sequence[ColdTier],
         pool: DevicePool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,7 +60,7 @@ class NodeStore:
         self._arena = arena
         self._is_arena_old = False
         self._directory = directory
-        self._cold = cold
+        self._cold = list(cold)
         self._pool = pool
         self._clock = clock
         self._scratch = memoryview(bytearray(layout.payload_bytes))
@@ -78,8 +79,8 @@ class NodeStore:
 
     def withdraw(self, names: Sequence[BlockName]) -> None:
         self._or_else(None, lambda: self._withdraw(names))
-        if self._cold is not None:
-            self._cold.delete([name.key for name in names])
+        for tier in self._cold:
+            tier.delete([name.key for name in names])
 
     def renew(self, request_ids: Sequence[RequestId]) -> None:
         self._or_else(0, lambda: self._directory.renew(request_ids, HOLD_TTL_S))
@@ -91,7 +92,7 @@ class NodeStore:
         ask: Callable[[], DirectoryStatus | None] = self._directory.status
         return StoreStatus(
             directory=self._or_else(None, ask),
-            cold=None if self._cold is None else self._cold.status(),
+            cold=[tier.status() for tier in self._cold],
             block_bytes=self._layout.block_bytes,
             num_corrupt=self._num_corrupt,
             num_failed=self._num_failed,
@@ -163,40 +164,63 @@ class NodeStore:
     def _payload(self, slot: PageId) -> memoryview:
         return self._arena.slot(slot)[: self._layout.payload_bytes]
 
-    def _prefix_len(self, names: Sequence[BlockName], entries: Sequence[Entry | None]) -> int:
-        """Measures the longest prefix of `names` without a hole, over both tiers."""
-        holes = [index for index, entry in enumerate(entries) if entry is None]
-        for start in range(0, len(holes), _COLD_LOOKUPS_AT_ONCE):
-            asked = holes[start : start + _COLD_LOOKUPS_AT_ONCE]
-            for index, there in zip(asked, self._in_cold([names[index] for index in asked]), strict=True):
-                if not there:
-                    return index
-        return len(names)
+    def _locate(self, names: Sequence[BlockName], entries: Sequence[Entry | None]) -> list[Entry | ColdTier]:
+        """Finds the nearest place of each block, up to the first hole."""
+        in_cold = self._in_cold([name for name, entry in zip(names, entries, strict=True) if entry is None])
+        places = (entry or next(in_cold) for entry in entries)
+        return [place for place in takewhile(lambda place: place is not None, places) if place is not None]
 
-    def _in_cold(self, names: Sequence[BlockName]) -> list[bool]:
-        if self._cold is None:
-            return [False] * len(names)
-        there = self._cold.exists([name.key for name in names if not name.is_tail])
-        return there + [False] * (len(names) - len(there))  # a tail comes last, and is never there
+    def _in_cold(self, names: Sequence[BlockName]) -> Iterator[ColdTier | None]:
+        """Yields the nearest cold tier that has each block; asks for some at a time, as far as the caller goes."""
+        for start in range(0, len(names), _COLD_LOOKUPS_AT_ONCE):
+            found: dict[BlockKey, ColdTier] = {}
+            asked = names[start : start + _COLD_LOOKUPS_AT_ONCE]
+            for tier in self._cold:
+                keys = [name.key for name in asked if not name.is_tail and name.key not in found]
+                found |= dict.fromkeys(compress(keys, tier.exists(keys) if keys else []), tier)
+            yield from (found.get(name.key) for name in asked)
 
     def _copy_in(
         self, names: Sequence[BlockName], entries: Sequence[Entry | None], pages: Sequence[PageId]
     ) -> list[Tier]:
-        """Copies the longest prefix that proves good; blocks from the cold tier go into the arena on the way."""
-        num_blocks = self._prefix_len(names, entries)
-        cold_names = [name for name, entry in zip(names[:num_blocks], entries, strict=False) if entry is None]
-        slots = iter(self._directory.reserve(self._me, cold_names, None).slots if cold_names else [])
+        """Copies the longest prefix that proves good; blocks from cold tiers go into the arena on the way."""
+        places = self._locate(names, entries)
+        cold_names = [name for name, place in zip(names, places, strict=False) if not isinstance(place, Entry)]
+        reserved = self._directory.reserve(self._me, cold_names, None).slots if cold_names else []
+        slots = dict(zip(cold_names, reserved, strict=True))
         copied: list[_Source] = []
         deadline = self._clock() + _COLD_BUDGET_S + _COLD_BUDGET_PER_BLOCK_S * len(cold_names)
-        for name, entry, page in zip(names[:num_blocks], entries, pages, strict=False):
-            source = self._from_cold(name, next(slots), deadline) if entry is None else self._from_arena(name, entry)
-            if source is None:
-                break
-            self._pool.write_page(page, source.payload)
-            copied.append(source)
+        with ExitStack() as stack:
+            reads = {
+                tier.tier: stack.enter_context(closing(self._read(tier, names, places, slots))) for tier in self._cold
+            }
+            for name, place, page in zip(names, places, pages, strict=False):
+                if isinstance(place, Entry):
+                    source = self._from_arena(name, place)
+                else:  # after the deadline, computing is quicker
+                    source = None if self._clock() > deadline else next(reads[place.tier], None)
+                if source is None:
+                    break
+                self._pool.write_page(page, source.payload)
+                copied.append(source)
         if cold_names:
-            self._promote([source.promoted for source in copied if source.promoted is not None])
+            self._promote(copied)
         return [source.tier for source in copied]
+
+    def _read(
+        self,
+        tier: ColdTier,
+        names: Sequence[BlockName],
+        places: Sequence[Entry | ColdTier],
+        slots: Mapping[BlockName, PageId | None],
+    ) -> Generator["_Source", None, None]:
+        """Reads the blocks whose place is a cold tier, each once it is asked for, up to the first that is missing."""
+        wanted = [name for name, place in zip(names, places, strict=False) if place is tier]
+        into = [self._scratch if (slot := slots[name]) is None else self._payload(slot) for name in wanted]
+        with closing(tier.get(wanted, into)) as checksums:
+            for name, payload, checksum in zip(wanted, into, checksums, strict=False):
+                slot = slots[name]
+                yield _Source(tier.tier, payload, None if slot is None else Block(slot, name, checksum))
 
     def _from_arena(self, name: BlockName, entry: Entry) -> "_Source | None":
         """Reads a leased block if its checksum is right; else withdraws it."""
@@ -208,20 +232,12 @@ class NodeStore:
         self._directory.withdraw([Block(entry.slot, name, entry.checksum)])
         return None
 
-    def _from_cold(self, name: BlockName, slot: PageId | None, deadline: float) -> "_Source | None":
-        """Reads a block from the cold tier; None also after the deadline, when computing is quicker."""
-        if self._clock() > deadline:
-            return None
-        into = self._scratch if slot is None else self._payload(slot)
-        checksum = None if self._cold is None else self._cold.get(name, into)
-        if checksum is None:
-            return None
-        return _Source(Tier.REDIS, into, None if slot is None else Block(slot, name, checksum))
-
-    def _promote(self, blocks: Sequence[Block]) -> None:
-        """Commits blocks from the cold tier, and gives back the other slots reserved for them."""
-        self._commit(blocks, None)
-        self._directory.mark_cold([block.name.key for block in blocks])
+    def _promote(self, copied: Sequence["_Source"]) -> None:
+        """Commits blocks from cold tiers, and gives back the other slots reserved for them."""
+        self._commit([source.promoted for source in copied if source.promoted is not None], None)
+        for tier in {source.tier for source in copied if source.promoted is not None}:
+            blocks = [source.promoted for source in copied if source.tier is tier and source.promoted is not None]
+            self._directory.mark_cold(tier, [block.name.key for block in blocks])
         self._directory.abandon(self._me)
 
     def _copy_out(self, name: BlockName, page: PageId, slot: PageId) -> Block:

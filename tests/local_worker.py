@@ -38,7 +38,7 @@ def local_worker(
         role=role.value,
         model=CheckpointSettings("nowhere", FINGERPRINT.hex()),
         pool=PageSettings(num_blocks, model.layout.block_size),
-        store=StoreSettings("nowhere", redis_url=None, redis_timeout_s=0.1),
+        store=StoreSettings("nowhere", "00" * 32),
         server=ServerSettings(TOKEN),
         batch=batch or BatchSettings(),
         max_silence_s=max_silence_s,

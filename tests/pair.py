@@ -15,7 +15,7 @@ from kv_store.node.arena import Arena
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
-from kv_store.tiers.memory_tier import MemoryTier
+from kv_store.tiers.cold_tier import ColdTier
 from kv_store.transfers import InlineTransfers, NoStore, Transfers
 from wire.ids import NamespaceRoot, RequestId
 from wire.sampling import SamplingParams
@@ -49,14 +49,16 @@ class Run:
 class Node:
     """The store of one node: arena, directory and, if given, a cold tier that outlives it."""
 
-    def __init__(self, model: Model, num_slots: int = 512, cold: MemoryTier | None = None) -> None:
+    def __init__(self, model: Model, num_slots: int = 512, cold: ColdTier | None = None) -> None:
         self.directory = Directory(num_slots, high_water=0.0)
         self.arena = Arena.anonymous(model.layout.block_bytes, num_slots)
         self.cold = cold
         self._layout = model.layout
 
     def transfers(self, pool: DevicePool) -> Transfers:
-        return InlineTransfers(NodeStore(self._layout, self.arena, self.directory, self.cold, pool))
+        return InlineTransfers(
+            NodeStore(self._layout, self.arena, self.directory, [self.cold] if self.cold else [], pool)
+        )
 
     def release(self, runs: Sequence[Run]) -> None:
         """Ends the holds of handed-over requests, as a decode worker does once it has their blocks."""

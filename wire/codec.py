@@ -8,6 +8,7 @@ import struct
 from collections import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
 from types import NoneType, UnionType
 from typing import Annotated, Any, NewType, Union, get_args, get_origin, get_type_hints
 
@@ -40,8 +41,8 @@ class Refused:
 class ServiceCodec:
     """The public methods of a class as calls. Arguments are positional.
 
-    Declared types are int, float, str, bytes, bool, NewTypes of these, frozen dataclasses, and lists, sequences or
-    `None`-unions of all these. `Annotated[type, check]` calls `check` with each value that arrives.
+    Declared types are int, float, str, bytes, bool, NewTypes and StrEnums of these, frozen dataclasses, and lists,
+    sequences or `None`-unions of all these. `Annotated[type, check]` calls `check` with each value that arrives.
     """
 
     def __init__(self, service: type) -> None:
@@ -120,7 +121,7 @@ def _reader_of(hint: Any) -> _Reader:
 
 
 def _scalar_reader(kind: type) -> _Reader:
-    accepted = (int, float) if kind is float else (kind,)
+    accepted = (int, float) if kind is float else (str,) if issubclass(kind, StrEnum) else (kind,)
 
     def read(value: Any) -> Any:
         if type(value) not in accepted:

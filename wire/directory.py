@@ -9,7 +9,7 @@ from typing import Annotated
 from wire.errors import WireError
 from wire.ids import PageId, RequestId
 from wire.keys import BlockName
-from wire.tier import BlockCounts
+from wire.tier import BlockCounts, ColdStatus
 
 MAX_TTL_S = 3600.0
 
@@ -77,10 +77,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class DirectoryStatus:
-    """Hits and misses count keys that readers asked for; `copied` blocks were written to the cold tier.
-
-    It has refused `refused` others, and `cold_state` is its state as its writer finds it.
-    """
+    """Hits and misses count keys that readers asked for. cold: the tiers as the node's service finds them, writing."""
 
     counts: BlockCounts
     num_leases: int
@@ -89,6 +86,4 @@ class DirectoryStatus:
     hits: int
     misses: int
     evictions: int
-    copied: int
-    refused: int
-    cold_state: str
+    cold: list[ColdStatus]

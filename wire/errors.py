@@ -17,6 +17,7 @@ BatonError                INTERNAL             500
 ├── AttemptsExhausted     ABORTED              409   the request outlived as many workers as it may
 ├── Overtaken             ABORTED              409   a later order of the operator is in force
 ├── WireError             INTERNAL             500   a message or frame of ours that cannot be what it claims
+│   └── ForgedFrame                                  a frame that no process with the secret has made
 ├── StoreError            INTERNAL             500   a tier failed; callers count a miss
 └── ConfigError           FAILED_PRECONDITION  400   refused at start, exit code 78
     └── ModelError                                   a model folder that is not one
@@ -160,6 +161,10 @@ class Overtaken(BatonError):
 
 class WireError(BatonError):
     """Bytes that are not the message they claim to be."""
+
+
+class ForgedFrame(WireError):
+    """A frame whose checksum is right and whose MAC is wrong."""
 
 
 class StoreError(BatonError):

@@ -1,26 +1,43 @@
-"""A block as a value of the cold tier: a front that names the block, and the payload as it is in memory.
+"""A block as a value of a cold tier: a front of 4 KiB that names and proves the block, and the payload as in memory.
 
-front   = "BTKV" || length of the header (u32, little-endian) || header
-header  = msgpack of [version, key, parent, digest of the token ids, digest of the root, layout, codec, checksum]
+front   = "BTKV" || length of the header (u32, little-endian) || header || zeros || checksum || salt || MAC
+header  = msgpack of [version, key, parent, digest of the token ids, digest of the root, layout, codec]
 frame   = front || payload
 
-The checksum is the xxh3-128 of the payload. The namespace root itself is never in a frame. A block's front is known but
-for its checksum, so a frame is checked by comparing bytes: nothing of a stored value is parsed.
+checksum  xxh3-128 of the payload: finds accidents, and is the arena's, too
+salt      16 random bytes, which make a key for this frame only: HMAC-SHA-256(MAC key, salt)
+MAC       AES-256-GMAC under that key over all of the frame but itself: finds forgery. No key seals twice: nonce 0
+
+The namespace root itself is never in a frame. A block's front is known but for its three proofs, so a frame is checked
+by comparing bytes: nothing of a stored value is parsed.
 """
 
+import hmac
+import secrets
 import struct
 
 import msgpack
 import xxhash
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from wire.errors import WireError
+from wire.errors import ForgedFrame, WireError
 from wire.keys import BlockName
-from wire.layout import KVLayout
+from wire.layout import PAGE_ALIGNMENT, KVLayout
 
+FRONT_BYTES = PAGE_ALIGNMENT
+MAC_KEY_BYTES = 32
 CHECKSUM_BYTES = 16
+_SALT_BYTES = 16
+_MAC_BYTES = 16
+_KNOWN_BYTES = FRONT_BYTES - CHECKSUM_BYTES - _SALT_BYTES - _MAC_BYTES
 _MAGIC = b"BTKV"
-_VERSION = 1
+_VERSION = 2
 _CODEC = "raw"
+_NONCE = bytes(12)
 
 
 def checksum_of(payload: memoryview) -> bytes:
@@ -28,33 +45,49 @@ def checksum_of(payload: memoryview) -> bytes:
     return xxhash.xxh3_128_digest(payload)
 
 
-def frame_len(name: BlockName, layout: KVLayout) -> int:
-    """Computes the length in bytes of a block's frame."""
-    return len(_front(name, layout, bytes(CHECKSUM_BYTES))) + layout.payload_bytes
+def mac_key_of(secret: bytes) -> bytes:
+    """Derives the key of all frames from the server's secret: HKDF-SHA-256 (RFC 5869)."""
+    return HKDF(SHA256(), MAC_KEY_BYTES, salt=None, info=b"baton frame mac").derive(secret)
 
 
-def seal(name: BlockName, layout: KVLayout, payload: memoryview, checksum: bytes) -> bytes:
-    """Makes the frame of a block."""
-    return b"".join((_front(name, layout, checksum), payload))
+class FrameSeal:
+    """The seal of frames of one layout, under a MAC key. Thread-safe."""
 
+    def __init__(self, layout: KVLayout, mac_key: bytes) -> None:
+        self.frame_bytes = FRONT_BYTES + layout.payload_bytes
+        self._layout = layout.encode()
+        self._mac_key = mac_key
 
-def unseal(frame: bytes, name: BlockName, layout: KVLayout, into: memoryview) -> bytes:
-    """Copies the payload of a frame into `into`, `layout.payload_bytes` long, and returns its checksum.
+    def seal(self, name: BlockName, payload: memoryview, checksum: bytes) -> bytes:
+        """Makes the front of a block's frame."""
+        proven = self._known(name) + checksum + secrets.token_bytes(_SALT_BYTES)
+        return proven + self._mac(proven, payload)
 
-    WireError if the frame is not that of this block, or its payload does not match the checksum; `into` is then
-    undefined.
-    """
-    front_len = frame_len(name, layout) - layout.payload_bytes
-    checksum = frame[front_len - CHECKSUM_BYTES : front_len]
-    if len(frame) != front_len + layout.payload_bytes or frame[:front_len] != _front(name, layout, checksum):
-        raise WireError("not the frame of this block")
-    into[:] = memoryview(frame)[front_len:]
-    if checksum_of(into) != checksum:
-        raise WireError("a frame whose payload is not its checksum's")
-    return checksum
+    def verify(self, name: BlockName, front: bytes | memoryview, payload: memoryview) -> bytes:
+        """Returns the checksum of a payload that is this block's.
 
+        WireError if the front is not that of this block, or the payload does not match the checksum; ForgedFrame if
+        only the MAC is wrong.
+        """
+        proven, mac = bytes(front[:-_MAC_BYTES]), front[-_MAC_BYTES:]
+        if len(front) != FRONT_BYTES or proven[:_KNOWN_BYTES] != self._known(name):
+            raise WireError("not the frame of this block")
+        checksum = proven[_KNOWN_BYTES : _KNOWN_BYTES + CHECKSUM_BYTES]
+        if checksum_of(payload) != checksum:
+            raise WireError("a frame whose payload is not its checksum's")
+        if not hmac.compare_digest(self._mac(proven, payload), mac):
+            raise ForgedFrame("a frame with a right checksum and a wrong MAC")
+        return checksum
 
-def _front(name: BlockName, layout: KVLayout, checksum: bytes) -> bytes:
-    owner = [name.key, name.parent, name.tokens_digest, name.root_digest]
-    header = bytes(msgpack.packb([_VERSION, *owner, layout.encode(), _CODEC, checksum]))
-    return _MAGIC + struct.pack("<I", len(header)) + header
+    def _known(self, name: BlockName) -> bytes:
+        owner = [name.key, name.parent, name.tokens_digest, name.root_digest]
+        header = bytes(msgpack.packb([_VERSION, *owner, self._layout, _CODEC]))
+        return (_MAGIC + struct.pack("<I", len(header)) + header).ljust(_KNOWN_BYTES, b"\0")
+
+    def _mac(self, proven: bytes, payload: memoryview) -> bytes:
+        key = hmac.digest(self._mac_key, proven[-_SALT_BYTES:], "sha256")
+        mac = Cipher(AES(key), GCM(_NONCE)).encryptor()
+        mac.authenticate_additional_data(proven)
+        mac.authenticate_additional_data(payload)
+        mac.finalize()
+        return mac.tag

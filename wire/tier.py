@@ -10,6 +10,59 @@ class Tier(StrEnum):
     DEVICE = "device"
     HOST = "host"
     REDIS = "redis"
+    FILES = "files"
+
+
+COLD_TIERS = (Tier.REDIS, Tier.FILES)
+"""Tiers outside of the nodes' memory, nearest first."""
+
+
+class Write(StrEnum):
+    """The blocks that a node's service writes to a cold tier, in the background; never a tail.
+
+    ALL: every block of the arena. REUSED: blocks that were read from the arena while no hold kept them, for a hand-off
+    reads every block once. DEMOTED: blocks that the arena is about to lose, and no cold tier has.
+    """
+
+    ALL = "all"
+    REUSED = "reused"
+    DEMOTED = "demoted"
+
+
+@dataclass(frozen=True)
+class ColdSettings:
+    """A cold tier's settings. place: the URL of a server, or the path of a folder."""
+
+    tier: Tier
+    place: str
+    write: Write
+    timeout_s: float
+    max_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ColdStatus:
+    """A cold tier as one client finds it: "up", "broken", or "full" or "read-only" while it refuses blocks.
+
+    Counts of blocks since the start of this client. `forged` ones had a right checksum and a wrong MAC; `refused` ones
+    the client tried to write in vain.
+    """
+
+    tier: Tier
+    state: str
+    hits: int = 0
+    misses: int = 0
+    errors: int = 0
+    corrupt: int = 0
+    forged: int = 0
+    written: int = 0
+    refused: int = 0
+
+
+READ_COUNTS = ("hits", "misses", "errors", "corrupt", "forged")
+WRITE_COUNTS = ("written", "refused")
+COLD_COUNTS = READ_COUNTS + WRITE_COUNTS
+"""Counts of a ColdStatus: the first of workers, which read, the last of the node's service, which writes."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tier import ColdTier
-from kv_store.tiers.redis_tier import RedisTier
+from kv_store.tiers.cold_tiers import open_tiers
 from kv_store.transfers import ThreadTransfers, Transfers
 from wire.errors import ConfigError, ModelError
 from wire.ids import PROTOCOL_VERSION
@@ -38,7 +38,7 @@ class Tiers:
 
     arena: Arena
     directory: DirectoryPort
-    cold: ColdTier | None
+    cold: Sequence[ColdTier] = ()
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
     _require_same_model(config, model.layout.dtype, backend.version)
     directory = DirectoryClient(config.store.directory_path)
     arena = Arena.open(directory.attach().arena_path)
-    store = config.store
-    cold = RedisTier(store.redis_url, model.layout, store.redis_timeout_s) if store.redis_url else None
+    cold = open_tiers(config.store.cold, model.layout, config.store.mac_key)
     return assemble_on(model, Tiers(arena, directory, cold), config, behaviour, on_broken)
 
 

@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field
 
 from wire.errors import ConfigError
+from wire.frame import MAC_KEY_BYTES
 from wire.pools import Role, Worker
 from wire.settings import from_json, to_json
+from wire.tier import ColdSettings
 from worker.engine_watch import MAX_SILENCE_S
 
 FINGERPRINT_BYTES = 32
@@ -28,10 +30,7 @@ class CheckpointSettings:
 
     @property
     def fingerprint(self) -> bytes:
-        try:
-            return bytes.fromhex(self.fingerprint_hex)
-        except ValueError as error:
-            raise ConfigError("worker.model.fingerprint_hex: must be hex digits") from error
+        return _from_hex(self.fingerprint_hex, "model.fingerprint_hex")
 
 
 @dataclass(frozen=True)
@@ -48,17 +47,19 @@ class PageSettings:
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """The socket of the node's directory, which knows the arena; and the cold tier, if there is one.
-
-    redis_timeout_s: as of `kv_store.tiers.redis_tier.RedisTier`.
-    """
+    """The socket of the node's directory, which knows the arena; the cold tiers, nearest first, and their MAC key."""
 
     directory_path: str
-    redis_url: str | None
-    redis_timeout_s: float
+    mac_key_hex: str
+    cold: tuple[ColdSettings, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.redis_timeout_s > 0, "store.redis_timeout_s", "must be positive")
+        _require(len(self.mac_key) == MAC_KEY_BYTES, "store.mac_key_hex", f"must be {MAC_KEY_BYTES} bytes")
+        _require(all(one.timeout_s > 0 for one in self.cold), "store.cold", "each timeout_s must be positive")
+
+    @property
+    def mac_key(self) -> bytes:
+        return _from_hex(self.mac_key_hex, "store.mac_key_hex")
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,13 @@ class WorkerConfig(WorkerTemplate):
     def from_json(cls, text: str) -> "WorkerConfig":
         """Reads a configuration. Raises ConfigError for a missing, unknown or impossible key, and names it."""
         return from_json(cls, text, "worker")
+
+
+def _from_hex(digits: str, name: str) -> bytes:
+    try:
+        return bytes.fromhex(digits)
+    except ValueError as error:
+        raise ConfigError(f"worker.{name}: must be hex digits") from error
 
 
 def _require(holds: object, name: str, what: str) -> None:

@@ -19,7 +19,7 @@ from wire.convert import (
 from wire.errors import InvalidRequest
 from wire.ids import REQUEST_ID, AttemptId, NamespaceRoot
 from wire.pb import inference_pb2, worker_pb2
-from wire.tier import BlockCounts, Tier
+from wire.tier import COLD_COUNTS, COLD_TIERS, WRITE_COUNTS, BlockCounts, ColdStatus, Tier
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, Update
 
@@ -83,7 +83,7 @@ def status_to_pb(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         num_preemptions=stats.num_preemptions,
-        tiers=[_host_to_pb(store), _redis_to_pb(store)],
+        tiers=[_host_to_pb(store), *(_cold_to_pb(tier, store) for tier in COLD_TIERS)],
         problems=problems,
         engine_silent_s=engine_silent_s,
     )
@@ -146,15 +146,14 @@ def _host_to_pb(store: StoreStatus) -> worker_pb2.TierStatus:
     return message
 
 
-def _redis_to_pb(store: StoreStatus) -> worker_pb2.TierStatus:
+def _cold_to_pb(tier: Tier, store: StoreStatus) -> worker_pb2.TierStatus:
     """Joins what the worker finds, which reads, and what the node's service finds, which writes."""
-    if store.cold is None:
-        return worker_pb2.TierStatus(tier=Tier.REDIS, state="off")
-    counts = asdict(store.cold)
-    state = counts.pop("state")
-    if store.directory is not None:
-        if state == "up" and store.directory.cold_state != "broken":  # that may be long over: only writes find out
-            state = store.directory.cold_state
-        counts["written"] += store.directory.copied
-        counts["refused"] += store.directory.refused
-    return worker_pb2.TierStatus(tier=Tier.REDIS, state=state, counts=counts)
+    found = next((status for status in store.cold if status.tier is tier), None)
+    if found is None:
+        return worker_pb2.TierStatus(tier=tier, state="off")
+    told = store.directory.cold if store.directory is not None else []
+    writer = next((status for status in told if status.tier is tier), ColdStatus(tier, found.state))
+    # That a writer finds it broken may be long over: only writes find out.
+    state = writer.state if found.state == "up" and writer.state != "broken" else found.state
+    counts = {name: getattr(found, name) + getattr(writer, name) * (name in WRITE_COUNTS) for name in COLD_COUNTS}
+    return worker_pb2.TierStatus(tier=tier, state=state, counts=counts)

@@ -1,4 +1,4 @@
-"""The node's service: owns the arena, keeps its directory for all processes of the node, writes cold blocks away."""
+"""The node's service: owns the arena, keeps its directory for the node's processes, writes blocks to cold tiers."""
 
 import asyncio
 import logging
@@ -10,10 +10,12 @@ from kv_store.node.arena import Arena
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_server import DirectoryServer
-from kv_store.tiers.redis_tier import RedisTier
+from kv_store.tiers.cold_tiers import open_tiers
 from wire.settings import from_json
 
 LOOK_EVERY_S = 1.0
+FINISH_S = 3.0
+"""For blocks that are not yet written to a cold tier when the service stops."""
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +69,19 @@ def _make(config: NodeConfig) -> ExitStack:
         arena = Arena.create(config.arena_path, layout.block_bytes, config.num_slots)
         parts.callback(arena.close)
         parts.callback(arena.unlink)
-        directory = Directory(config.num_slots, arena_path=config.arena_path, block_bytes=layout.block_bytes)
+        writes = {one.tier: one.write for one in store.cold}
+        directory = Directory(
+            config.num_slots, arena_path=config.arena_path, block_bytes=layout.block_bytes, writes=writes
+        )
         server = DirectoryServer(directory, store.directory_path)
         server.start()
         parts.callback(server.stop)
-        if store.redis_url:
-            cold = RedisTier(store.redis_url, layout, store.redis_timeout_s)
+        writers = []
+        for cold in open_tiers(store.cold, layout, store.mac_key):
             parts.callback(cold.close)
-            writer = ColdWriter(layout, arena, directory, cold)
-            writer.start()
-            parts.callback(writer.stop)
+            writers.append(ColdWriter(layout, arena, directory, cold))
+            writers[-1].start()
+            parts.callback(writers[-1].stop)
+        for writer in writers:  # called before all stops, so that they finish side by side
+            parts.callback(writer.finish, FINISH_S)
         return parts.pop_all()

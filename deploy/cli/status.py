@@ -9,12 +9,12 @@ from typing import Any
 from google.protobuf.message import Message
 
 from deploy.cli.command import Subparsers, add_command
-from deploy.cli.status_view import CONNECTION_COUNTS, render_status
+from deploy.cli.status_view import render_status
 from deploy.local import run_dir
 from deploy.local.client import call_operator, find_cluster
 from wire.convert import tiers_from_pb
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import BLOCK_STATES, Tier
+from wire.tier import BLOCK_STATES, COLD_COUNTS, Tier
 
 DESCRIPTION = """\
 Shows the pools, their KV pages by state, the tiers, the queue and the last events.
@@ -72,7 +72,7 @@ def _worker(worker: worker_pb2.WorkerStatus) -> dict[str, Any]:
 def _tier(tier: worker_pb2.TierStatus) -> dict[str, Any]:
     """Describes a tier: a state, or the pages of a node under an epoch; its counts under names of their own."""
     if tier.tier != Tier.HOST:
-        return {"state": tier.state, **{name: tier.counts[name] for name in CONNECTION_COUNTS}}
+        return {"state": tier.state, **{name: tier.counts[name] for name in COLD_COUNTS}}
     pages = {"blocks": _blocks(tier.blocks), "block_bytes": tier.block_bytes, "epoch": tier.epoch}
     return pages | {"num_leases": tier.counts["leases"], "num_holds": tier.counts["holds"]}
 

@@ -6,7 +6,7 @@ from deploy.cli.table import NOT_KNOWN, render
 from deploy.plan.byte_size import format_bytes
 from wire.convert import status_of
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import BLOCK_STATES, Tier
+from wire.tier import BLOCK_STATES, COLD_COUNTS, COLD_TIERS, Tier
 
 NUM_EVENTS = 10
 WORKER_HEAD = ("worker", "pid", "state", "running", "waiting", "preempted", "computed", "cached", "hits", "generated")
@@ -14,10 +14,9 @@ WORKER_NOTE = """\
 (running, waiting, preempted: answers; computed, cached: tokens of prompts; hits: the share that was cached;
 generated: tokens; since the start of each worker)"""
 BLOCK_HEAD = ("KV blocks", "total", "in use", *BLOCK_STATES)
-CONNECTION_COUNTS = ("hits", "misses", "errors", "corrupt", "written", "refused")
-REDIS_STATES = {
+COLD_STATES = {
     "broken": "does not answer, and is left alone",
-    "full": "full, and refuses blocks (maxmemory-policy allkeys-lru, or more memory, helps)",
+    "full": "full, and refuses blocks (maxmemory-policy allkeys-lru of a Redis, or more room, helps)",
     "read-only": "refuses blocks, and is only read",
 }
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
@@ -80,14 +79,21 @@ def _block_row(name: str, blocks: worker_pb2.BlockCounts) -> tuple[str, ...]:
 
 
 def _render_tiers(status: cluster_pb2.ClusterStatus) -> str:
-    host, redis = status_of(Tier.HOST, status.tiers), status_of(Tier.REDIS, status.tiers)
-    counts = ", ".join(f"{redis.counts[name]} {name}" for name in CONNECTION_COUNTS)
+    host = status_of(Tier.HOST, status.tiers)
     size = format_bytes(host.blocks.total * host.block_bytes)
     arena = f"{size}, {host.counts['leases']} being read, {host.counts['holds']} prompts held for decode"
-    state = REDIS_STATES.get(redis.state, redis.state)
-    has_redis = redis.state not in ("", "off")
-    redis_line = f"{state}: {counts} (blocks)" if has_redis else state or NOT_KNOWN
-    return f"arena  {arena if host.blocks.total else NOT_KNOWN}\nredis  {redis_line}"
+    lines = [("arena", arena if host.blocks.total else NOT_KNOWN)]
+    lines += [(str(tier), _cold_line(status_of(tier, status.tiers))) for tier in COLD_TIERS]
+    return "\n".join(f"{name:<7}{line}" for name, line in lines)
+
+
+def _cold_line(cold: worker_pb2.TierStatus) -> str:
+    counts = ", ".join(f"{cold.counts[name]} {name}" for name in COLD_COUNTS)
+    return (
+        f"{COLD_STATES.get(cold.state, cold.state)}: {counts}"
+        if cold.state not in ("", "off")
+        else cold.state or NOT_KNOWN
+    )
 
 
 def _sorted(workers: Sequence[worker_pb2.WorkerStatus]) -> list[worker_pb2.WorkerStatus]:

@@ -13,7 +13,7 @@ from deploy.local.ray_process import RayProcess
 from deploy.local.shutdown import connection_problem, tear_down
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line, load_secret
 from deploy.plan.byte_size import format_bytes
-from deploy.plan.cluster_plan import ClusterPlan, NodeConfig, make_plan, namespace
+from deploy.plan.cluster_plan import ClusterPlan, NodeConfig, cold_settings, make_plan, namespace
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.model import ModelFacts, inspect_model
@@ -21,6 +21,7 @@ from deploy.plan.sizing import Sizes, size
 from deploy.processes.interrupts import Interrupts
 from deploy.processes.process import ProcessRef
 from wire.errors import ConfigError
+from wire.frame import mac_key_of
 from worker.config import StoreSettings
 
 LOOPBACK = "127.0.0.1"
@@ -80,8 +81,11 @@ class Startup:
         _require_free("--metrics-port", self._config.router.metrics_port)
         if (problem := connection_problem(self._config.ray.address or "")) is not None:
             raise ConfigError(f"no Ray cluster answers at {self._config.ray.address} ({problem})")
-        self._secret = load_secret()
+        self._secret = load_secret(self._config.secret_file)
         self._reporter.tell("redis", self._find_redis())
+        if (folder := self._config.files.folder) is not None:
+            _require_folder(folder)
+            self._reporter.tell("files", f"{folder}, at most {format_bytes(self._config.files.max_bytes)}")
 
     def _remove_earlier(self) -> None:
         """Removes the remains of a cluster of the name that crashed or never came up: no other start has the lock.
@@ -170,8 +174,9 @@ class Startup:
         return sizes
 
     def _plan(self, model: ModelFacts, sizes: Sizes, redis_url: str | None) -> ClusterPlan:
-        directory, timeout_s = str(self._run_dir / "directory.sock"), self._config.redis.timeout_ms / 1000
-        store, arena_path = StoreSettings(directory, redis_url, timeout_s), str(run_dir.arena(self._run_dir))
+        directory, arena_path = str(self._run_dir / "directory.sock"), str(run_dir.arena(self._run_dir))
+        cold = cold_settings(self._config, redis_url)
+        store = StoreSettings(directory, mac_key_of(self._secret).hex(), cold)
         node = NodeConfig(store, arena_path, model.served.layout_hex, sizes.num_arena_slots)
         return make_plan(self._config, model, sizes, node, self._state.token, self._secret)
 
@@ -189,6 +194,13 @@ class Startup:
     def _note(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
         self._file.write(self._state)
+
+
+def _require_folder(path: str) -> None:
+    """Raises ConfigError for a folder to which no files can be written."""
+    from kv_store.tiers.files_tier import open_folder  # here, since the other commands start sooner without
+
+    open_folder(path).close()
 
 
 def _require_free(flag: str, port: int | str) -> None:

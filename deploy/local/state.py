@@ -19,6 +19,8 @@ from wire.settings import from_json, to_json
 
 VERSION = 3
 SECRET_BYTES = 32
+NEW_SECRET = f"make one with `(umask 077; head -c {SECRET_BYTES} /dev/urandom > FILE)`"
+OTHER_HOME = "mend that, or set XDG_STATE_HOME to another folder"
 
 
 class ClusterPhase(Enum):
@@ -162,28 +164,29 @@ def state_dir() -> Path:
     return folder
 
 
-def load_secret() -> bytes:
-    """Returns the server's secret, under which all keys of blocks are made. Raises ConfigError.
+def load_secret(given: str | None = None) -> bytes:
+    """Returns the server's secret, under which keys of blocks and MACs of frames are made. Raises ConfigError.
 
-    It is made at first use, and outlives restarts, so that Redis stays warm; commands that start at once get the same.
+    given: the path of one that clusters share, so that each finds what the others have stored. Without it, the user's
+    own is made at first use, and outlives restarts; commands that start at once get the same.
     """
-    with _explained(state_dir() / "secret") as path:
-        file = AtomicFile(path)
-        if not os.path.lexists(path):
-            file.create(secrets.token_bytes(SECRET_BYTES))
-        content, mode = file.read(), path.stat().st_mode
+    path = state_dir() / "secret" if given is None else Path(given)
+    with _explained(path, OTHER_HOME if given is None else NEW_SECRET):
+        if given is None and not os.path.lexists(path):
+            AtomicFile(path).create(secrets.token_bytes(SECRET_BYTES))
+        content, mode = AtomicFile(path).read(), path.stat().st_mode
     if content is None or len(content) != SECRET_BYTES or mode & 0o077:
-        raise ConfigError(f"{path} must hold {SECRET_BYTES} bytes that only you can read: remove it to get a new one")
+        advice = "remove it to get a new one" if given is None else NEW_SECRET
+        raise ConfigError(f"{path} must hold {SECRET_BYTES} bytes that only you can read: {advice}")
     return content
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[Path]:
+def _explained(path: Path, advice: str = OTHER_HOME) -> Iterator[Path]:
     """Turns an OSError into a ConfigError that names the path, and the way out."""
     try:
         yield path
     except OSError as error:
-        advice = "mend that, or set XDG_STATE_HOME to another folder"
         raise ConfigError(f"{path} cannot be read or written ({error.strerror}): {advice}") from error
 
 

@@ -10,6 +10,7 @@ from deploy.plan.sizing import Sizes
 from router.config import AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
 from wire.layout import KVLayout
 from wire.pools import PoolSizes
+from wire.tier import ColdSettings, Tier, Write
 from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerTemplate
 from worker.engine_watch import MAX_SILENCE_S
 
@@ -82,6 +83,21 @@ def make_plan(
         resources=Resources(config.worker.num_cpus, sizes.num_gpus),
         drain_grace_s=config.worker.drain_grace_s,
         run_dir=str(Path(node.store.directory_path).parent),
+    )
+
+
+def cold_settings(config: ClusterConfig, redis_url: str | None) -> tuple[ColdSettings, ...]:
+    """Lists the cold tiers, nearest first. redis_url: of the server that there is, None without one."""
+    redis, files = config.redis, config.files
+    write = redis.write or (Write.DEMOTED if redis.url == "own" else Write.ALL)
+    tiers = (
+        (Tier.REDIS, redis_url, write, redis),
+        (Tier.FILES, files.folder, files.write, files),
+    )
+    return tuple(
+        ColdSettings(tier, place, Write(write), settings.timeout_ms / 1000, settings.max_bytes)
+        for tier, place, write, settings in tiers
+        if place is not None
     )
 
 

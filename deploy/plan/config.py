@@ -15,6 +15,7 @@ from router.config import AdmissionBounds, StreamBounds
 from wire.errors import ConfigError
 from wire.pools import PoolSizes
 from wire.settings import from_object
+from wire.tier import Write
 from worker.config import MIN_SILENCE_S, BatchSettings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -64,11 +65,25 @@ class ArenaSettings:
 
 @dataclass(frozen=True)
 class RedisSettings:
-    """The cold tier: `own` starts a server, `off` goes without, a URL uses a server that is there."""
+    """The tier of that name: `own` starts a server, `off` goes without, a URL uses a server that is there.
+
+    write: of `wire.tier.Write`; None is "demoted" for an own server, which ends with the cluster, "all" for another.
+    """
 
     url: str = "own"
     max_bytes: int = 256 * MIB
     timeout_ms: int = 50
+    write: str | None = None
+
+
+@dataclass(frozen=True)
+class FilesSettings:
+    """The tier of that name, off without a folder. write: of `wire.tier.Write`."""
+
+    folder: str | None = None
+    max_bytes: int = 16384 * MIB
+    timeout_ms: int = 200
+    write: str = "all"
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,8 @@ RANGES: dict[str, tuple[float, float]] = {
     **{f"batch.{each.name}": (1, 1 << 20) for each in fields(BatchSettings)},
     "arena.size_bytes": (MIB, 1 << 50),
     "redis.max_bytes": (16 * MIB, 1 << 50),
-    "redis.timeout_ms": (1, 10_000),
+    "files.max_bytes": (16 * MIB, 1 << 60),
+    **{f"{each}.timeout_ms": (1, 10_000) for each in ("redis", "files")},
     **{f"router.{each}_port": (0, 65535) for each in ("grpc", "metrics")},
     "router.max_queued_bytes": (MIB, 1 << 40),
     **{f"router.max_{each}": (1, 1 << 20) for each in ("connections", "open_requests", "queued_requests")},
@@ -121,18 +137,20 @@ class ClusterConfig:
     """The settings of a cluster: valid once made, and never changed afterwards."""
 
     name: str = "default"
+    secret_file: str | None = None
     model: ModelSettings = field(default_factory=ModelSettings)
     pools: PoolSizes = field(default_factory=PoolSizes)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
     arena: ArenaSettings = field(default_factory=ArenaSettings)
     redis: RedisSettings = field(default_factory=RedisSettings)
+    files: FilesSettings = field(default_factory=FilesSettings)
     router: RouterSettings = field(default_factory=RouterSettings)
     ray: RaySettings = field(default_factory=RaySettings)
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        for name in ("model.path", "redis.url", "ray.address"):
+        for name in ("model.path", "redis.url", "ray.address", "files.folder", "secret_file"):
             value = attrgetter(name)(self)
             is_text = value is None or _TEXT.fullmatch(value)
             _require(is_text, name, "text without control characters, and not empty: leave it out for the default", "")
@@ -141,15 +159,19 @@ class ClusterConfig:
             "model.weights": WEIGHTS,
             "model.block_size": BLOCK_SIZES,
             "worker.cpu_kernels": CPU_KERNELS,
+            "redis.write": tuple(Write),
+            "files.write": tuple(Write),
         }
         for name, choices in choices_of.items():
             value = attrgetter(name)(self)
-            _require(value in choices, name, f"one of {', '.join(map(str, choices))}", value)
+            _require(value in (None, *choices), name, f"one of {', '.join(map(str, choices))}", value)
         for name in RANGES:
             if problem := range_problem(name, attrgetter(name)(self)):
                 raise ConfigError(f"{name} {problem}")
         is_redis_url = _REDIS_URL.fullmatch(self.redis.url) and _names_a_host(self.redis.url)
         _require(is_redis_url, "redis.url", "own, off, or a URL: redis://HOST:PORT/DB, rediss://..., unix:///PATH", "")
+        folder = self.files.folder
+        _require(folder is None or Path(folder).is_absolute(), "files.folder", "an absolute path", folder)
         ray = self.ray.address
         is_address = ray is None or (_RAY_ADDRESS.fullmatch(ray) and _names_a_host(f"ray://{ray}"))
         _require(is_address, "ray.address", "HOST:PORT or auto (without it, Ray is started)", ray)

@@ -1,7 +1,8 @@
-"""Copies cold blocks from the arena to the cold tier, in the background of the node's service."""
+"""Copies blocks from the arena to a cold tier, in the background of the node's service."""
 
 import logging
 import threading
+import time
 
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
@@ -34,42 +35,57 @@ class ColdWriter:
         self._max_blocks = max_blocks
         self._interval_s = interval_s
         self._is_stopping = threading.Event()
+        self._end = 0.0
         self._thread = threading.Thread(target=self._run, name="cold-writer", daemon=True)
 
     @property
     def is_stopping(self) -> bool:
         return self._is_stopping.is_set()
 
+    @property
+    def _is_over(self) -> bool:
+        return self.is_stopping and time.monotonic() >= self._end
+
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stops the thread after the block under way is written or has failed."""
+    def finish(self, grace_s: float) -> None:
+        """Lets the thread write what is left for so long, and then end. Does not block."""
+        self._end = time.monotonic() + grace_s
         self._is_stopping.set()
+
+    def stop(self) -> None:
+        """Stops the thread after the block under way is written or has failed; after `finish`, at the end of that."""
+        if not self.is_stopping:
+            self.finish(0.0)
         if self._thread.is_alive():
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def write_some(self) -> int:
         """Writes blocks that the directory offers, up to the first failure, and counts them; tells it how that went."""
-        batch = self._directory.cold_candidates(self._max_blocks, _LEASE_TTL_S)
+        batch = self._directory.cold_candidates(self._cold.tier, self._max_blocks, _LEASE_TTL_S)
         written: list[BlockKey] = []
         try:
             for block in batch.blocks:
                 payload = self._arena.slot(block.slot)[: self._payload_bytes]
-                if self.is_stopping or not self._cold.put(block.name, payload, block.checksum):
+                if self._is_over or not self._cold.put(block.name, payload, block.checksum):
                     break
                 written.append(block.name.key)
         finally:
             held = self._directory.release(batch.lease_id)
             self._directory.note_cold(self._cold.status())
-        return self._directory.mark_cold(written) if held else 0
+        return self._directory.mark_cold(self._cold.tier, written) if held else 0
 
     def _run(self) -> None:
         while not self.is_stopping:
-            try:
-                num_written = self.write_some()
-            except Exception:
-                log.exception("writing to the cold tier failed")
-                num_written = 0
-            if not num_written:
+            if not self._try_to_write():
                 self._is_stopping.wait(self._interval_s)
+        while not self._is_over and self._try_to_write():
+            pass
+
+    def _try_to_write(self) -> int:
+        try:
+            return self.write_some()
+        except Exception:
+            log.exception("writing to tier %s failed", self._cold.tier)
+            return 0

@@ -11,18 +11,19 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kv_store.ledger import Ledger, PageState, Worth
 from kv_store.node.claims import Holds, Leases, Reservations
+from kv_store.node.copies import Copies
 from kv_store.node.directory_port import DirectoryPort
-from kv_store.tiers.cold_tier import ColdStatus
 from wire.directory import Block, DirectoryInfo, DirectoryStatus, Entry, Hold, Lease, Reservation
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
+from wire.tier import ColdStatus, Tier, Write
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ColdBatch:
-    """Blocks to copy to the cold tier, under a lease."""
+    """Blocks to copy to a cold tier, under a lease."""
 
     lease_id: int
     blocks: list[Block]
@@ -52,7 +53,7 @@ def _exclusive(method: Callable[Concatenate["Directory", P], T]) -> Callable[Con
 class Directory(DirectoryPort):
     """Holds no bytes; thread-safe; `clock` is monotonic, in seconds.
 
-    high_water: share of the slots that may hold a block's only copy before the cold tier is to be given some.
+    high_water, writes: as of `kv_store.node.copies.Copies`.
     """
 
     def __init__(
@@ -63,17 +64,17 @@ class Directory(DirectoryPort):
         arena_path: str = "",
         block_bytes: int = 0,
         high_water: float = 0.75,
+        writes: Mapping[Tier, Write] | None = None,
     ) -> None:
         self._info = DirectoryInfo(secrets.token_hex(8), arena_path, num_slots, block_bytes)
-        self._num_wanted_lossless = num_slots - int(num_slots * high_water)
         self._ledger = Ledger(num_slots)
         self._leases = Leases(self._ledger, clock)
         self._holds = Holds(self._ledger, clock)
         self._reservations = Reservations(self._ledger)
         self._blocks: dict[PageId, Block] = {}
         self._num_read = Counter[bool]()
-        self._num_copied = 0
-        self._cold = ColdStatus("up")
+        self._copies = Copies(self._ledger, writes or {}, high_water)
+        self._cold: dict[Tier, ColdStatus] = {}
         self._lock = threading.Lock()
 
     def info(self) -> DirectoryInfo:
@@ -94,7 +95,10 @@ class Directory(DirectoryPort):
         self._keep(hold, resident)
         lease_id = self._leases.take(writer, resident, 1.0)  # a batch must not evict its own prefix
         missing = [name for name in names if self._ledger.find(name.key) is None]
-        slots = iter(self._reservations.take(writer, missing))
+        taken = self._reservations.take(writer, missing)
+        for slot in taken:
+            self._copies.end(slot)
+        slots = iter(taken)
         self._leases.end(lease_id)
         given = [next(slots, None) if self._ledger.find(name.key) is None else None for name in names]
         return Reservation(given, len(resident))
@@ -126,6 +130,7 @@ class Directory(DirectoryPort):
         found = [slot for slot in slots if slot is not None]
         for slot in reversed(found):
             self._ledger.touch(slot)
+        self._copies.note_reads(found)
         self._num_read.update({True: len(found), False: len(keys) - len(found)})
         entries = [None if slot is None else Entry(slot, self._blocks[slot].checksum) for slot in slots]
         return Lease(self._leases.take(reader, found, ttl_s), entries)
@@ -139,6 +144,7 @@ class Directory(DirectoryPort):
         gone = [block for block in blocks if self._is_found(block)]
         for block in gone:
             self._ledger.withdraw(block.slot)
+            self._copies.end(block.slot)
         return len(gone)
 
     @_exclusive
@@ -150,25 +156,19 @@ class Directory(DirectoryPort):
         return sum([self._holds.release(request_id) for request_id in request_ids])
 
     @_exclusive
-    def cold_candidates(self, max_blocks: int, ttl_s: float) -> ColdBatch:
-        """Leases the least recently used blocks without a copy, as many as the arena lacks in slots of cheap loss."""
-        num_cheap = self._ledger.num_cached(Worth.TAIL) + self._ledger.num_cached(Worth.COPIED)
-        num_short = self._num_wanted_lossless - self._ledger.counts().free - num_cheap
-        slots = self._ledger.oldest(Worth.ONLY_COPY, min(max_blocks, max(0, num_short)))
+    def cold_candidates(self, tier: Tier, max_blocks: int, ttl_s: float) -> ColdBatch:
+        """Leases blocks to be written to a tier, the oldest first."""
+        slots = self._copies.wanted(tier, max_blocks)
         return ColdBatch(self._leases.take("", slots, ttl_s), [self._blocks[slot] for slot in slots])
 
     @_exclusive
-    def mark_cold(self, keys: Sequence[BlockKey]) -> int:
-        slots = [slot for slot in self._find(keys) if not self._blocks[slot].name.is_tail]
-        for slot in slots:
-            self._ledger.revalue(slot, Worth.COPIED)
-        self._num_copied += len(slots)
-        return len(slots)
+    def mark_cold(self, tier: Tier, keys: Sequence[BlockKey]) -> int:
+        return sum([self._copies.add(tier, slot) for slot in self._find(keys)])
 
     @_exclusive
     def note_cold(self, cold: ColdStatus) -> None:
-        """Notes the cold tier's state as its writer finds it, for the processes that only read there."""
-        self._cold = cold
+        """Notes a cold tier as its writer finds it, for the processes that only read there."""
+        self._cold[cold.tier] = cold
 
     @_exclusive
     def status(self) -> DirectoryStatus:
@@ -180,9 +180,7 @@ class Directory(DirectoryPort):
             hits=self._num_read[True],
             misses=self._num_read[False],
             evictions=self._ledger.num_evicted,
-            copied=self._num_copied,
-            refused=self._cold.refused,
-            cold_state=self._cold.state,
+            cold=list(self._cold.values()),
         )
 
     @_exclusive
@@ -212,7 +210,7 @@ class Directory(DirectoryPort):
                 key is None or self._blocks[slot].name.key == key for slot, key in keys.items()
             ),
         }
-        return self._ledger.check() + [problem for problem, holds in rules.items() if not holds]
+        return self._ledger.check() + self._copies.check() + [problem for problem, holds in rules.items() if not holds]
 
     def _find(self, keys: Iterable[BlockKey]) -> list[PageId]:
         return [slot for key in keys if (slot := self._ledger.find(key)) is not None]
@@ -228,6 +226,8 @@ class Directory(DirectoryPort):
         worth = Worth.TAIL if block.name.is_tail else Worth.ONLY_COPY
         if self._ledger.publish(block.slot, block.name.key, worth):
             self._blocks[block.slot] = block
+            if not block.name.is_tail:
+                self._copies.begin(block.slot)
 
     def _touch(self, names: Sequence[BlockName]) -> None:
         """Counts a use of these blocks and of all before them: a prefix's start is more recent than its end."""

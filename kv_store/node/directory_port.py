@@ -13,6 +13,7 @@ from wire.directory import Block, ClientName, DirectoryInfo, DirectoryStatus, Ho
 from wire.errors import StoreError
 from wire.ids import BlockKey, RequestId
 from wire.keys import BlockName
+from wire.tier import Tier
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,8 +97,8 @@ class DirectoryPort:
         """Ends the holds of requests, and counts the requests that held a block."""
 
     @_carried
-    def mark_cold(self, keys: Sequence[BlockKey], /) -> int:
-        """Notes copies of blocks in the cold tier, so that their loss here costs less; counts the blocks found."""
+    def mark_cold(self, tier: Tier, keys: Sequence[BlockKey], /) -> int:
+        """Notes copies of blocks in a cold tier, so that their loss here costs less; counts the blocks found."""
 
     @_carried
     def status(self) -> DirectoryStatus: ...

@@ -1,51 +1,40 @@
-"""The seam to the cold tier: blocks outside of the node's memory, kept on a best-effort basis.
+"""The seam to a cold tier: blocks outside of the node's memory, kept on a best-effort basis.
 
-A further tier of framed values is a `FramedTier` with the four methods that reach its bytes.
+A further tier of framed values is a `FramedTier` with the methods that reach its bytes, and an entry in `cold_tiers`.
 """
 
 import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from typing import Protocol
 
-from wire.errors import WireError
-from wire.frame import frame_len, seal, unseal
+from kv_store.breaker import Breaker
+from wire.errors import ForgedFrame, WireError
+from wire.frame import FrameSeal
 from wire.ids import BlockKey
 from wire.keys import BlockName
 from wire.layout import KVLayout
+from wire.tier import ColdStatus, Tier
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ColdStatus:
-    """`state` is "up", "broken", or "full" or "read-only" while the tier refuses blocks.
-
-    Counts of blocks since the start of this client; `refused` ones it tried to write in vain.
-    """
-
-    state: str
-    hits: int = 0
-    misses: int = 0
-    errors: int = 0
-    corrupt: int = 0
-    written: int = 0
-    refused: int = 0
 
 
 class ColdTier(Protocol):
     """Every fault is a counted miss; no call raises for one, and each is bounded in time."""
 
+    tier: Tier
+
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Tells for each key whether a value is stored; the value may be corrupt."""
 
-    def get(self, name: BlockName, into: memoryview) -> bytes | None:
-        """Fills `into`, a block's payload, and returns its checksum once both are verified to be that block's.
+    def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
+        """Fills a payload of `into` for each block, and yields its checksum once it is verified to be that block's.
 
-        None if it is missing; a value that cannot be that block is deleted and counted as corrupt, `into` undefined.
+        Ends at the first block that is missing. A value that cannot be the block is deleted and counted as corrupt or
+        forged, its payload undefined. A payload is written to only between two answers, so several may be one memory.
         """
 
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
@@ -60,10 +49,17 @@ class ColdTier(Protocol):
 
 
 class FramedTier(ABC):
-    """The common part of cold tiers that keep frames: it makes, checks and counts them. Thread-safe."""
+    """The common part of cold tiers that keep frames: it seals, verifies and counts them. Thread-safe.
 
-    def __init__(self, layout: KVLayout) -> None:
-        self._layout = layout
+    A tier that fails three times in a row is "broken", one that refuses three writes in a row "full" or "read-only".
+    """
+
+    def __init__(self, tier: Tier, layout: KVLayout, mac_key: bytes, clock: Callable[[], float]) -> None:
+        self.tier = tier
+        self._seal = FrameSeal(layout, mac_key)
+        self._breaker = Breaker(clock)
+        self._writes = Breaker(clock)
+        self._refusal = ""
         self._counted = Counter[str]()
         self._lock = threading.Lock()
 
@@ -71,41 +67,96 @@ class FramedTier(ABC):
     def delete(self, keys: Sequence[BlockKey]) -> None: ...
 
     @abstractmethod
-    def _read(self, key: BlockKey, max_bytes: int) -> bytes:
-        """Reads up to `max_bytes` of a value; none if it is missing or out of reach."""
+    def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes | memoryview, None, None]:
+        """Fills the payloads and yields the fronts of values; b"" for a value that is no frame.
+
+        Ends at the first value that is missing or out of reach.
+        """
 
     @abstractmethod
-    def _write(self, key: BlockKey, frame: bytes) -> bool:
+    def _write(self, key: BlockKey, front: bytes, payload: memoryview) -> bool:
         """Stores a value; False if that failed."""
 
-    @property
-    def _state(self) -> str:
-        return "up"
-
-    def get(self, name: BlockName, into: memoryview) -> bytes | None:
-        frame = self._read(name.key, frame_len(name, self._layout) + 1)  # one more, so that an over-long one shows
-        if not frame:
-            self._count("misses")
-            return None
-        try:
-            checksum = unseal(frame, name, self._layout, into)
-        except WireError as error:
-            log.warning("the cold tier had %s: deleted", error)
-            self._count("corrupt")
-            self.delete([name.key])
-            return None
-        self._count("hits")
-        return checksum
+    def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
+        with closing(self._read([name.key for name in names], into)) as fronts:
+            for name, payload in zip(names, into, strict=True):
+                checksum = self._verified(name, next(fronts, None), payload)
+                if checksum is None:
+                    return
+                yield checksum
 
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
-        is_stored = self._write(name.key, seal(name, self._layout, payload, checksum))
+        is_tried = self._writes.allows()
+        is_stored = is_tried and self._write(name.key, self._seal.seal(name, payload, checksum), payload)
         if is_stored:
             self._count("written")
         return is_stored
 
     def status(self) -> ColdStatus:
         with self._lock:
-            return ColdStatus(self._state, **self._counted)
+            return ColdStatus(self.tier, self._state, **self._counted)
+
+    @property
+    def _state(self) -> str:
+        if self._breaker.is_open:
+            return "broken"
+        return self._refusal if self._writes.is_open else "up"
+
+    def _verified(self, name: BlockName, front: bytes | memoryview | None, payload: memoryview) -> bytes | None:
+        if front is None:
+            self._count("misses")
+            return None
+        try:
+            checksum = self._seal.verify(name, front, payload)
+        except ForgedFrame as error:
+            log.critical("somebody writes to tier %s who must not: %s, deleted", self.tier, error)
+            self._reject(name.key, "forged")
+            return None
+        except WireError as error:
+            log.warning("tier %s had %s: deleted", self.tier, error)
+            self._reject(name.key, "corrupt")
+            return None
+        self._count("hits")
+        return checksum
+
+    def _reject(self, key: BlockKey, reason: str) -> None:
+        self._count(reason)
+        self.delete([key])
+
+    def _failed(self, error: Exception) -> None:
+        """Notes that a call has failed."""
+        with self._lock:
+            was_open = self._breaker.is_open
+            self._breaker.failed()
+            self._counted["errors"] += 1
+        if self._breaker.is_open and not was_open:
+            log.warning("tier %s is left alone for now: %s", self.tier, error)
+
+    def _succeeded(self) -> None:
+        """Notes that a call was answered."""
+        with self._lock:
+            was_open = self._breaker.is_open
+            self._breaker.succeeded()
+        if was_open:
+            log.warning("tier %s answers again", self.tier)
+
+    def _refused(self, state: str, error: Exception, advice: str = "") -> None:
+        """Notes that the tier answers, but takes no block."""
+        with self._lock:
+            was_refusing = self._writes.is_open
+            self._writes.failed()
+            self._refusal = state
+            self._counted["refused"] += 1
+        if self._writes.is_open and not was_refusing:
+            log.warning("tier %s refuses blocks (%s)%s", self.tier, error, advice)
+
+    def _accepted(self) -> None:
+        """Notes that the tier has taken a block."""
+        with self._lock:
+            was_refusing = self._writes.is_open
+            self._writes.succeeded()
+        if was_refusing:
+            log.warning("tier %s takes blocks again", self.tier)
 
     def _count(self, outcome: str) -> None:
         with self._lock:

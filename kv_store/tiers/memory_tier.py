@@ -1,18 +1,27 @@
-"""The cold tier's twin: frames in this process's memory."""
+"""The cold tiers' twin: frames in this process's memory."""
 
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from kv_store.tiers.cold_tier import FramedTier
+from wire.frame import FRONT_BYTES, MAC_KEY_BYTES
 from wire.ids import BlockKey
 from wire.layout import KVLayout
+from wire.tier import Tier
 
 
 class MemoryTier(FramedTier):
-    """A ColdTier that keeps the `max_blocks` most recently used blocks in `frames`."""
+    """A ColdTier that keeps the `max_blocks` most recently used blocks in `frames`. tier: the one it stands for."""
 
-    def __init__(self, layout: KVLayout, max_blocks: int = 1024) -> None:
-        super().__init__(layout)
+    def __init__(
+        self,
+        layout: KVLayout,
+        max_blocks: int = 1024,
+        tier: Tier = Tier.REDIS,
+        mac_key: bytes = bytes(MAC_KEY_BYTES),
+    ) -> None:
+        super().__init__(tier, layout, mac_key, time.monotonic)
         self.frames: OrderedDict[BlockKey, bytes] = OrderedDict()
         self._max_blocks = max_blocks
 
@@ -29,15 +38,22 @@ class MemoryTier(FramedTier):
         with self._lock:
             self.frames.clear()
 
-    def _read(self, key: BlockKey, max_bytes: int) -> bytes:
-        with self._lock:
-            if key in self.frames:
+    def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
+        for key, payload in zip(keys, into, strict=True):
+            with self._lock:
+                frame = self.frames.get(key)
+                if frame is None:
+                    return
                 self.frames.move_to_end(key)
-            return self.frames.get(key, b"")[:max_bytes]
+            if len(frame) == self._seal.frame_bytes:
+                payload[:] = frame[FRONT_BYTES:]
+                yield frame[:FRONT_BYTES]
+            else:
+                yield b""
 
-    def _write(self, key: BlockKey, frame: bytes) -> bool:
+    def _write(self, key: BlockKey, front: bytes, payload: memoryview) -> bool:
         with self._lock:
-            self.frames[key] = frame
+            self.frames[key] = front + payload
             self.frames.move_to_end(key)
             while len(self.frames) > self._max_blocks:
                 self.frames.popitem(last=False)

@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,17 +13,20 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
-from kv_store.breaker import Breaker
 from kv_store.tiers.cold_tier import FramedTier
 from wire.errors import ConfigError
+from wire.frame import FRONT_BYTES
 from wire.ids import BlockKey
 from wire.layout import KVLayout
+from wire.tier import Tier
 
 _PREFIX = b"baton:kv:"
 _PROBE = b"baton:probe"
 _PROBE_TTL_MS = 1000
 _KEYS_PER_ROUND = 1024
+_BYTES_IN_FLIGHT = 8 << 20
 _READ_BYTES = 256 << 10
+_MAX_LINE_BYTES = 512
 _GREETING_TIMEOUT_S = 2.0
 _CLOSE_TIMEOUT_S = 2.0
 T = TypeVar("T")
@@ -43,27 +47,29 @@ class RedisTier(FramedTier):
     """
 
     def __init__(
-        self, url: str, layout: KVLayout, timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        url: str,
+        layout: KVLayout,
+        mac_key: bytes,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(layout)
+        super().__init__(Tier.REDIS, layout, mac_key, clock)
         self._redis = _connect(url, timeout_s)
-        self._breaker = Breaker(clock)
-        self._writes = Breaker(clock)
-        self._refusal = ""
         self._is_silent = False
         self._probe: threading.Thread | None = None
-        if (reason := greet(url, max(timeout_s, _GREETING_TIMEOUT_S), self._refused)) is not None:
+        if (reason := greet(url, max(timeout_s, _GREETING_TIMEOUT_S), self._turned_away)) is not None:
             self._breaker.failed()
-            log.warning("the cold tier does not answer yet: %s", reason)
+            log.warning("tier redis does not answer yet: %s", reason)
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         found: list[bool] = []
-        for batch in _rounds(keys):
+        for batch in _rounds(keys, _KEYS_PER_ROUND):
             found += self._ask(partial(self._exist, batch), [False] * len(batch))
         return found
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        for batch in _rounds(keys):
+        for batch in _rounds(keys, _KEYS_PER_ROUND):
             self._ask(partial(self._redis.unlink, *(_PREFIX + key for key in batch)), 0)
 
     def close(self) -> None:
@@ -71,56 +77,42 @@ class RedisTier(FramedTier):
             self._probe.join(_CLOSE_TIMEOUT_S)
         self._redis.close()
 
-    @property
-    def _state(self) -> str:
-        if self._breaker.is_open:
-            return "broken"
-        return self._refusal if self._writes.is_open else "up"
-
     def _exist(self, keys: Sequence[BlockKey]) -> list[bool]:
         pipeline = self._redis.pipeline(transaction=False)
         for key in keys:
             pipeline.exists(_PREFIX + key)
         return [bool(found) for found in pipeline.execute()]
 
-    def _read(self, key: BlockKey, max_bytes: int) -> bytes:
-        return self._ask(lambda: self._get_range(key, max_bytes), b"")
+    def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes | memoryview, None, None]:
+        payloads = iter(into)
+        for batch in _rounds(keys, max(1, _BYTES_IN_FLIGHT // self._seal.frame_bytes)):
+            make = partial(_Replies, self._redis.connection_pool, batch, self._seal.frame_bytes)
+            if (replies := self._ask(make, None)) is None:
+                return
+            with closing(replies):
+                for _ in batch:
+                    if (front := self._ask(partial(replies.receive, next(payloads)), None)) is None:
+                        return
+                    yield front
 
-    def _write(self, key: BlockKey, frame: bytes) -> bool:
-        return self._writes.allows() and self._ask(lambda: self._set(key, frame), False)
+    def _write(self, key: BlockKey, front: bytes, payload: memoryview) -> bool:
+        return self._ask(lambda: self._set(key, b"".join((front, payload))), False)
 
     def _set(self, key: BlockKey, frame: bytes) -> bool:
         """Stores a value; False if the server answers, but refuses it."""
         try:
             self._redis.set(_PREFIX + key, frame)
         except ResponseError as error:
-            self._refused(error)
+            self._turned_away(error)
             return False
-        with self._lock:
-            was_refusing = self._writes.is_open
-            self._writes.succeeded()
-        if was_refusing:
-            log.warning("Redis takes blocks again")
+        self._accepted()
         return True
 
-    def _refused(self, error: ResponseError) -> None:
-        is_full = isinstance(error, OutOfMemoryError)
-        with self._lock:
-            was_refusing = self._writes.is_open
-            self._writes.failed()
-            self._refusal = "full" if is_full else "read-only"
-            self._counted["refused"] += 1
-        if self._writes.is_open and not was_refusing:
-            advice = ": set its maxmemory-policy to allkeys-lru, or give it more memory" if is_full else ""
-            log.warning("Redis refuses blocks (%s)%s", error, advice)
-
-    def _get_range(self, key: BlockKey, max_bytes: int) -> bytes:
-        try:
-            return bytes(self._redis.getrange(_PREFIX + key, 0, max_bytes - 1))
-        except ResponseError as error:
-            if "WRONGTYPE" not in str(error):
-                raise
-            return b"a value of another type"
+    def _turned_away(self, error: ResponseError) -> None:
+        if isinstance(error, OutOfMemoryError):
+            self._refused("full", error, ": set its maxmemory-policy to allkeys-lru, or give it more memory")
+        else:
+            self._refused("read-only", error)
 
     def _ask(self, command: Callable[[], T], otherwise: T) -> T:
         """Sends a command, unless in doubt; returns its answer, or `otherwise`."""
@@ -148,28 +140,71 @@ class RedisTier(FramedTier):
         """Sends a command; returns its answer, or `otherwise` and counts an error."""
         try:
             answer = command()
-        except RedisError as error:
+        except (RedisError, OSError) as error:
             self._failed(error)
+            self._is_silent = not isinstance(error, ResponseError)
             return otherwise
         self._succeeded()
+        self._is_silent = False
         return answer
 
-    def _failed(self, error: RedisError) -> None:
-        with self._lock:
-            was_open = self._breaker.is_open
-            self._breaker.failed()
-            self._is_silent = not isinstance(error, ResponseError)
-            self._counted["errors"] += 1
-        if self._breaker.is_open and not was_open:
-            log.warning("the cold tier is left alone for now: %s", error)
 
-    def _succeeded(self) -> None:
-        with self._lock:
-            was_open = self._breaker.is_open
-            self._breaker.succeeded()
-            self._is_silent = False
-        if was_open:
-            log.warning("the cold tier answers again")
+class _Replies:
+    """The values of some keys, asked for at once on a connection of their own, and received straight into place.
+
+    At most one byte more than a frame is asked for, so that an over-long value shows and is never read whole.
+    """
+
+    def __init__(self, pool: Any, keys: Sequence[BlockKey], frame_bytes: int) -> None:
+        self._pool = pool
+        self._num_left = len(keys)
+        self._start = b"$%d\r\n" % frame_bytes
+        self._head = memoryview(bytearray(len(self._start) + FRONT_BYTES))
+        self._end = memoryview(bytearray(2))
+        self._connection = pool.get_connection()
+        try:
+            commands = [("GETRANGE", _PREFIX + key, 0, frame_bytes) for key in keys]
+            self._connection.send_packed_command(self._connection.pack_commands(commands))
+        except BaseException:
+            self.close()
+            raise
+
+    def receive(self, payload: memoryview) -> memoryview | bytes | None:
+        """Fills the payload of the next value and returns its front; None if it is missing, b"" if it is no frame.
+
+        The front is valid until the next call. There is none after another answer than a front.
+        """
+        num_received = 0
+        while num_received < len(self._head):
+            num_received += self._receive_some(self._head[num_received:])
+            if bytes(self._head[:num_received])[: len(self._start)] != self._start[:num_received]:
+                return self._other_reply(bytes(self._head[:num_received]))
+        for part in (payload, self._end):
+            while part:
+                part = part[self._receive_some(part) :]
+        self._num_left -= 1
+        return self._head[len(self._start) :]
+
+    def close(self) -> None:
+        """Gives the connection back; closes it if an answer is left on it."""
+        if self._num_left:
+            self._connection.disconnect()
+        self._pool.release(self._connection)
+
+    def _other_reply(self, line: bytes) -> bytes | None:
+        while b"\r\n" not in line and len(line) < _MAX_LINE_BYTES:
+            line += bytes(self._head[: self._receive_some(self._head)])
+        if line.startswith((b"$0\r", b"$-1\r", b"_\r")):
+            return None
+        if line.startswith((b"$", b"-WRONGTYPE")):
+            return b""
+        raise ResponseError(line.partition(b"\r")[0].decode(errors="replace")[:_MAX_LINE_BYTES])
+
+    def _receive_some(self, into: memoryview) -> int:
+        num_received: int = self._connection._sock.recv_into(into)  # its parser would copy what it receives
+        if not num_received:
+            raise ConnectionError("Redis has hung up")
+        return num_received
 
 
 def greet(url: str, timeout_s: float, on_refusal: Callable[[ResponseError], None] = lambda _: None) -> str | None:
@@ -196,8 +231,8 @@ def greet(url: str, timeout_s: float, on_refusal: Callable[[ResponseError], None
     return None
 
 
-def _rounds(keys: Sequence[BlockKey]) -> list[Sequence[BlockKey]]:
-    return [keys[start : start + _KEYS_PER_ROUND] for start in range(0, len(keys), _KEYS_PER_ROUND)]
+def _rounds(keys: Sequence[BlockKey], size: int) -> list[Sequence[BlockKey]]:
+    return [keys[start : start + size] for start in range(0, len(keys), size)]
 
 
 def _warn_of_policy(server: Any) -> None:

@@ -11,14 +11,12 @@ from wire.convert import status_of
 from wire.errors import BatonError
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pools import Role, WorkerState
-from wire.tier import Tier
+from wire.tier import READ_COUNTS, WRITE_COUNTS, Tier
 
 ASK_TIMEOUT_S = 5.0
-COUNTED_BY_WORKERS = ("hits", "misses", "errors", "corrupt")
-COUNTED_BY_NODE = ("written", "refused")
 TIER_STATES = {
     "broken": "does not answer: workers go on without it",
-    "full": "is full and refuses blocks: set its maxmemory-policy to allkeys-lru, or give it more memory",
+    "full": "is full and refuses blocks: set its maxmemory-policy (Redis) to allkeys-lru, or give it more room",
     "read-only": "refuses blocks: workers read what it has",
     "up": "is up again",
 }
@@ -93,10 +91,10 @@ def _summed(tier: Tier, workers: Iterable[worker_pb2.WorkerStatus]) -> worker_pb
     summed.CopyFrom(told[0])
     states = {status.state for status in told}
     summed.state = next((state for state in (*TIER_STATES, "off") if state in states), "")
-    for name in COUNTED_BY_WORKERS:
+    for name in READ_COUNTS:
         if name in summed.counts:
             summed.counts[name] = sum(status.counts[name] for status in told)
-    for name in COUNTED_BY_NODE:
+    for name in WRITE_COUNTS:
         if name in summed.counts:
             summed.counts[name] = max(status.counts[name] for status in told)
     return summed
@@ -146,6 +144,8 @@ def changes(before: cluster_pb2.ClusterStatus, after: cluster_pb2.ClusterStatus)
             yield f"tier {new.tier} {TIER_STATES[new.state]}"
         if old.epoch and new.epoch and old.epoch != new.epoch:
             yield f"the directory of tier {old.tier} is a new one: every block in it is a miss"
+        if old.state and (num_forged := new.counts["forged"] - old.counts["forged"]) > 0:
+            yield f"tier {new.tier} had forged blocks ({num_forged}), not used: somebody writes there who must not"
     yield from _changes_of_silence(_silences(before), _silences(after))
 
 

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from router.observe.metrics import NAMESPACE
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import BLOCK_STATES, Tier
+from wire.tier import BLOCK_STATES, READ_COUNTS, Tier
 
 WORKER = ("role", "worker")
 ROUTER = ("router", "router")
@@ -98,7 +98,7 @@ def _of_blocks(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.W
 
 
 def _of_tiers(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
-    """Of tiers that workers reach over a connection; one that is switched off has no metrics."""
+    """Of cold tiers; one that is switched off has no metrics."""
     labels = (*WORKER, "tier")
     told = [((*_ids(worker), tier.tier), tier) for worker in workers for tier in worker.tiers if _is_on(tier)]
     if not told:
@@ -115,7 +115,7 @@ def _of_tiers(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.Wo
     ):
         rows = [((*NODE, tier.tier), tier.counts[name]) for tier in status.tiers if _is_on(tier)]
         yield _counter(f"tier_{name}", text, rows, labels)
-    for name in ("hits", "misses", "errors", "corrupt"):
+    for name in READ_COUNTS:
         rows = [(ids, tier.counts[name]) for ids, tier in told]
         yield _counter(f"tier_{name}", f"Blocks asked of a tier: {name}", rows, labels)
 

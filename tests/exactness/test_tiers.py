@@ -8,8 +8,10 @@ import torch
 
 from engine.events import TierTokens
 from engine.model.decoder import Decoder
+from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.checkpoints import ARCHITECTURES, Continuation, choose_prompt, make_checkpoint
+from tests.kv_store.names import MAC_KEY
 from tests.pair import Node, Run, drive, make_core, prefill, request, rest_of, resume, serve
 from wire.sampling import SamplingParams
 
@@ -69,6 +71,22 @@ def test_handed_over_then_hit_in_each_tier(model: Decoder, expected: list[Contin
     in_redis = prefill(make_core(model, restarted), [one.prompt_ids for one in expected], GREEDY)
     assert all(run.fetched[0] == hits("redis", run) for run in in_redis)
     assert_exact(resume(make_core(model, restarted), in_redis), expected)
+
+
+def test_found_in_files_by_a_cluster_that_starts_anew(
+    model: Decoder, expected: list[Continuation], tmp_path: Path
+) -> None:
+    """As after a stop and a start on one folder, with one secret."""
+    for is_again in (False, True):
+        cold = FilesTier(str(tmp_path), model.layout, MAC_KEY, timeout_s=30.0, max_bytes=1 << 30)
+        node = Node(model, cold=cold)
+        handed = prefill(make_core(model, node), [one.prompt_ids for one in expected], GREEDY)
+        if is_again:
+            assert all(run.fetched[0] == hits("files", run) for run in handed)
+        assert_exact(resume(make_core(model, node), handed), expected)
+        node.release(handed)
+        node.write_all_cold()
+        cold.close()
 
 
 def hits(tier: str, run: Run) -> TierTokens:

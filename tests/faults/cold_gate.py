@@ -1,24 +1,26 @@
 """A worker's way to the cold tier, with faults to order."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
-from kv_store.tiers.cold_tier import ColdStatus, ColdTier
+from kv_store.tiers.cold_tier import ColdTier
 from wire.ids import BlockKey
 from wire.keys import BlockName
+from wire.tier import ColdStatus
 
 MAX_WAIT_S = 10.0
 
 
 class ColdGate:
-    """A ColdTier. What is `missing` is told to exist and then not given; `on_get` is called before each `get`.
+    """A ColdTier. What is `missing` is told to exist and then not given; `on_get` is called before each block of a get.
 
-    `pause` makes the next calls of `get` wait, `go_on` lets them go.
+    `pause` makes the next blocks of a `get` wait, `go_on` lets them go.
     """
 
     def __init__(self, tier: ColdTier) -> None:
         self.missing: set[BlockKey] = set()
         self.on_get: Callable[[], None] = lambda: None
+        self.tier = tier.tier
         self._tier = tier
         self._may_go = threading.Event()
         self._may_go.set()
@@ -32,10 +34,14 @@ class ColdGate:
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         return self._tier.exists(keys)
 
-    def get(self, name: BlockName, into: memoryview) -> bytes | None:
-        self.on_get()
-        assert self._may_go.wait(MAX_WAIT_S), "nobody let the tier go on"
-        return None if name.key in self.missing else self._tier.get(name, into)
+    def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
+        for name, payload in zip(names, into, strict=True):
+            self.on_get()
+            assert self._may_go.wait(MAX_WAIT_S), "nobody let the tier go on"
+            checksum = next(self._tier.get([name], [payload]), None)
+            if checksum is None or name.key in self.missing:
+                return
+            yield checksum
 
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
         return self._tier.put(name, payload, checksum)

@@ -153,7 +153,7 @@ class FaultyCluster(LocalCluster):
         self._be_poisoned(name)
         self.gates[name] = DirectoryGate(parts.tiers.directory)
         self.colds[name] = ColdGate(self.cold)
-        return Parts(self.models[name], Tiers(parts.tiers.arena, self.gates[name], self.colds[name]))
+        return Parts(self.models[name], Tiers(parts.tiers.arena, self.gates[name], [self.colds[name]]))
 
     def _connect(self, address: str) -> Transport:
         faults = self.faults.setdefault(address, Faults())

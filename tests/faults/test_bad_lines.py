@@ -16,10 +16,9 @@ from tests.faults.remote_cluster import remote_cluster
 from tests.faults.rest import at_rest, until
 from tests.faults.toxic_proxy import Line, toxic_proxy
 from tests.kv_store.names import LAYOUT as REDIS_LAYOUT
-from tests.kv_store.names import names_of, payload_of
+from tests.kv_store.names import MAC_KEY, got_one, names_of, put_one
 from tests.redis_process import RedisProcess
 from tests.router.test_stopped_worker import HURRIED
-from wire.frame import checksum_of
 from wire.ids import WorkerId
 from wire.pools import WorkerState
 from wire.rpc import LINE_OPTIONS
@@ -108,21 +107,17 @@ def redis_path(tmp_path: Path) -> Iterator[str]:
 @asynccontextmanager
 async def tier_behind(line: Line, redis_path: str, timeout_s: float = AMPLE_S) -> AsyncIterator[RedisTier]:
     async with toxic_proxy(redis_path, line) as address:
-        tier = await asyncio.to_thread(RedisTier, f"redis://{address}", REDIS_LAYOUT, timeout_s)
+        tier = await asyncio.to_thread(RedisTier, f"redis://{address}", REDIS_LAYOUT, MAC_KEY, timeout_s)
         yield tier
         await asyncio.to_thread(tier.close)
 
 
 async def put(tier: RedisTier) -> bool:
-    payload = memoryview(payload_of(NAME))
-    return await asyncio.to_thread(tier.put, NAME, payload, checksum_of(payload))
+    return await asyncio.to_thread(put_one, tier, NAME)
 
 
 async def got(tier: RedisTier) -> bool:
-    into = bytearray(REDIS_LAYOUT.payload_bytes)
-    found = await asyncio.to_thread(tier.get, NAME, memoryview(into)) is not None
-    assert not found or into == payload_of(NAME)
-    return found
+    return await asyncio.to_thread(got_one, tier, NAME)
 
 
 @pytest.mark.redis

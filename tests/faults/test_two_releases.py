@@ -13,6 +13,7 @@ from tests import local_worker
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.rest import at_rest
+from tests.kv_store.names import MAC_KEY
 from tests.local_cluster import cluster as local_cluster
 from tests.local_cluster.cluster import Sizes
 from wire.convert import tiers_from_pb
@@ -52,7 +53,7 @@ class Release:
             for module in (local_cluster, local_worker):
                 patch.setattr(module, "FINGERPRINT", self.fingerprint)
             cluster = FaultyCluster(model, Sizes())
-            cold = RedisTier(redis_url, self.layout, AMPLE_S)
+            cold = RedisTier(redis_url, self.layout, MAC_KEY, AMPLE_S)
             patch.setattr(cluster, "cold", cold)
             await cluster.start(1, 1)
             try:

@@ -3,14 +3,16 @@
 import hashlib
 from collections.abc import Sequence
 
+from kv_store.tiers.cold_tier import ColdTier
 from wire.directory import Block
-from wire.frame import checksum_of
+from wire.frame import MAC_KEY_BYTES, checksum_of
 from wire.ids import NamespaceRoot, PageId
 from wire.keys import BlockName, cover
 from wire.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 ROOT = NamespaceRoot(b"R" * 32)
+MAC_KEY = b"M" * MAC_KEY_BYTES
 
 
 def names_of(num_tokens: int, first: int = 0) -> list[BlockName]:
@@ -20,6 +22,19 @@ def names_of(num_tokens: int, first: int = 0) -> list[BlockName]:
 
 def payload_of(name: BlockName) -> bytes:
     return hashlib.shake_256(name.key).digest(LAYOUT.payload_bytes)
+
+
+def put_one(tier: ColdTier, name: BlockName) -> bool:
+    payload = memoryview(payload_of(name))
+    return tier.put(name, payload, checksum_of(payload))
+
+
+def got_one(tier: ColdTier, name: BlockName) -> bool:
+    """Whether a tier has a block. Its bytes and its checksum are the right ones."""
+    into = memoryview(bytearray(LAYOUT.payload_bytes))
+    checksums = list(tier.get([name], [into]))
+    assert not checksums or (into == payload_of(name) and checksums == [checksum_of(into)])
+    return bool(checksums)
 
 
 def committed(slots: Sequence[PageId | None], names: Sequence[BlockName]) -> list[Block]:

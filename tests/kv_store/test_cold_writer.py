@@ -1,6 +1,6 @@
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,15 +11,16 @@ from kv_store.node.directory import Directory
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.fake_clock import FakeClock
-from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
+from tests.kv_store.names import LAYOUT, MAC_KEY, committed, got_one, names_of, payload_of
 from tests.redis_process import RedisProcess
 from wire.keys import BlockName
+from wire.tier import Tier, Write
 
 NUM_SLOTS = 16
 WAIT_S = 20.0
 
 
-class Tier(MemoryTier):
+class Slow(MemoryTier):
     """A cold tier that does something first, and may fail."""
 
     def __init__(self) -> None:
@@ -31,11 +32,11 @@ class Tier(MemoryTier):
 
 
 class Node:
-    def __init__(self) -> None:
+    def __init__(self, writes: Mapping[Tier, Write] | None = None) -> None:
         self.clock = FakeClock()
         self.arena = Arena.anonymous(LAYOUT.block_bytes, NUM_SLOTS)
-        self.directory = Directory(NUM_SLOTS, self.clock, high_water=0.0)
-        self.cold = Tier()
+        self.directory = Directory(NUM_SLOTS, self.clock, high_water=0.0, writes=writes)
+        self.cold = Slow()
         self.writer = ColdWriter(LAYOUT, self.arena, self.directory, self.cold, max_blocks=4, interval_s=0.01)
 
     def publish(self, names: list[BlockName]) -> None:
@@ -45,7 +46,7 @@ class Node:
         self.directory.commit("writer", blocks, None)
 
     def is_cold(self, name: BlockName) -> bool:
-        return self.cold.get(name, memoryview(bytearray(LAYOUT.payload_bytes))) is not None
+        return got_one(self.cold, name)
 
 
 @pytest.fixture
@@ -62,7 +63,8 @@ def test_the_oldest_blocks_go_first_each_once(node: Node) -> None:
     node.publish(names[3:])
     node.publish(names_of(12, first=1000))
     assert [node.writer.write_some(), node.writer.write_some(), node.writer.write_some()] == [4, 2, 0]
-    assert node.directory.status().copied == 6
+    [cold] = node.directory.status().cold
+    assert (cold.tier, cold.written) == (Tier.REDIS, 6)
     assert all(node.is_cold(name) for name in names[3:])
 
 
@@ -82,15 +84,15 @@ def test_a_redis_that_is_full_is_told_by_the_directory(tmp_path: Path) -> None:
     server.start()
     try:
         node = Node()
-        cold = RedisTier(server.url, LAYOUT, WAIT_S)
+        cold = RedisTier(server.url, LAYOUT, MAC_KEY, WAIT_S)
         with server.client() as client:
             client.config_set("maxmemory", "1kb")
         writer = ColdWriter(LAYOUT, node.arena, node.directory, cold)
         node.publish(names_of(24))
-        assert node.directory.status().cold_state == "up"
+        assert node.directory.status().cold == []
         assert [writer.write_some() for _ in range(3)] == [0, 0, 0]
-        status = node.directory.status()
-        assert (status.cold_state, status.refused, status.copied) == ("full", 3, 0)
+        [status] = node.directory.status().cold
+        assert (status.state, status.refused, status.written) == ("full", 3, 0)
         cold.close()
     finally:
         server.kill()
@@ -105,7 +107,7 @@ def test_what_was_read_after_its_lease_is_not_marked(node: Node) -> None:
 
     node.cold.before = stall
     assert node.writer.write_some() == 0
-    assert len(node.directory.cold_candidates(9, 0.5).blocks) == 2
+    assert len(node.directory.cold_candidates(Tier.REDIS, 9, 0.5).blocks) == 2
     node.clock.now += 1.0
 
 
@@ -173,3 +175,32 @@ def test_stopping_does_not_wait_for_a_whole_batch(node: Node) -> None:
     go_on.set()
     stopping.join(WAIT_S)
     assert node.cold.status().written == 1
+
+
+@pytest.mark.parametrize(("grace_s", "num_written"), [(WAIT_S, NUM_SLOTS), (0.0, 1)])
+def test_it_may_finish_within_a_grace(grace_s: float, num_written: int) -> None:
+    node = Node({Tier.REDIS: Write.ALL})
+    node.publish(names_of(4 * NUM_SLOTS))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stall() -> bool:
+        begun.set()
+        return go_on.wait(WAIT_S)
+
+    node.cold.before = stall
+    node.writer.start()
+    assert begun.wait(WAIT_S)
+    node.writer.finish(grace_s)
+    go_on.set()
+    node.writer.stop()
+    assert node.cold.status().written == num_written
+
+
+def test_nothing_is_left_to_finish_for_a_tier_that_fails() -> None:
+    node = Node({Tier.REDIS: Write.ALL})
+    node.publish(names_of(4 * NUM_SLOTS))
+    node.cold.before = lambda: False
+    node.writer.start()
+    node.writer.finish(1000.0)
+    node.writer.stop()
+    assert node.cold.status().written == 0

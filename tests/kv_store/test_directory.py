@@ -15,6 +15,7 @@ from tests.kv_store.names import committed, names_of
 from wire.directory import Block, Entry, Hold
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
+from wire.tier import Tier, Write
 
 NUM_SLOTS = 8
 
@@ -297,7 +298,7 @@ def test_what_the_cold_tier_has_is_evicted_first(served: Served) -> None:
     names, others = names_of(16), names_of(16, first=1000)
     served.publish(names)
     served.publish(others)
-    assert served.port.mark_cold(keys(others) + keys(names_of(4, first=5000))) == 4
+    assert served.port.mark_cold(Tier.REDIS, keys(others) + keys(names_of(4, first=5000))) == 4
     served.publish(names_of(16, first=2000))
     assert (served.found(names), served.found(others)) == ([True] * 4, [False] * 4)
     assert served.port.status().evictions == 4
@@ -308,15 +309,70 @@ def test_cold_candidates_are_the_oldest_full_blocks_above_the_mark() -> None:
     served = Served(directory, directory, FakeClock())
     names = names_of(15)
     served.publish(names)
-    assert directory.cold_candidates(9, 5.0).blocks == []
+    assert directory.cold_candidates(Tier.REDIS, 9, 5.0).blocks == []
     served.publish(names_of(8, first=1000))
     assert directory.status().counts.free == 2
-    batch = directory.cold_candidates(9, 5.0)
+    batch = directory.cold_candidates(Tier.REDIS, 9, 5.0)
     assert keys([block.name for block in batch.blocks]) == keys([names[2]])
-    directory.mark_cold([names[2].key, names[3].key])
-    assert directory.cold_candidates(9, 5.0).blocks == []
+    directory.mark_cold(Tier.REDIS, [names[2].key, names[3].key])
+    assert directory.cold_candidates(Tier.REDIS, 9, 5.0).blocks == []
     directory.release(batch.lease_id)
     served.publish(names_of(16, first=2000))
     assert directory.exists(keys(names)) == [True, True, False, False]
-    assert len(directory.cold_candidates(1, 5.0).blocks) == 1
+    assert len(directory.cold_candidates(Tier.REDIS, 1, 5.0).blocks) == 1
     assert directory.check() == []
+
+
+def written_next(directory: Directory, tier: Tier, max_blocks: int = 9) -> list[BlockKey]:
+    batch = directory.cold_candidates(tier, max_blocks, 5.0)
+    assert directory.release(batch.lease_id)
+    return keys([block.name for block in batch.blocks])
+
+
+def test_all_full_blocks_are_offered_to_a_tier_that_gets_all() -> None:
+    directory = Directory(NUM_SLOTS, FakeClock(), writes={Tier.FILES: Write.ALL})
+    served = Served(directory, directory, FakeClock())
+    names = names_of(15)
+    served.publish(names)
+    assert set(written_next(directory, Tier.FILES)) == set(keys(names[:3])), "a tail stays"
+    assert len(written_next(directory, Tier.FILES, 2)) == 2
+    assert written_next(directory, Tier.REDIS) == []
+    directory.mark_cold(Tier.REDIS, keys(names[:1]))
+    assert set(written_next(directory, Tier.FILES)) == set(keys(names[:3])), "each tier for itself"
+    directory.mark_cold(Tier.FILES, keys(names[:2]))
+    assert written_next(directory, Tier.FILES) == keys(names[2:3])
+    served.publish(names_of(4 * NUM_SLOTS, first=1000))
+    assert directory.exists(keys(names)) == [False] * 4
+    assert not set(written_next(directory, Tier.FILES)) & set(keys(names)), "what was evicted is offered no more"
+    assert directory.check() == []
+
+
+def test_blocks_that_are_read_outside_of_a_hand_off_are_offered_to_a_tier_that_gets_reused_ones() -> None:
+    clock = FakeClock()
+    directory = Directory(NUM_SLOTS, clock, writes={Tier.REDIS: Write.REUSED})
+    served = Served(directory, directory, clock)
+    names = names_of(15)
+    served.publish(names)
+    assert written_next(directory, Tier.REDIS) == []
+    directory.reserve("other", names, Hold(RequestId("a"), 5.0))
+    directory.release(directory.lease("decode", keys(names), 1.0).lease_id)
+    assert written_next(directory, Tier.REDIS) == [], "that was the hand-off"
+    directory.release_holds([RequestId("a")])
+    directory.release(directory.lease("prefill", keys(names[1:]), 1.0).lease_id)
+    assert written_next(directory, Tier.REDIS) == keys(names[1:3])
+    directory.mark_cold(Tier.REDIS, keys(names[1:3]))
+    directory.release(directory.lease("prefill", keys(names), 1.0).lease_id)
+    assert written_next(directory, Tier.REDIS) == keys(names[:1])
+    assert directory.check() == []
+
+
+def test_a_block_with_a_copy_in_any_tier_is_cheap_to_lose() -> None:
+    directory = Directory(NUM_SLOTS, FakeClock(), high_water=0.0, writes={Tier.FILES: Write.ALL})
+    served = Served(directory, directory, FakeClock())
+    names, others = names_of(16), names_of(16, first=1000)
+    served.publish(names)
+    served.publish(others)
+    assert directory.mark_cold(Tier.FILES, keys(others)) == 4
+    assert set(written_next(directory, Tier.REDIS)) == set(keys(names)), "no cold tier has these"
+    served.publish(names_of(16, first=2000))
+    assert (served.found(names), served.found(others)) == ([True] * 4, [False] * 4)

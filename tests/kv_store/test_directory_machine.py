@@ -4,7 +4,7 @@ from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kv_store.node.directory import Directory
 from tests.kv_store.fake_clock import FakeClock
@@ -12,6 +12,7 @@ from tests.kv_store.names import names_of
 from wire.directory import Block, Hold
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
+from wire.tier import COLD_TIERS, Tier, Write
 
 NUM_SLOTS = 6
 NAMES = [*names_of(14), *names_of(14, first=1000)]
@@ -31,6 +32,11 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.writing: dict[str, list[tuple[PageId, BlockName]]] = {}
         self.reading: dict[int, list[tuple[PageId, BlockKey]]] = {}
         self.ends: dict[int, float] = {}
+
+    @initialize(write=st.sampled_from(Write))
+    def choose(self, write: Write) -> None:
+        """FILES gets what the arena is about to lose, as a tier without a rule does."""
+        self.directory = Directory(NUM_SLOTS, self.clock, high_water=0.5, writes={Tier.REDIS: write})
 
     @rule(writer=writers, part=ranges, holder=st.none() | holders)
     def reserve(self, writer: str, part: tuple[int, int], holder: RequestId | None) -> None:
@@ -76,13 +82,13 @@ class DirectoryMachine(RuleBasedStateMachine):
         else:
             assert self.clock.now >= self.ends[lease_id]
 
-    @rule(num_blocks=st.integers(1, 4))
-    def write_cold(self, num_blocks: int) -> None:
-        batch = self.directory.cold_candidates(num_blocks, 5.0)
+    @rule(tier=st.sampled_from(COLD_TIERS), num_blocks=st.integers(1, 4))
+    def write_cold(self, tier: Tier, num_blocks: int) -> None:
+        batch = self.directory.cold_candidates(tier, num_blocks, 5.0)
         assert all(self.arena[block.slot] == block.name.key for block in batch.blocks)
         assert not any(block.name.is_tail for block in batch.blocks)
         assert self.directory.release(batch.lease_id)
-        self.directory.mark_cold([block.name.key for block in batch.blocks])
+        assert self.directory.mark_cold(tier, [block.name.key for block in batch.blocks]) == len(batch.blocks)
 
     @rule(holder=holders)
     def release_hold(self, holder: RequestId) -> None:

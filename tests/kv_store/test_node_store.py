@@ -20,7 +20,7 @@ from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.fake_clock import FakeClock
-from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
+from tests.kv_store.names import LAYOUT, MAC_KEY, committed, names_of, payload_of, put_one
 from tests.kv_store.pools import filled_pool, page_of, pages_from
 from wire.errors import ConfigError
 from wire.ids import PageId, RequestId
@@ -45,7 +45,7 @@ class Node:
 
     def store(self, pool: DevicePool) -> NodeStore:
         arena, port = self.connect()
-        return NodeStore(LAYOUT, arena, port, self.cold, pool)
+        return NodeStore(LAYOUT, arena, port, [] if self.cold is None else [self.cold], pool)
 
     def publish(self, names: list[BlockName], hold: RequestId | None = None) -> NodeStore:
         """By a store of its own."""
@@ -96,7 +96,7 @@ def real(folder: Path, redis_url: str) -> Iterator[Node]:
     server.start()
     with redis.Redis.from_url(redis_url) as client:
         client.flushdb()
-    node = Node(arena, directory, clock, RedisTier(redis_url, LAYOUT, timeout_s=10.0))
+    node = Node(arena, directory, clock, RedisTier(redis_url, LAYOUT, MAC_KEY, timeout_s=10.0))
     clients: list[DirectoryClient] = []
 
     def connect() -> tuple[Arena, DirectoryPort]:
@@ -154,7 +154,45 @@ def test_cold_blocks_come_back_through_the_arena(node: Node) -> None:
     assert node.fetch(names) == [Tier.HOST] * 4
     assert node.cold is not None
     assert node.cold.status().hits == 4
-    assert node.directory.cold_candidates(99, 5.0).blocks == []
+    assert node.directory.cold_candidates(Tier.REDIS, 99, 5.0).blocks == []
+
+
+def tiers_with(names: dict[Tier, list[BlockName]]) -> list[ColdTier]:
+    tiers: list[ColdTier] = []
+    for tier, stored in names.items():
+        tiers.append(MemoryTier(LAYOUT, tier=tier))
+        assert all(put_one(tiers[-1], name) for name in stored)
+    return tiers
+
+
+def test_each_block_comes_from_the_nearest_tier_that_has_it(node: Node) -> None:
+    names = names_of(4 * 6)
+    node.publish(names[1:2])
+    redis, files = tiers_with({Tier.REDIS: [names[0], *names[3:5]], Tier.FILES: names[1:]})
+    pool = filled_pool([])
+    arena, port = node.connect()
+    store = NodeStore(LAYOUT, arena, port, [redis, files], pool)
+    tiers = store.fetch(names, pages_from(0, 6))
+    assert tiers == [Tier.REDIS, Tier.HOST, Tier.FILES, Tier.REDIS, Tier.REDIS, Tier.FILES]
+    assert [page_of(pool, page) for page in pages_from(0, 6)] == [payload_of(name) for name in names]
+    assert (redis.status().hits, files.status().hits) == (3, 2)
+    assert store.fetch(names, pages_from(0, 6)) == [Tier.HOST] * 6
+    store.withdraw(names)
+    assert not any(redis.exists([name.key for name in names]) + files.exists([name.key for name in names]))
+
+
+def test_a_prefix_ends_where_no_tier_has_a_block_or_the_nearest_has_lost_it(node: Node) -> None:
+    names = names_of(4 * 6)
+    redis, files = tiers_with({Tier.REDIS: names[:4], Tier.FILES: [*names[3:4], *names[5:]]})
+    arena, port = node.connect()
+    store = NodeStore(LAYOUT, arena, port, [redis, files], filled_pool([]))
+    assert store.fetch(names, pages_from(0, 6)) == [Tier.REDIS] * 4
+    node.evict_all()
+    assert isinstance(redis, MemoryTier)
+    redis.frames[names[3].key] = redis.frames[names[2].key]
+    assert store.fetch(names, pages_from(0, 6)) == [Tier.REDIS] * 3
+    node.evict_all()
+    assert store.fetch(names, pages_from(0, 6)) == [*[Tier.REDIS] * 3, Tier.FILES], "what was wrong is gone"
 
 
 def test_tails_never_go_to_the_cold_tier(node: Node) -> None:
@@ -293,12 +331,12 @@ def test_without_a_cold_tier(node: Node) -> None:
     names = names_of(8)
     store = node.publish(names)
     assert node.fetch(names_of(16)) == [Tier.HOST] * 2
-    assert store.status().cold is None
+    assert store.status().cold == []
 
 
 def test_an_arena_for_other_blocks_is_refused() -> None:
     with closing(Arena.anonymous(8192, 1)) as arena, pytest.raises(ConfigError, match="8192"):
-        NodeStore(LAYOUT, arena, Directory(1), None, filled_pool([]))
+        NodeStore(LAYOUT, arena, Directory(1), [], filled_pool([]))
 
 
 class Restartable:
@@ -329,7 +367,7 @@ def test_when_the_directory_is_gone_all_is_a_miss_and_after_its_restart_nothing_
     service.start()
     with closing(DirectoryClient(service.socket, timeout_s=10.0)) as client:
         names = names_of(8)
-        store = NodeStore(LAYOUT, Arena.open(client.info().arena_path), client, None, filled_pool(names))
+        store = NodeStore(LAYOUT, Arena.open(client.info().arena_path), client, [], filled_pool(names))
         assert store.publish(names, pages_from(0, 2), REQUEST) == 2
         service.stop()
         assert store.fetch(names, pages_from(8, 2)) == []
@@ -347,7 +385,9 @@ def test_when_the_directory_is_gone_all_is_a_miss_and_after_its_restart_nothing_
 def test_all_at_once_and_nothing_of_it_raises(tmp_path: Path) -> None:
     """A store whose directory was never there."""
     with closing(Arena.anonymous(LAYOUT.block_bytes, 4)) as arena:
-        store = NodeStore(LAYOUT, arena, DirectoryClient(str(tmp_path / "nobody")), MemoryTier(LAYOUT), filled_pool([]))
+        store = NodeStore(
+            LAYOUT, arena, DirectoryClient(str(tmp_path / "nobody")), [MemoryTier(LAYOUT)], filled_pool([])
+        )
         names = names_of(8)
         assert store.fetch(names, pages_from(0, 2)) == []
         assert store.publish(names, pages_from(0, 2), REQUEST) == 0

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from kv_store.tiers.redis_tier import RedisTier
-from tests.kv_store.names import LAYOUT, names_of, payload_of
+from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, put_one
 from tests.redis_process import RedisProcess
-from wire.frame import checksum_of
 from wire.keys import BlockName
 
 pytestmark = pytest.mark.redis
@@ -28,19 +27,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def put(tier: RedisTier, name: BlockName) -> bool:
-    payload = memoryview(payload_of(name))
-    return tier.put(name, payload, checksum_of(payload))
-
-
 def found(tier: RedisTier, names: list[BlockName]) -> list[bool]:
-    """What is found is right."""
-    answers = []
-    for name in names:
-        into = bytearray(LAYOUT.payload_bytes)
-        answers.append(tier.get(name, memoryview(into)) is not None)
-        assert not answers[-1] or into == payload_of(name)
-    return answers
+    return [got_one(tier, name) for name in names]
 
 
 def server(folder: Path, *options: str) -> RedisProcess:
@@ -62,18 +50,18 @@ def test_what_was_lost_on_the_way_is_a_miss_and_the_rest_is_right(tmp_path: Path
     replica = server(tmp_path / "replica", "--replicaof", f"127.0.0.1 {port}")
     try:
         primary.start()
-        before = RedisTier(primary.url, LAYOUT, AMPLE_S)
-        assert all(put(before, name) for name in KEPT)
+        before = RedisTier(primary.url, LAYOUT, MAC_KEY, AMPLE_S)
+        assert all(put_one(before, name) for name in KEPT)
         replica.start()
         until_caught_up(replica, len(KEPT))
         with replica.client() as client:
             client.replicaof("NO", "ONE")
-        assert all(put(before, name) for name in LOST), "acknowledged by one that is not asked any more"
+        assert all(put_one(before, name) for name in LOST), "acknowledged by one that is not asked any more"
         primary.kill()
-        after = RedisTier(replica.url, LAYOUT, AMPLE_S)
+        after = RedisTier(replica.url, LAYOUT, MAC_KEY, AMPLE_S)
         assert found(after, KEPT) == [True] * len(KEPT)
         assert found(after, LOST) == [False] * len(LOST)
-        assert all(put(after, name) for name in LOST)
+        assert all(put_one(after, name) for name in LOST)
         assert found(after, LOST) == [True] * len(LOST)
         assert (after.status().errors, after.status().corrupt) == (0, 0)
         before.close()
@@ -119,10 +107,10 @@ def refusing(error: str) -> Iterator[str]:
 )
 def test_a_server_that_answers_with_errors_is_a_counted_miss(error: str) -> None:
     with refusing(error) as url:
-        tier = RedisTier(url, LAYOUT, AMPLE_S)
+        tier = RedisTier(url, LAYOUT, MAC_KEY, AMPLE_S)
         assert tier.exists([name.key for name in KEPT]) == [False] * len(KEPT)
         assert found(tier, KEPT) == [False] * len(KEPT)
-        assert not put(tier, KEPT[0])
+        assert not put_one(tier, KEPT[0])
         tier.delete([KEPT[0].key])
         tier.close()
         assert tier.status().state == "broken"

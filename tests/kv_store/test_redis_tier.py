@@ -11,11 +11,9 @@ import redis
 
 from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.fake_clock import FakeClock
-from tests.kv_store.names import LAYOUT, names_of, payload_of
+from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, put_one
 from tests.redis_process import RedisProcess
 from wire.errors import ConfigError
-from wire.frame import checksum_of
-from wire.keys import BlockName
 
 pytestmark = pytest.mark.redis
 [NAME] = names_of(4)
@@ -39,19 +37,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 def tier_of(server: RedisProcess, clock: FakeClock | None = None, timeout_s: float = AMPLE_S) -> RedisTier:
-    return RedisTier(server.url, LAYOUT, timeout_s, clock or FakeClock())
-
-
-def put(tier: RedisTier, name: BlockName = NAME) -> bool:
-    payload = memoryview(payload_of(name))
-    return tier.put(name, payload, checksum_of(payload))
-
-
-def got(tier: RedisTier, name: BlockName = NAME) -> bool:
-    into = bytearray(LAYOUT.payload_bytes)
-    found = tier.get(name, memoryview(into)) is not None
-    assert not found or into == payload_of(name)
-    return found
+    return RedisTier(server.url, LAYOUT, MAC_KEY, timeout_s, clock or FakeClock())
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -64,47 +50,47 @@ def wait_until(condition: Callable[[], object]) -> None:
 def test_killed_every_call_is_a_miss_until_it_answers_a_probe(launch: Launch) -> None:
     server, clock = launch(), FakeClock()
     tier = tier_of(server, clock)
-    assert put(tier)
+    assert put_one(tier, NAME)
     server.kill()
-    assert not got(tier)
+    assert not got_one(tier, NAME)
     assert tier.exists([NAME.key, NAME.key]) == [False, False]
-    assert not put(tier)
+    assert not put_one(tier, NAME)
     wait_until(lambda: tier.status().state == "broken")
-    assert not got(tier)
+    assert not got_one(tier, NAME)
     assert (tier.status().errors, tier.status().misses) == (3, 2)
     clock.now += 2.0
-    assert not got(tier)
+    assert not got_one(tier, NAME)
     wait_until(lambda: tier.status().errors == 4)
     server.start()
-    assert not got(tier)
+    assert not got_one(tier, NAME)
     clock.now += 2.0
-    assert not put(tier), "the probe is made beside the caller"
+    assert not put_one(tier, NAME), "the probe is made beside the caller"
     wait_until(lambda: tier.status().state == "up")
-    assert put(tier)
-    assert got(tier)
+    assert put_one(tier, NAME)
+    assert got_one(tier, NAME)
     assert tier.status().errors == 4
     tier.close()
 
 
 def test_started_late_it_is_used_from_then_on(tmp_path: Path, launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
-    tier = RedisTier(f"unix://{tmp_path}/redis.sock", LAYOUT, AMPLE_S, clock)
+    tier = RedisTier(f"unix://{tmp_path}/redis.sock", LAYOUT, MAC_KEY, AMPLE_S, clock)
     assert "does not answer yet" in caplog.text
     launch()
-    assert put(tier)
-    assert got(tier)
+    assert put_one(tier, NAME)
+    assert got_one(tier, NAME)
     assert tier.status().errors == 0
     tier.close()
 
 
 def test_stopped_it_costs_one_timeout_and_then_none(launch: Launch) -> None:
     server = launch()
-    assert put(tier_of(server))
+    assert put_one(tier_of(server), NAME)
     tier = tier_of(server, timeout_s=0.5)
     server.stop()
     started = time.monotonic()
     for _ in range(50):
-        assert not got(tier)
+        assert not got_one(tier, NAME)
     elapsed = time.monotonic() - started
     wait_until(lambda: tier.status().state == "broken")
     server.go_on()
@@ -116,19 +102,19 @@ def test_stopped_it_costs_one_timeout_and_then_none(launch: Launch) -> None:
 def test_while_it_is_stopped_its_probes_cost_callers_nothing(launch: Launch) -> None:
     server, clock = launch(), FakeClock()
     tier = tier_of(server, clock, timeout_s=0.3)
-    assert put(tier)
+    assert put_one(tier, NAME)
     server.stop()
-    assert not got(tier)
+    assert not got_one(tier, NAME)
     wait_until(lambda: tier.status().state == "broken")
     started = time.monotonic()
     for _ in range(200):
         clock.now += 1.0
-        assert not got(tier)
+        assert not got_one(tier, NAME)
     elapsed = time.monotonic() - started
     server.go_on()
     assert elapsed < 0.3, "less than a single probe takes"
     clock.now += 2.0
-    wait_until(lambda: got(tier))
+    wait_until(lambda: got_one(tier, NAME))
     tier.close()
 
 
@@ -137,23 +123,23 @@ def test_a_late_answer_is_never_taken_for_that_to_another_question(launch: Launc
     tier = tier_of(server, timeout_s=1.0)
     names = names_of(16)
     for name in names:
-        assert put(tier, name)
+        assert put_one(tier, name)
     server.stop()
-    assert not got(tier, names[0])
+    assert not got_one(tier, names[0])
     server.go_on()
-    wait_until(lambda: got(tier, names[1]))
-    assert [got(tier, name) for name in names[2:]] == [True] * 2
+    wait_until(lambda: got_one(tier, names[1]))
+    assert [got_one(tier, name) for name in names[2:]] == [True] * 2
     tier.close()
 
 
 def test_flushed_it_has_nothing_and_that_is_no_error(launch: Launch) -> None:
     server = launch()
     tier = tier_of(server)
-    put(tier)
+    put_one(tier, NAME)
     with server.client() as client:
         client.flushall()
     assert tier.exists([NAME.key]) == [False]
-    assert not got(tier)
+    assert not got_one(tier, NAME)
     assert (tier.status().misses, tier.status().errors) == (1, 0)
     tier.close()
 
@@ -170,11 +156,11 @@ def test_a_value_of_another_type_is_a_miss_and_gone(
     tier = tier_of(server)
     with server.client() as client:
         fill(client, b"baton:kv:" + NAME.key)
-        assert not got(tier)
+        assert not got_one(tier, NAME)
         assert client.exists(b"baton:kv:" + NAME.key) == 0
     assert (tier.status().corrupt, tier.status().errors, tier.status().state) == (1, 0, "up")
-    assert put(tier)
-    assert got(tier)
+    assert put_one(tier, NAME)
+    assert got_one(tier, NAME)
     tier.close()
 
 
@@ -184,7 +170,7 @@ def test_a_huge_value_is_never_read_whole(launch: Launch) -> None:
     with server.client() as client:
         client.setrange(b"baton:kv:" + NAME.key, 400 << 20, b"x")
         before = client.info("stats")["total_net_output_bytes"]
-        assert not got(tier)
+        assert not got_one(tier, NAME)
         assert client.info("stats")["total_net_output_bytes"] - before < 64 << 10
         assert client.exists(b"baton:kv:" + NAME.key) == 0
     assert tier.status().corrupt == 1
@@ -197,21 +183,21 @@ def test_full_it_drops_what_it_is_given_and_serves_what_it_has(
     server, clock = launch("--maxmemory-policy", "noeviction"), FakeClock()
     tier = tier_of(server, clock)
     assert "never evicts" in caplog.text
-    assert put(tier)
+    assert put_one(tier, NAME)
     with server.client() as client:
         client.config_set("maxmemory", "1kb")
         for name in names_of(4 * 20, first=1000):
-            assert not put(tier, name)
-            assert got(tier)
+            assert not put_one(tier, name)
+            assert got_one(tier, NAME)
             clock.now += 1.0
         status = tier.status()
         assert (status.state, status.errors, status.written) == ("full", 0, 1)
         assert 3 <= status.refused <= 3 + 20 / 2
         client.config_set("maxmemory", "0")
     clock.now += 2.0
-    assert put(tier)
+    assert put_one(tier, NAME)
     assert tier.status().state == "up"
-    told = [record.getMessage() for record in caplog.records if "Redis refuses" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "tier redis refuses" in record.getMessage()]
     assert len(told) == 1
     assert "maxmemory-policy to allkeys-lru" in told[0]
     assert "takes blocks again" in caplog.text
@@ -223,7 +209,7 @@ def test_full_at_the_start_it_is_no_error_and_that_is_told(launch: Launch, caplo
     tier = tier_of(server)
     assert "never evicts" in caplog.text
     assert "does not answer" not in caplog.text
-    assert not any(put(tier) for _ in range(2))
+    assert not any(put_one(tier, NAME) for _ in range(2))
     assert (tier.status().state, tier.status().refused) == ("full", 3)
     tier.close()
 
@@ -231,16 +217,16 @@ def test_full_at_the_start_it_is_no_error_and_that_is_told(launch: Launch, caplo
 def test_read_only_it_drops_what_it_is_given_and_serves_what_it_has(launch: Launch) -> None:
     server, clock = launch(), FakeClock()
     tier = tier_of(server, clock)
-    assert put(tier)
+    assert put_one(tier, NAME)
     with server.client() as client:
         client.execute_command("REPLICAOF", "127.0.0.1", "1")
         for _ in range(3):
-            assert not put(tier)
-            assert got(tier)
+            assert not put_one(tier, NAME)
+            assert got_one(tier, NAME)
         assert tier.status().state == "read-only"
         client.execute_command("REPLICAOF", "NO", "ONE")
     clock.now += 2.0
-    assert put(tier)
+    assert put_one(tier, NAME)
     assert tier.status().state == "up"
     tier.close()
 
@@ -249,10 +235,10 @@ def test_evicting_it_has_holes(launch: Launch) -> None:
     server = launch("--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru")
     tier = tier_of(server)
     names = names_of(4 * 4000)
-    assert all(put(tier, name) for name in names)
+    assert all(put_one(tier, name) for name in names)
     found = tier.exists([name.key for name in names])
     assert 0 < sum(found) < len(names)
-    fetched = [got(tier, name) for name in names]
+    fetched = [got_one(tier, name) for name in names]
     assert any(fetched)
     assert all(there for there, came in zip(found, fetched, strict=True) if came)
     tier.close()
@@ -260,10 +246,10 @@ def test_evicting_it_has_holes(launch: Launch) -> None:
 
 def test_a_wrong_password_is_told_at_the_start(launch: Launch) -> None:
     server = launch(password="right")
-    assert put(tier_of(server))
+    assert put_one(tier_of(server), NAME)
     for url in (server.url.replace("right", "wrong"), server.url.replace(":right@", "")):
         with pytest.raises(ConfigError, match="credentials") as caught:
-            RedisTier(url, LAYOUT, AMPLE_S)
+            RedisTier(url, LAYOUT, MAC_KEY, AMPLE_S)
         assert "wrong" not in caught.value.message
 
 
@@ -272,18 +258,18 @@ def test_a_user_without_the_right_to_write_is_told_at_the_start(launch: Launch) 
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@read")
     with pytest.raises(ConfigError, match="credentials"):
-        RedisTier(server.url.replace("unix://", "unix://reader:secret@"), LAYOUT, AMPLE_S)
+        RedisTier(server.url.replace("unix://", "unix://reader:secret@"), LAYOUT, MAC_KEY, AMPLE_S)
 
 
 def test_a_password_that_is_revoked_later_is_a_miss(launch: Launch) -> None:
     server, clock = launch(), FakeClock()
     tier = tier_of(server, clock)
-    put(tier)
+    put_one(tier, NAME)
     with server.client() as client:
         client.config_set("requirepass", "new")
         client.client_kill_filter(_type="normal")
-    assert not got(tier)
-    assert not put(tier)
+    assert not got_one(tier, NAME)
+    assert not put_one(tier, NAME)
     assert tier.exists([NAME.key]) == [False]
     wait_until(lambda: tier.status().state == "broken")
     tier.close()
@@ -292,7 +278,7 @@ def test_a_password_that_is_revoked_later_is_a_miss(launch: Launch) -> None:
 @pytest.mark.parametrize("url", ["", "localhost:6379", "http://localhost", "redis://localhost:port"])
 def test_a_url_of_another_kind_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"redis\.url: it must begin with"):
-        RedisTier(url, LAYOUT, AMPLE_S)
+        RedisTier(url, LAYOUT, MAC_KEY, AMPLE_S)
 
 
 def test_over_tcp_too(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
@@ -303,10 +289,10 @@ def test_over_tcp_too(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
         client.config_set("port", "0")
         port = _free_port()
         client.config_set("port", str(port))
-    tier = RedisTier(f"redis://127.0.0.1:{port}/3", LAYOUT, AMPLE_S)
-    assert put(tier)
-    assert got(tier)
-    assert not got(tier_of(server))
+    tier = RedisTier(f"redis://127.0.0.1:{port}/3", LAYOUT, MAC_KEY, AMPLE_S)
+    assert put_one(tier, NAME)
+    assert got_one(tier, NAME)
+    assert not got_one(tier_of(server), NAME)
     tier.close()
 
 

@@ -62,7 +62,7 @@ class FakeStore:
     def release_holds(self, request_ids: Sequence[RequestId]) -> None: ...
 
     def status(self) -> StoreStatus:
-        return StoreStatus(None, None, 0)
+        return StoreStatus(None, [], 0)
 
     def check(self) -> list[str]:
         return []

@@ -109,7 +109,7 @@ class LocalCluster:
 
     def _parts(self, name: str) -> Parts:
         """What the worker of that name stands on; here, what all workers do."""
-        return Parts(self._model, Tiers(self.arena, self.directory, self.cold))
+        return Parts(self._model, Tiers(self.arena, self.directory, [self.cold]))
 
     async def _start_worker(self, name: str) -> Assembly:
         parts, sizes = self._parts(name), self._sizes

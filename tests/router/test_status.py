@@ -13,13 +13,15 @@ from wire.pb import inference_pb2 as pb
 from wire.pools import PoolSizes
 
 
-def status(redis: str = "up", epoch: str = "e1", silent_s: float = 0.0) -> cluster_pb2.ClusterStatus:
+def status(
+    redis: str = "up", epoch: str = "e1", silent_s: float = 0.0, num_forged: int = 0
+) -> cluster_pb2.ClusterStatus:
     blocks = worker_pb2.BlockCounts(total=1)
     made = cluster_pb2.ClusterStatus()
     made.workers.add(worker_id="decode-0", blocks=blocks, engine_silent_s=silent_s)
     made.workers.add(worker_id="decode-1", blocks=blocks, engine_silent_s=0.5)
     made.tiers.add(tier="host", epoch=epoch)
-    made.tiers.add(tier="redis", state=redis)
+    made.tiers.add(tier="redis", state=redis, counts={"forged": num_forged})
     return made
 
 
@@ -39,6 +41,8 @@ NOTHING = cluster_pb2.ClusterStatus()
         (status(redis="full"), status(redis="full"), []),
         (status(redis="full"), status(redis="broken"), ["tier redis does not answer"]),
         (status(redis="full"), status(), ["tier redis is up again"]),
+        (status(num_forged=2), status(num_forged=2), []),
+        (status(num_forged=2), status(num_forged=5), ["tier redis had forged blocks (3), not used"]),
         (status(), status(redis="read-only"), ["tier redis refuses blocks"]),
         (status(redis="off"), status(redis="off"), []),
         (status(epoch="e1"), status(epoch="e2"), ["the directory of tier host is a new one"]),

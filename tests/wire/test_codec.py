@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, NewType, Protocol
 
 import msgpack
@@ -16,10 +17,16 @@ from wire.ids import RequestId
 Name = NewType("Name", str)
 
 
+class Colour(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
 @dataclass(frozen=True)
 class Inner:
     number: int
     data: bytes
+    colour: Colour = Colour.RED
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Service(Protocol):
 
 
 CODEC = ServiceCodec(Service)
-inners = st.builds(Inner, st.integers(-(2**63), 2**63 - 1), st.binary())
+inners = st.builds(Inner, st.integers(-(2**63), 2**63 - 1), st.binary(), st.sampled_from(Colour))
 outers = st.builds(
     Outer,
     st.text(),
@@ -100,7 +107,7 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
             assert error.message  # noqa: PT017
 
 
-GOOD = ["n", 0.5, True, [1, b"x"], None, []]
+GOOD = ["n", 0.5, True, [1, b"x", "blue"], None, []]
 
 
 def changed(index: int, value: object) -> list[object]:
@@ -116,7 +123,9 @@ OTHER_SHAPES = [
     changed(2, 1),
     changed(3, None),
     changed(3, [1]),
-    changed(3, [True, b"x"]),
+    changed(3, [True, b"x", "blue"]),
+    changed(3, [1, b"x", "green"]),
+    changed(3, [1, b"x", 3]),
     changed(3, {"number": 1}),
     changed(4, []),
     changed(5, [1]),

@@ -7,7 +7,6 @@ import pytest
 from engine.events import EngineStats, TierTokens
 from engine.request import EngineRequest, HandOff
 from kv_store.block_store import StoreStatus
-from kv_store.tiers.cold_tier import ColdStatus
 from tests.worker.workers import PROMPT, VOCAB_SIZE, begin_of, greedy
 from wire.convert import tiers_to_pb
 from wire.directory import DirectoryStatus
@@ -15,7 +14,7 @@ from wire.errors import Cancelled, InvalidRequest
 from wire.ids import AttemptId, RequestId
 from wire.pb import inference_pb2, worker_pb2
 from wire.sampling import FinishReason, Logprobs
-from wire.tier import BlockCounts
+from wire.tier import BlockCounts, ColdStatus, Tier
 from worker.messages import request_from_pb, status_to_pb, update_to_pb
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, End, Update
@@ -39,9 +38,7 @@ DIRECTORY = DirectoryStatus(
     hits=0,
     misses=0,
     evictions=0,
-    copied=5,
-    refused=0,
-    cold_state="up",
+    cold=[ColdStatus(Tier.REDIS, "up", written=5)],
 )
 LOGPROBS = (Logprobs(-0.5, ((7, -0.5), (9, -1.0))), Logprobs(-0.25, ((8, -0.25), (9, -2.0))))
 
@@ -171,10 +168,11 @@ def test_an_update_tells_where_the_prompt_came_from_and_where_its_time_went() ->
 
 
 def test_status_shows_every_tier() -> None:
-    store = StoreStatus(DIRECTORY, ColdStatus("up", hits=4), block_bytes=4096)
+    store = StoreStatus(DIRECTORY, [ColdStatus(Tier.REDIS, "up", hits=4)], block_bytes=4096)
     status = status_to_pb(worker_pb2.WorkerInfo(worker_id="w"), "ready", 1.5, STATS, store, ["a"])
     assert (status.blocks.cached, status.blocks.total, status.num_running) == (4, 15, 6)
-    host, redis = status.tiers
+    host, redis, files = status.tiers
+    assert files.state == "off"
     assert (host.blocks.published, host.counts["holds"], host.block_bytes) == (3, 3, 4096)
     assert (redis.state, redis.counts["hits"], redis.counts["written"]) == ("up", 4, 5)
     assert list(status.problems) == ["a"]
@@ -185,13 +183,14 @@ def test_status_shows_every_tier() -> None:
     [("up", "up", "up"), ("up", "full", "full"), ("up", "broken", "up"), ("broken", "full", "broken")],
 )
 def test_redis_is_as_its_readers_and_its_writer_find_it(read: str, written: str, told: str) -> None:
-    store = StoreStatus(replace(DIRECTORY, cold_state=written, refused=7), ColdStatus(read), block_bytes=4096)
-    _, redis = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, store, []).tiers
+    directory = replace(DIRECTORY, cold=[ColdStatus(Tier.REDIS, written, refused=7)])
+    store = StoreStatus(directory, [ColdStatus(Tier.REDIS, read)], block_bytes=4096)
+    _, redis, _ = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, store, []).tiers
     assert (redis.state, redis.counts["refused"]) == (told, 7)
 
 
 def test_status_of_a_worker_without_a_store_in_reach() -> None:
-    status = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, StoreStatus(None, None, 4096), [])
-    host, redis = status.tiers
-    assert redis.state == "off"
+    status = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, StoreStatus(None, [], 4096), [])
+    host, redis, files = status.tiers
+    assert redis.state == files.state == "off"
     assert host.epoch == ""

@@ -40,7 +40,7 @@ class SlowStore:
 
     def status(self) -> StoreStatus:
         assert self.may_answer.wait(20.0)
-        return StoreStatus(None, None, 4096)
+        return StoreStatus(None, [], 4096)
 
     def check(self) -> list[str]:
         return []
@@ -82,7 +82,7 @@ async def test_a_cancellation_that_comes_with_the_answer_is_obeyed(
     monkeypatch.setattr(loop, "run_in_executor", lambda *_: answer)
     asking = asyncio.create_task(AsyncStore(slow).status())
     await asyncio.sleep(0)
-    answer.set_result(StoreStatus(None, None, 4096))
+    answer.set_result(StoreStatus(None, [], 4096))
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking

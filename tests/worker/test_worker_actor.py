@@ -105,7 +105,7 @@ def config_of(role: str, checkpoint: Path, directory_path: str, fingerprint_hex:
         role=role,
         model=CheckpointSettings(str(checkpoint), fingerprint_hex),
         pool=PageSettings(num_blocks=64),
-        store=StoreSettings(directory_path, redis_url=None, redis_timeout_s=0.1),
+        store=StoreSettings(directory_path, "00" * 32),
         server=ServerSettings(TOKEN),
     )
 

@@ -11,7 +11,7 @@ CONFIG = WorkerConfig(
     role="prefill",
     model=CheckpointSettings(folder="/models/tiny", fingerprint_hex="ab" * 32),
     pool=PageSettings(num_blocks=64),
-    store=StoreSettings(directory_path="/run/directory", redis_url=None, redis_timeout_s=0.1),
+    store=StoreSettings("/run/directory", "00" * 32),
     server=ServerSettings(token="secret"),
 )
 
@@ -50,8 +50,11 @@ def test_what_has_a_default_may_be_left_out() -> None:
         ("pool.num_blocks", "64", "worker.pool.num_blocks: must be int"),
         ("pool.num_blocks", True, "worker.pool.num_blocks: must be int"),
         ("pool.num_blocks", 0, "worker.pool.num_blocks: must be positive"),
-        ("store.redis_timeout_s", ..., "worker.store.redis_timeout_s: missing"),
-        ("store.redis_url", 5, "worker.store.redis_url: must be str"),
+        ("store.mac_key_hex", ..., "worker.store.mac_key_hex: missing"),
+        ("store.cold", [{}], "worker.store.cold.0.place: missing"),
+        ("store.mac_key_hex", 5, "worker.store.mac_key_hex: must be str"),
+        ("store.mac_key_hex", "00", "worker.store.mac_key_hex: must be 32 bytes"),
+        ("store.mac_key_hex", "xx", "worker.store.mac_key_hex: must be hex digits"),
         ("model.fingerprint_hex", "ab", "worker.model.fingerprint_hex: must be 32 bytes"),
         ("model.fingerprint_hex", "xy" * 32, "worker.model.fingerprint_hex: must be hex digits"),
         ("server.port", 1 << 16, "worker.server.port: must be from 0 to 65535"),

@@ -63,7 +63,7 @@ class Node:
 
     @property
     def tiers(self) -> Tiers:
-        return Tiers(self.arena, self.directory, None)
+        return Tiers(self.arena, self.directory)
 
 
 class Attempt:

@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ from deploy.plan.cluster_plan import NodeConfig
 from kv_store.node.arena import Arena
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node_store import NodeStore
-from tests.kv_store.names import LAYOUT, names_of
+from kv_store.tiers.cold_tiers import open_tiers
+from tests.kv_store.names import LAYOUT, got_one, names_of
 from tests.kv_store.pools import filled_pool, pages_from
 from wire.errors import ConfigError
 from wire.keys import BlockName
 from wire.settings import to_json
-from wire.tier import Tier
+from wire.tier import ColdSettings, Tier, Write
 from worker.config import StoreSettings
 
 NUM_SLOTS = 16
@@ -30,7 +32,7 @@ WAIT_S = 20.0
 def config(tmp_path: Path) -> Iterator[NodeConfig]:
     arena = Path(f"/dev/shm/baton-test-node-{os.getpid()}")
     socket = str(tmp_path / "directory.sock")
-    yield NodeConfig(StoreSettings(socket, None, 0.1), str(arena), LAYOUT.encode().hex(), NUM_SLOTS)
+    yield NodeConfig(StoreSettings(socket, "00" * 32), str(arena), LAYOUT.encode().hex(), NUM_SLOTS)
     arena.unlink(missing_ok=True)
 
 
@@ -123,7 +125,7 @@ async def test_a_node_whose_files_are_damaged_ends_and_the_next_one_has_new_ones
     first, second = NodeActor(to_json(config)), NodeActor(to_json(config))
     await first.start()
     client = DirectoryClient(config.store.directory_path)
-    store = NodeStore(LAYOUT, Arena.open(config.arena_path), client, None, filled_pool(names))
+    store = NodeStore(LAYOUT, Arena.open(config.arena_path), client, [], filled_pool(names))
     assert publish(store, names) == 3
     old = os.open(config.arena_path, os.O_RDONLY)
     damage(config)
@@ -150,10 +152,41 @@ async def test_a_node_at_work_does_not_take_its_own_files_for_damaged(
     node = NodeActor(to_json(config))
     await node.start()
     client = DirectoryClient(config.store.directory_path)
-    store = NodeStore(LAYOUT, Arena.open(config.arena_path), client, None, filled_pool([]))
+    store = NodeStore(LAYOUT, Arena.open(config.arena_path), client, [], filled_pool([]))
     for number in range(20):
         assert publish(store, names_of(NUM_SLOTS * LAYOUT.block_size, first=1000 * number)) == NUM_SLOTS
         await asyncio.sleep(0.001)
     client.close()
     await node.stop()
     await asyncio.sleep(0.01)
+
+
+async def test_what_a_node_had_is_found_in_files_by_the_next_one(config: NodeConfig, tmp_path: Path) -> None:
+    """A stop writes the blocks that were not yet written."""
+    files = ColdSettings(Tier.FILES, str(tmp_path / "kv"), Write.ALL, timeout_s=WAIT_S, max_bytes=64 << 20)
+    config = replace(config, store=replace(config.store, cold=(files,)))
+    names = names_of(NUM_SLOTS * LAYOUT.block_size)
+    for expected in ([], [Tier.FILES] * NUM_SLOTS):
+        node = NodeActor(to_json(config))
+        await node.start()
+        client = DirectoryClient(config.store.directory_path, timeout_s=WAIT_S)
+        cold = open_tiers(config.store.cold, LAYOUT, config.store.mac_key)
+        store = NodeStore(LAYOUT, Arena.open(config.arena_path), client, cold, filled_pool(names))
+        assert await asyncio.to_thread(store.fetch, names, pages_from(NUM_SLOTS, NUM_SLOTS)) == expected
+        assert await asyncio.to_thread(publish, store, names) == NUM_SLOTS
+        await node.stop()
+        client.close()
+        for tier in cold:
+            tier.close()
+    other = open_tiers(config.store.cold, LAYOUT, b"o" * 32)[0]
+    assert not got_one(other, names[0]), "under another secret it is a forgery"
+    other.close()
+
+
+def test_a_node_whose_folder_takes_no_files_says_so(config: NodeConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    files = ColdSettings(Tier.FILES, str(tmp_path / "file"), Write.ALL, timeout_s=WAIT_S, max_bytes=64 << 20)
+    node = NodeActor(to_json(replace(config, store=replace(config.store, cold=(files,)))))
+    with pytest.raises(ConfigError, match=r"files\.folder"):
+        asyncio.run(node.start())
+    assert not os.path.exists(config.arena_path)

@@ -213,7 +213,7 @@ def test_generate_as_json_is_one_object(server: FakeServer, capsys: pytest.Captu
     assert answer["usage"] == {
         "prompt_tokens": 20,
         "completion_tokens": 3,
-        "cached_tokens": {"device": 0, "host": 16, "redis": 0},
+        "cached_tokens": {"device": 0, "host": 16, "redis": 0, "files": 0},
     }
     assert answer["workers"] == {"prefill": "prefill-0", "decode": "decode-0"}
     assert answer["timeline"]["total_ms"] == 5
@@ -376,7 +376,7 @@ def test_status_for_scripts(server: FakeServer, capsys: pytest.CaptureFixture[st
         9,
     )
     assert worker["blocks"] == {"free": 3, "owned": 0, "published": 0, "cached": 1, "draining": 0, "total": 4}
-    nothing = dict.fromkeys(("misses", "errors", "corrupt", "written", "refused"), 0)
+    nothing = dict.fromkeys(("misses", "errors", "corrupt", "forged", "written", "refused"), 0)
     assert status["tiers"]["redis"] == {"state": "up", "hits": 2, **nothing}
     assert server.token == "secret"
 

@@ -50,6 +50,7 @@ def busy() -> cluster_pb2.ClusterStatus:
     )
     counts = {"hits": 1504, "misses": 33, "errors": 5, "corrupt": 0, "written": 4012, "refused": 8}
     status.tiers.add(tier="redis", state="broken", counts=counts)
+    status.tiers.add(tier="files", state="off")
     for age_s, text in (
         (172_800, "the cluster serves"),
         (130, "worker decode-0 was lost"),
@@ -85,7 +86,8 @@ decode-10   1024     0 %  1024      0          0       0         0
 arena       2048    22 %   100     32        410    1506         0
 
 arena  512 MiB, 2 being read, 6 prompts held for decode
-redis  does not answer, and is left alone: 1504 hits, 33 misses, 5 errors, 0 corrupt, 4012 written, 8 refused (blocks)
+redis  does not answer, and is left alone: 1504 hits, 33 misses, 5 errors, 0 corrupt, 0 forged, 4012 written, 8 refused
+files  off
 
 last events
      2 d ago  the cluster serves
@@ -108,7 +110,8 @@ hits      no prompts yet
 no workers
 
 arena  -
-redis  -"""
+redis  -
+files  -"""
     )
 
 

@@ -20,8 +20,10 @@ from tests.checkpoints import make_checkpoint
 from tests.kernels.backends import lend_kernels
 from tests.redis_process import RedisProcess
 from wire.errors import ConfigError, Unavailable
+from wire.frame import mac_key_of
 from wire.pools import PoolSizes
 from wire.settings import from_json, to_json
+from wire.tier import Tier, Write
 
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 NAME = f"u{os.getpid()}"
@@ -306,6 +308,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_started(checkp
         ({"router": {"grpc_port": taken_port}}, f"port {taken_port} cannot be had .*give another --grpc-port"),
         ({"router": {"metrics_port": taken_port, "grpc_port": 0}}, "give another --metrics-port"),
         ({"ray": {"address": "127.0.0.1:1"}}, "no Ray cluster answers at 127.0.0.1:1"),
+        ({"secret_file": "/no/secret"}, "/no/secret cannot be read .*make one with"),
     ]
     for tables, told in cases:
         with pytest.raises(ConfigError, match=told):
@@ -317,6 +320,8 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_started(checkp
     ):
         with pytest.raises(ConfigError, match=told):
             Startup(_config(checkpoint, redis={"url": url}), Silent()).run()
+    with pytest.raises(ConfigError, match=r"files\.folder: /proc/none takes no files"):
+        Startup(_config(checkpoint, files={"folder": "/proc/none"}), Silent()).run()
     assert FakeHead.processes == []
     assert StateFile(NAME).read() is None
     assert _left_behind() == []
@@ -326,8 +331,28 @@ def test_a_redis_that_is_not_there_yet_is_told_and_served_without(checkpoint: Pa
     reporter = Silent()
     state = Startup(_config(checkpoint, redis={"url": "redis://127.0.0.1:1"}), reporter).run()
     assert reporter.told["redis"].startswith("as given; used once it answers, which it does not yet: ")
-    assert FakeHead.plans[0].node.store.redis_url == "redis://127.0.0.1:1"
+    [redis] = FakeHead.plans[0].node.store.cold
+    assert (redis.tier, redis.place, redis.write) == (Tier.REDIS, "redis://127.0.0.1:1", Write.ALL)
     _end(state)
+
+
+def test_a_secret_that_clusters_share_makes_the_keys_of_blocks_and_frames(checkpoint: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "shared"
+    secret.write_bytes(b"s" * 32)
+    secret.chmod(0o600)
+    folder, reporter = tmp_path / "kv", Silent()
+    tables = {"secret_file": str(secret), "files": {"folder": str(folder), "max_bytes": "1GiB"}}
+    state = Startup(_config(checkpoint, **tables), reporter).run()
+    [plan] = FakeHead.plans
+    assert (plan.router.cluster.secret, plan.node.store.mac_key) == (b"s" * 32, mac_key_of(b"s" * 32))
+    [files] = plan.node.store.cold
+    assert (files.tier, files.place, files.max_bytes) == (Tier.FILES, str(folder), 1 << 30)
+    assert reporter.told["files"] == f"{folder}, at most 1 GiB"
+    told = StateFile(NAME).path.read_text()
+    assert plan.node.store.mac_key_hex not in told
+    assert plan.router.cluster.secret_hex not in told
+    _end(state)
+    assert folder.is_dir()
 
 
 @pytest.mark.redis

@@ -175,6 +175,19 @@ def test_a_secret_that_is_none_is_refused(content: bytes, mode: int) -> None:
         load_secret()
 
 
+def test_a_secret_that_is_given_is_used_and_never_made(tmp_path: Path) -> None:
+    given = tmp_path / "shared"
+    with pytest.raises(ConfigError, match=r"shared must hold 32 bytes|shared cannot be read .*head -c 32"):
+        load_secret(str(given))
+    assert not given.exists()
+    given.write_bytes(b"s" * 32)
+    given.chmod(0o644)
+    with pytest.raises(ConfigError, match="only you can read: make one with"):
+        load_secret(str(given))
+    given.chmod(0o400)
+    assert load_secret(str(given)) == b"s" * 32 != load_secret()
+
+
 def test_a_run_folder_is_private_short_and_removed_whole() -> None:
     folder = run_dir.create("sixteen-letters-")
     assert folder.stat().st_mode & 0o777 == 0o700

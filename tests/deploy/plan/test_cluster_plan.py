@@ -1,18 +1,20 @@
 from dataclasses import asdict, fields, replace
+from typing import Any
 
 import pytest
 
-from deploy.plan.cluster_plan import NodeConfig, make_plan
+from deploy.plan.cluster_plan import NodeConfig, cold_settings, make_plan
 from deploy.plan.config import ClusterConfig, RouterSettings
 from deploy.plan.model import ModelFacts
 from deploy.plan.sizing import Sizes
 from router.config import AdmissionBounds, ServedModel, StreamBounds
 from tests.kv_store.names import LAYOUT
+from wire.tier import ColdSettings, Tier, Write
 from worker.config import BatchSettings, StoreSettings
 
 SERVED = ServedModel("m", "/m", "float32", 64, 300, bytes(32).hex(), LAYOUT.encode().hex())
 MODEL = ModelFacts(SERVED, "cpu", 1000)
-NODE = NodeConfig(StoreSettings("/run/d.sock", None, 0.1), "/dev/shm/a", LAYOUT.encode().hex(), 8)
+NODE = NodeConfig(StoreSettings("/run/d.sock", "00" * 32), "/dev/shm/a", LAYOUT.encode().hex(), 8)
 SIZES = Sizes(num_pool_blocks=8, num_arena_slots=8, num_threads=1, num_gpus=0.0)
 BOUNDS = {
     "max_open_requests": 11,
@@ -64,7 +66,30 @@ def test_how_long_a_step_may_take_depends_on_the_device(device: str, asked_s: fl
     assert plan.worker.max_silence_s == given_s
 
 
-def test_workers_wait_for_redis_as_long_as_the_node_does() -> None:
-    node = replace(NODE, store=StoreSettings("/run/d.sock", "redis://a", 0.7))
-    store = make_plan(ClusterConfig(), MODEL, SIZES, node, "token", b"secret").worker.store
-    assert (store.redis_url, store.redis_timeout_s) == ("redis://a", 0.7)
+def test_workers_have_the_tiers_of_their_node() -> None:
+    cold = (ColdSettings(Tier.REDIS, "redis://a", Write.ALL, 0.7),)
+    node = replace(NODE, store=StoreSettings("/run/d.sock", "00" * 32, cold))
+    assert make_plan(ClusterConfig(), MODEL, SIZES, node, "token", b"secret").worker.store == node.store
+
+
+@pytest.mark.parametrize(
+    ("settings", "redis_url", "expected"),
+    [
+        ({}, "unix:///own", [(Tier.REDIS, "unix:///own", Write.DEMOTED)]),
+        ({"redis": {"url": "redis://a"}}, "redis://a", [(Tier.REDIS, "redis://a", Write.ALL)]),
+        ({"redis": {"write": "reused"}}, "unix:///own", [(Tier.REDIS, "unix:///own", Write.REUSED)]),
+        ({"redis": {"url": "off"}}, None, []),
+        (
+            {"files": {"folder": "/f", "max_bytes": "1GiB"}},
+            "unix:///own",
+            [(Tier.REDIS, "unix:///own", Write.DEMOTED), (Tier.FILES, "/f", Write.ALL)],
+        ),
+        ({"redis": {"url": "off"}, "files": {"folder": "/f", "write": "demoted"}}, None,
+         [(Tier.FILES, "/f", Write.DEMOTED)]),
+    ],
+)  # fmt: skip
+def test_cold_tiers_follow_from_the_settings(
+    settings: dict[str, Any], redis_url: str | None, expected: list[tuple[Tier, str, Write]]
+) -> None:
+    cold = cold_settings(ClusterConfig.load(None, settings), redis_url)
+    assert [(one.tier, one.place, one.write) for one in cold] == expected

@@ -1,0 +1,246 @@
+"""The cold tier in a folder, which outlives clusters, and may be shared by nodes."""
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from itertools import cycle
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from kv_store.tiers.cold_tier import FramedTier
+from kv_store.tiers.folder import Folder, Found, StoredFile
+from wire.errors import ConfigError
+from wire.frame import FRONT_BYTES
+from wire.ids import BlockKey
+from wire.layout import KVLayout
+from wire.tier import Tier
+
+MIN_BLOCKS = 8
+_OPEN_TIMEOUT_S = 10.0
+_WRITE_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 2.0
+_FULL_FOR_S = 1.0
+_RENEW_EVERY = 256
+_REFUSALS = {
+    errno.ENOSPC: "full",
+    errno.EDQUOT: "full",
+    errno.EROFS: "read-only",
+    errno.EACCES: "read-only",
+    errno.EPERM: "read-only",
+}
+T = TypeVar("T")
+
+
+class FilesTier(FramedTier):
+    """A ColdTier that keeps the most recently used frames in at most `max_bytes` of a folder.
+
+    The tier has a thread for calls of the file system, which do not return if its mount hangs. The caller waits
+    `timeout_s` for a read; while a call hangs, no other is made, and all is a miss. A read fills memory of the tier: an
+    answer that comes too late harms nothing.
+
+    Several nodes may use one folder: one at a time makes room, and each further one may exceed `max_bytes` by a
+    twentieth. Raises ConfigError if files cannot be written to the folder, or too few blocks fit.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        layout: KVLayout,
+        mac_key: bytes,
+        timeout_s: float,
+        max_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(Tier.FILES, layout, mac_key, clock)
+        frame_bytes = self._seal.frame_bytes
+        if max_bytes < MIN_BLOCKS * frame_bytes:
+            raise ConfigError(f"files.max_bytes: it takes at least {MIN_BLOCKS * frame_bytes} for blocks of this model")
+        self._timeout_s = timeout_s
+        self._buffers = [memoryview(bytearray(frame_bytes)) for _ in range(2)]
+        self._folder = open_folder(folder, clock)
+        self._room = _Room(self._folder, max_bytes, frame_bytes, clock)
+        self._calls = _Calls("files")
+        self._hanging: Future[Any] | None = None
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return self._ask(lambda: [self._folder.has(key) for key in keys], [False] * len(keys))
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        self._ask(partial(self._folder.remove, keys), None)
+
+    def close(self) -> None:
+        """Waits a while for calls under way; a thread whose call hangs keeps the folder open."""
+        if all([self._calls.close(), self._room.close()]):
+            self._folder.close()
+
+    @property
+    def _state(self) -> str:
+        return "broken" if self._is_hanging else super()._state
+
+    @property
+    def _is_hanging(self) -> bool:
+        return self._hanging is not None and not self._hanging.done()
+
+    def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes | memoryview, None, None]:
+        places = zip(keys, cycle(self._buffers), strict=False)
+        reads = (self._begin(partial(self._folder.read, key, buffer)) for key, buffer in places)
+        read = next(reads, None)
+        for payload, buffer in zip(into, cycle(self._buffers), strict=False):
+            found = self._end(read, self._timeout_s, Found.NOTHING)
+            if found is Found.NOTHING:
+                return
+            read = next(reads, None)  # goes on while this one is verified
+            payload[:] = buffer[FRONT_BYTES:]
+            yield buffer[:FRONT_BYTES] if found is Found.FILE else b""
+
+    def _write(self, key: BlockKey, front: bytes, payload: memoryview) -> bool:
+        try:
+            has_room = self._room.take()
+        except OSError as error:
+            self._failed(error)
+            return False
+        store = partial(self._store, key, front, payload)
+        return has_room and self._end(self._begin(store), _WRITE_TIMEOUT_S, False)
+
+    def _store(self, key: BlockKey, front: bytes, payload: memoryview) -> bool:
+        """Writes a file; False if the folder takes none."""
+        try:
+            self._folder.write(key, front, payload)
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            self._refused(_REFUSALS[error.errno], error)
+            return False
+        self._accepted()
+        return True
+
+    def _ask(self, call: Callable[[], T], otherwise: T) -> T:
+        return self._end(self._begin(call), self._timeout_s, otherwise)
+
+    def _begin(self, call: Callable[[], T]) -> Future[T] | None:
+        """Begins a call, unless one hangs or all have failed of late."""
+        return self._calls.begin(call) if not self._is_hanging and self._breaker.allows() else None
+
+    def _end(self, begun: Future[T] | None, timeout_s: float, otherwise: T) -> T:
+        """Returns the answer of a call, or `otherwise` if it was not begun, has failed, or hangs."""
+        if begun is None:
+            return otherwise
+        if not wait([begun], timeout_s).done:
+            self._hanging = begun
+            self._failed(TimeoutError(f"no answer within {timeout_s} s"))
+            return otherwise
+        try:
+            answer = begun.result()
+        except OSError as error:
+            self._failed(error)
+            return otherwise
+        self._succeeded()
+        return answer
+
+
+class _Room:
+    """The bytes that this process may write to a folder before it counts again what is there, and makes room.
+
+    It counts on a thread of its own, since that takes long where there is much.
+    """
+
+    def __init__(self, folder: Folder, max_bytes: int, frame_bytes: int, clock: Callable[[], float]) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._frame_bytes = frame_bytes
+        self._step_bytes = max(max_bytes // 20, frame_bytes)
+        self._clock = clock
+        self._calls = _Calls("files-room")
+        self._counting: Future[int] | None = None
+        self._left_bytes = 0
+        self._next_count = 0.0
+
+    def take(self) -> bool:
+        """Takes the bytes of a frame; False if there are none. Waits a while for what makes room; raises OSError."""
+        if self._left_bytes < self._frame_bytes and self._clock() >= self._next_count:
+            self._count()
+        if self._left_bytes < self._frame_bytes:
+            return False
+        self._left_bytes -= self._frame_bytes
+        return True
+
+    def close(self) -> bool:
+        return self._calls.close()
+
+    def _count(self) -> None:
+        self._counting = self._counting or self._calls.begin(self._make_room)
+        if wait([self._counting], _WRITE_TIMEOUT_S).done:
+            counted, self._counting = self._counting, None
+            self._next_count = self._clock() + _FULL_FOR_S
+            self._left_bytes = counted.result()
+            if self._left_bytes >= self._frame_bytes:
+                self._next_count = 0.0
+
+    def _make_room(self) -> int:
+        """Removes the least recently used files if little room is left; returns the bytes that may be written."""
+        files = list(self._folder.files())
+        num_bytes = sum(file.num_bytes for file in files)
+        if num_bytes > self._max_bytes - self._step_bytes and self._folder.try_lock():
+            try:
+                num_bytes -= self._evict(sorted(files), num_bytes - self._max_bytes + 2 * self._step_bytes)
+            finally:
+                self._folder.unlock()
+        return max(0, min(self._step_bytes, self._max_bytes - num_bytes))
+
+    def _evict(self, oldest: Sequence[StoredFile], num_bytes: int) -> int:
+        """Removes files until so many bytes are free, and counts these."""
+        num_freed = 0
+        for number, file in enumerate(oldest):
+            if num_freed >= num_bytes:
+                break
+            self._folder.remove_file(file)
+            num_freed += file.num_bytes
+            if number % _RENEW_EVERY == 0:
+                self._folder.renew_lock()
+        return num_freed
+
+
+class _Calls:
+    """Calls in order on one thread, which may hang. It ends once it is closed, or with the process."""
+
+    def __init__(self, name: str) -> None:
+        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def begin(self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._orders.put(partial(_settle, future, call))
+        return future
+
+    def close(self) -> bool:
+        """Waits a while for the end of the thread, and tells whether it has come."""
+        self._orders.put(None)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            order()
+
+
+def _settle(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def open_folder(path: str, clock: Callable[[], float] = time.monotonic) -> Folder:
+    """Opens a folder that files can be written to. Raises ConfigError if it is none, or does not answer."""
+    calls = _Calls("files-open")
+    try:
+        return calls.begin(lambda: Folder(path, clock)).result(_OPEN_TIMEOUT_S)
+    except OSError as error:
+        reason = error.strerror or "it does not answer"
+        raise ConfigError(f"files.folder: {path} takes no files ({reason}): give another, or none") from error
+    finally:
+        calls.close()

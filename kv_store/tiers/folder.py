@@ -1,0 +1,186 @@
+"""A folder of frames on this machine or on the network; several nodes may use it at a time.
+
+FOLDER/ab/abcd...   a frame, named by its block's key
+FOLDER/ab/.1234     a frame that is being written, and renamed once it is whole
+FOLDER/.lock        made by the node that makes room; it counts for nothing once it has not changed for a minute
+"""
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+
+from wire.ids import BlockKey
+
+_LOCK = ".lock"
+_LEASE_S = 60.0
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is opened, too, and not waited for
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPENS_AS_NO_FILE = (errno.ELOOP, errno.ENXIO)
+
+
+class Found(Enum):
+    """The entry under a key: a file of the size asked for, something else, or nothing."""
+
+    FILE = "file"
+    OTHER = "other"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, order=True)
+class StoredFile:
+    """A file as a listing shows it. Files are ordered by their last use."""
+
+    used_ns: int
+    num_bytes: int
+    path: str
+
+
+class Folder:
+    """An open folder. All calls may block for as long as the file system does, and raise OSError.
+
+    No link is followed below the folder, and nothing but regular files is read. A file's last use is the time of its
+    last change: of its writing, and of each reading, which sets it.
+    """
+
+    def __init__(self, path: str, clock: Callable[[], float]) -> None:
+        """Makes the folder if only it is missing, and tries to write there. `clock` is monotonic, in seconds."""
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        self._folder = os.open(path, _FOLDER_FLAGS & ~os.O_NOFOLLOW)
+        self._clock = clock
+        self._seen_lock = (0, 0.0)
+        try:
+            with _written_aside(self._folder, b"tried"):
+                pass
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        os.close(self._folder)
+
+    def has(self, key: BlockKey) -> bool:
+        """Tells whether there is anything under a key."""
+        try:
+            os.stat(_path_of(key), dir_fd=self._folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, key: BlockKey, into: memoryview) -> Found:
+        """Fills `into` from a regular file of exactly that size; from anything else nothing is read."""
+        try:
+            with self._shard(key) as shard, _closing(os.open(key.hex(), _READ_FLAGS, dir_fd=shard)) as file:
+                found = os.fstat(file)
+                if not stat.S_ISREG(found.st_mode) or found.st_size != len(into):
+                    return Found.OTHER
+                if os.preadv(file, [into], 0) != len(into):
+                    raise OSError(errno.EIO, "a file has become shorter")
+                with suppress(OSError):
+                    os.utime(file)
+                return Found.FILE
+        except FileNotFoundError:
+            return Found.NOTHING
+        except OSError as error:
+            if error.errno not in _OPENS_AS_NO_FILE:
+                raise
+            return Found.OTHER
+
+    def write(self, key: BlockKey, *parts: bytes | memoryview) -> None:
+        """Writes a file in one step, in the place of what is there."""
+        with suppress(FileExistsError):
+            os.mkdir(_shard_of(key), 0o700, dir_fd=self._folder)
+        with self._shard(key) as shard, _written_aside(shard, *parts) as path:
+            os.rename(path, key.hex(), src_dir_fd=shard, dst_dir_fd=shard)
+
+    def remove(self, keys: Iterable[BlockKey]) -> None:
+        """Removes what is under some keys, but for folders with something in them."""
+        for key in keys:
+            with suppress(FileNotFoundError), self._shard(key) as shard:
+                try:
+                    os.unlink(key.hex(), dir_fd=shard)
+                except IsADirectoryError:
+                    with suppress(OSError):
+                        os.rmdir(key.hex(), dir_fd=shard)
+
+    def files(self) -> Iterator[StoredFile]:
+        """Lists the files, unfinished ones too."""
+        for shard in (f"{number:02x}" for number in range(256)):
+            with suppress(FileNotFoundError), _opened(shard, self._folder) as folder, os.scandir(folder) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):
+                        file = entry.stat(follow_symlinks=False)
+                        if not stat.S_ISDIR(file.st_mode):
+                            yield StoredFile(file.st_mtime_ns, file.st_size, f"{shard}/{entry.name}")
+
+    def remove_file(self, file: StoredFile) -> None:
+        """Removes a file of the listing if it is still there."""
+        with suppress(FileNotFoundError):
+            os.unlink(file.path, dir_fd=self._folder)
+
+    def try_lock(self) -> bool:
+        """Makes the lock; False if another node has it, and has renewed it within a minute of this process's clock."""
+        for _ in range(2):
+            with suppress(FileExistsError), _closing(os.open(_LOCK, _WRITE_FLAGS, 0o600, dir_fd=self._folder)):
+                return True
+            changed_ns = os.stat(_LOCK, dir_fd=self._folder, follow_symlinks=False).st_mtime_ns
+            if changed_ns != self._seen_lock[0]:
+                self._seen_lock = (changed_ns, self._clock())
+            if self._clock() - self._seen_lock[1] < _LEASE_S:
+                return False
+            self.unlock()
+        return False
+
+    def renew_lock(self) -> None:
+        os.utime(_LOCK, dir_fd=self._folder, follow_symlinks=False)
+
+    def unlock(self) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(_LOCK, dir_fd=self._folder)
+
+    @contextmanager
+    def _shard(self, key: BlockKey) -> Iterator[int]:
+        with _opened(_shard_of(key), self._folder) as shard:
+            yield shard
+
+
+@contextmanager
+def _opened(path: str, folder: int) -> Iterator[int]:
+    with _closing(os.open(path, _FOLDER_FLAGS, dir_fd=folder)) as descriptor:
+        yield descriptor
+
+
+@contextmanager
+def _closing(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _written_aside(folder: int, *parts: bytes | memoryview) -> Iterator[str]:
+    """Writes a file under a name of its own, and removes it at the end if it has not been renamed."""
+    path = f".{secrets.token_hex(8)}"
+    descriptor = os.open(path, _WRITE_FLAGS, 0o600, dir_fd=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(parts)
+        yield path
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(path, dir_fd=folder)
+
+
+def _shard_of(key: BlockKey) -> str:
+    return key.hex()[:2]
+
+
+def _path_of(key: BlockKey) -> str:
+    return f"{_shard_of(key)}/{key.hex()}"
