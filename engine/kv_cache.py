@@ -62,7 +62,7 @@ class KVCache:
             return False
         sequence.pages = BlockTable([*hits, *to_fill])
         sequence.phase = Phase.FETCHING
-        self._begin(Fetch(names[len(hits) :], to_fill), sequence)
+        self._begin(Fetch(names[len(hits) :], to_fill, sequence.request.sources), sequence)
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:

@@ -17,7 +17,7 @@ class ChoiceSoFar:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A prompt and its unfinished choices.
+    """A prompt and its unfinished choices. sources: block ports of other nodes that may have blocks of it.
 
     `HandOff`, a subclass, asks for one more token per choice only: the engine then publishes all blocks of the prompt,
     the partly filled last one included, and holds them for the request.
@@ -28,6 +28,7 @@ class EngineRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     choices: tuple[ChoiceSoFar, ...] = (ChoiceSoFar(0),)
+    sources: tuple[str, ...] = ()
 
     @property
     def max_len(self) -> int:

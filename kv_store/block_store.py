@@ -27,8 +27,11 @@ class BlockStore(Protocol):
     def fence(self) -> None:
         """Puts later copies after the work queued so far. For the thread that computes, before each transfer."""
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
-        """Copies the longest verified prefix of `names` into the caller's own pages; returns the tier of each block."""
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], sources: Sequence[str] = ()) -> list[Tier]:
+        """Copies the longest verified prefix of `names` into the caller's own pages; returns the tier of each block.
+
+        sources: block ports of other nodes to ask, in this order.
+        """
 
     def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
         """Copies pages into the host tier where they are missing; with `hold`, keeps them for that request.

@@ -1,4 +1,4 @@
-"""The store as a process sees it: arena and cold tiers under one lookup, around the process's device pages.
+"""The store as a process sees it: arena, other nodes and cold tiers under one lookup, around its device pages.
 
 A block is copied to a device only from bytes with the right checksum, and a read from the arena counts only if its
 lease held to the end.
@@ -7,6 +7,7 @@ lease held to the end.
 import logging
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -17,21 +18,22 @@ from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import DirectoryPort, EpochChanged
-from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from wire.directory import Block, DirectoryStatus, Entry, Hold, Lease
 from wire.errors import ConfigError, StoreError
 from wire.frame import checksum_of
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
 from wire.layout import KVLayout
-from wire.tier import Tier
+from wire.tier import COLD_TIERS, READ_COUNTS, ColdStatus, Tier
 
 HOLD_TTL_S = 10.0
 _LEASE_TTL_S = 5.0
 _LEASE_TTL_PER_BLOCK_S = 0.02
-_COLD_LOOKUPS_AT_ONCE = 128
-_COLD_BUDGET_S = 0.5
-_COLD_BUDGET_PER_BLOCK_S = 0.01
+_LOOKUPS_AT_ONCE = 128
+_FAR_BUDGET_S = 0.5
+_FAR_BUDGET_PER_BLOCK_S = 0.01
+_MAX_PEERS = 64
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ class NodeStore:
     """A BlockStore. `fetch`, `publish` and `withdraw` are for one thread, the rest for any.
 
     directory: the arena's. While it is out of reach everything is a miss; after its restart the new arena is mapped.
-    cold: tiers below the arena, nearest first.
+    cold: tiers below the arena, nearest first. peer: makes the source of a node's blocks from the address of its port.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class NodeStore:
         cold: Sequence[ColdTier],
         pool: DevicePool,
         clock: Callable[[], float] = time.monotonic,
+        peer: Callable[[str], BlockSource] | None = None,
     ) -> None:
         if arena.block_bytes != layout.block_bytes:
             raise ConfigError(f"an arena of {arena.block_bytes}-byte slots for blocks of {layout.block_bytes} bytes")
@@ -61,6 +64,8 @@ class NodeStore:
         self._is_arena_old = False
         self._directory = directory
         self._cold = list(cold)
+        self._make_peer = peer
+        self._peers: OrderedDict[str, BlockSource] = OrderedDict()
         self._pool = pool
         self._clock = clock
         self._scratch = memoryview(bytearray(layout.payload_bytes))
@@ -71,8 +76,8 @@ class NodeStore:
     def fence(self) -> None:
         self._pool.fence()
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
-        return self._or_else([], lambda: self._fetch(names, pages))
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], sources: Sequence[str] = ()) -> list[Tier]:
+        return self._or_else([], lambda: self._fetch(names, pages, sources))
 
     def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
         return self._or_else(0, lambda: self._publish(names, pages, hold))
@@ -92,7 +97,7 @@ class NodeStore:
         ask: Callable[[], DirectoryStatus | None] = self._directory.status
         return StoreStatus(
             directory=self._or_else(None, ask),
-            cold=[tier.status() for tier in self._cold],
+            cold=[*self._peers_status(), *(tier.status() for tier in self._cold)],
             block_bytes=self._layout.block_bytes,
             num_corrupt=self._num_corrupt,
             num_failed=self._num_failed,
@@ -101,11 +106,11 @@ class NodeStore:
     def check(self) -> list[str]:
         return self._or_else(["the directory is out of reach"], self._directory.check)
 
-    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
+    def _fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], addresses: Sequence[str]) -> list[Tier]:
         lease = self._lease(names)
         try:
             with self._writing():
-                tiers = self._copy_in(names, lease.entries, pages)
+                tiers = self._copy_in(names, lease.entries, pages, [*self._peers_at(addresses), *self._cold])
         finally:
             held = self._directory.release(lease.lease_id)
         return tiers if held else []
@@ -164,63 +169,88 @@ class NodeStore:
     def _payload(self, slot: PageId) -> memoryview:
         return self._arena.slot(slot)[: self._layout.payload_bytes]
 
-    def _locate(self, names: Sequence[BlockName], entries: Sequence[Entry | None]) -> list[Entry | ColdTier]:
+    def _peers_at(self, addresses: Sequence[str]) -> list[BlockSource]:
+        """Returns the sources at these addresses; those not used for longest are closed beyond some number."""
+        if self._make_peer is None:
+            return []
+        for address in addresses:
+            if address not in self._peers:
+                self._peers[address] = self._make_peer(address)
+            self._peers.move_to_end(address)
+        while len(self._peers) > max(_MAX_PEERS, len(addresses)):
+            self._peers.popitem(last=False)[1].close()
+        return [self._peers[address] for address in addresses]
+
+    def _peers_status(self) -> list[ColdStatus]:
+        """Sums what the peers tell, if there is any."""
+        told = [peer.status() for peer in self._peers.copy().values()]
+        if not told:
+            return []
+        state = "up" if any(status.state == "up" for status in told) else "broken"
+        counts = {name: sum(getattr(status, name) for status in told) for name in READ_COUNTS}
+        return [ColdStatus(Tier.PEERS, state, **counts)]
+
+    def _locate(
+        self, names: Sequence[BlockName], entries: Sequence[Entry | None], sources: Sequence[BlockSource]
+    ) -> list[Entry | BlockSource]:
         """Finds the nearest place of each block, up to the first hole."""
-        in_cold = self._in_cold([name for name, entry in zip(names, entries, strict=True) if entry is None])
-        places = (entry or next(in_cold) for entry in entries)
+        far = self._far([name for name, entry in zip(names, entries, strict=True) if entry is None], sources)
+        places = (entry or next(far) for entry in entries)
         return [place for place in takewhile(lambda place: place is not None, places) if place is not None]
 
-    def _in_cold(self, names: Sequence[BlockName]) -> Iterator[ColdTier | None]:
-        """Yields the nearest cold tier that has each block; asks for some at a time, as far as the caller goes."""
-        for start in range(0, len(names), _COLD_LOOKUPS_AT_ONCE):
-            found: dict[BlockKey, ColdTier] = {}
-            asked = names[start : start + _COLD_LOOKUPS_AT_ONCE]
-            for tier in self._cold:
-                keys = [name.key for name in asked if not name.is_tail and name.key not in found]
-                found |= dict.fromkeys(compress(keys, tier.exists(keys) if keys else []), tier)
+    def _far(self, names: Sequence[BlockName], sources: Sequence[BlockSource]) -> Iterator[BlockSource | None]:
+        """Yields the nearest source that has each block; asks for some at a time, as far as the caller goes."""
+        for start in range(0, len(names), _LOOKUPS_AT_ONCE):
+            found: dict[BlockKey, BlockSource] = {}
+            asked = names[start : start + _LOOKUPS_AT_ONCE]
+            for source in sources:
+                keys = [name.key for name in asked if _may_have(source, name) and name.key not in found]
+                found |= dict.fromkeys(compress(keys, source.exists(keys) if keys else []), source)
             yield from (found.get(name.key) for name in asked)
 
     def _copy_in(
-        self, names: Sequence[BlockName], entries: Sequence[Entry | None], pages: Sequence[PageId]
+        self,
+        names: Sequence[BlockName],
+        entries: Sequence[Entry | None],
+        pages: Sequence[PageId],
+        sources: Sequence[BlockSource],
     ) -> list[Tier]:
-        """Copies the longest prefix that proves good; blocks from cold tiers go into the arena on the way."""
-        places = self._locate(names, entries)
-        cold_names = [name for name, place in zip(names, places, strict=False) if not isinstance(place, Entry)]
-        reserved = self._directory.reserve(self._me, cold_names, None).slots if cold_names else []
-        slots = dict(zip(cold_names, reserved, strict=True))
+        """Copies the longest prefix that proves good; blocks from far tiers go into the arena on the way."""
+        places = self._locate(names, entries, sources)
+        far_names = [name for name, place in zip(names, places, strict=False) if not isinstance(place, Entry)]
+        reserved = self._directory.reserve(self._me, far_names, None).slots if far_names else []
+        slots = dict(zip(far_names, reserved, strict=True))
         copied: list[_Source] = []
-        deadline = self._clock() + _COLD_BUDGET_S + _COLD_BUDGET_PER_BLOCK_S * len(cold_names)
+        deadline = self._clock() + _FAR_BUDGET_S + _FAR_BUDGET_PER_BLOCK_S * len(far_names)
         with ExitStack() as stack:
-            reads = {
-                tier.tier: stack.enter_context(closing(self._read(tier, names, places, slots))) for tier in self._cold
-            }
+            reads = [stack.enter_context(closing(self._read(one, names, places, slots))) for one in sources]
             for name, place, page in zip(names, places, pages, strict=False):
                 if isinstance(place, Entry):
                     source = self._from_arena(name, place)
                 else:  # after the deadline, computing is quicker
-                    source = None if self._clock() > deadline else next(reads[place.tier], None)
+                    source = None if self._clock() > deadline else next(reads[sources.index(place)], None)
                 if source is None:
                     break
                 self._pool.write_page(page, source.payload)
                 copied.append(source)
-        if cold_names:
+        if far_names:
             self._promote(copied)
         return [source.tier for source in copied]
 
     def _read(
         self,
-        tier: ColdTier,
+        source: BlockSource,
         names: Sequence[BlockName],
-        places: Sequence[Entry | ColdTier],
+        places: Sequence[Entry | BlockSource],
         slots: Mapping[BlockName, PageId | None],
     ) -> Generator["_Source", None, None]:
-        """Reads the blocks whose place is a cold tier, each once it is asked for, up to the first that is missing."""
-        wanted = [name for name, place in zip(names, places, strict=False) if place is tier]
+        """Reads the blocks whose place is a far tier, each once it is asked for, up to the first that is missing."""
+        wanted = [name for name, place in zip(names, places, strict=False) if place is source]
         into = [self._scratch if (slot := slots[name]) is None else self._payload(slot) for name in wanted]
-        with closing(tier.get(wanted, into)) as checksums:
+        with closing(source.get(wanted, into)) as checksums:
             for name, payload, checksum in zip(wanted, into, checksums, strict=False):
                 slot = slots[name]
-                yield _Source(tier.tier, payload, None if slot is None else Block(slot, name, checksum))
+                yield _Source(source.tier, payload, None if slot is None else Block(slot, name, checksum))
 
     def _from_arena(self, name: BlockName, entry: Entry) -> "_Source | None":
         """Reads a leased block if its checksum is right; else withdraws it."""
@@ -233,11 +263,12 @@ class NodeStore:
         return None
 
     def _promote(self, copied: Sequence["_Source"]) -> None:
-        """Commits blocks from cold tiers, and gives back the other slots reserved for them."""
+        """Commits blocks from far tiers, and gives back the other slots reserved for them."""
         self._commit([source.promoted for source in copied if source.promoted is not None], None)
-        for tier in {source.tier for source in copied if source.promoted is not None}:
+        for tier in COLD_TIERS:  # other nodes may lose theirs
             blocks = [source.promoted for source in copied if source.tier is tier and source.promoted is not None]
-            self._directory.mark_cold(tier, [block.name.key for block in blocks])
+            if blocks:
+                self._directory.mark_cold(tier, [block.name.key for block in blocks])
         self._directory.abandon(self._me)
 
     def _copy_out(self, name: BlockName, page: PageId, slot: PageId) -> Block:
@@ -261,6 +292,11 @@ class NodeStore:
             return answer
         self._num_failed += 1
         return otherwise
+
+
+def _may_have(source: BlockSource, name: BlockName) -> bool:
+    """Tails are in arenas only."""
+    return source.tier is Tier.PEERS or not name.is_tail
 
 
 @dataclass(frozen=True)

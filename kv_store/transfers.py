@@ -34,11 +34,14 @@ class Transfer(ABC):
         """Carries out the order. Blocks; raises the errors of the store."""
 
 
+@dataclass(frozen=True, eq=False)
 class Fetch(Transfer):
-    """An order to fill pages with blocks of the store."""
+    """An order to fill pages with blocks of the store; `sources` are those of `BlockStore.fetch`."""
+
+    sources: Sequence[str] = ()
 
     def run(self, store: BlockStore) -> "Done":
-        return Done(self, tiers=store.fetch(self.names, self.pages))
+        return Done(self, tiers=store.fetch(self.names, self.pages, self.sources))
 
 
 @dataclass(frozen=True, eq=False)

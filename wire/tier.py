@@ -9,12 +9,15 @@ class Tier(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    PEERS = "peers"
     REDIS = "redis"
     FILES = "files"
 
 
 COLD_TIERS = (Tier.REDIS, Tier.FILES)
 """Tiers outside of the nodes' memory, nearest first."""
+FAR_TIERS = (Tier.PEERS, *COLD_TIERS)
+"""Tiers outside of a node's own memory, nearest first."""
 
 
 class Write(StrEnum):
@@ -42,7 +45,7 @@ class ColdSettings:
 
 @dataclass(frozen=True)
 class ColdStatus:
-    """A cold tier as one client finds it: "up", "broken", or "full" or "read-only" while it refuses blocks.
+    """A far tier as one client finds it: "up", "broken", or "full" or "read-only" while it refuses blocks.
 
     Counts of blocks since the start of this client. `forged` ones had a right checksum and a wrong MAC; `refused` ones
     the client tried to write in vain.

@@ -17,10 +17,11 @@ from kernels.backend import select_backend
 from kernels.cpu.library import NoKernels
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
+from kv_store.node.block_port import BlockReader
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.node_store import NodeStore
-from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.cold_tiers import open_tiers
 from kv_store.transfers import ThreadTransfers, Transfers
 from wire.errors import ConfigError, ModelError
@@ -31,14 +32,18 @@ from worker.inbox import Inbox
 from worker.job import Behaviour
 from worker.service import WorkerService
 
+PEER_TIMEOUT_S = 1.0
+"""For each part of an answer of another node: computing a block is quicker."""
+
 
 @dataclass(frozen=True)
 class Tiers:
-    """A worker's ways to the tiers below its own pages."""
+    """A worker's ways to the tiers below its own pages. peer: makes the source of another node's blocks."""
 
     arena: Arena
     directory: DirectoryPort
     cold: Sequence[ColdTier] = ()
+    peer: Callable[[str], BlockSource] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,12 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
     directory = DirectoryClient(config.store.directory_path)
     arena = Arena.open(directory.attach().arena_path)
     cold = open_tiers(config.store.cold, model.layout, config.store.mac_key)
-    return assemble_on(model, Tiers(arena, directory, cold), config, behaviour, on_broken)
+    token, payload_bytes = config.server.token.encode(), model.layout.payload_bytes
+
+    def peer(address: str) -> BlockSource:
+        return BlockReader(address, payload_bytes, token, PEER_TIMEOUT_S)
+
+    return assemble_on(model, Tiers(arena, directory, cold, peer), config, behaviour, on_broken)
 
 
 def assemble_on(
@@ -80,7 +90,7 @@ def assemble_on(
 ) -> Assembly:
     """Puts an engine over a model and a store, and a service over that. `on_broken` is WorkerService's."""
     pool = DevicePool(model.layout, config.pool.num_blocks, model.device)
-    store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool)
+    store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool, peer=tiers.peer)
     inbox = Inbox()
     transfers = ThreadTransfers(store, inbox.ring)
     transfers.start()
@@ -115,4 +125,6 @@ def _describe(config: WorkerConfig, model: Model, num_arena_blocks: int) -> work
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         pid=os.getpid(),
+        node_id=config.store.node_id,
+        block_address=config.store.block_address,
     )

@@ -47,11 +47,16 @@ class PageSettings:
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """The socket of the node's directory, which knows the arena; the cold tiers, nearest first, and their MAC key."""
+    """The socket of the node's directory, which knows the arena; the cold tiers, nearest first, and their MAC key.
+
+    block_address: of the node's block port, by which other nodes read its arena; none where there is one node.
+    """
 
     directory_path: str
     mac_key_hex: str
     cold: tuple[ColdSettings, ...] = ()
+    node_id: str = ""
+    block_address: str = ""
 
     def __post_init__(self) -> None:
         _require(len(self.mac_key) == MAC_KEY_BYTES, "store.mac_key_hex", f"must be {MAC_KEY_BYTES} bytes")

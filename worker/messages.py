@@ -19,11 +19,12 @@ from wire.convert import (
 from wire.errors import InvalidRequest
 from wire.ids import REQUEST_ID, AttemptId, NamespaceRoot
 from wire.pb import inference_pb2, worker_pb2
-from wire.tier import COLD_COUNTS, COLD_TIERS, WRITE_COUNTS, BlockCounts, ColdStatus, Tier
+from wire.tier import COLD_COUNTS, FAR_TIERS, WRITE_COUNTS, BlockCounts, ColdStatus, Tier
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, Update
 
 ROOT_BYTES = 32
+MAX_SOURCES = 16
 
 
 def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_size: int) -> EngineRequest:
@@ -34,6 +35,7 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
     _require(REQUEST_ID.fullmatch(message.id.request_id), "request_id", "not an id that a router gives")
     _require(message.id.attempt, "attempt", "must be at least 1")
     _require(len(message.namespace_root) == ROOT_BYTES, "namespace_root", f"must be {ROOT_BYTES} bytes")
+    _require(len(message.block_addresses) <= MAX_SOURCES, "block_addresses", f"must be at most {MAX_SOURCES}")
     _require(0 < message.time_left_s < math.inf, "time_left_s", "must be above 0 and finite")
     choices = tuple(ChoiceSoFar(choice.index, tuple(choice.output.ids)) for choice in message.choices)
     request = cls(
@@ -42,6 +44,7 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
         tuple(message.prompt.ids),
         sampling_from_pb(message.sampling_params),
         choices,
+        tuple(message.block_addresses),
     )
     _require_in_range(request, vocab_size)
     return request
@@ -83,7 +86,7 @@ def status_to_pb(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         num_preemptions=stats.num_preemptions,
-        tiers=[_host_to_pb(store), *(_cold_to_pb(tier, store) for tier in COLD_TIERS)],
+        tiers=[_host_to_pb(store), *(_cold_to_pb(tier, store) for tier in FAR_TIERS)],
         problems=problems,
         engine_silent_s=engine_silent_s,
     )

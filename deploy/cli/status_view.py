@@ -6,7 +6,7 @@ from deploy.cli.table import NOT_KNOWN, render
 from deploy.plan.byte_size import format_bytes
 from wire.convert import status_of
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import BLOCK_STATES, COLD_COUNTS, COLD_TIERS, Tier
+from wire.tier import BLOCK_STATES, COLD_COUNTS, COLD_TIERS, FAR_TIERS, Tier
 
 NUM_EVENTS = 10
 WORKER_HEAD = ("worker", "pid", "state", "running", "waiting", "preempted", "computed", "cached", "hits", "generated")
@@ -83,17 +83,18 @@ def _render_tiers(status: cluster_pb2.ClusterStatus) -> str:
     size = format_bytes(host.blocks.total * host.block_bytes)
     arena = f"{size}, {host.counts['leases']} being read, {host.counts['holds']} prompts held for decode"
     lines = [("arena", arena if host.blocks.total else NOT_KNOWN)]
-    lines += [(str(tier), _cold_line(status_of(tier, status.tiers))) for tier in COLD_TIERS]
+    far = {tier: status_of(tier, status.tiers) for tier in FAR_TIERS}
+    lines += [(str(tier), _far_line(told)) for tier, told in far.items() if tier in COLD_TIERS or _is_on(told)]
     return "\n".join(f"{name:<7}{line}" for name, line in lines)
 
 
-def _cold_line(cold: worker_pb2.TierStatus) -> str:
-    counts = ", ".join(f"{cold.counts[name]} {name}" for name in COLD_COUNTS)
-    return (
-        f"{COLD_STATES.get(cold.state, cold.state)}: {counts}"
-        if cold.state not in ("", "off")
-        else cold.state or NOT_KNOWN
-    )
+def _far_line(far: worker_pb2.TierStatus) -> str:
+    counts = ", ".join(f"{far.counts[name]} {name}" for name in COLD_COUNTS)
+    return f"{COLD_STATES.get(far.state, far.state)}: {counts}" if _is_on(far) else far.state or NOT_KNOWN
+
+
+def _is_on(far: worker_pb2.TierStatus) -> bool:
+    return far.state not in ("", "off")
 
 
 def _sorted(workers: Sequence[worker_pb2.WorkerStatus]) -> list[worker_pb2.WorkerStatus]:

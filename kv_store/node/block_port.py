@@ -20,7 +20,9 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Generator, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from kv_store.breaker import Breaker
@@ -29,14 +31,18 @@ from kv_store.node.directory_port import DirectoryPort
 from wire.errors import StoreError
 from wire.frame import CHECKSUM_BYTES, checksum_of
 from wire.ids import BlockKey
+from wire.keys import BlockName
+from wire.tier import ColdStatus, Tier
 
 MAX_KEYS = 4096
 KEY_BYTES = 32
 MAX_CONNECTIONS = 256
+_ACCEPT_PAUSE_S = 0.1
 _IDLE_TIMEOUT_S = 60.0
 _STALL_TIMEOUT_S = 5.0
 _LEASE_TTL_S = 5.0
 _LEASE_TTL_PER_BLOCK_S = 0.05
+_READER = "block-port"
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _REQUEST = struct.Struct("<BI")
@@ -48,13 +54,24 @@ log = logging.getLogger(__name__)
 
 
 class BlockServer:
-    """Serves the blocks of an arena between `start` and `stop`, with a thread a connection. `address` is HOST:PORT."""
+    """Serves the blocks of an arena between `start` and `stop`, with a thread a connection.
 
-    def __init__(self, directory: DirectoryPort, arena: Arena, payload_bytes: int, token: bytes) -> None:
+    stall_timeout_s: for each part of a request to come, and for a reader to take something of an answer.
+    """
+
+    def __init__(
+        self,
+        directory: DirectoryPort,
+        arena: Arena,
+        payload_bytes: int,
+        token: bytes,
+        stall_timeout_s: float = _STALL_TIMEOUT_S,
+    ) -> None:
         self._directory = directory
         self._arena = arena
         self._payload_bytes = payload_bytes
         self._token = token
+        self._stall_timeout_s = stall_timeout_s
         self._readers: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._is_stopping = False
@@ -92,7 +109,7 @@ class BlockServer:
             except OSError as error:
                 if not self._is_stopping:
                     log.warning("a connection to the block port could not be accepted: %s", error)
-                    threading.Event().wait(0.1)  # such as too many open files
+                    time.sleep(_ACCEPT_PAUSE_S)  # such as too many open files
                 continue
             reader = threading.Thread(target=self._serve, args=[connection], name="block-reader", daemon=True)
             with self._lock:
@@ -104,7 +121,7 @@ class BlockServer:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            _prepare(connection, _STALL_TIMEOUT_S)
+            _prepare(connection, self._stall_timeout_s)
             _greet_reader(connection, self._token, self._payload_bytes)
             while not self._is_stopping:
                 self._answer(connection)
@@ -118,7 +135,7 @@ class BlockServer:
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(_IDLE_TIMEOUT_S)
         verb, count = _REQUEST.unpack(_receive(connection, _REQUEST.size))
-        connection.settimeout(_STALL_TIMEOUT_S)
+        connection.settimeout(self._stall_timeout_s)
         if verb not in (_EXISTS, _READ) or not 0 < count <= MAX_KEYS:
             raise StoreError("no request of a reader")
         data = _receive(connection, count * KEY_BYTES)
@@ -130,7 +147,7 @@ class BlockServer:
 
     def _send_blocks(self, connection: socket.socket, keys: Sequence[BlockKey]) -> None:
         """Sends blocks straight from their slots, under a lease. By the checksum the reader sees if it ran out."""
-        lease = self._directory.lease("block-port", keys, _LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(keys))
+        lease = self._directory.lease(_READER, keys, _LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(keys))
         try:
             for entry in lease.entries:
                 if entry is None:
@@ -142,20 +159,28 @@ class BlockServer:
 
 
 class BlockReader:
-    """Reads blocks from the block port of one node. A fault is a miss and ends the connection. For one thread.
+    """A BlockSource over the block port of one node. A fault ends the connection. For one thread, but for `status`.
 
     A node that has failed three times in a row is asked again only every two seconds. timeout_s: for the connection to
     be made, and for each part of an answer.
     """
 
-    def __init__(self, address: str, payload_bytes: int, token: bytes, timeout_s: float, breaker: Breaker) -> None:
-        self.num_errors = 0
-        self.num_corrupt = 0
+    tier = Tier.PEERS
+
+    def __init__(
+        self,
+        address: str,
+        payload_bytes: int,
+        token: bytes,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._counted = Counter[str]()
         self._address = address
         self._payload_bytes = payload_bytes
         self._token = token
         self._timeout_s = timeout_s
-        self._breaker = breaker
+        self._breaker = Breaker(clock)
         self._connection: socket.socket | None = None
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -168,24 +193,29 @@ class BlockReader:
                     found[start : start + len(asked)] = map(bool, _receive(connection, len(asked)))
         return found
 
-    def read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
+    def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
         """Fills a payload of `into` for each block, and yields its checksum once it is verified.
 
         Ends at the first block that is missing or spoilt, or at a fault.
         """
         with suppress(_Unanswered):
-            for start in range(0, len(keys), MAX_KEYS):
-                asked = keys[start : start + MAX_KEYS]
+            for start in range(0, len(names), MAX_KEYS):
+                asked = [name.key for name in names[start : start + MAX_KEYS]]
                 with self._asking(_READ, asked) as connection:
                     for payload in into[start : start + len(asked)]:
                         if _receive(connection, 1) != _HERE:
+                            self._counted["misses"] += 1
                             return
                         checksum = _receive(connection, CHECKSUM_BYTES)
                         _receive_into(connection, payload)
                         if checksum_of(payload) != checksum:
-                            self.num_corrupt += 1
+                            self._counted["corrupt"] += 1
                             raise _Unanswered("a block came spoilt")
+                        self._counted["hits"] += 1
                         yield checksum
+
+    def status(self) -> ColdStatus:
+        return ColdStatus(self.tier, "broken" if self._breaker.is_open else "up", **self._counted)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -206,7 +236,7 @@ class BlockReader:
             yield connection
         except (OSError, StoreError) as error:
             self._breaker.failed()
-            self.num_errors += 1
+            self._counted["errors"] += 1
             log.warning("node at %s does not answer: %s", self._address, error)
             raise _Unanswered(str(error)) from error
         else:
@@ -226,6 +256,43 @@ class BlockReader:
             connection.close()
             raise
         return connection
+
+
+class LocalBlocks:
+    """The reader's twin: the blocks of an arena and directory in this process."""
+
+    tier = Tier.PEERS
+
+    def __init__(self, directory: DirectoryPort, arena: Arena, payload_bytes: int) -> None:
+        self._directory = directory
+        self._arena = arena
+        self._payload_bytes = payload_bytes
+        self._counted = Counter[str]()
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return self._directory.exists(keys)
+
+    def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
+        lease = self._directory.lease(_READER, [name.key for name in names], _LEASE_TTL_S)
+        try:
+            for entry, payload in zip(lease.entries, into, strict=True):
+                if entry is None:
+                    self._counted["misses"] += 1
+                    return
+                payload[:] = self._arena.slot(entry.slot)[: self._payload_bytes]
+                if checksum_of(payload) != entry.checksum:
+                    self._counted["corrupt"] += 1
+                    return
+                self._counted["hits"] += 1
+                yield entry.checksum
+        finally:
+            self._directory.release(lease.lease_id)
+
+    def status(self) -> ColdStatus:
+        return ColdStatus(self.tier, "up", **self._counted)
+
+    def close(self) -> None:
+        pass
 
 
 class _Unanswered(StoreError):

@@ -22,8 +22,8 @@ from wire.tier import ColdStatus, Tier
 log = logging.getLogger(__name__)
 
 
-class ColdTier(Protocol):
-    """Every fault is a counted miss; no call raises for one, and each is bounded in time."""
+class BlockSource(Protocol):
+    """Blocks that are read. Every fault is a counted miss; no call raises for one, and each is bounded in time."""
 
     tier: Tier
 
@@ -37,15 +37,19 @@ class ColdTier(Protocol):
         forged, its payload undefined. A payload is written to only between two answers, so several may be one memory.
         """
 
+    def status(self) -> ColdStatus: ...
+
+    def close(self) -> None: ...
+
+
+class ColdTier(BlockSource, Protocol):
+    """A source that takes blocks, too."""
+
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
         """Stores a block; False if that failed."""
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Forgets blocks, as far as the tier can be reached."""
-
-    def status(self) -> ColdStatus: ...
-
-    def close(self) -> None: ...
 
 
 class FramedTier(ABC):

@@ -10,6 +10,9 @@ from wire.errors import Unavailable
 from wire.ids import BlockKey, WorkerId
 from wire.pools import Role
 
+MAX_SOURCES = 4
+"""Nodes that one attempt asks for blocks."""
+
 
 class Placement:
     """wait_s: how long a request waits for a decode worker where there is none.
@@ -49,10 +52,10 @@ class Placement:
         self._prefixes.record(keys, member.id)
         return member
 
-    async def choose_decode(self, keys: Sequence[BlockKey], num_prompt_tokens: int) -> Member:
-        """A worker that takes the prompt whose blocks are `keys`; none of them where prefill has left it in the store.
+    async def choose_decode(self, keys: Sequence[BlockKey], num_new_tokens: int) -> Member:
+        """A worker that takes the prompt whose blocks are `keys`. Raises Unavailable if none is ready in time.
 
-        Raises Unavailable if no worker is ready in time.
+        num_new_tokens: tokens of it that prefill has not left in the store: all or none.
         """
         try:
             async with asyncio.timeout(self._wait_s):
@@ -60,9 +63,18 @@ class Placement:
                     await self._changed.wait()
         except TimeoutError as error:
             raise Unavailable("no decode worker is there") from error
-        member = DecodePlacement().choose(ready, self._cached(keys, num_prompt_tokens))
+        member = DecodePlacement().choose(ready, self._cached(keys, num_new_tokens))
         self._prefixes.record(keys, member.id)
         return member
+
+    def sources(self, keys: Sequence[BlockKey], member: Member) -> list[str]:
+        """Block ports of other nodes whose workers were sent blocks of `keys`, those with most of them first."""
+        matches = self._prefixes.match(keys)
+        holders = [
+            self._members[one] for one in sorted(matches, key=matches.__getitem__, reverse=True) if one in self._members
+        ]
+        addresses = [one.info.block_address for one in holders if one.info.node_id != member.info.node_id]
+        return list(dict.fromkeys(filter(None, addresses)))[:MAX_SOURCES]
 
     def wake(self) -> None:
         """Lets requests that wait look again: the members have changed."""

@@ -177,8 +177,8 @@ class Flow:
         """Lets a worker decode the unfinished choices. The hold ends when their blocks are fetched."""
         num_prompt = len(self.prepared.prompt_ids)
         self.timeline.begin_span("wait_decode")
-        keys, num_new = (self.prepared.keys, num_prompt) if hold is None else ((), 0)
-        member = await self._services.placement.choose_decode(keys, num_prompt)
+        num_new = num_prompt if hold is None else 0
+        member = await self._services.placement.choose_decode(self.prepared.keys, num_new)
         self._end_span("wait_decode")
         self._decode_worker = member.id
         choices = self.answer.unfinished
@@ -193,7 +193,7 @@ class Flow:
         spans: list[pb.Span] = []
         call = self.timeline.sent(name, member.id, self._loop.time())
         try:
-            await member.line.run(self._begin(), self._take(on_prompt, spans))
+            await member.line.run(self._begin(member), self._take(on_prompt, spans))
         except (Unavailable, Cancelled) as error:
             is_leaving = isinstance(error, Unavailable) and member.state is WorkerState.DRAINING
             self._services.mark_lost(member.id)
@@ -203,7 +203,7 @@ class Flow:
         finally:
             self.timeline.ended(call, self._loop.time(), spans)
 
-    def _begin(self) -> worker_pb2.Begin:
+    def _begin(self, member: Member) -> worker_pb2.Begin:
         return worker_pb2.Begin(
             id=attempt_to_pb(self._attempt_id),
             namespace_root=self._order.root,
@@ -211,6 +211,7 @@ class Flow:
             sampling_params=sampling_to_pb(self.prepared.sampling),
             choices=self.answer.unfinished,
             time_left_s=max(self._order.deadline_s - self._loop.time(), 0.001),
+            block_addresses=self._services.placement.sources(self.prepared.keys, member),
         )
 
     def _take(self, on_prompt: Callable[[], None], spans: list[pb.Span]) -> Take:

@@ -11,8 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from router.workers.line import Line
-from router.workers.members import Members
+from router.workers.members import Member, Members
 from wire.ids import AttemptId, BlockKey
 from wire.pools import WorkerState
 
@@ -103,8 +102,8 @@ class Hold:
 
 
 class Holds:
-    """All holds of a router. The workers of a node share its arena: one is told of a release, and all of
-    renewals: a worker that hangs would let holds run out.
+    """All holds of a router. The workers of a node share its arena: one of each node is told of a release, and all of
+    renewals, for a worker that hangs would let holds run out.
     """
 
     def __init__(self, members: Members, renew_every_s: float = RENEW_EVERY_S) -> None:
@@ -140,8 +139,9 @@ class Holds:
         was_waiting = self._turns.pop(attempt, None) is not None
         self._let_start(self.budget.release(attempt))
         if not was_waiting:
-            for line in self._lines[:1]:
-                line.release(attempt)
+            a_worker_of_each = {member.info.node_id: member for member in reversed(self._reachable)}
+            for member in a_worker_of_each.values():
+                member.line.release(attempt)
 
     def resize(self) -> None:
         """Learns of the arena from its workers, which have changed."""
@@ -165,14 +165,13 @@ class Holds:
     async def _renew_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._renew_every_s)
-            kept, lines = self.budget.kept, self._lines
+            kept, lines = self.budget.kept, [member.line for member in self._reachable]
             if kept and not lines:
                 log.warning("no worker can be told of holds; they will run out")
             for line in lines if kept else ():
                 line.renew(kept)
 
     @property
-    def _lines(self) -> list[Line]:
-        """Lines to workers that are not lost."""
-        reachable = (member for member in self._members if member.state is not WorkerState.LOST)
-        return [member.line for member in reachable if member.line.is_open]
+    def _reachable(self) -> list[Member]:
+        """Members that are not lost."""
+        return [member for member in self._members if member.state is not WorkerState.LOST and member.line.is_open]

@@ -120,8 +120,8 @@ class Members:
 
     @property
     def num_arena_blocks(self) -> int:
-        """Blocks of the node's arena, as its workers say."""
-        return max((member.info.num_arena_blocks for member in self), default=0)
+        """Blocks of the smallest arena of a node, as its workers say."""
+        return min((member.info.num_arena_blocks for member in self), default=0)
 
     def check(self) -> list[str]:
         """Work assigned and attempts on lines; none, while no request is open."""

@@ -1,17 +1,17 @@
 """Blocks between nodes: the block port of a directory and arena, and its reader."""
 
+import hmac
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
 
-from kv_store.breaker import Breaker
 from kv_store.node import block_port
 from kv_store.node.arena import Arena
-from kv_store.node.block_port import BlockReader, BlockServer
+from kv_store.node.block_port import BlockReader, BlockServer, LocalBlocks
 from kv_store.node.directory import Directory
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
@@ -55,7 +55,7 @@ def node() -> Iterator[Node]:
 def reader_of(
     address: str, token: bytes = TOKEN, payload_bytes: int = LAYOUT.payload_bytes, timeout_s: float = 5.0
 ) -> BlockReader:
-    return BlockReader(address, payload_bytes, token, timeout_s, Breaker(FakeClock()))
+    return BlockReader(address, payload_bytes, token, timeout_s, FakeClock())
 
 
 @pytest.fixture
@@ -68,10 +68,30 @@ def keys(names: list[BlockName]) -> list[BlockKey]:
     return [name.key for name in names]
 
 
-def read(reader: BlockReader, names: list[BlockName]) -> list[bytes]:
+def greeted(address: str, token: bytes) -> socket.socket:
+    """A stranger's connection, after the proofs; it has read all that the server said."""
+    host, port = address.split(":")
+    connection = socket.create_connection((host, int(port)), 5.0)
+    ours = b"n" * 16
+    connection.sendall(ours)
+    answer = b""
+    while len(answer) < 48:
+        answer += connection.recv(48 - len(answer))
+    connection.sendall(hmac.digest(token, b"reader" + ours + answer[:16], "sha256"))
+    return connection
+
+
+def has_hung_up(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def read(reader: BlockReader | LocalBlocks, names: list[BlockName]) -> list[bytes]:
     """The payloads that the reader vouches for."""
     into = [memoryview(bytearray(LAYOUT.payload_bytes)) for _ in names]
-    checksums = list(reader.read(keys(names), into))
+    checksums = list(reader.get(names, into))
     assert checksums == [checksum_of(payload) for payload in into[: len(checksums)]]
     return [bytes(payload) for payload in into[: len(checksums)]]
 
@@ -81,7 +101,18 @@ def test_blocks_come_from_the_other_nodes_slots(node: Node, reader: BlockReader)
     node.publish(names)
     assert reader.exists(keys(names)) == [True] * 5
     assert read(reader, names) == [payload_of(name) for name in names]
-    assert reader.num_errors == 0
+    assert reader.status().errors == 0
+
+
+def test_the_twin_reads_as_the_port_does(node: Node, reader: BlockReader) -> None:
+    names = names_of(40)
+    node.publish([*names[:3], *names[4:]])
+    [spoilt] = [block for block in node.directory.blocks() if block.name == names[6]]
+    node.arena.slot(spoilt.slot)[3] ^= 1
+    for source in (reader, LocalBlocks(node.directory, node.arena, LAYOUT.payload_bytes)):
+        assert source.exists(keys(names)) == [index != 3 for index in range(10)]
+        assert [len(read(source, names[start:])) for start in (0, 3, 4, 7)] == [3, 0, 2, 3]
+        assert (source.status().hits, source.status().misses, source.status().corrupt) == (8, 2, 1)
 
 
 def test_reading_ends_at_the_first_hole_and_the_reader_goes_on(node: Node, reader: BlockReader) -> None:
@@ -90,17 +121,17 @@ def test_reading_ends_at_the_first_hole_and_the_reader_goes_on(node: Node, reade
     assert reader.exists(keys(names)) == [True, True, False, True, True]
     assert len(read(reader, names)) == 2
     assert len(read(reader, names[3:])) == 2
-    assert reader.num_errors == 0
+    assert reader.status().errors == 0
 
 
 def test_a_reading_that_is_given_up_leaves_nothing_behind(node: Node, reader: BlockReader) -> None:
     names = names_of(40)
     node.publish(names)
     into = [memoryview(bytearray(LAYOUT.payload_bytes)) for _ in names]
-    with closing(reader.read(keys(names), into)) as reading:
+    with closing(reader.get(names, into)) as reading:
         next(reading)
     assert read(reader, names[5:]) == [payload_of(name) for name in names[5:]]
-    assert reader.num_errors == 0
+    assert reader.status().errors == 0
 
 
 def test_a_spoilt_block_is_not_vouched_for(node: Node, reader: BlockReader) -> None:
@@ -109,7 +140,7 @@ def test_a_spoilt_block_is_not_vouched_for(node: Node, reader: BlockReader) -> N
     [spoilt] = [block for block in node.directory.blocks() if block.name == names[2]]
     node.arena.slot(spoilt.slot)[3] ^= 1
     assert len(read(reader, names)) == 2
-    assert reader.num_corrupt == 1
+    assert reader.status().corrupt == 1
 
 
 def test_many_keys_go_in_several_requests(node: Node, reader: BlockReader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,29 +159,26 @@ def test_another_clusters_reader_gets_nothing(node: Node, token: bytes, payload_
     node.publish(names)
     with closing(reader_of(node.address, token, payload_bytes)) as reader:
         assert reader.exists(keys(names)) == [False, False]
-        assert reader.num_errors == 1
+        assert reader.status().errors == 1
 
 
 def test_a_reader_without_proof_hears_no_block(node: Node) -> None:
     node.publish(names_of(8))
-    host, port = node.address.split(":")
-    with socket.create_connection((host, int(port)), 5.0) as stranger:
-        stranger.sendall(bytes(16))
-        assert len(block_port._receive(stranger, 48)) == 48
-        stranger.sendall(bytes(32))
-        with suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
+    with greeted(node.address, b"another token") as stranger:
+        assert has_hung_up(stranger)
+    with greeted(node.address, TOKEN) as stranger:
+        assert stranger.recv(8) == LAYOUT.payload_bytes.to_bytes(8, "little")
 
 
 @pytest.mark.parametrize("request_bytes", [b"\x09\1\0\0\0", b"\1\0\0\0\0", b"\2\xff\xff\xff\xff"])
 def test_a_reader_that_talks_nonsense_is_hung_up_on(node: Node, reader: BlockReader, request_bytes: bytes) -> None:
-    node.publish(names_of(8))
-    assert reader.exists(keys(names_of(8))) == [True, True]
-    assert reader._connection is not None
-    reader._connection.sendall(request_bytes)
-    with suppress(ConnectionResetError):
-        assert reader._connection.recv(1) == b""
-    assert reader.exists(keys(names_of(8))) == [True, True], "on a new connection"
+    names = names_of(8)
+    node.publish(names)
+    with greeted(node.address, TOKEN) as stranger:
+        assert len(stranger.recv(8)) == 8
+        stranger.sendall(request_bytes)
+        assert has_hung_up(stranger)
+    assert reader.exists(keys(names)) == [True, True], "others are served"
 
 
 def test_a_reader_finds_a_server_that_came_back(node: Node, reader: BlockReader) -> None:
@@ -172,20 +200,17 @@ def test_a_silent_node_is_a_miss_and_then_left_alone() -> None:
             for _ in range(5):
                 assert reader.exists(keys(names_of(4))) == [False]
                 assert read(reader, names_of(4)) == []
-            assert reader.num_errors == 3
+            assert reader.status().errors == 3
 
 
-def test_a_reader_that_takes_nothing_is_hung_up_on_and_holds_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_port, "_STALL_TIMEOUT_S", 0.05)
+def test_a_reader_that_takes_nothing_is_hung_up_on_and_holds_no_lease() -> None:
     payload_bytes, [name] = 1 << 20, names_of(4)
     directory, arena = Directory(1), Arena.anonymous(payload_bytes, 1)
     directory.commit("writer", committed(directory.reserve("writer", [name], None).slots, [name]), None)
-    server = BlockServer(directory, arena, payload_bytes, TOKEN)
-    asked = [name.key] * 64  # more than the sockets hold
-    with closing(reader_of(server.start("127.0.0.1"), payload_bytes=payload_bytes)) as reader:
-        assert reader.exists(asked[:1]) == [True]
-        assert reader._connection is not None
-        reader._connection.sendall(block_port._REQUEST.pack(2, len(asked)) + b"".join(asked))
+    server = BlockServer(directory, arena, payload_bytes, TOKEN, stall_timeout_s=0.05)
+    with greeted(server.start("127.0.0.1"), TOKEN) as stranger:
+        assert len(stranger.recv(8)) == 8
+        stranger.sendall(b"\2\x40\0\0\0" + name.key * 64)  # more than the sockets hold
         deadline = time.monotonic() + 10
         while server.num_readers:
             assert time.monotonic() < deadline

@@ -40,7 +40,7 @@ class FakeStore:
     def fence(self) -> None:
         self.fenced_by.append(threading.current_thread())
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], sources: Sequence[str] = ()) -> list[Tier]:
         self._work("fetch", names, pages)
         return [Tier.HOST] * len(names)
 

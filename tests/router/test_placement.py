@@ -1,7 +1,7 @@
 """The choice of a worker for each step of a request, and the wait for one where there is none."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -38,8 +38,8 @@ class Pools:
         member = self.placement.choose_prefill(KEYS, NUM_PROMPT)
         return None if member is None else member.id
 
-    async def decode(self, keys: Sequence[BlockKey] = KEYS) -> str:
-        return (await self.placement.choose_decode(keys, NUM_PROMPT)).id
+    async def decode(self, num_new_tokens: int = NUM_PROMPT) -> str:
+        return (await self.placement.choose_decode(KEYS, num_new_tokens)).id
 
     def uses_prefill(self) -> bool:
         return self.placement.uses_prefill(KEYS, NUM_PROMPT)
@@ -76,7 +76,7 @@ async def test_decode_goes_where_the_prompt_is_only_where_decode_workers_prefill
         assert await pools.decode() == "d1"
     with pools.members[WorkerId("d1")].assigned(0, 5):
         assert await pools.decode() == "d1"
-        assert await pools.decode(()) == "d0", "prefill left it in the store"
+        assert await pools.decode(0) == "d0", "prefill left it in the store"
 
 
 async def test_a_request_waits_for_a_decode_worker(pools: Pools) -> None:

@@ -100,6 +100,7 @@ OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
     "min_tokens": tuple(set_to(min_tokens=value) for value in (-1, 41)),
     "logprobs": tuple(set_to(logprobs=value) for value in (-1, 21, 2**31 - 1)),
     "stop": tuple(set_to(stop=value) for value in ([""], ["a"] * 5, ["a" * 257])),
+    "block_addresses": (spoilt(begin_of(), block_addresses=["h:1"] * 17),),
     "stop_token_ids": tuple(set_to(stop_token_ids=value) for value in ([1] * 17, [VOCAB_SIZE])),
 }
 
@@ -171,8 +172,8 @@ def test_status_shows_every_tier() -> None:
     store = StoreStatus(DIRECTORY, [ColdStatus(Tier.REDIS, "up", hits=4)], block_bytes=4096)
     status = status_to_pb(worker_pb2.WorkerInfo(worker_id="w"), "ready", 1.5, STATS, store, ["a"])
     assert (status.blocks.cached, status.blocks.total, status.num_running) == (4, 15, 6)
-    host, redis, files = status.tiers
-    assert files.state == "off"
+    host, peers, redis, files = status.tiers
+    assert (peers.state, files.state) == ("off", "off")
     assert (host.blocks.published, host.counts["holds"], host.block_bytes) == (3, 3, 4096)
     assert (redis.state, redis.counts["hits"], redis.counts["written"]) == ("up", 4, 5)
     assert list(status.problems) == ["a"]
@@ -185,12 +186,12 @@ def test_status_shows_every_tier() -> None:
 def test_redis_is_as_its_readers_and_its_writer_find_it(read: str, written: str, told: str) -> None:
     directory = replace(DIRECTORY, cold=[ColdStatus(Tier.REDIS, written, refused=7)])
     store = StoreStatus(directory, [ColdStatus(Tier.REDIS, read)], block_bytes=4096)
-    _, redis, _ = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, store, []).tiers
+    _, _, redis, _ = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, store, []).tiers
     assert (redis.state, redis.counts["refused"]) == (told, 7)
 
 
 def test_status_of_a_worker_without_a_store_in_reach() -> None:
     status = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, StoreStatus(None, [], 4096), [])
-    host, redis, files = status.tiers
-    assert redis.state == files.state == "off"
+    host, *far = status.tiers
+    assert [tier.state for tier in far] == ["off"] * 3
     assert host.epoch == ""

@@ -24,7 +24,7 @@ class SlowStore:
 
     def fence(self) -> None: ...
 
-    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
+    def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], sources: Sequence[str] = ()) -> list[Tier]:
         return []
 
     def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
