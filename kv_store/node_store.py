@@ -170,7 +170,7 @@ class NodeStore:
         return self._arena.slot(slot)[: self._layout.payload_bytes]
 
     def _peers_at(self, addresses: Sequence[str]) -> list[BlockSource]:
-        """Returns the sources at these addresses; those not used for longest are closed beyond some number."""
+        """Returns the sources at these addresses. Beyond some number, the least recently used are closed."""
         if self._make_peer is None:
             return []
         for address in addresses:

@@ -36,7 +36,7 @@ class Transfer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Fetch(Transfer):
-    """An order to fill pages with blocks of the store; `sources` are those of `BlockStore.fetch`."""
+    """An order to fill pages with blocks of the store. sources: as in `BlockStore.fetch`."""
 
     sources: Sequence[str] = ()
 

@@ -31,14 +31,15 @@ def local_worker(
     batch: BatchSettings | None = None,
     max_silence_s: float = MAX_SILENCE_S,
     on_broken: Callable[[], None] = lambda: None,
+    node_id: str = "",
 ) -> Assembly:
-    """Its service is not started. The folder and the socket in its configuration are nowhere."""
+    """Its service is not started. Folder and socket in its configuration are nowhere; a node is its own address."""
     config = WorkerConfig(
         worker_id=worker_id,
         role=role.value,
         model=CheckpointSettings("nowhere", FINGERPRINT.hex()),
         pool=PageSettings(num_blocks, model.layout.block_size),
-        store=StoreSettings("nowhere", "00" * 32),
+        store=StoreSettings("nowhere", "00" * 32, node_id=node_id, block_address=node_id),
         server=ServerSettings(TOKEN),
         batch=batch or BatchSettings(),
         max_silence_s=max_silence_s,

@@ -68,7 +68,7 @@ class Placement:
         return member
 
     def sources(self, keys: Sequence[BlockKey], member: Member) -> list[str]:
-        """Block ports of other nodes whose workers were sent blocks of `keys`, those with most of them first."""
+        """Block ports of other nodes whose workers were sent blocks of `keys`, most of them first."""
         matches = self._prefixes.match(keys)
         holders = [
             self._members[one] for one in sorted(matches, key=matches.__getitem__, reverse=True) if one in self._members

@@ -41,10 +41,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Parts:
-    """A worker's model, and its ways to the tiers."""
+    """A worker's model, its ways to the tiers, and its node."""
 
     model: Model
     tiers: Tiers
+    node_id: str = ""
 
 
 class LocalCluster:
@@ -122,6 +123,7 @@ class LocalCluster:
             sizes.batch,
             sizes.max_silence_s,
             lambda: self._broke(name),
+            node_id=parts.node_id,
         )
         await worker.service.start()
         return worker
