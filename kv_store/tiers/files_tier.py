@@ -3,10 +3,12 @@
 import errno
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
+from mmap import mmap
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -24,6 +26,7 @@ _WRITE_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 2.0
 _FULL_FOR_S = 1.0
 _RENEW_EVERY = 256
+_BYTES_AHEAD = 4 << 20
 _REFUSALS = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
@@ -59,7 +62,8 @@ class FilesTier(FramedTier):
         if max_bytes < MIN_BLOCKS * frame_bytes:
             raise ConfigError(f"files.max_bytes: it takes at least {MIN_BLOCKS * frame_bytes} for blocks of this model")
         self._timeout_s = timeout_s
-        self._buffers = [memoryview(bytearray(frame_bytes)) for _ in range(2)]
+        num_buffers = max(2, min(16, _BYTES_AHEAD // frame_bytes))
+        self._buffers = [memoryview(mmap(-1, frame_bytes)) for _ in range(num_buffers)]  # on page boundaries: faster
         self._folder = open_folder(folder, clock)
         self._room = _Room(self._folder, max_bytes, frame_bytes, clock)
         self._calls = _Calls("files")
@@ -87,12 +91,12 @@ class FilesTier(FramedTier):
     def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes | memoryview, None, None]:
         places = zip(keys, cycle(self._buffers), strict=False)
         reads = (self._begin(partial(self._folder.read, key, buffer)) for key, buffer in places)
-        read = next(reads, None)
+        ahead = deque(islice(reads, len(self._buffers) - 1))
         for payload, buffer in zip(into, cycle(self._buffers), strict=False):
-            found = self._end(read, self._timeout_s, Found.NOTHING)
+            found = self._end(ahead.popleft(), self._timeout_s, Found.NOTHING)
             if found is Found.NOTHING:
                 return
-            read = next(reads, None)  # goes on while this one is verified
+            ahead.extend(islice(reads, 1))
             payload[:] = buffer[FRONT_BYTES:]
             yield buffer[:FRONT_BYTES] if found is Found.FILE else b""
 

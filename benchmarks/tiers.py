@@ -1,0 +1,194 @@
+"""Blocks through the tiers, each rate over a ceiling of the same run: a copy in memory, a plain GET, a plain read.
+
+    python benchmarks/tiers.py
+
+Blocks of 1 MiB: published to the arena and fetched from it, verified, over a copy between as many places; fetched from
+Redis into the arena with checksum and MAC, over redis-py's GET of the same values with hiredis; from files, over plain
+reads into one place; and the MAC of a frame over a copy. All take turns; a ratio is of medians.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from mmap import mmap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import redis
+import torch
+
+from benchmarks.result_file import write_result
+from deploy.local import redis_server
+from deploy.processes.process import end_session
+from kv_store.device_pool import DevicePool
+from kv_store.node.arena import Arena
+from kv_store.node.directory import Directory
+from kv_store.node_store import NodeStore
+from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.files_tier import FilesTier
+from kv_store.tiers.redis_tier import RedisTier
+from wire.frame import FRONT_BYTES, FrameSeal, checksum_of
+from wire.ids import NamespaceRoot, PageId
+from wire.keys import BlockName, cover
+from wire.layout import KVLayout
+
+LAYOUT = KVLayout(num_layers=16, num_kv_heads=8, head_dim=128, block_size=16, dtype="float16")
+MAC_KEY = bytes(32)
+TIMEOUT_S = 10.0
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Named blocks, their payloads, and places of an arena to fetch them to."""
+
+    names: list[BlockName]
+    payloads: list[memoryview]
+    slots: list[memoryview]
+
+    @classmethod
+    def make(cls, num_blocks: int) -> "Blocks":
+        names = cover(NamespaceRoot(bytes(32)), range(num_blocks * LAYOUT.block_size), LAYOUT.block_size)
+        arena = Arena.anonymous(LAYOUT.block_bytes, num_blocks)
+        slots = [arena.slot(PageId(number)) for number in range(num_blocks)]
+        return cls(names, [memoryview(os.urandom(LAYOUT.payload_bytes)) for _ in names], slots)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.names) * LAYOUT.payload_bytes
+
+    def copy(self) -> None:
+        for slot, payload in zip(self.slots, self.payloads, strict=True):
+            slot[:] = payload
+
+    def fetch(self, tier: ColdTier) -> None:
+        if len(list(tier.get(self.names, self.slots))) < len(self.names):
+            raise RuntimeError(f"tier {tier.tier} has lost blocks")
+
+    def put(self, tier: ColdTier) -> None:
+        for name, payload in zip(self.names, self.payloads, strict=True):
+            if not tier.put(name, payload, checksum_of(payload)):
+                raise RuntimeError(f"tier {tier.tier} takes no blocks")
+
+    def prove(self, seal: FrameSeal) -> None:
+        for name, payload in zip(self.names, self.payloads, strict=True):
+            seal.seal(name, payload, bytes(16))
+
+
+class ArenaTurns:
+    """A store over an arena. Each publish is of blocks that are not there, each fetch of blocks that are."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        num_blocks = len(blocks.names)
+        self._names = blocks.names
+        self._arena = Arena.anonymous(LAYOUT.block_bytes, num_blocks)
+        self._directory = Directory(num_blocks)
+        pool = DevicePool(LAYOUT, 2 * num_blocks, torch.device("cpu"))
+        self._pages = [PageId(page) for page in range(num_blocks)]
+        self._targets = [PageId(num_blocks + page) for page in range(num_blocks)]
+        for page, payload in zip(self._pages, blocks.payloads, strict=True):
+            pool.write_page(page, payload)
+        self._store = NodeStore(LAYOUT, self._arena, self._directory, [], pool)
+
+    def empty(self) -> None:
+        self._directory.withdraw(self._directory.blocks())
+
+    def publish(self) -> None:
+        if self._store.publish(self._names, self._pages, None) < len(self._names):
+            raise RuntimeError("not all blocks are in the arena")
+
+    def fetch(self) -> None:
+        if len(self._store.fetch(self._names, self._targets)) < len(self._names):
+            raise RuntimeError("not all blocks came from the arena")
+
+
+@contextmanager
+def own_redis(folder: Path) -> Iterator[str]:
+    server = redis_server.start(redis_server.find_program(), folder, 1 << 30)
+    try:
+        yield server.url
+    finally:
+        end_session(server.process, grace_s=2.0)
+
+
+def read_plainly(paths: Sequence[Path], into: memoryview) -> None:
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            file.readinto(into)
+
+
+def take_turns(works: dict[str, Work], before: dict[str, Work], num_turns: int) -> dict[str, float]:
+    """Returns the median seconds of each work. before: calls that prepare one, and are not timed."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(num_turns):
+        for name, work in works.items():
+            before.get(name, lambda: None)()
+            began_s = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - began_s)
+    return {name: statistics.median(each[1:]) for name, each in seconds.items()}  # the first one warms up
+
+
+def measure(num_blocks: int, num_turns: int, folder: Path) -> dict[str, float]:
+    """Returns the median seconds of each way of all blocks."""
+    blocks, seal = Blocks.make(num_blocks), FrameSeal(LAYOUT, MAC_KEY)
+    arena = ArenaTurns(blocks)
+    with ExitStack() as stack:
+        url = stack.enter_context(own_redis(folder))
+        client = stack.enter_context(redis.Redis.from_url(url, socket_read_size=256 << 10))
+        in_redis = RedisTier(url, LAYOUT, MAC_KEY, TIMEOUT_S)
+        in_files = FilesTier(str(folder / "kv"), LAYOUT, MAC_KEY, TIMEOUT_S, 1 << 40)
+        for tier in (in_redis, in_files):
+            stack.callback(tier.close)
+            blocks.put(tier)
+        keys = [b"baton:kv:" + name.key for name in blocks.names]
+        paths = [path for path in (folder / "kv").rglob("*") if path.is_file()]
+        frame = memoryview(mmap(-1, FRONT_BYTES + LAYOUT.payload_bytes))
+        works: dict[str, Work] = {
+            "copy": blocks.copy,
+            "publish to the arena": arena.publish,
+            "fetch from the arena": arena.fetch,
+            "MAC": lambda: blocks.prove(seal),
+            "plain GET": lambda: [client.get(key) for key in keys],
+            "fetch from Redis": lambda: blocks.fetch(in_redis),
+            "plain read": lambda: read_plainly(paths, frame),
+            "fetch from files": lambda: blocks.fetch(in_files),
+            "put to Redis": lambda: blocks.put(in_redis),
+            "put to files": lambda: blocks.put(in_files),
+        }
+        return take_turns(works, {"publish to the arena": arena.empty}, num_turns)
+
+
+RATIOS = {
+    "publish to the arena over a copy": ("publish to the arena", "copy"),
+    "verified fetch from the arena over a copy": ("fetch from the arena", "copy"),
+    "fetch from Redis with MAC over redis-py's GET": ("fetch from Redis", "plain GET"),
+    "fetch from files with MAC over plain reads": ("fetch from files", "plain read"),
+    "MAC of a frame over a copy": ("MAC", "copy"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=31)
+    parser.add_argument("--out", default="tiers", help="name of the result in benchmarks/results")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = measure(options.blocks, options.turns, Path(folder))
+    num_bytes = options.blocks * LAYOUT.payload_bytes
+    figures = {name: seconds[peer] / seconds[own] for name, (own, peer) in RATIOS.items()}
+    rows = [("way", "GB/s"), *((name, num_bytes / each / 1e9) for name, each in seconds.items())]
+    write_result(options.out, figures, {"seconds": seconds, "block_bytes": LAYOUT.block_bytes}, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""Every way of the benchmark of tiers moves all blocks, and each ratio is of two ways that were measured."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tiers import RATIOS, measure
+
+
+@pytest.mark.redis
+def test_all_ways_are_measured(tmp_path: Path) -> None:
+    seconds = measure(num_blocks=2, num_turns=2, folder=tmp_path)
+    assert all(each > 0 for each in seconds.values())
+    assert {way for ratio in RATIOS.values() for way in ratio} < set(seconds)
