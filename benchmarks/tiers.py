@@ -3,20 +3,24 @@
     python benchmarks/tiers.py
 
 Blocks of 1 MiB: published to the arena and fetched from it, verified, over a copy between as many places; fetched from
+another process's block port, verified, over a TCP socket that brings as many bytes into the same places; fetched from
 Redis into the arena with checksum and MAC, over redis-py's GET of the same values with hiredis; from files, over plain
 reads into one place; and the MAC of a frame over a copy. All take turns; a ratio is of medians.
 """
 
 import argparse
+import multiprocessing
 import os
+import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from mmap import mmap
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,11 +34,13 @@ from deploy.local import redis_server
 from deploy.processes.process import end_session
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
+from kv_store.node.block_port import BlockReader, BlockServer
 from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
-from kv_store.tiers.cold_tier import ColdTier
+from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier
+from wire.directory import Block
 from wire.frame import FRONT_BYTES, FrameSeal, checksum_of
 from wire.ids import NamespaceRoot, PageId
 from wire.keys import BlockName, cover
@@ -42,6 +48,7 @@ from wire.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=16, num_kv_heads=8, head_dim=128, block_size=16, dtype="float16")
 MAC_KEY = bytes(32)
+TOKEN = b"token"
 TIMEOUT_S = 10.0
 Work = Callable[[], object]
 
@@ -69,7 +76,7 @@ class Blocks:
         for slot, payload in zip(self.slots, self.payloads, strict=True):
             slot[:] = payload
 
-    def fetch(self, tier: ColdTier) -> None:
+    def fetch(self, tier: BlockSource) -> None:
         if len(list(tier.get(self.names, self.slots))) < len(self.names):
             raise RuntimeError(f"tier {tier.tier} has lost blocks")
 
@@ -111,6 +118,49 @@ class ArenaTurns:
 
 
 @contextmanager
+def other_node(blocks: Blocks) -> Iterator[tuple[str, socket.socket]]:
+    """Has the blocks in the arena of another process. Yields its block port, and a socket that answers bytes in bulk.
+
+    For each byte that the socket gets, it sends all payloads.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_serve_blocks, args=[blocks, theirs], daemon=True)
+    process.start()
+    try:
+        address, bulk = ours.recv()
+        with socket.create_connection(bulk) as connection:
+            yield address, connection
+    finally:
+        process.terminate()
+        process.join(TIMEOUT_S)
+
+
+def _serve_blocks(blocks: Blocks, line: Connection) -> None:
+    num_blocks = len(blocks.names)
+    directory, arena = Directory(num_blocks), Arena.anonymous(LAYOUT.block_bytes, num_blocks)
+    slots = directory.reserve("writer", blocks.names, None).slots
+    for slot, name, payload in zip(slots, blocks.names, blocks.payloads, strict=True):
+        assert slot is not None
+        arena.slot(slot)[:] = payload
+        directory.commit("writer", [Block(slot, name, checksum_of(payload))], None)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = BlockServer(directory, arena, LAYOUT.payload_bytes, TOKEN)
+    line.send((server.start("127.0.0.1"), listener.getsockname()))
+    connection, _ = listener.accept()
+    while connection.recv(1):
+        for slot in slots:
+            assert slot is not None
+            connection.sendall(arena.slot(slot))
+
+
+def receive_plainly(connection: socket.socket, slots: Sequence[memoryview]) -> None:
+    connection.sendall(b"1")
+    for slot in slots:
+        connection.recv_into(slot, flags=socket.MSG_WAITALL)
+
+
+@contextmanager
 def own_redis(folder: Path) -> Iterator[str]:
     server = redis_server.start(redis_server.find_program(), folder, 1 << 30)
     try:
@@ -142,6 +192,8 @@ def measure(num_blocks: int, num_turns: int, folder: Path) -> dict[str, float]:
     blocks, seal = Blocks.make(num_blocks), FrameSeal(LAYOUT, MAC_KEY)
     arena = ArenaTurns(blocks)
     with ExitStack() as stack:
+        address, bulk = stack.enter_context(other_node(blocks))
+        peer = stack.enter_context(closing(BlockReader(address, LAYOUT.payload_bytes, TOKEN, TIMEOUT_S)))
         url = stack.enter_context(own_redis(folder))
         client = stack.enter_context(redis.Redis.from_url(url, socket_read_size=256 << 10))
         in_redis = RedisTier(url, LAYOUT, MAC_KEY, TIMEOUT_S)
@@ -157,6 +209,8 @@ def measure(num_blocks: int, num_turns: int, folder: Path) -> dict[str, float]:
             "publish to the arena": arena.publish,
             "fetch from the arena": arena.fetch,
             "MAC": lambda: blocks.prove(seal),
+            "plain TCP": lambda: receive_plainly(bulk, blocks.slots),
+            "fetch from another node": lambda: blocks.fetch(peer),
             "plain GET": lambda: [client.get(key) for key in keys],
             "fetch from Redis": lambda: blocks.fetch(in_redis),
             "plain read": lambda: read_plainly(paths, frame),
@@ -170,6 +224,7 @@ def measure(num_blocks: int, num_turns: int, folder: Path) -> dict[str, float]:
 RATIOS = {
     "publish to the arena over a copy": ("publish to the arena", "copy"),
     "verified fetch from the arena over a copy": ("fetch from the arena", "copy"),
+    "verified fetch from another node over a TCP socket": ("fetch from another node", "plain TCP"),
     "fetch from Redis with MAC over redis-py's GET": ("fetch from Redis", "plain GET"),
     "fetch from files with MAC over plain reads": ("fetch from files", "plain read"),
     "MAC of a frame over a copy": ("MAC", "copy"),

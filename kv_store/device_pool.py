@@ -3,6 +3,8 @@
 import mmap
 from contextlib import nullcontext, suppress
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.backend import KVPages
@@ -26,6 +28,7 @@ class DevicePool:
         self._pages = _zeros(num_pages * layout.block_bytes, device).view(num_pages, -1)[:, : layout.payload_bytes]
         self.kv = KVPages(self._pages.view(_DTYPES[layout.dtype]).view(num_pages, *layout.shape))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._memory = self._pages.numpy() if device.type == "cpu" else None
 
     def page_bytes(self, page: PageId) -> torch.Tensor:
         """Views a page as `uint8[layout.payload_bytes]`."""
@@ -41,19 +44,36 @@ class DevicePool:
 
     def write_page(self, page: PageId, data: memoryview) -> None:
         """Copies `data`, `layout.payload_bytes` of host memory, into a page. Returns when it is there."""
-        self._copy(self.page_bytes(page), _as_tensor(data))
+        if self._memory is None:
+            self._copy(self.page_bytes(page), _as_tensor(data))
+        else:
+            _copy_bytes(self._memory[page], np.frombuffer(data, np.uint8))
 
     def read_page(self, page: PageId, into: memoryview) -> None:
         """Copies a page into `layout.payload_bytes` of writable host memory. Returns when it is there."""
-        self._copy(_as_tensor(into), self.page_bytes(page))
+        if self._memory is None:
+            self._copy(_as_tensor(into), self.page_bytes(page))
+        else:
+            _copy_bytes(np.frombuffer(into, np.uint8), self._memory[page])
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if target.numel() != source.numel():
-            raise ValueError(f"{source.numel()} bytes do not fill a target of {target.numel()}")
+        """Copies between host and device."""
+        _require_equal(target.numel(), source.numel())
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             target.copy_(source, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def _copy_bytes(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+    """Copies within host memory on this thread alone: torch would wake threads that compete with the engine's."""
+    _require_equal(target.size, source.size)
+    np.copyto(target, source)
+
+
+def _require_equal(num_target_bytes: int, num_source_bytes: int) -> None:
+    if num_target_bytes != num_source_bytes:
+        raise ValueError(f"{num_source_bytes} bytes do not fill a target of {num_target_bytes}")
 
 
 def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
