@@ -53,6 +53,12 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
         "--arena-bytes": ("arena.size_bytes", "SIZE", str, "shared memory for KV blocks, like 1GiB"),
         "--redis-url": ("redis.url", "URL", str, _REDIS),
+        "--files-folder": (
+            "files.folder",
+            "PATH",
+            str,
+            "a folder for KV blocks, which outlives the cluster (default: none)",
+        ),
         "--ray-address": ("ray.address", "ADDRESS", str, "a Ray cluster to join (default: start one)"),
     },
 }

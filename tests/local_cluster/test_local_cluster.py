@@ -1,9 +1,14 @@
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.model.hash_model import HashModel
+from kv_store.node.cold_writer import ColdWriter
+from kv_store.node.directory import Directory
+from kv_store.tiers.files_tier import FilesTier
+from tests.kv_store.names import MAC_KEY
 from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster
 from tests.router.fake_cluster import Output
 from wire.convert import status_of, tiers_from_pb
@@ -11,6 +16,7 @@ from wire.ids import PageId, RequestId
 from wire.layout import KVLayout
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
+from wire.tier import Tier, Write
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 MODEL = HashModel(LAYOUT, vocab_size=300)
@@ -141,3 +147,25 @@ async def test_blocks_spoilt_in_the_arena_are_computed_again() -> None:
         status = await at_rest(cluster)
     assert second.token_ids[0] == MODEL.oracle(prompt, 40)
     assert worker(status, "p1").computed_prompt_tokens > len(prompt) // 2
+
+
+async def test_a_cluster_on_the_folder_and_secret_of_an_earlier_one_finds_all_full_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for mac_key, num_found in ((MAC_KEY, 0), (MAC_KEY, 96), (b"o" * 32, 0)):
+        cluster = LocalCluster(MODEL, Sizes())
+        cluster.directory = Directory(512, block_bytes=LAYOUT.block_bytes, writes={Tier.FILES: Write.ALL})
+        files = FilesTier(str(tmp_path), LAYOUT, mac_key, timeout_s=30.0, max_bytes=1 << 30)
+        monkeypatch.setattr(cluster, "cold", files)
+        writer = ColdWriter(LAYOUT, cluster.arena, cluster.directory, files)
+        writer.start()
+        await cluster.start(1, 1)
+        output = await cluster.generate(ask())
+        assert output.token_ids[0] == MODEL.oracle(PROMPT, 40)
+        assert tiers_from_pb(output.complete.usage.cached_tokens).get("files", 0) == num_found
+        await at_rest(cluster)
+        await cluster.stop()
+        writer.finish(30.0)
+        writer.stop()
+        assert files.status().forged == (0 if mac_key == MAC_KEY else 1)
+        files.close()
