@@ -64,7 +64,7 @@ def test_a_tier_is_asked_for_what_no_nearer_one_had() -> None:
     assert found == [50, 30, 5]
     assert value(metrics, "prompt_tokens_total") == 100, "the other one was never looked up"
     use = metrics.prefix_cache
-    assert (use.queries, tiers_from_pb(use.hits)) == (100, {"device": 50, "host": 30, "redis": 5})
+    assert (use.queries, tiers_from_pb(use.hits)) == (100, {"device": 50, "host": 30, "redis": 5, "files": 0})
 
 
 def test_waiting_is_told_by_gate() -> None:
@@ -95,6 +95,7 @@ def test_what_the_log_says_of_a_request() -> None:
         "cached_device": 0,
         "cached_host": 32,
         "cached_redis": 0,
+        "cached_files": 0,
         "prefill_worker": "p0",
         "decode_worker": "d0",
         "attempts": 2,
