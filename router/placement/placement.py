@@ -1,7 +1,7 @@
 """Chooses a worker for each step of a request, and waits for one where there is none."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from router.placement.policies import ConditionalPrefill, DecodePlacement, PrefillPlacement
 from router.placement.prefix_map import PrefixMap
@@ -43,9 +43,16 @@ class Placement:
         num_cached = max(self._cached(keys, num_prompt_tokens).values(), default=0)
         return self._conditional.uses_prefill(prefill, decode, num_prompt_tokens - num_cached)
 
-    def choose_prefill(self, keys: Sequence[BlockKey], num_prompt_tokens: int) -> Member | None:
-        """A worker for the prompt whose blocks are `keys`; None if no prefill worker is ready."""
+    def prefill_node(self, keys: Sequence[BlockKey], num_prompt_tokens: int, has_room: Callable[[str], bool]) -> str:
+        """A node for a prompt, with room for it if any has; a prefill worker must be ready."""
         ready = self._members.ready(Role.PREFILL)
+        roomy = [member for member in ready if has_room(member.info.node_id)]
+        cached = self._cached(keys, num_prompt_tokens)
+        return PrefillPlacement().choose(roomy or ready, cached, num_prompt_tokens).info.node_id
+
+    def choose_prefill(self, keys: Sequence[BlockKey], num_prompt_tokens: int, node_id: str) -> Member | None:
+        """A worker of a node for the prompt whose blocks are `keys`; None if no prefill worker is ready there."""
+        ready = [member for member in self._members.ready(Role.PREFILL) if member.info.node_id == node_id]
         if not ready:
             return None
         member = PrefillPlacement().choose(ready, self._cached(keys, num_prompt_tokens), num_prompt_tokens)

@@ -154,11 +154,13 @@ class Flow:
         if not self.answer.num_tokens:
             self._prefill_worker = self._cached = None
         keys, num_prompt = self.prepared.keys, len(self.prepared.prompt_ids)
-        if self.answer.num_tokens or not self._services.placement.uses_prefill(keys, num_prompt):
+        placement, holds = self._services.placement, self._services.holds
+        if self.answer.num_tokens or not placement.uses_prefill(keys, num_prompt):
             await self._decode(None)
             return
+        node_id = placement.prefill_node(keys, num_prompt, lambda node_id: holds.budgets[node_id].has_room)
         self.timeline.begin_span("wait_room")
-        async with self._services.holds.hold(self._attempt_id, keys) as hold:
+        async with holds.hold(self._attempt_id, keys, node_id) as hold:
             self._end_span("wait_room")
             await self._prefill(hold)
             if not self.answer.has_ended:
@@ -167,7 +169,7 @@ class Flow:
     async def _prefill(self, hold: Hold) -> None:
         """Lets a worker publish the prompt's blocks under a hold, and takes one first token per choice."""
         num_prompt = len(self.prepared.prompt_ids)
-        member = self._services.placement.choose_prefill(self.prepared.keys, num_prompt)
+        member = self._services.placement.choose_prefill(self.prepared.keys, num_prompt, hold.node_id)
         if member is not None:
             self._prefill_worker = member.id
             with member.assigned(self.prepared.sampling.n, num_prompt):

@@ -1,17 +1,18 @@
-"""Hand-offs that decode has not fetched yet: how much of the arena they take, which prefills wait for it, renewals.
+"""Hand-offs that decode has not fetched yet: how much of an arena they take, which prefills wait for it, renewals.
 
-Prefill leaves a prompt's blocks in the arena under a hold, where nothing evicts them. If holds took all of it, prefill
-would have nowhere to put the next prompt, and decode nothing left to fetch; so no prefill starts while they take
-more than half.
+Prefill leaves a prompt's blocks in its node's arena under a hold, where nothing evicts them. If holds took all of it,
+prefill would have nowhere to put the next prompt, and decode nothing left to fetch; so no prefill starts on a node
+while they take more than half.
 """
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from router.workers.members import Member, Members
+from router.workers.line import Line
+from router.workers.members import Members
 from wire.ids import AttemptId, BlockKey
 from wire.pools import WorkerState
 
@@ -21,7 +22,7 @@ RENEW_EVERY_S = 3.0
 
 
 class HoldBudget:
-    """Counts each block once, however many attempts share it; attempts wait in the order of their coming. Pure."""
+    """The budget of one arena. Counts each block once, however many attempts share it; attempts wait in order. Pure."""
 
     def __init__(self) -> None:
         self._num_arena_blocks = 0
@@ -38,6 +39,11 @@ class HoldBudget:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next attempt that asks may start at once."""
+        return not self._waiting and 2 * len(self._blocks) <= self._num_arena_blocks
 
     @property
     def kept(self) -> list[AttemptId]:
@@ -82,9 +88,10 @@ class HoldBudget:
 
 
 class Hold:
-    """The blocks of one attempt in the arena. Both methods may be called more than once."""
+    """The blocks of one attempt in the arena of a node. Both methods may be called more than once."""
 
-    def __init__(self, holds: "Holds", attempt: AttemptId) -> None:
+    def __init__(self, holds: "Holds", attempt: AttemptId, node_id: str) -> None:
+        self.node_id = node_id
         self._holds = holds
         self._attempt = attempt
         self._is_over = False
@@ -92,22 +99,22 @@ class Hold:
     def keep(self) -> None:
         """Has the hold renewed from now on: prefill has answered."""
         if not self._is_over:
-            self._holds.budget.keep(self._attempt)
+            self._holds.budgets[self.node_id].keep(self._attempt)
 
     def release(self) -> None:
         """Ends the hold: decode has fetched the blocks, or will not."""
         if not self._is_over:
             self._is_over = True
-            self._holds.end(self._attempt)
+            self._holds.end(self._attempt, self.node_id)
 
 
 class Holds:
-    """All holds of a router. The workers of a node share its arena: one of each node is told of a release, and all of
-    renewals, for a worker that hangs would let holds run out.
+    """All holds of a router, with a budget a node. The workers of a node share its arena: one of them is told of a
+    release, and all of renewals, for a worker that hangs would let holds run out.
     """
 
     def __init__(self, members: Members, renew_every_s: float = RENEW_EVERY_S) -> None:
-        self.budget = HoldBudget()
+        self.budgets: defaultdict[str, HoldBudget] = defaultdict(HoldBudget)
         self._members = members
         self._renew_every_s = renew_every_s
         self._turns: dict[AttemptId, asyncio.Future[None]] = {}
@@ -123,36 +130,38 @@ class Holds:
             await asyncio.gather(self._renewing, return_exceptions=True)
 
     @asynccontextmanager
-    async def hold(self, attempt: AttemptId, keys: Sequence[BlockKey]) -> AsyncIterator[Hold]:
-        """Waits until a prefill that will hold the blocks `keys` may start; the hold ends with the context."""
-        hold = Hold(self, attempt)
+    async def hold(self, attempt: AttemptId, keys: Sequence[BlockKey], node_id: str) -> AsyncIterator[Hold]:
+        """Waits until a prefill that will hold `keys` may start on a node; the hold ends with the context."""
+        hold = Hold(self, attempt, node_id)
         try:
-            if not self.budget.ask(attempt, keys):
+            if not self.budgets[node_id].ask(attempt, keys):
                 self._turns[attempt] = asyncio.get_running_loop().create_future()
                 await self._turns[attempt]
             yield hold
         finally:
             hold.release()
 
-    def end(self, attempt: AttemptId) -> None:
-        """Ends the hold of an attempt, or its wait for one. The worker hears of it, if there is one to tell."""
+    def end(self, attempt: AttemptId, node_id: str) -> None:
+        """Ends the hold of an attempt, or its wait for one. A worker of the node hears of it, if there is one."""
         was_waiting = self._turns.pop(attempt, None) is not None
-        self._let_start(self.budget.release(attempt))
+        self._let_start(self.budgets[node_id].release(attempt))
         if not was_waiting:
-            a_worker_of_each = {member.info.node_id: member for member in reversed(self._reachable)}
-            for member in a_worker_of_each.values():
-                member.line.release(attempt)
+            for line in self._lines(node_id)[:1]:
+                line.release(attempt)
 
     def resize(self) -> None:
-        """Learns of the arena from its workers, which have changed."""
-        self._let_start(self.budget.resize(self._members.num_arena_blocks))
+        """Learns of the arenas from their workers, which have changed."""
+        num_arena_blocks = self._members.num_arena_blocks
+        for node_id in {*self.budgets, *num_arena_blocks}:
+            self._let_start(self.budgets[node_id].resize(num_arena_blocks.get(node_id, 0)))
 
     def check(self) -> list[str]:
         """Returns holds, and waits for one; none, once no request is open."""
+        budgets = self.budgets.values()
         counts = {
-            "blocks held": self.budget.num_blocks,
-            "prefills waiting for room": self.budget.num_waiting + len(self._turns),
-            "holds renewed": len(self.budget.kept),
+            "blocks held": sum(budget.num_blocks for budget in budgets),
+            "prefills waiting for room": sum(budget.num_waiting for budget in budgets) + len(self._turns),
+            "holds renewed": sum(len(budget.kept) for budget in budgets),
         }
         return [f"{count} {what} for no request" for what, count in counts.items() if count]
 
@@ -165,13 +174,14 @@ class Holds:
     async def _renew_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._renew_every_s)
-            kept, lines = self.budget.kept, [member.line for member in self._reachable]
-            if kept and not lines:
-                log.warning("no worker can be told of holds; they will run out")
-            for line in lines if kept else ():
-                line.renew(kept)
+            for node_id, budget in self.budgets.items():
+                kept, lines = budget.kept, self._lines(node_id)
+                if kept and not lines:
+                    log.warning("no worker can be told of holds; they will run out")
+                for line in lines if kept else ():
+                    line.renew(kept)
 
-    @property
-    def _reachable(self) -> list[Member]:
-        """Members that are not lost."""
-        return [member for member in self._members if member.state is not WorkerState.LOST and member.line.is_open]
+    def _lines(self, node_id: str) -> list[Line]:
+        """Lists lines to workers of a node that are not lost."""
+        here = (member for member in self._members if member.info.node_id == node_id)
+        return [member.line for member in here if member.state is not WorkerState.LOST and member.line.is_open]

@@ -119,9 +119,9 @@ class Members:
         return min((member.info.num_blocks for member in self), default=None)
 
     @property
-    def num_arena_blocks(self) -> int:
-        """Blocks of the smallest arena of a node, as its workers say."""
-        return min((member.info.num_arena_blocks for member in self), default=0)
+    def num_arena_blocks(self) -> dict[str, int]:
+        """Blocks of each node's arena, as its workers say."""
+        return {member.info.node_id: member.info.num_arena_blocks for member in self}
 
     def check(self) -> list[str]:
         """Work assigned and attempts on lines; none, while no request is open."""

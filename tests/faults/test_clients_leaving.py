@@ -44,7 +44,7 @@ async def test_while_waiting_for_a_turn() -> None:
         others = [cluster.open(ask((0, *PROMPT), 8))]
         await until(lambda: cluster.models["d0"].num_steps)  # from here on it fetches nothing
         others += [cluster.open(ask((number, *PROMPT), 8)) for number in (1, 2)]
-        budget = cluster.router.holds.budget
+        budget = cluster.router.holds.budgets[""]
         num_computed = 2 * (len(PROMPT) + 1)
         prefill = cluster.workers["p0"].engine
         await until(lambda: budget.num_waiting == 1 and prefill.stats().computed_prompt_tokens == num_computed)

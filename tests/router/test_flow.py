@@ -593,9 +593,9 @@ async def waiting_for_the_tokenizer(stage: Stage, monkeypatch: pytest.MonkeyPatc
 @asynccontextmanager
 async def waiting_for_room(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
     holds, keys = stage.cluster.router.holds, [BlockKey(number.to_bytes(32, "big")) for number in range(600)]
-    async with holds.hold(AttemptId(RequestId("of another"), 1), keys):
+    async with holds.hold(AttemptId(RequestId("of another"), 1), keys, ""):
         client = stage.open()
-        await until(lambda: holds.budget.num_waiting)
+        await until(lambda: holds.budgets[""].num_waiting)
         yield client
 
 

@@ -157,7 +157,7 @@ class Pair:
         """Holds in a task of its own, until that is cancelled."""
 
         async def be_held() -> None:
-            async with self.holds.hold(attempt, keys) as hold:
+            async with self.holds.hold(attempt, keys, "") as hold:
                 hold.keep()
                 await asyncio.Event().wait()
 
@@ -175,7 +175,7 @@ async def pair() -> AsyncIterator[Pair]:
 
 async def test_holds_are_renewed_from_the_answer_until_the_release(pair: Pair) -> None:
     first = pair.workers[0]
-    async with pair.holds.hold(A, FIVE) as hold:
+    async with pair.holds.hold(A, FIVE, "") as hold:
         await asyncio.sleep(0.03)
         assert first.renewed == []
         hold.keep()
@@ -194,7 +194,7 @@ async def test_holds_are_renewed_from_the_answer_until_the_release(pair: Pair) -
 
 async def test_a_hold_ends_with_its_context(pair: Pair) -> None:
     with pytest.raises(ZeroDivisionError):
-        async with pair.holds.hold(A, FIVE):
+        async with pair.holds.hold(A, FIVE, ""):
             raise ZeroDivisionError
     assert pair.holds.check() == []
     await until(lambda: pair.workers[0].releases == [A])
@@ -211,7 +211,7 @@ async def test_what_is_held_shows_in_the_check(pair: Pair) -> None:
 
 async def test_one_worker_speaks_for_the_node_and_the_next_one_if_it_is_lost(pair: Pair) -> None:
     pair.members[WorkerId("d0")].state = WorkerState.LOST
-    async with pair.holds.hold(A, FIVE) as hold:
+    async with pair.holds.hold(A, FIVE, "") as hold:
         hold.keep()
         await until(lambda: pair.workers[1].renewed)
     await until(lambda: pair.workers[1].releases)
@@ -219,7 +219,7 @@ async def test_one_worker_speaks_for_the_node_and_the_next_one_if_it_is_lost(pai
 
 
 async def test_renewals_go_to_every_worker_for_one_may_hang(pair: Pair) -> None:
-    async with pair.holds.hold(A, FIVE) as hold:
+    async with pair.holds.hold(A, FIVE, "") as hold:
         hold.keep()
         await until(lambda: all(worker.renewed for worker in pair.workers))
     await until(lambda: pair.workers[0].releases)
@@ -228,7 +228,7 @@ async def test_renewals_go_to_every_worker_for_one_may_hang(pair: Pair) -> None:
 
 async def test_a_worker_whose_line_has_ended_is_passed_over(pair: Pair) -> None:
     await pair.members[WorkerId("d0")].line.close(Unavailable("it is gone"))
-    async with pair.holds.hold(A, FIVE):
+    async with pair.holds.hold(A, FIVE, ""):
         pass
     await until(lambda: pair.workers[1].releases)
 
@@ -236,7 +236,7 @@ async def test_a_worker_whose_line_has_ended_is_passed_over(pair: Pair) -> None:
 async def test_without_a_worker_holds_run_out_and_that_is_logged(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     for member in pair.members:
         member.state = WorkerState.LOST
-    async with pair.holds.hold(A, FIVE) as hold:
+    async with pair.holds.hold(A, FIVE, "") as hold:
         hold.keep()
         await until(lambda: "no worker can be told of holds" in caplog.text)
 
@@ -246,10 +246,10 @@ async def test_a_turn_comes_when_there_is_room(pair: Pair) -> None:
     await asyncio.sleep(0)
     second = pair.begin(B, [*FIVE[:1], BlockKey(b"x" * 32)])
     await asyncio.sleep(0.01)
-    assert (pair.holds.budget.num_waiting, pair.holds.budget.kept) == (1, [A])
+    assert (pair.holds.budgets[""].num_waiting, pair.holds.budgets[""].kept) == (1, [A])
     first.cancel()
-    await until(lambda: pair.holds.budget.kept == [B])
-    assert pair.holds.budget.num_blocks == 2
+    await until(lambda: pair.holds.budgets[""].kept == [B])
+    assert pair.holds.budgets[""].num_blocks == 2
     second.cancel()
     await asyncio.wait([second])
 
@@ -265,7 +265,7 @@ async def test_an_attempt_that_stops_waiting_has_no_turn_and_the_next_one_has(pa
     for _ in range(num_turns):
         await asyncio.sleep(0)
     waiting.cancel()
-    await until(lambda: pair.holds.budget.kept == [C])
+    await until(lambda: pair.holds.budgets[""].kept == [C])
     await until(lambda: pair.workers[0].releases)
     assert pair.workers[0].releases[0] == A
     last.cancel()
@@ -282,3 +282,15 @@ async def test_an_attempt_that_only_waited_releases_nothing_at_the_worker(pair: 
     first.cancel()
     await until(lambda: pair.workers[0].releases)
     assert pair.workers[0].releases == [A]
+
+
+async def test_each_node_has_a_budget_and_hears_of_its_own_holds(pair: Pair) -> None:
+    pair.members[WorkerId("d1")].info.node_id = "other"
+    pair.holds.resize()
+    async with pair.holds.hold(A, FIVE, ""):
+        assert not pair.holds.budgets[""].has_room
+        async with pair.holds.hold(B, FIVE, "other") as hold:
+            hold.keep()
+            await until(lambda: pair.workers[1].renewed)
+    await until(lambda: [worker.releases for worker in pair.workers] == [[A], [B]])
+    assert pair.workers[0].renewed == []

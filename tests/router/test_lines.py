@@ -392,7 +392,7 @@ async def renew_on_a_slow_line() -> None:
         members.add(Member(Worker(worker.worker_id, worker.role, "", WorkerState.READY), await line.info(5.0), line))
         holds.resize()
         holds.start()
-        async with holds.hold(A, [BlockKey(b"a block")]) as hold:
+        async with holds.hold(A, [BlockKey(b"a block")], "") as hold:
             hold.keep()
             calls = [asyncio.create_task(line.run(prompt, Heard().take)) for prompt in prompts]
             renewed_at_s = await times_of_renewals(worker, until_begun=50)

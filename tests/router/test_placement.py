@@ -13,6 +13,7 @@ from router.workers.members import Member, Members
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from wire.errors import Unavailable
 from wire.ids import BlockKey, WorkerId
+from wire.pb import worker_pb2
 from wire.pools import Role, Worker, WorkerState
 
 KEYS = [BlockKey(bytes([number]) * 32) for number in range(3)]
@@ -35,7 +36,7 @@ class Pools:
         self.placement.wake()
 
     def prefill(self) -> str | None:
-        member = self.placement.choose_prefill(KEYS, NUM_PROMPT)
+        member = self.placement.choose_prefill(KEYS, NUM_PROMPT, "")
         return None if member is None else member.id
 
     async def decode(self, num_new_tokens: int = NUM_PROMPT) -> str:
@@ -109,3 +110,29 @@ async def test_a_prompt_goes_straight_to_decode_where_prefill_is_far_behind(pool
             end()
             assert not conditional.uses_prefill(KEYS, NUM_PROMPT)
     assert not pools.members.check()
+
+
+async def test_a_prompt_goes_to_a_node_with_room(pools: Pools) -> None:
+    await pools.join("p0", "p1", "d0")
+    pools.members[WorkerId("p1")].info.node_id = "other"
+    choose = pools.placement.prefill_node
+    assert choose(KEYS, NUM_PROMPT, lambda _: True) == ""
+    assert choose(KEYS, NUM_PROMPT, lambda node_id: node_id == "other") == "other"
+    assert choose(KEYS, NUM_PROMPT, lambda _: False) == "", "there it waits"
+    assert pools.placement.choose_prefill(KEYS, NUM_PROMPT, "other") is pools.members[WorkerId("p1")]
+    assert pools.placement.choose_prefill(KEYS, NUM_PROMPT, "gone") is None
+
+
+async def test_blocks_are_looked_for_on_the_nodes_of_workers_that_had_the_prefix(pools: Pools) -> None:
+    await pools.join("p0", "d0")
+    prefill, decode = pools.members[WorkerId("p0")], pools.members[WorkerId("d0")]
+    prefill.info.MergeFrom(worker_pb2.WorkerInfo(node_id="a", block_address="a:1"))
+    decode.info.MergeFrom(worker_pb2.WorkerInfo(node_id="b", block_address="b:1"))
+    assert pools.placement.sources(KEYS, decode) == []
+    pools.placement.choose_prefill(KEYS, NUM_PROMPT, "a")
+    assert pools.placement.sources(KEYS, decode) == ["a:1"]
+    assert pools.placement.sources(KEYS, prefill) == [], "its own node is no source"
+    assert await pools.decode(0) == "d0"
+    assert pools.placement.sources([*KEYS, KEYS[0]], prefill) == ["b:1"], "for the next turn"
+    pools.members.remove(WorkerId("d0"))
+    assert pools.placement.sources(KEYS, prefill) == []
