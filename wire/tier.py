@@ -23,8 +23,8 @@ FAR_TIERS = (Tier.PEERS, *COLD_TIERS)
 class Write(StrEnum):
     """The blocks that a node's service writes to a cold tier, in the background; never a tail.
 
-    ALL: every block of the arena. REUSED: blocks that were read from the arena while no hold kept them, for a hand-off
-    reads every block once. DEMOTED: blocks that the arena is about to lose, and no cold tier has.
+    ALL: every block of the arena. REUSED: blocks that were read from the arena, but for the hand-off, which reads every
+    block once while a hold keeps it. DEMOTED: blocks that the arena is about to lose, and no cold tier has.
     """
 
     ALL = "all"

@@ -21,6 +21,7 @@ class Copies:
         self._writes = writes
         self._num_wanted_lossless = ledger.num_pages - int(ledger.num_pages * high_water)
         self._tiers: dict[PageId, set[Tier]] = {}
+        self._read: set[PageId] = set()
         self._to_write: dict[Tier, OrderedDict[PageId, None]] = {tier: OrderedDict() for tier in COLD_TIERS}
 
     def begin(self, slot: PageId) -> None:
@@ -29,10 +30,11 @@ class Copies:
         self._want(Write.ALL, slot)
 
     def note_reads(self, slots: Iterable[PageId]) -> None:
-        """Notes that blocks are read; a read while a hold keeps the block is its hand-off, and no reuse."""
-        for slot in slots:
-            if slot in self._tiers and not self._ledger.num_references(slot):
+        """Notes that blocks are read; a block's first read while a hold keeps it is its hand-off, and no reuse."""
+        for slot in filter(self._tiers.__contains__, slots):
+            if slot in self._read or not self._ledger.num_references(slot):
                 self._want(Write.REUSED, slot)
+            self._read.add(slot)
 
     def add(self, tier: Tier, slot: PageId) -> bool:
         """Notes a copy in a tier; False for a tail."""
@@ -45,6 +47,7 @@ class Copies:
 
     def end(self, slot: PageId) -> None:
         """Forgets a block that is no longer found."""
+        self._read.discard(slot)
         if self._tiers.pop(slot, None) is not None:
             for slots in self._to_write.values():
                 slots.pop(slot, None)
@@ -59,7 +62,7 @@ class Copies:
 
     def check(self) -> list[str]:
         """Lists the faults of the books; an empty list is a clean bill."""
-        slots = set(self._tiers).union(*self._to_write.values())
+        slots = self._read.union(self._tiers, *self._to_write.values())
         return ["a block with copies is not found"] if any(self._ledger.key_of(slot) is None for slot in slots) else []
 
     def _rule_of(self, tier: Tier) -> Write:

@@ -357,9 +357,11 @@ def test_blocks_that_are_read_outside_of_a_hand_off_are_offered_to_a_tier_that_g
     directory.reserve("other", names, Hold(RequestId("a"), 5.0))
     directory.release(directory.lease("decode", keys(names), 1.0).lease_id)
     assert written_next(directory, Tier.REDIS) == [], "that was the hand-off"
+    directory.release(directory.lease("decode", keys(names[2:3]), 1.0).lease_id)
+    assert written_next(directory, Tier.REDIS) == keys(names[2:3]), "of a second request"
     directory.release_holds([RequestId("a")])
     directory.release(directory.lease("prefill", keys(names[1:]), 1.0).lease_id)
-    assert written_next(directory, Tier.REDIS) == keys(names[1:3])
+    assert written_next(directory, Tier.REDIS) == keys([names[2], names[1]])
     directory.mark_cold(Tier.REDIS, keys(names[1:3]))
     directory.release(directory.lease("prefill", keys(names), 1.0).lease_id)
     assert written_next(directory, Tier.REDIS) == keys(names[:1])
