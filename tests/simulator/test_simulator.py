@@ -1,0 +1,124 @@
+"""The simulator: seeds without a violation, runs that repeat exactly, and planted faults that it finds."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from kv_store.ledger import Ledger, PageState
+from kv_store.node.directory import Directory
+from kv_store.node_store import NodeStore, _Source
+from kv_store.tiers import cold_tier
+from router.requests import dispatch
+from router.requests.admission import Admission
+from router.requests.answer import ChoiceStream
+from router.workers.holds import HoldBudget
+from tests.simulate import report, shortest
+from tests.simulator.plan import NUM_KINDS, draw_plan
+from tests.simulator.world import reference, simulate
+from wire.directory import Entry
+from wire.frame import checksum_of
+from wire.ids import AttemptId, PageId
+from wire.keys import BlockName
+from wire.layout import KVLayout
+from wire.pb import inference_pb2 as pb
+from wire.pb import worker_pb2
+from wire.tier import Tier
+
+NUM_SEEDS = 50
+MAX_SEEDS_TO_FIND = 200
+Planted = Any
+"""What a class or module has in the place of what it should have."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def references() -> None:
+    """Computes all answers while nothing is planted."""
+    for kind in range(NUM_KINDS):
+        reference(kind)
+
+
+@pytest.mark.parametrize("first", range(1, NUM_SEEDS + 1, 10))
+def test_no_seed_breaks_an_invariant(first: int) -> None:
+    for seed in range(first, first + 10):
+        assert simulate(draw_plan(seed)).violations == [], f"python tests/simulate.py --start {seed} --seeds 1"
+
+
+def test_a_seed_has_the_same_trace_in_every_process() -> None:
+    command = [sys.executable, "tests/simulate.py", "--start", "7", "--seeds", "1", "--trace"]
+    outputs = [
+        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": hash_seed}, capture_output=True, text=True).stdout
+        for hash_seed in ("1", "2")
+    ]
+    trace = report(simulate(draw_plan(7)))
+    assert [output[: len(trace)] for output in outputs] == [trace, trace]
+
+
+def unchecked_arena(store: NodeStore, name: BlockName, entry: Entry) -> _Source:
+    return _Source(Tier.HOST, store._payload(entry.slot), None)
+
+
+def unchecked_frame(frame: bytes, name: BlockName, layout: KVLayout, into: memoryview) -> bytes:
+    into[:] = frame[-layout.payload_bytes :].ljust(layout.payload_bytes)
+    return checksum_of(into)
+
+
+def hasty_state(ledger: Ledger, page: PageId) -> PageState:
+    state = STATE(ledger, page)
+    return PageState.FREE if state is PageState.DRAINING else state
+
+
+def kept_hold(budget: HoldBudget, attempt: AttemptId) -> list[AttemptId]:
+    budget._waiting.pop(attempt, None)
+    budget._kept.discard(attempt)
+    return budget._grant()
+
+
+def uncounted_lease(store: NodeStore, names: Sequence[BlockName], pages: Sequence[PageId]) -> list[Tier]:
+    lease = store._lease(names)
+    with store._writing():
+        tiers = store._copy_in(names, lease.entries, pages)
+    store._directory.release(lease.lease_id)
+    return tiers
+
+
+def repeated_tokens(choice: ChoiceStream, tokens: worker_pb2.ChoiceTokens) -> pb.Chunk | None:
+    tokens.first_position = len(choice.token_ids)
+    return ACCEPT(choice, tokens)
+
+
+ACCEPT = ChoiceStream.accept
+STATE = Ledger.state
+PLANTED: dict[str, tuple[object, str, Planted, set[str]]] = {
+    "a block of the arena is not checked": (NodeStore, "_from_arena", unchecked_arena, {"I4"}),
+    "a block of the cold tier is not checked": (cold_tier, "unseal", unchecked_frame, {"I4", "I7"}),
+    "a draining page is given out": (Ledger, "state", hasty_state, {"I2"}),
+    "a hold is not released": (HoldBudget, "release", kept_hold, {"I10"}),
+    "a fetch counts whatever its lease": (NodeStore, "_fetch", uncounted_lease, {"I9"}),
+    "tokens are taken twice": (ChoiceStream, "accept", repeated_tokens, {"I6"}),
+    "a dead writer keeps its slots": (Directory, "writer_died", lambda directory, writer: None, {"I5"}),
+    "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
+    "a deadline is late": (dispatch, "LAST_WORD_S", -5.0, {"I8"}),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str) -> None:
+    place, attribute, planted, invariants = PLANTED[name]
+    with patch.object(place, attribute, planted):
+        for seed in range(1, MAX_SEEDS_TO_FIND):
+            broken = {violation.invariant for violation in simulate(draw_plan(seed)).violations}
+            if broken & invariants:
+                return
+    pytest.fail(f"not found in {MAX_SEEDS_TO_FIND} seeds")
+
+
+def test_a_failing_plan_is_shrunk_to_what_it_takes() -> None:
+    with patch.object(Admission, "leave", lambda admission, request_id: None):
+        run = shortest(simulate(draw_plan(1)))
+    assert [violation.invariant for violation in run.violations] == ["I10"] * len(run.violations)
+    assert (len(run.plan.asks), run.plan.faults) == (1, ())
