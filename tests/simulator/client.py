@@ -19,24 +19,35 @@ GRACE_S = 0.5
 STALL_GRACE_S = 40.0
 COMPLETE = "complete"
 LEFT = "left"
+NO_NUMBERS = BatonError.__name__
+REFUSED_S = 0.05
 _ERRORS: dict[Client, tuple[type[BatonError], ...]] = {
     Client.ABORTS: (Cancelled,),
     Client.HURRIES: (DeadlineExceeded,),
     Client.STALLS: (Overloaded,),
+    Client.POISONS: (AttemptsExhausted,),
 }
-_LOSSES = (AttemptsExhausted, Unavailable)
+_LOSSES = (AttemptsExhausted, Unavailable, DeadlineExceeded)
 
 
 class SimClient:
     """A client, and its call's context for the servicer. `outcome` is how its stream ended."""
 
     def __init__(
-        self, number: int, ask: Ask, expected: Sequence[ChoiceAnswer], api: InferenceApi, watch: Watch
+        self,
+        number: int,
+        ask: Ask,
+        expected: Sequence[ChoiceAnswer],
+        may_be_refused: bool,
+        api: InferenceApi,
+        watch: Watch,
     ) -> None:
         self.number = number
         self.ask = ask
         self.outcome = ""
+        self.took_s = 0.0
         self._expected = expected
+        self._may_be_refused = may_be_refused
         self._api = api
         self._watch = watch
         self._got: dict[int, ChoiceAnswer] = {}
@@ -61,7 +72,8 @@ class SimClient:
         if ask.amount < EARLY and ask.client in (Client.LEAVES, Client.ABORTS):
             self._loop.call_later(ask.amount / 100, self._act)
         await asyncio.wait([self._call])
-        self._judge(self._error(), self._loop.time() - began_s)
+        self.took_s = self._loop.time() - began_s
+        self._judge(self._error())
 
     def time_remaining(self) -> float:
         return self.ask.time_left_s
@@ -122,7 +134,7 @@ class SimClient:
         assert self._call is not None
         return asyncio.CancelledError() if self._call.cancelled() else self._call.exception()
 
-    def _judge(self, error: BaseException | None, took_s: float) -> None:
+    def _judge(self, error: BaseException | None) -> None:
         client = self.ask.client
         if error is None:
             self.outcome = COMPLETE
@@ -132,16 +144,23 @@ class SimClient:
         self.outcome = LEFT if isinstance(error, asyncio.CancelledError) else type(error).__name__
         if self._has_ended and self.outcome != LEFT:
             self._violated("I6", f"{self.outcome} came after the last message")
-        if took_s > self.ask.time_left_s + GRACE_S + (STALL_GRACE_S if client is Client.STALLS else 0.0):
-            self._violated("I8", f"ended {took_s:.1f} s after its arrival, with {self.ask.time_left_s:g} s to live")
-        if not isinstance(error, (*_ERRORS.get(client, ()), *_LOSSES)) and not (
-            self.outcome == LEFT and client in (Client.LEAVES, Client.STALLS)
-        ):
+        if self.took_s > self.ask.time_left_s + GRACE_S + (STALL_GRACE_S if client is Client.STALLS else 0.0):
+            self._violated(
+                "I8", f"ended {self.took_s:.1f} s after its arrival, with {self.ask.time_left_s:g} s to live"
+            )
+        is_promised = (
+            isinstance(error, (*_ERRORS.get(client, ()), *_LOSSES))
+            or (self.outcome == LEFT and client in (Client.LEAVES, Client.STALLS))
+            or (self.outcome == Overloaded.__name__ and self._may_be_refused and self.took_s < REFUSED_S)
+            or self.outcome == NO_NUMBERS
+        )
+        if not is_promised:
             self._violated("promise", f"ended with {self.outcome}: {error}")
 
     def judge_loss(self, is_transparent: bool) -> None:
         """Sees that it was not told of losses that it need not know of."""
-        if is_transparent and self.outcome in [error.__name__ for error in _LOSSES]:
+        told = [error.__name__ for error in _LOSSES if error not in _ERRORS.get(self.ask.client, ())]
+        if is_transparent and self.outcome in told:
             self._violated("promise", f"ended with {self.outcome} after {MAX_TRANSPARENT_LOSSES} losses at most")
 
     def _violated(self, invariant: str, what: str) -> None:

@@ -36,19 +36,27 @@ class Violation:
 
 @dataclass(frozen=True)
 class _Use:
-    ledger: Ledger
+    place: object
     pages: set[PageId]
     clock: Callable[[], float]
     end_s: float
 
+    @property
+    def is_over(self) -> bool:
+        return self.clock() >= self.end_s
+
 
 class Watch:
-    """Notes violations, and which pages are read or written just now, whatever their ledgers say."""
+    """Notes violations, and which pages of a place are read or written just now, whatever its ledger says.
+
+    A place is the ledger of a pool, or a directory.
+    """
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.violations: list[Violation] = []
         self._note = note
         self._uses: dict[Hashable, _Use] = {}
+        self._place: object = None
 
     def violated(self, invariant: str, what: str) -> None:
         violation = Violation(invariant, what)
@@ -60,9 +68,22 @@ class Watch:
         for problem in problems:
             self.violated(invariant, f"{where}: {problem}")
 
-    def use(self, by: Hashable, ledger: Ledger, pages: set[PageId], clock: Callable[[], float], end_s: float) -> None:
+    @contextmanager
+    def at(self, place: object) -> Iterator[None]:
+        """A context in which ledgers are those of a place."""
+        self._place = place
+        try:
+            yield
+        finally:
+            self._place = None
+
+    def use(self, by: Hashable, place: object, pages: set[PageId], clock: Callable[[], float], end_s: float) -> None:
         """Notes that pages are read or written until then, or until `end`."""
-        self._uses[by] = _Use(ledger, pages, clock, end_s)
+        self._uses[by] = _Use(place, pages, clock, end_s)
+
+    def is_over(self, by: Hashable) -> bool:
+        """Whether the time of a use has run out."""
+        return by not in self._uses or self._uses[by].is_over
 
     def end(self, by: Hashable, pages: set[PageId] | None = None) -> None:
         """Ends a use, of all pages or of these."""
@@ -91,9 +112,9 @@ class Watch:
         allocate = Ledger.allocate
 
         def checked(ledger: Ledger, num_pages: int) -> list[PageId]:
-            pages = allocate(ledger, num_pages)
+            pages, place = allocate(ledger, num_pages), self._place or ledger
             for by, use in self._uses.items():
-                if use.ledger is ledger and use.clock() < use.end_s and not use.pages.isdisjoint(pages):
+                if use.place is place and not use.is_over and not use.pages.isdisjoint(pages):
                     self.violated("I2", f"a page was given out while {_name(by)} used it")
             return pages
 

@@ -101,26 +101,22 @@ class Node:
 
     def call(self, caller: Caller, directory: Directory, method: str, arguments: Sequence[Any]) -> Any:
         """Carries out a call, and sees to what it says of slots in use."""
-        ledger, watch = directory._ledger, self._watch
+        watch, process = self._watch, caller.process.name
         if method in ("reserve", "abandon"):
             watch.end(("writer", arguments[0]))
-        answer = getattr(directory, method)(*arguments)
+        if method == "release":
+            caller.has_lost_lease |= watch.is_over(("lease", f"{process}:{arguments[0]}", directory))
+            watch.end(("lease", f"{process}:{arguments[0]}", directory))
+        with watch.at(directory):
+            answer = getattr(directory, method)(*arguments)
         match method, answer:
             case "lease", Lease(lease_id, entries):
                 slots = {entry.slot for entry in entries if entry is not None}
-                watch.use(
-                    ("lease", f"{caller.process.name}:{lease_id}", directory),
-                    ledger,
-                    slots,
-                    self.clock,
-                    self.clock() + arguments[2],
-                )
-            case "release", held:
-                caller.has_lost_lease |= not held
-                watch.end(("lease", f"{caller.process.name}:{arguments[0]}", directory))
+                end_s = self.clock() + arguments[2]
+                watch.use(("lease", f"{process}:{lease_id}", directory), directory, slots, self.clock, end_s)
             case "reserve", Reservation(slots=given):
                 slots = {slot for slot in given if slot is not None}
-                watch.use(("writer", arguments[0]), ledger, slots, self.clock, inf)
+                watch.use(("writer", arguments[0]), directory, slots, self.clock, inf)
             case "commit", _:
                 watch.end(("writer", arguments[0]), {block.slot for block in arguments[1]})
                 self._check_commit(arguments[1])

@@ -10,6 +10,8 @@ from tests.faults.answer import ask
 from wire.pb import inference_pb2 as pb
 
 NUM_KINDS = 96
+POISON = 300
+"""A token, and the kind of a request with it: every worker dies in the step that meets it."""
 MAX_TRANSPARENT_LOSSES = 2
 """Losses of workers that no client may notice: a request is given up with the third."""
 
@@ -23,6 +25,7 @@ class Client(Enum):
     ABORTS = "aborts"
     HURRIES = "hurries"
     STALLS = "stalls"
+    POISONS = "poisons"
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Ask:
 
     @property
     def time_left_s(self) -> float:
-        return self.amount / 10 if self.client is Client.HURRIES else 200.0
+        return self.amount / 10 if self.client is Client.HURRIES else 60.0
 
 
 class Kind(Enum):
@@ -52,6 +55,7 @@ class Kind(Enum):
     DELAY = "line slow"
     TWICE = "line doubles"
     STALL = "engine stalls"
+    NO_NUMBERS = "no numbers"
     DRAIN = "drain"
     GROW = "scale up"
     SHRINK = "scale down"
@@ -76,6 +80,7 @@ LOSSES = (Kind.CRASH, Kind.BREAK, Kind.MUTE, Kind.DEAF, Kind.FAIL, Kind.HANG, Ki
 STEPS = (
     "prefill begin",
     "prefill lease",
+    "prefill leased",
     "prefill release",
     "prefill turn",
     "prefill reserve",
@@ -90,12 +95,21 @@ STEPS = (
     "decode released",
     "decode turn",
     "decode reserve",
+    "decode reserved",
     "decode commit",
     "decode update",
     "prefill cold",
     "decode cold",
 )
 """Steps of the hand-off, by the role of the worker that comes to it; `lease` is before the call, `leased` after it."""
+_WORST_STEPS = {
+    Kind.EXPIRE: ("prefill leased", "decode leased"),
+    Kind.EVICT: ("prefill reserved", "decode lease"),
+    Kind.COLD_CORRUPT: ("prefill lease", "decode lease"),
+    Kind.COLD_EMPTY: ("prefill cold", "decode cold"),
+    Kind.CRASH: ("prefill reserved", "decode reserved", "prefill committed", "decode leased"),
+}
+"""Steps between which a fault of a kind does most harm: every other one strikes there."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +129,17 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """`num_pages` of each worker, which hold any request of the catalogue; `num_slots` of the arena."""
+    """`num_pages` of each worker, which hold any request of the catalogue; `num_slots` of the arena.
+
+    max_queued: the bound of the router on requests without a first token.
+    """
 
     seed: int
     num_prefill: int
     num_decode: int
     num_pages: int
     num_slots: int
+    max_queued: int
     asks: tuple[Ask, ...]
     faults: tuple[Fault, ...]
 
@@ -135,7 +153,7 @@ class Plan:
         asks = [f"  request {number}: {one}" for number, one in enumerate(self.asks)]
         faults = [f"  {fault}" for fault in self.faults]
         head = f"seed {self.seed}: {self.num_prefill} prefill, {self.num_decode} decode workers, "
-        head += f"{self.num_pages} pages each, {self.num_slots} slots"
+        head += f"{self.num_pages} pages each, {self.num_slots} slots, {self.max_queued} queued"
         return "\n".join([head, *asks, *faults])
 
 
@@ -143,27 +161,35 @@ def draw_plan(seed: int) -> Plan:
     draw = random.Random(seed)
     asks = tuple(_draw_ask(draw) for _ in range(draw.randint(4, 12)))
     max_losses = draw.choice([0, 1, 2, 2, 2, 6])
-    losses = [_draw_fault(draw, LOSSES) for _ in range(draw.randint(0, max_losses))]
+    losses = [_draw_fault(draw, (*LOSSES, *[Kind.CRASH] * 4)) for _ in range(draw.randint(0, max_losses))]
     others = tuple(kind for kind in Kind if kind not in LOSSES)
     faults = losses + [_draw_fault(draw, others) for _ in range(draw.randint(0, 8))]
+    if not draw.randrange(10):
+        asks += (Ask(POISON, draw.random(), Client.POISONS, 0.0),)
+        faults = faults[len(losses) :]
     num_prefill, num_decode = draw.randint(0, 2), draw.randint(1, 3)
-    return Plan(seed, num_prefill, num_decode, draw.choice([20, 24, 40]), draw.choice([8, 16, 48]), asks, tuple(faults))
+    num_pages, num_slots = draw.choice([20, 24, 40]), draw.choice([8, 16, 48])
+    max_queued = draw.choice([3, *[512] * 9])
+    return Plan(seed, num_prefill, num_decode, num_pages, num_slots, max_queued, asks, tuple(faults))
 
 
 def _draw_ask(draw: random.Random) -> Ask:
-    clients = [Client.STAYS] * 6 + list(Client)[1:]
+    clients = [Client.STAYS] * 6 + list(Client)[1:-1]
     arrives_s = draw.random() * draw.choice([0.1, 0.5, 2.0])
     return Ask(draw.randrange(NUM_KINDS), arrives_s, draw.choice(clients), float(draw.randint(0, 20)))
 
 
 def _draw_fault(draw: random.Random, kinds: tuple[Kind, ...]) -> Fault:
-    nth = 1 + int(draw.expovariate(1 / 6))
-    return Fault(draw.choice(kinds), draw.choice(STEPS), nth, draw.choice([0, 0, 1, 2]), draw.choice([0.1, 1.0, 4.0]))
+    kind, nth = draw.choice(kinds), 1 + int(draw.expovariate(1 / 6))
+    step = draw.choice(draw.choice([STEPS, _WORST_STEPS.get(kind, STEPS)]))
+    return Fault(kind, step, nth, draw.choice([0, 0, 1, 2]), draw.choice([0.1, 1.0, 4.0]))
 
 
 @cache
 def request_of(kind: int) -> pb.GenerateRequest:
     """A request of the catalogue: of every sort, with long beginnings in common."""
+    if kind == POISON:
+        return ask((POISON, *range(40)), 8)
     num_prompt = 270 + kind % 7 if kind % 16 == 15 else 8 + kind * 7 % 72
     prompt = tuple((kind % 3 + position) % 300 for position in range(num_prompt))
     settings: list[dict[str, object]] = [

@@ -50,6 +50,10 @@ def _fail(world: World, worker: SimWorker, amount: float) -> None:
     worker.model.num_failing = 1
 
 
+def _no_numbers(world: World, worker: SimWorker, amount: float) -> None:
+    worker.model.num_without_numbers = 1
+
+
 def _hang(world: World, worker: SimWorker, amount: float) -> None:
     worker.stalled_until_s = inf
 
@@ -171,6 +175,7 @@ _STRIKES: dict[Kind, Callable[[World, SimWorker, float], None]] = {
     Kind.DEAF: _deaf,
     Kind.FAIL: _fail,
     Kind.HANG: _hang,
+    Kind.NO_NUMBERS: _no_numbers,
     Kind.NODE_GONE: _node_gone,
     Kind.DELAY: _delay,
     Kind.TWICE: _twice,

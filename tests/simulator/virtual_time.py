@@ -6,7 +6,6 @@ task belongs to the process in whose context it was made; once the process is de
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -64,7 +63,6 @@ class Process:
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop without connections and threads. `draw` makes the time that work for threads takes."""
 
-    _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self, draw: random.Random | None = None) -> None:
@@ -117,9 +115,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         process.is_dead = True
         if not process.death.done():
             process.death.set_result(None)
-        for handle in (*self._ready, *self._scheduled):
-            if _process_of(handle) is process:
-                handle.cancel()
 
     def tasks_of(self, process: Process | None) -> list[str]:
         """Names the coroutines of a process's tasks; for None, of the tasks that belong to no process."""
@@ -128,8 +123,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def drop(self) -> None:
         """Closes the loop, and all coroutines that are still under way."""
+        self.set_exception_handler(lambda *_: None)  # which hears of tasks that never end
         for task in list(self._owners):
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
             with suppress(RuntimeError):  # what it would begin on its way out has no loop any more
                 task.get_coro().close()
         self.close()
@@ -137,12 +132,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        return _unless_dead(super().call_soon(callback, *args, context=context))
+        return super().call_soon(_unless_dead(callback, context), *args, context=context)
 
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        return _unless_dead(super().call_at(when, callback, *args, context=context))
+        return super().call_at(when, _unless_dead(callback, context), *args, context=context)
 
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
@@ -161,19 +156,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
         pass
 
 
-H = TypeVar("H", bound=asyncio.Handle)
+def _unless_dead(callback: Callable[[Unpack[Ts]], object], context: Context | None) -> Callable[[Unpack[Ts]], object]:
+    """Makes a callback do nothing once its process is dead."""
+    process = _process.get() if context is None else context.get(_process)
+    if process is None:
+        return callback
 
+    def unless_dead(*args: *Ts) -> None:
+        if not process.is_dead:
+            callback(*args)
 
-def _unless_dead(handle: H) -> H:
-    process = _process_of(handle)
-    if process is not None and process.is_dead:
-        handle.cancel()
-    return handle
-
-
-def _process_of(handle: asyncio.Handle) -> Process | None:
-    context: Context = handle._context  # type: ignore[attr-defined]
-    return context.get(_process)
+    return unless_dead
 
 
 def run(main: Coroutine[Any, Any, T], draw: random.Random | None = None) -> T:

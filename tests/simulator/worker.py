@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from math import inf
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from tests.local_worker import local_worker
 from tests.simulator.invariants import MODEL, Truth, Watch
 from tests.simulator.network import Connection
 from tests.simulator.node import ColdGate, Node, SimColdTier, SimDirectoryClient
+from tests.simulator.plan import POISON
 from tests.simulator.virtual_time import Process
 from wire.frame import checksum_of
 from wire.pools import Role
@@ -26,6 +28,7 @@ from worker.loop import MAX_IDLE_S, WorkerLoop
 BATCH = BatchSettings(max_step_tokens=48, max_running=16, max_chunk_tokens=32)
 MAX_SILENCE_S = 5.0
 STEP_S = 0.005
+NEVER = -1e4
 COPIES_S = (0.0, 0.0005, 0.001, 0.002, 0.02)
 SLOW_COLD_S = 0.3
 
@@ -44,6 +47,9 @@ class World(Protocol):
 
     def interleave(self, worker: "SimWorker") -> None:
         """Lets a transfer of another worker run now."""
+
+    def crash(self, worker: "SimWorker") -> None:
+        """A worker's process ends now."""
 
     def broke(self, worker: "SimWorker") -> None:
         """A worker is of no use any more."""
@@ -64,7 +70,7 @@ class SimWorker:
         self.has_lost_lease = False
         self.num_lost_calls = self.num_lost_answers = 0
         self.connections: list[Connection] = []
-        self.model = SimModel()
+        self.model = SimModel(self._be_poisoned)
         self._loop = asyncio.get_running_loop()
         self.directory = SimDirectoryClient(self, node)
         self.parts: Assembly = self.process.run(self._assemble)
@@ -105,6 +111,10 @@ class SimWorker:
         """I1: the books of the pool."""
         self.world.watch.expect_none("I1", self.name, self.parts.engine.pool.ledger.check())
 
+    def _be_poisoned(self) -> None:
+        self.world.crash(self)
+        self.process.require_alive()
+
     def _assemble(self) -> Assembly:
         """Raises StoreError without a directory."""
         arena = self.node.map(self.directory.attach().arena_path)
@@ -129,17 +139,27 @@ class SimWorker:
 
 
 class SimModel(HashModel):
-    """The model of all workers. `num_failing`: so many of the next steps fail."""
+    """The model of all workers; `on_poison` does not return. The next `num_failing` steps fail, and in the next
+    `num_without_numbers` one sequence has logits that are no numbers.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, on_poison: Callable[[], None]) -> None:
         vars(self).update(vars(MODEL))
-        self.num_failing = 0
+        self.vocab_size = POISON + 1
+        self.num_failing = self.num_without_numbers = 0
+        self._on_poison = on_poison
 
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        if POISON in batch.token_ids:
+            self._on_poison()
         if self.num_failing:
             self.num_failing -= 1
             raise RuntimeError("a step that fails")
-        return super().forward(batch, kv)
+        logits = torch.nn.functional.pad(MODEL.forward(batch, kv), (0, 1), value=NEVER)
+        if self.num_without_numbers and len(logits):
+            self.num_without_numbers -= 1
+            logits[0] = torch.nan
+        return logits
 
 
 class SimInbox(Inbox):

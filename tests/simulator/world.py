@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 from kv_store.node.arena import Arena
-from router.config import ClusterAccess, RouterConfig, StreamBounds
+from router.config import AdmissionBounds, ClusterAccess, RouterConfig
 from router.ports.inference import InferenceApi
 from router.router import Router
 from router.workers.controller_port import LocalController
@@ -23,10 +23,10 @@ from tests.faults.fragments import FragmentTokenizer
 from tests.local_cluster.cluster import served
 from tests.local_worker import TOKEN
 from tests.simulator import virtual_time
-from tests.simulator.client import SimClient
+from tests.simulator.client import NO_NUMBERS, SimClient
 from tests.simulator.invariants import LAYOUT, MODEL, Truth, Violation, Watch
 from tests.simulator.node import Node, SimColdTier
-from tests.simulator.plan import Fault, Kind, Plan, request_of
+from tests.simulator.plan import POISON, Fault, Kind, Plan, request_of
 from tests.simulator.strikes import strike
 from tests.simulator.virtual_time import Died, VirtualLoop
 from tests.simulator.worker import SimWorker
@@ -40,7 +40,6 @@ MAX_RUN_S = 400.0
 MAX_REST_S = 60.0
 REPLACED_AFTER_S = 1.0
 INTERLEAVED = 0.1
-STREAMS = StreamBounds()
 
 
 @dataclass
@@ -51,6 +50,7 @@ class Run:
     violations: list[Violation] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
     outcomes: list[str] = field(default_factory=list)
+    took_s: list[float] = field(default_factory=list)
     num_attempts: Counter[str] = field(default_factory=Counter)
     struck: list[Fault] = field(default_factory=list)
 
@@ -70,7 +70,9 @@ class World:
         self.cold = SimColdTier(LAYOUT)
         self.node = Node("node0", LAYOUT, plan.num_slots, self.cold, self.watch)
         self.workers: list[SimWorker] = []
-        config = RouterConfig(served(MODEL), ClusterAccess(TOKEN, "00" * 32), streams=STREAMS)
+        bounds = AdmissionBounds(max_queued_requests=plan.max_queued)
+        model = replace(served(MODEL), vocab_size=POISON + 1)
+        config = RouterConfig(model, ClusterAccess(TOKEN, "00" * 32), admission=bounds)
         self.router = Router(config, FragmentTokenizer(), self._connect, LocalController(PoolSizes(0, 0)))
         self.api = InferenceApi(config.model, self.router.dispatcher, config.streams)
         self.truth = Truth(self.router.dispatcher.root)
@@ -85,7 +87,8 @@ class World:
         for number, one in enumerate(plan.asks):
             for tokens in sequences(one.kind):
                 self.truth.learn(tokens)
-            clients.append(SimClient(number, one, reference(one.kind), self.api, self.watch))
+            may_be_refused = plan.max_queued < len(plan.asks)
+            clients.append(SimClient(number, one, reference(one.kind), may_be_refused, self.api, self.watch))
         self.router.start()
         writing = asyncio.create_task(self.node.write_cold())
         roles = [Role.PREFILL] * plan.num_prefill + [Role.DECODE] * plan.num_decode
@@ -99,8 +102,11 @@ class World:
         for worker in self.workers:
             await self._end(worker)
         self.run.outcomes = [client.outcome for client in clients]
+        self.run.took_s = [client.took_s for client in clients]
         for client in clients:
             client.judge_loss(plan.is_transparent)
+        if self.run.outcomes.count(NO_NUMBERS) > sum(fault.kind is Kind.NO_NUMBERS for fault in self.run.struck):
+            self.watch.violated("promise", "more requests than one ended over logits that are no numbers")
 
     def note(self, what: str) -> None:
         self.run.trace.append(f"{self.loop.time():.6f} {what}")
@@ -145,9 +151,12 @@ class World:
     def crash(self, worker: SimWorker) -> None:
         """A worker's process ends now; others hear of it a moment later, and another worker takes its place."""
         if not worker.process.is_dead:
-            self.note(f"{worker.name} dies")
-            self._kill(worker)
-            self.errand(self._replace(worker))
+            Context().run(self._crash, worker)
+
+    def _crash(self, worker: SimWorker) -> None:
+        self.note(f"{worker.name} dies")
+        self._kill(worker)
+        self.errand(self._replace(worker))
 
     async def grow(self, role: Role) -> None:
         await self._start_one(role)
@@ -364,10 +373,12 @@ def _logs_to(world: World) -> Iterator[None]:
 def reference(kind: int) -> list[ChoiceAnswer]:
     """The answer to a request of the catalogue where nothing goes wrong."""
     answer: list[ChoiceAnswer] = []
+    if kind == POISON:
+        return answer
 
     async def ask_alone() -> None:
         with _quiet():
-            world = World(Run(Plan(0, 0, 1, 64, 64, (), ())))
+            world = World(Run(Plan(0, 0, 1, 64, 64, 1, (), ())))
             await world.grow(Role.DECODE)
             answer.extend(await Reader(world.router.dispatcher.open(request_of(kind), None).outbox).read_all())
 
@@ -383,7 +394,7 @@ def sequences(kind: int) -> list[tuple[int, ...]]:
     """
     prompt, settings = tuple(request_of(kind).token_ids.ids), request_of(kind).sampling_params
     outputs = [choice.token_ids for choice in reference(kind)]
-    if settings.temperature == 0.0:
+    if outputs and settings.temperature == 0.0:
         oracle = MODEL.oracle(prompt, settings.max_tokens)
         assert outputs == [oracle[: len(outputs[0])]], "the reference is not the model's answer"
         outputs = [oracle]
