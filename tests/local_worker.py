@@ -6,7 +6,7 @@ from decode_worker.actor import decode_behaviour
 from engine.model.batch import Model
 from prefill_worker.actor import prefill_behaviour
 from wire.pools import Role
-from worker.assembly import Assembly, Tiers, assemble_on
+from worker.assembly import THREADS, Assembly, Threads, Tiers, assemble_on
 from worker.config import (
     BatchSettings,
     CheckpointSettings,
@@ -31,6 +31,7 @@ def local_worker(
     batch: BatchSettings | None = None,
     max_silence_s: float = MAX_SILENCE_S,
     on_broken: Callable[[], None] = lambda: None,
+    threads: Threads = THREADS,
     node_id: str = "",
 ) -> Assembly:
     """Its service is not started. Folder and socket in its configuration are nowhere; a node is its own address."""
@@ -45,4 +46,4 @@ def local_worker(
         max_silence_s=max_silence_s,
     )
     behaviour = _BEHAVIOURS[role](config.batch, config.pool.block_size)
-    return assemble_on(model, tiers, config, behaviour, on_broken)
+    return assemble_on(model, tiers, config, behaviour, on_broken, threads)

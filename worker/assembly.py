@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from engine.model.batch import Model
 from engine.model.decoder import Decoder
 from kernels.backend import select_backend
 from kernels.cpu.library import NoKernels
+from kv_store.block_store import BlockStore
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
 from kv_store.node.block_port import BlockReader
@@ -30,6 +32,7 @@ from wire.pb import worker_pb2
 from worker.config import WorkerConfig
 from worker.inbox import Inbox
 from worker.job import Behaviour
+from worker.loop import WorkerLoop
 from worker.service import WorkerService
 
 PEER_TIMEOUT_S = 1.0
@@ -44,6 +47,19 @@ class Tiers:
     directory: DirectoryPort
     cold: Sequence[ColdTier] = ()
     peer: Callable[[str], BlockSource] | None = None
+
+
+@dataclass(frozen=True)
+class Threads:
+    """The parts of a worker that have threads beside its event loop, and the clock of all."""
+
+    clock: Callable[[], float] = time.monotonic
+    new_inbox: Callable[[], Inbox] = Inbox
+    new_loop: Callable[..., WorkerLoop] = WorkerLoop
+    new_transfers: Callable[[BlockStore, Callable[[], None]], ThreadTransfers] = ThreadTransfers
+
+
+THREADS = Threads()
 
 
 @dataclass(frozen=True)
@@ -86,17 +102,24 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
 
 
 def assemble_on(
-    model: Model, tiers: Tiers, config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[], None]
+    model: Model,
+    tiers: Tiers,
+    config: WorkerConfig,
+    behaviour: Behaviour,
+    on_broken: Callable[[], None],
+    threads: Threads = THREADS,
 ) -> Assembly:
     """Puts an engine over a model and a store, and a service over that. `on_broken` is WorkerService's."""
     pool = DevicePool(model.layout, config.pool.num_blocks, model.device)
-    store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool, peer=tiers.peer)
-    inbox = Inbox()
-    transfers = ThreadTransfers(store, inbox.ring)
+    store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool, threads.clock, tiers.peer)
+    inbox = threads.new_inbox()
+    transfers = threads.new_transfers(store, inbox.ring)
     transfers.start()
     engine = EngineCore(model, pool, behaviour.batcher, transfers)
     info = _describe(config, model, tiers.arena.num_slots)
-    service = WorkerService(info, behaviour, engine, inbox, store, on_broken, config.max_silence_s)
+    service = WorkerService(
+        info, behaviour, engine, inbox, store, on_broken, config.max_silence_s, threads.clock, threads.new_loop
+    )
     return Assembly(info, engine, transfers, service)
 
 

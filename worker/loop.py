@@ -125,17 +125,24 @@ class WorkerLoop:
         self._hand_over()
         self.num_turns += 1
 
-    def _run(self) -> None:
-        os.nice(ENGINE_NICENESS)  # of this thread and the threads that it starts
+    def run_one(self) -> bool:
+        """Makes a turn while the loop runs; then answers all that waits for it, and returns False."""
         try:
-            while self.is_running:
+            if self.is_running:
                 self.turn()
+                return True
         except Exception:  # a bug of ours outside of a step: nothing may go on waiting for this thread
             log.critical("the engine's thread has failed", exc_info=True)
             self._break()
         self._wind_up()
         if self.is_broken:
             self._on_broken()
+        return False
+
+    def _run(self) -> None:
+        os.nice(ENGINE_NICENESS)  # of this thread and the threads that it starts
+        while self.run_one():
+            pass
 
     def _obey(self, command: Command) -> None:
         match command:

@@ -45,6 +45,7 @@ class WorkerService:
         on_broken: Callable[[], None],
         max_silence_s: float,
         clock: Callable[[], float] = time.monotonic,
+        new_loop: Callable[..., WorkerLoop] = WorkerLoop,
     ) -> None:
         """Takes the parts. max_silence_s: a longer turn of the engine's thread passes for a hang.
 
@@ -62,7 +63,7 @@ class WorkerService:
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._on_broken = on_broken
         self._clock = clock
-        self._loop = WorkerLoop(engine, inbox, self._deliver, on_broken, clock)
+        self._loop = new_loop(engine, inbox, self._deliver, on_broken, clock)
         self.watch = EngineWatch(lambda: self._loop.num_turns, max_silence_s)
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -28,6 +28,7 @@ from router.requests.validator import Limits, Prepared, ValidRequest, prepare
 from router.workers.holds import Hold, Holds
 from router.workers.line import Take
 from router.workers.members import Member
+from router.workers.membership import PROBE_TIMEOUT_S
 from text.codec import TextCodec
 from wire.convert import attempt_to_pb, sampling_to_pb, tiers_from_pb, tiers_to_pb
 from wire.errors import AttemptsExhausted, BatonError, Cancelled, Overloaded, Unavailable, WireError, WorkerLeaving
@@ -192,6 +193,8 @@ class Flow:
 
     async def _run(self, name: str, member: Member, on_prompt: Callable[[], None]) -> None:
         """Runs the attempt on a worker. on_prompt: called when prefill has published its blocks, or decode has them."""
+        if self._is_alone:
+            await self._require_answer(member)
         spans: list[pb.Span] = []
         call = self.timeline.sent(name, member.id, self._loop.time())
         try:
@@ -204,6 +207,14 @@ class Flow:
             raise AttemptFailed(error) from error
         finally:
             self.timeline.ended(call, self._loop.time(), spans)
+
+    async def _require_answer(self, member: Member) -> None:
+        """Asks a worker for a sign of life: to meet one that is dead already must not be a request's last attempt."""
+        try:
+            await member.line.status(False, PROBE_TIMEOUT_S)
+        except BatonError as error:
+            self._services.mark_lost(member.id)
+            raise AttemptFailed(WorkerLeaving(error.message)) from error
 
     def _begin(self, member: Member) -> worker_pb2.Begin:
         return worker_pb2.Begin(

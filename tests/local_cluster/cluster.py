@@ -69,7 +69,7 @@ class LocalCluster:
         self._sizes = sizes
         self.port = LocalController(PoolSizes(0, 0))
         config = RouterConfig(
-            _served(model), ClusterAccess(TOKEN, "00" * 32), admission=sizes.admission, streams=sizes.streams
+            served(model), ClusterAccess(TOKEN, "00" * 32), admission=sizes.admission, streams=sizes.streams
         )
         self.router = Router(config, codec or ByteTokenizer(), self._connect, self.port)
 
@@ -153,7 +153,8 @@ def _state(is_draining: bool) -> WorkerState:
     return WorkerState.DRAINING if is_draining else WorkerState.READY
 
 
-def _served(model: Model) -> ServedModel:
+def served(model: Model) -> ServedModel:
+    """Describes a model as routers know it."""
     return ServedModel(
         name="twin",
         folder="",

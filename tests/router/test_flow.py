@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from router.config import RouterConfig
-from router.requests import validator
+from router.requests import flow, validator
 from router.requests.answer import Answer
 from router.requests.dispatch import OpenRequest
 from router.requests.flow import MAX_TINY_LEN
@@ -502,6 +502,19 @@ async def test_a_request_that_waits_to_be_tried_alone_keeps_nothing_from_others(
         clients[0].opened.stop(ENOUGH)
         await until(lambda: is_open(stage["p0"], "second"))
         clients[1].opened.stop(ENOUGH)
+
+
+async def test_the_last_attempt_is_not_spent_on_a_worker_that_is_dead_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "PROBE_TIMEOUT_S", 0.05)
+    async with stage_of("d0", "d1", "d2", "d3") as stage:
+        for name in ("d0", "d1", "d2"):
+            stage[name].answers = False
+        client = stage.open("first")
+        await lose(stage["d0"], "first")
+        await lose(stage["d1"], "first")
+        await until(lambda: is_open(stage["d3"], "first"))
+        assert stage["d2"].begins == []
+        client.opened.stop(ENOUGH)
 
 
 # A request that ends alone

@@ -14,11 +14,11 @@ from router.workers.holds import Holds
 from router.workers.line import MAX_PIECE_BYTES, Line, Outgoing, Transport
 from router.workers.local_transport import Faults, LocalTransport
 from router.workers.members import Member, Members
-from tests.router import virtual_clock
 from tests.router.fake_cluster import WAIT_S, expected, until
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from tests.router.scripted_worker import ScriptedWorker, tokens
 from tests.router.worker_server import served
+from tests.simulator import virtual_time
 from wire.convert import attempt_of, attempt_to_pb
 from wire.errors import BatonError, DeadlineExceeded, InvalidRequest, Unavailable, WireError, WorkerLeaving
 from wire.ids import AttemptId, BlockKey, RequestId, WorkerId
@@ -380,7 +380,7 @@ async def test_dropped_updates_are_missing() -> None:
 
 
 def test_fifty_prompts_of_100_000_tokens_on_a_line_of_1_mb_per_s_delay_no_renewal() -> None:
-    virtual_clock.run(renew_on_a_slow_line())
+    virtual_time.run(renew_on_a_slow_line())
 
 
 async def renew_on_a_slow_line() -> None:

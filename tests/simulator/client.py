@@ -1,0 +1,167 @@
+"""A client of the simulated cluster, and what it may be told."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import grpc.aio
+
+from router.ports.inference import InferenceApi
+from tests.faults.answer import ChoiceAnswer
+from tests.simulator.invariants import Watch
+from tests.simulator.plan import MAX_TRANSPARENT_LOSSES, Ask, Client, request_of
+from wire.errors import AttemptsExhausted, BatonError, Cancelled, DeadlineExceeded, Overloaded, Unavailable
+from wire.pb import inference_pb2 as pb
+
+EARLY = 5
+"""A client of a smaller amount goes by the clock, and so before its first token."""
+GRACE_S = 0.5
+STALL_GRACE_S = 40.0
+COMPLETE = "complete"
+LEFT = "left"
+NO_NUMBERS = BatonError.__name__
+REFUSED_S = 0.05
+_ERRORS: dict[Client, tuple[type[BatonError], ...]] = {
+    Client.ABORTS: (Cancelled,),
+    Client.HURRIES: (DeadlineExceeded,),
+    Client.STALLS: (Overloaded,),
+    Client.POISONS: (AttemptsExhausted,),
+}
+_LOSSES = (AttemptsExhausted, Unavailable, DeadlineExceeded)
+
+
+class SimClient:
+    """A client, and its call's context for the servicer. `outcome` is how its stream ended."""
+
+    def __init__(
+        self,
+        number: int,
+        ask: Ask,
+        expected: Sequence[ChoiceAnswer],
+        may_be_refused: bool,
+        api: InferenceApi,
+        watch: Watch,
+    ) -> None:
+        self.number = number
+        self.ask = ask
+        self.outcome = ""
+        self.took_s = 0.0
+        self._expected = expected
+        self._may_be_refused = may_be_refused
+        self._api = api
+        self._watch = watch
+        self._got: dict[int, ChoiceAnswer] = {}
+        self._has_ended = False
+        self._is_told = False
+        self._loop = asyncio.get_running_loop()
+        self._call: asyncio.Task[None] | None = None
+
+    @property
+    def request_id(self) -> str:
+        return f"r{self.number}"
+
+    async def run(self) -> None:
+        """Asks, reads, and judges the end. Returns once the call is over."""
+        ask = self.ask
+        await asyncio.sleep(ask.arrives_s)
+        request = pb.GenerateRequest()
+        request.CopyFrom(request_of(ask.kind))
+        request.request_id = self.request_id
+        began_s = self._loop.time()
+        self._call = asyncio.create_task(self._api.Generate(request, cast(Any, self)))
+        if ask.amount < EARLY and ask.client in (Client.LEAVES, Client.ABORTS):
+            self._loop.call_later(ask.amount / 100, self._act)
+        await asyncio.wait([self._call])
+        self.took_s = self._loop.time() - began_s
+        self._judge(self._error())
+
+    def time_remaining(self) -> float:
+        return self.ask.time_left_s
+
+    async def write(self, response: pb.GenerateResponse) -> None:
+        """Takes a message; returns when it is read."""
+        if self._has_ended:
+            self._violated("I6", "something came after the end")
+        if response.WhichOneof("event") == "complete":
+            self._has_ended = True
+            self._take_complete(response.complete)
+            return
+        self._take_chunk(response.chunk)
+        if self.ask.client is Client.DAWDLES:
+            await asyncio.sleep(self.ask.amount / 20)
+        elif sum(len(choice.token_ids) for choice in self._got.values()) >= self.ask.amount:
+            await self._act_now()
+
+    async def abort_with_status(self, status: object) -> None:
+        raise grpc.aio.AbortError
+
+    async def _act_now(self) -> None:
+        if self.ask.client is Client.STALLS:
+            await self._loop.create_future()
+        elif self.ask.client in (Client.LEAVES, Client.ABORTS):
+            self._act()
+            await asyncio.sleep(0)
+
+    def _act(self) -> None:
+        if self._call is None or self._call.done() or self._is_told:
+            return
+        self._is_told = True
+        if self.ask.client is Client.LEAVES:
+            self._call.cancel()
+        else:
+            abort = self._api.Abort(pb.AbortRequest(request_id=self.request_id), cast(Any, self))
+            self._aborting = asyncio.create_task(abort)
+
+    def _take_chunk(self, chunk: pb.Chunk) -> None:
+        """I6: what has come is a beginning of what was to come."""
+        choice = self._got.setdefault(chunk.index, ChoiceAnswer())
+        choice.token_ids += chunk.token_ids
+        choice.text += chunk.text
+        choice.logprobs += [one.SerializeToString(deterministic=True) for one in chunk.logprobs]
+        whole = self._expected[chunk.index]
+        if choice.token_ids != whole.token_ids[: len(choice.token_ids)]:
+            self._violated("I6", "other tokens than the model's")
+        if not whole.text.startswith(choice.text) or choice.logprobs != whole.logprobs[: len(choice.logprobs)]:
+            self._violated("I6", "another text, or other log-probabilities, than its tokens have")
+
+    def _take_complete(self, complete: pb.Complete) -> None:
+        for finish in complete.choices:
+            self._got.setdefault(finish.index, ChoiceAnswer()).finish = finish
+        if [self._got.get(index) for index in range(len(self._expected))] != list(self._expected):
+            self._violated("I6", "the answer that is said to be complete is not the whole answer")
+
+    def _error(self) -> BaseException | None:
+        assert self._call is not None
+        return asyncio.CancelledError() if self._call.cancelled() else self._call.exception()
+
+    def _judge(self, error: BaseException | None) -> None:
+        client = self.ask.client
+        if error is None:
+            self.outcome = COMPLETE
+            if not self._has_ended:
+                self._violated("I6", "the stream ended without its last message")
+            return
+        self.outcome = LEFT if isinstance(error, asyncio.CancelledError) else type(error).__name__
+        if self._has_ended and self.outcome != LEFT:
+            self._violated("I6", f"{self.outcome} came after the last message")
+        if self.took_s > self.ask.time_left_s + GRACE_S + (STALL_GRACE_S if client is Client.STALLS else 0.0):
+            self._violated(
+                "I8", f"ended {self.took_s:.1f} s after its arrival, with {self.ask.time_left_s:g} s to live"
+            )
+        is_promised = (
+            isinstance(error, (*_ERRORS.get(client, ()), *_LOSSES))
+            or (self.outcome == LEFT and client in (Client.LEAVES, Client.STALLS))
+            or (self.outcome == Overloaded.__name__ and self._may_be_refused and self.took_s < REFUSED_S)
+            or self.outcome == NO_NUMBERS
+        )
+        if not is_promised:
+            self._violated("promise", f"ended with {self.outcome}: {error}")
+
+    def judge_loss(self, is_transparent: bool) -> None:
+        """Sees that it was not told of losses that it need not know of."""
+        told = [error.__name__ for error in _LOSSES if error not in _ERRORS.get(self.ask.client, ())]
+        if is_transparent and self.outcome in told:
+            self._violated("promise", f"ended with {self.outcome} after {MAX_TRANSPARENT_LOSSES} losses at most")
+
+    def _violated(self, invariant: str, what: str) -> None:
+        self._watch.violated(invariant, f"request {self.number} ({self.ask.client.value}): {what}")

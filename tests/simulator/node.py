@@ -1,0 +1,257 @@
+"""A node of the simulated cluster: its arena and directory, and the calls to them over a socket that may fail."""
+
+import asyncio
+import mmap
+from collections.abc import Callable, Generator, Sequence
+from math import inf
+from typing import Any, Protocol
+
+from kv_store.node.arena import Arena
+from kv_store.node.cold_writer import ColdWriter
+from kv_store.node.directory import Directory
+from kv_store.node.directory_client import DirectoryClient, _Connection
+from kv_store.tiers.memory_tier import MemoryTier
+from tests.simulator.invariants import Watch
+from tests.simulator.virtual_time import Process
+from wire.codec import LENGTH, Refused, ServiceCodec
+from wire.directory import Block, ClientName, DirectoryInfo, Lease, Reservation
+from wire.errors import StoreError
+from wire.ids import BlockKey
+from wire.keys import BlockName
+from wire.layout import KVLayout
+from wire.tier import ColdStatus, Tier
+
+WRITE_EVERY_S = 0.1
+_ENDED = {"commit": "committed", "reserve": "reserved", "lease": "leased", "release": "released"}
+
+
+class Caller(Protocol):
+    """A process of the node, as the node sees it."""
+
+    process: Process
+    has_lost_lease: bool
+    num_lost_calls: int
+    num_lost_answers: int
+
+    def clock(self) -> float: ...
+
+    def step(self, step: str) -> None:
+        """Comes to a step of the hand-off. Raises Died."""
+
+    def interleave(self) -> None:
+        """Lets a transfer of another process run in the midst of this one's."""
+
+
+class SharedArena(Arena):
+    """A process's mapping of an arena in this process's memory."""
+
+    def close(self) -> None:
+        pass
+
+
+class Node:
+    """An arena and its directory, of one epoch after another. `ahead_s`: by how much claims have run out early."""
+
+    def __init__(self, name: str, layout: KVLayout, num_slots: int, cold: MemoryTier, watch: Watch) -> None:
+        self.name = name
+        self.ahead_s = 0.0
+        self.away_until_s = 0.0
+        self._layout = layout
+        self._num_slots = num_slots
+        self._cold = cold
+        self._watch = watch
+        self._loop = asyncio.get_running_loop()
+        self._num_epochs = 0
+        self._memory: mmap.mmap | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Loses the directory and all of its arena; other processes that map that read zeros."""
+        if self._memory is not None:
+            self._memory[:] = bytes(len(self._memory))
+        block_bytes = self._layout.block_bytes
+        self._num_epochs += 1
+        self._memory = mmap.mmap(-1, block_bytes * self._num_slots)
+        self.path = f"{self.name}/{self._num_epochs}"
+        self.directory = Directory(self._num_slots, self.clock, arena_path=self.path, block_bytes=block_bytes)
+        self.arena = self.map(self.path)
+        self.writer = ColdWriter(self._layout, self.arena, self.directory, self._cold)
+
+    def clock(self) -> float:
+        return self._loop.time() + self.ahead_s
+
+    def map(self, path: str) -> Arena:
+        """Maps the arena of the directory. Raises StoreError if that is another one by now."""
+        if path != self.path or self._memory is None:
+            raise StoreError("the arena cannot be mapped")
+        return SharedArena(self._memory, self._layout.block_bytes, self._num_slots, None)
+
+    async def write_cold(self) -> None:
+        """Writes blocks to the cold tier, for ever."""
+        while True:
+            if not self.writer.write_some():
+                await asyncio.sleep(WRITE_EVERY_S)
+            await asyncio.sleep(0)
+
+    def forget(self, caller: "Caller", names: set[str]) -> None:
+        """Learns that a process with these writers is dead."""
+        self._watch.end_all_of(caller.process.name)
+        for name in sorted(names):
+            self.directory.writer_died(name)
+
+    def call(self, caller: Caller, directory: Directory, method: str, arguments: Sequence[Any]) -> Any:
+        """Carries out a call, and sees to what it says of slots in use."""
+        watch, process = self._watch, caller.process.name
+        if method in ("reserve", "abandon"):
+            watch.end(("writer", arguments[0]))
+        if method == "release":
+            caller.has_lost_lease |= watch.is_over(("lease", f"{process}:{arguments[0]}", directory))
+            watch.end(("lease", f"{process}:{arguments[0]}", directory))
+        with watch.at(directory):
+            answer = getattr(directory, method)(*arguments)
+        match method, answer:
+            case "lease", Lease(lease_id, entries):
+                slots = {entry.slot for entry in entries if entry is not None}
+                end_s = self.clock() + arguments[2]
+                watch.use(("lease", f"{process}:{lease_id}", directory), directory, slots, self.clock, end_s)
+            case "reserve", Reservation(slots=given):
+                slots = {slot for slot in given if slot is not None}
+                watch.use(("writer", arguments[0]), directory, slots, self.clock, inf)
+            case "commit", _:
+                watch.end(("writer", arguments[0]), {block.slot for block in arguments[1]})
+                self._check_commit(arguments[1])
+        return answer
+
+    def _check_commit(self, blocks: Sequence[Block]) -> None:
+        """I3: what can be found from now on is there, and is what it should be."""
+        found = {block.slot: block for block in self.directory.blocks()}
+        for block in blocks:
+            if found.get(block.slot) == block:
+                self._watch.expect_whole(self.arena.slot(block.slot)[: self._layout.payload_bytes], block)
+
+
+class DirectorySocket(_Connection):
+    """A connection of a process to its node's directory."""
+
+    def __init__(self, caller: Caller, node: Node, names: set[str]) -> None:
+        super().__init__("", caller.clock)
+        self._caller = caller
+        self._node = node
+        self._names = names
+        self._peer: Directory | None = None
+
+    def connect(self, deadline: float) -> DirectoryInfo:
+        self._require_there()
+        if self._peer is None:
+            self._peer = self._node.directory
+        return self._peer.info()
+
+    def exchange(self, codec: ServiceCodec, method: str, arguments: tuple[Any, ...], deadline: float) -> Any:
+        caller = self._caller
+        caller.interleave()
+        caller.step(method)
+        self._require_there()
+        if self._peer is not self._node.directory:
+            raise ConnectionError("the directory has hung up")
+        if caller.num_lost_calls:
+            caller.num_lost_calls -= 1
+            raise TimeoutError("the call was lost")
+        call = codec.decode_call(codec.encode_call(method, arguments)[LENGTH.size :])
+        own = [
+            self._own(value) if hint == ClientName else value
+            for value, hint in zip(call.arguments, call.hints, strict=True)
+        ]
+        try:
+            answer = self._node.call(caller, self._peer, method, own)
+        except StoreError as error:
+            answer = Refused(error.message)
+        if method in _ENDED:
+            caller.step(_ENDED[method])
+        if caller.num_lost_answers:
+            caller.num_lost_answers -= 1
+            raise TimeoutError("the answer was lost")
+        return codec.decode_answer(method, codec.encode_answer(answer)[LENGTH.size :])
+
+    def close(self) -> None:
+        self._peer = None
+
+    def _own(self, name: str) -> str:
+        own = f"{self._caller.process.name}:{name}"
+        self._names.add(own)
+        return own
+
+    def _require_there(self) -> None:
+        self._caller.process.require_alive()
+        if self._caller.clock() < self._node.away_until_s:
+            raise ConnectionError("the directory does not answer")
+
+
+class SimDirectoryClient(DirectoryClient):
+    """The real client on a simulated socket. `names`: those that the process gave its writers and readers."""
+
+    def __init__(self, caller: Caller, node: Node) -> None:
+        super().__init__("", clock=caller.clock)
+        self.names: set[str] = set()
+        self._connection = DirectorySocket(caller, node, self.names)
+
+
+class ColdGate:
+    """A process's way to the cold tier, which may be down, slow or full for all of them."""
+
+    tier = Tier.REDIS
+
+    def __init__(self, tier: "SimColdTier", on_call: Callable[[], None]) -> None:
+        self._tier = tier
+        self._on_call = on_call
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self._on_call()
+        return self._tier.exists(keys)
+
+    def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
+        if names:
+            self._on_call()
+        yield from self._tier.get(names, into)
+
+    def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
+        return self._tier.put(name, payload, checksum)
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        self._tier.delete(keys)
+
+    def status(self) -> ColdStatus:
+        return self._tier.status()
+
+    def close(self) -> None:
+        """Leaves the tier to the others."""
+
+
+class SimColdTier(MemoryTier):
+    """The cold tier of all nodes. While it is down its calls find and store nothing; while it is full, none stores."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        super().__init__(layout)
+        self.down_until_s = self.full_until_s = self.slow_until_s = 0.0
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def is_slow(self) -> bool:
+        return self._loop.time() < self.slow_until_s
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [False] * len(keys) if self._is_down else super().exists(keys)
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        if not self._is_down:
+            super().delete(keys)
+
+    def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
+        if not self._is_down:
+            yield from super()._read(keys, into)
+
+    def _write(self, key: BlockKey, front: bytes, payload: memoryview) -> bool:
+        return not self._is_down and self._loop.time() >= self.full_until_s and super()._write(key, front, payload)
+
+    @property
+    def _is_down(self) -> bool:
+        return self._loop.time() < self.down_until_s

@@ -1,0 +1,221 @@
+"""The plan of a simulated run, drawn from its seed: requests with their clients, and faults. Pure."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
+
+from tests.faults.answer import ask
+from wire.pb import inference_pb2 as pb
+
+NUM_KINDS = 96
+POISON = 300
+"""A token, and the kind of a request with it: every worker dies in the step that meets it."""
+MAX_TRANSPARENT_LOSSES = 2
+"""Losses of workers that no client may notice: a request is given up with the third."""
+
+
+class Client(Enum):
+    """How a client behaves. `amount` of its Ask: tokens until it leaves, stalls or aborts; seconds of a deadline."""
+
+    STAYS = "stays"
+    DAWDLES = "dawdles"
+    LEAVES = "leaves"
+    ABORTS = "aborts"
+    HURRIES = "hurries"
+    STALLS = "stalls"
+    POISONS = "poisons"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request of the catalogue, the time of its arrival, and its client."""
+
+    kind: int
+    arrives_s: float
+    client: Client
+    amount: float
+
+    @property
+    def time_left_s(self) -> float:
+        return self.amount / 10 if self.client is Client.HURRIES else 60.0
+
+
+class Kind(Enum):
+    """What goes wrong. `victim` of a Fault is the worker at the step, or another; `amount` is in seconds."""
+
+    CRASH = "crash"
+    BREAK = "line breaks"
+    MUTE = "line mute"
+    DEAF = "line deaf"
+    FAIL = "step fails"
+    HANG = "engine hangs"
+    NODE_GONE = "node gone"
+    DELAY = "line slow"
+    TWICE = "line doubles"
+    STALL = "engine stalls"
+    NO_NUMBERS = "no numbers"
+    DRAIN = "drain"
+    GROW = "scale up"
+    SHRINK = "scale down"
+    EVICT = "eviction"
+    MOVE = "moved to cold"
+    FLIP = "arena flips"
+    EXPIRE = "claims expire"
+    WALL = "wall clock"
+    RESTART = "directory dies"
+    AWAY = "directory away"
+    LOST_CALL = "call lost"
+    LOST_ANSWER = "answer lost"
+    COLD_DOWN = "cold down"
+    COLD_SLOW = "cold slow"
+    COLD_EMPTY = "cold flushed"
+    COLD_CORRUPT = "cold corrupt"
+    COLD_FULL = "cold full"
+
+
+LOSSES = (Kind.CRASH, Kind.BREAK, Kind.MUTE, Kind.DEAF, Kind.FAIL, Kind.HANG, Kind.NODE_GONE)
+"""Kinds that end the attempts of a worker."""
+STEPS = (
+    "prefill begin",
+    "prefill lease",
+    "prefill leased",
+    "prefill release",
+    "prefill turn",
+    "prefill reserve",
+    "prefill reserved",
+    "prefill commit",
+    "prefill committed",
+    "prefill update",
+    "decode begin",
+    "decode lease",
+    "decode leased",
+    "decode release",
+    "decode released",
+    "decode turn",
+    "decode reserve",
+    "decode reserved",
+    "decode commit",
+    "decode update",
+    "prefill cold",
+    "decode cold",
+)
+"""Steps of the hand-off, by the role of the worker that comes to it; `lease` is before the call, `leased` after it."""
+_WORST_STEPS = {
+    Kind.EXPIRE: ("prefill leased", "decode leased"),
+    Kind.EVICT: ("prefill reserved", "decode lease"),
+    Kind.COLD_CORRUPT: ("prefill lease", "decode lease"),
+    Kind.COLD_EMPTY: ("prefill cold", "decode cold"),
+    Kind.CRASH: ("prefill reserved", "decode reserved", "prefill committed", "decode leased"),
+}
+"""Steps between which a fault of a kind does most harm: every other one strikes there."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that strikes when any worker comes to a step for the `nth` time."""
+
+    kind: Kind
+    step: str
+    nth: int
+    victim: int
+    amount: float
+
+    def __str__(self) -> str:
+        where = "there" if not self.victim else f"at another ({self.victim})"
+        return f"{self.kind.value} at {self.step} {self.nth}, {where}, {self.amount:g} s"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`num_pages` of each worker, which hold any request of the catalogue; `num_slots` of the arena.
+
+    max_queued: the bound of the router on requests without a first token.
+    """
+
+    seed: int
+    num_prefill: int
+    num_decode: int
+    num_pages: int
+    num_slots: int
+    max_queued: int
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+
+    @property
+    def is_transparent(self) -> bool:
+        """Whether every client that stays is promised its whole answer. The end of a node counts twice."""
+        kinds = [fault.kind for fault in self.faults if fault.kind in LOSSES]
+        return len(kinds) + kinds.count(Kind.NODE_GONE) <= MAX_TRANSPARENT_LOSSES
+
+    def __str__(self) -> str:
+        asks = [f"  request {number}: {one}" for number, one in enumerate(self.asks)]
+        faults = [f"  {fault}" for fault in self.faults]
+        head = f"seed {self.seed}: {self.num_prefill} prefill, {self.num_decode} decode workers, "
+        head += f"{self.num_pages} pages each, {self.num_slots} slots, {self.max_queued} queued"
+        return "\n".join([head, *asks, *faults])
+
+
+def draw_plan(seed: int) -> Plan:
+    draw = random.Random(seed)
+    asks = tuple(_draw_ask(draw) for _ in range(draw.randint(4, 12)))
+    max_losses = draw.choice([0, 1, 2, 2, 2, 6])
+    losses = [_draw_fault(draw, (*LOSSES, *[Kind.CRASH] * 4)) for _ in range(draw.randint(0, max_losses))]
+    others = tuple(kind for kind in Kind if kind not in LOSSES)
+    faults = losses + [_draw_fault(draw, others) for _ in range(draw.randint(0, 8))]
+    if not draw.randrange(10):
+        asks += (Ask(POISON, draw.random(), Client.POISONS, 0.0),)
+        faults = faults[len(losses) :]
+    num_prefill, num_decode = draw.randint(0, 2), draw.randint(1, 3)
+    num_pages, num_slots = draw.choice([20, 24, 40]), draw.choice([8, 16, 48])
+    max_queued = draw.choice([3, *[512] * 9])
+    return Plan(seed, num_prefill, num_decode, num_pages, num_slots, max_queued, asks, tuple(faults))
+
+
+def _draw_ask(draw: random.Random) -> Ask:
+    clients = [Client.STAYS] * 6 + list(Client)[1:-1]
+    arrives_s = draw.random() * draw.choice([0.1, 0.5, 2.0])
+    return Ask(draw.randrange(NUM_KINDS), arrives_s, draw.choice(clients), float(draw.randint(0, 20)))
+
+
+def _draw_fault(draw: random.Random, kinds: tuple[Kind, ...]) -> Fault:
+    kind, nth = draw.choice(kinds), 1 + int(draw.expovariate(1 / 6))
+    step = draw.choice(draw.choice([STEPS, _WORST_STEPS.get(kind, STEPS)]))
+    return Fault(kind, step, nth, draw.choice([0, 0, 1, 2]), draw.choice([0.1, 1.0, 4.0]))
+
+
+@cache
+def request_of(kind: int) -> pb.GenerateRequest:
+    """A request of the catalogue: of every sort, with long beginnings in common."""
+    if kind == POISON:
+        return ask((POISON, *range(40)), 8)
+    num_prompt = 270 + kind % 7 if kind % 16 == 15 else 8 + kind * 7 % 72
+    prompt = tuple((kind % 3 + position) % 300 for position in range(num_prompt))
+    settings: list[dict[str, object]] = [
+        {},
+        {"temperature": 1.0, "n": 2},
+        {},
+        {"temperature": 0.7, "logprobs": 1, "presence_penalty": 1.0},
+        {"stop": ["€", "a c"], "min_tokens": 3},
+    ]
+    return ask(prompt, 3 + kind * 5 % 29, **settings[kind % len(settings)])
+
+
+def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
+    """Drops faults and requests one by one while the run still fails."""
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
+        for smaller in _smaller(plan):
+            if fails(smaller):
+                plan, is_smaller = smaller, True
+                break
+    return plan
+
+
+def _smaller(plan: Plan) -> Iterator[Plan]:
+    for index in range(len(plan.faults)):
+        yield replace(plan, faults=plan.faults[:index] + plan.faults[index + 1 :])
+    for index in range(len(plan.asks)):
+        yield replace(plan, asks=plan.asks[:index] + plan.asks[index + 1 :])

@@ -1,0 +1,201 @@
+"""What each kind of fault does to a simulated cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import TYPE_CHECKING
+
+from tests.simulator.invariants import LAYOUT
+from tests.simulator.plan import Fault, Kind
+from wire.directory import Block
+from wire.frame import MAC_KEY_BYTES, FrameSeal, checksum_of
+from wire.keys import BlockName
+
+if TYPE_CHECKING:
+    from tests.simulator.worker import SimWorker
+    from tests.simulator.world import World
+
+LONG_AFTER_S = 100.0
+HOUR_S = 3600.0
+
+
+def strike(world: World, fault: Fault, here: SimWorker) -> None:
+    """Lets a fault happen, at the worker that came to its step or at another."""
+    others = [worker for worker in world.alive if worker is not here]
+    victim = others[fault.victim % len(others)] if fault.victim and others else here
+    _STRIKES[fault.kind](world, victim, fault.amount)
+
+
+def _crash(world: World, worker: SimWorker, amount: float) -> None:
+    world.crash(worker)
+
+
+def _break(world: World, worker: SimWorker, amount: float) -> None:
+    for connection in worker.connections:
+        connection.break_off()
+
+
+def _mute(world: World, worker: SimWorker, amount: float) -> None:
+    for connection in worker.connections:
+        connection.lose(connection.to_router)
+
+
+def _deaf(world: World, worker: SimWorker, amount: float) -> None:
+    for connection in worker.connections:
+        connection.lose(connection.to_worker)
+
+
+def _fail(world: World, worker: SimWorker, amount: float) -> None:
+    worker.model.num_failing = 1
+
+
+def _no_numbers(world: World, worker: SimWorker, amount: float) -> None:
+    worker.model.num_without_numbers = 1
+
+
+def _hang(world: World, worker: SimWorker, amount: float) -> None:
+    worker.stalled_until_s = inf
+
+
+def _stall(world: World, worker: SimWorker, amount: float) -> None:
+    worker.stalled_until_s = max(worker.stalled_until_s, worker.clock() + amount)
+
+
+def _node_gone(world: World, worker: SimWorker, amount: float) -> None:
+    for one in world.alive:
+        world.crash(one)
+    _restart(world, worker, amount)
+
+
+def _delay(world: World, worker: SimWorker, amount: float) -> None:
+    for connection in worker.connections:
+        connection.to_router.delay_s = connection.to_worker.delay_s = amount / 10
+
+
+def _twice(world: World, worker: SimWorker, amount: float) -> None:
+    for connection in worker.connections:
+        connection.to_router.num_twice = connection.to_worker.num_twice = 3
+
+
+def _drain(world: World, worker: SimWorker, amount: float) -> None:
+    world.errand(world.leave(worker, amount if amount > 1 else 0.0))
+
+
+def _shrink(world: World, worker: SimWorker, amount: float) -> None:
+    world.errand(world.leave(worker, 30.0))
+
+
+def _grow(world: World, worker: SimWorker, amount: float) -> None:
+    world.errand(world.grow(worker.role))
+
+
+def _evict(world: World, worker: SimWorker, amount: float) -> None:
+    worker.node.directory.withdraw(worker.node.directory.blocks())
+
+
+def _move(world: World, worker: SimWorker, amount: float) -> None:
+    for block in worker.node.directory.blocks():
+        payload = worker.node.arena.slot(block.slot)[: LAYOUT.payload_bytes]
+        if not block.name.is_tail and checksum_of(payload) == block.checksum:
+            world.cold.put(block.name, payload, block.checksum)
+    _evict(world, worker, amount)
+
+
+def _flip(world: World, worker: SimWorker, amount: float) -> None:
+    """Flips a bit in blocks that no process reads just now: between check and copy none could notice."""
+
+    def flip(idle: list[Block]) -> None:
+        for block in idle:
+            if world.draw.random() < 0.7:
+                worker.node.arena.slot(block.slot)[world.draw.randrange(LAYOUT.payload_bytes)] ^= 1
+
+    worker.node.directory.visit_idle(flip)
+
+
+def _expire(world: World, worker: SimWorker, amount: float) -> None:
+    worker.node.ahead_s += LONG_AFTER_S
+
+
+def _wall(world: World, worker: SimWorker, amount: float) -> None:
+    world.wall_s += world.draw.choice([-HOUR_S, HOUR_S])
+
+
+def _restart(world: World, worker: SimWorker, amount: float) -> None:
+    worker.node.restart()
+    _away(world, worker, amount)
+
+
+def _away(world: World, worker: SimWorker, amount: float) -> None:
+    worker.node.away_until_s = world.loop.time() + amount
+
+
+def _lost_call(world: World, worker: SimWorker, amount: float) -> None:
+    worker.num_lost_calls += 1
+
+
+def _lost_answer(world: World, worker: SimWorker, amount: float) -> None:
+    worker.num_lost_answers += 1
+
+
+def _cold_down(world: World, worker: SimWorker, amount: float) -> None:
+    world.cold.down_until_s = world.loop.time() + amount
+
+
+def _cold_slow(world: World, worker: SimWorker, amount: float) -> None:
+    world.cold.slow_until_s = world.loop.time() + amount
+
+
+def _cold_full(world: World, worker: SimWorker, amount: float) -> None:
+    world.cold.full_until_s = world.loop.time() + amount
+
+
+def _cold_empty(world: World, worker: SimWorker, amount: float) -> None:
+    world.cold.frames.clear()
+
+
+def _cold_corrupt(world: World, worker: SimWorker, amount: float) -> None:
+    """Spoils every value: a flipped bit, a value cut short or too long, another's value, one of another namespace."""
+    _move(world, worker, amount)
+    values, seal = list(world.cold.frames.values()), FrameSeal(LAYOUT, bytes(MAC_KEY_BYTES))
+    for key, value in world.cold.frames.items():
+        at = world.draw.randrange(len(value))
+        flipped = bytearray(value)
+        flipped[at] ^= 1
+        payload = memoryview(world.truth.foreign[key])
+        of_another = BlockName(key, bytes(32), bytes(32), bytes(32))
+        elsewhere = seal.seal(of_another, payload, checksum_of(payload)) + payload
+        spoilt = [bytes(flipped), value[:at], value + b"x", world.draw.choice(values), elsewhere]
+        world.cold.frames[key] = world.draw.choice(spoilt)
+
+
+_STRIKES: dict[Kind, Callable[[World, SimWorker, float], None]] = {
+    Kind.CRASH: _crash,
+    Kind.BREAK: _break,
+    Kind.MUTE: _mute,
+    Kind.DEAF: _deaf,
+    Kind.FAIL: _fail,
+    Kind.HANG: _hang,
+    Kind.NO_NUMBERS: _no_numbers,
+    Kind.NODE_GONE: _node_gone,
+    Kind.DELAY: _delay,
+    Kind.TWICE: _twice,
+    Kind.STALL: _stall,
+    Kind.DRAIN: _drain,
+    Kind.GROW: _grow,
+    Kind.SHRINK: _shrink,
+    Kind.EVICT: _evict,
+    Kind.MOVE: _move,
+    Kind.FLIP: _flip,
+    Kind.EXPIRE: _expire,
+    Kind.WALL: _wall,
+    Kind.RESTART: _restart,
+    Kind.AWAY: _away,
+    Kind.LOST_CALL: _lost_call,
+    Kind.LOST_ANSWER: _lost_answer,
+    Kind.COLD_DOWN: _cold_down,
+    Kind.COLD_SLOW: _cold_slow,
+    Kind.COLD_EMPTY: _cold_empty,
+    Kind.COLD_CORRUPT: _cold_corrupt,
+    Kind.COLD_FULL: _cold_full,
+}

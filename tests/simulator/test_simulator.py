@@ -1,0 +1,118 @@
+"""The simulator: seeds without a violation, runs that repeat exactly, and planted faults that it finds."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from kv_store import node_store
+from kv_store.ledger import Ledger, PageState
+from kv_store.node.directory import Directory
+from router.requests import dispatch
+from router.requests.admission import Admission
+from router.requests.answer import ChoiceStream
+from router.workers.holds import Holds
+from tests.simulate import report, shortest
+from tests.simulator.plan import NUM_KINDS, draw_plan
+from tests.simulator.world import reference, simulate
+from wire.frame import FrameSeal, checksum_of
+from wire.ids import PageId
+from wire.keys import BlockName
+from wire.pb import inference_pb2 as pb
+from wire.pb import worker_pb2
+
+NUM_SEEDS = 50
+MAX_SEEDS_TO_FIND = 200
+
+
+@pytest.fixture(scope="module", autouse=True)
+def references() -> None:
+    """Computes all answers while nothing is planted."""
+    for kind in range(NUM_KINDS):
+        reference(kind)
+
+
+@pytest.mark.parametrize("first", range(1, NUM_SEEDS + 1, 10))
+def test_no_seed_breaks_an_invariant(first: int) -> None:
+    for seed in range(first, first + 10):
+        assert simulate(draw_plan(seed)).violations == [], f"python tests/simulate.py --start {seed} --seeds 1"
+
+
+def test_a_seed_has_the_same_trace_in_every_process() -> None:
+    command = [sys.executable, "tests/simulate.py", "--start", "7", "--seeds", "1", "--trace"]
+    outputs = [
+        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": hash_seed}, capture_output=True, text=True).stdout
+        for hash_seed in ("1", "2")
+    ]
+    trace = report(simulate(draw_plan(7)))
+    assert [output[: len(trace)] for output in outputs] == [trace, trace]
+
+
+class AnyChecksum(bytes):
+    """A checksum that equals all others."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+
+def unchecked_frame(seal: FrameSeal, name: BlockName, front: bytes, payload: memoryview) -> bytes:
+    return checksum_of(payload)
+
+
+def hasty_state(ledger: Ledger, page: PageId) -> PageState:
+    state = STATE(ledger, page)
+    return PageState.FREE if state is PageState.DRAINING else state
+
+
+def ended_lease(directory: Directory, lease_id: int) -> bool:
+    RELEASE(directory, lease_id)
+    return True
+
+
+def repeated_tokens(choice: ChoiceStream, tokens: worker_pb2.ChoiceTokens) -> pb.Chunk | None:
+    tokens.first_position = len(choice.token_ids)
+    return ACCEPT(choice, tokens)
+
+
+ACCEPT, RELEASE, STATE = ChoiceStream.accept, Directory.release, Ledger.state
+PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
+    "a block of the arena is not checked": (
+        node_store,
+        "checksum_of",
+        lambda payload: AnyChecksum(checksum_of(payload)),
+        {"I4"},
+    ),
+    "a block of the cold tier is not checked": (FrameSeal, "verify", unchecked_frame, {"I4", "I7"}),
+    "a draining page is given out": (Ledger, "state", hasty_state, {"I2"}),
+    "a fetch counts whatever its lease": (Directory, "release", ended_lease, {"I9"}),
+    "a dead writer keeps its slots": (Directory, "writer_died", lambda directory, writer: None, {"I5"}),
+    "tokens are taken twice": (ChoiceStream, "accept", repeated_tokens, {"I6"}),
+    "a deadline is late": (dispatch, "LAST_WORD_S", -5.0, {"I8"}),
+    "a hold has no end": (Holds, "end", lambda *_: None, {"I10"}),
+    "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
+}
+"""The place of what is planted, its name there, what is planted, and the invariants of which any must be named."""
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str) -> None:
+    place, attribute, planted, invariants = PLANTED[name]
+    with patch.object(place, attribute, planted):
+        for seed in range(1, MAX_SEEDS_TO_FIND):
+            broken = {violation.invariant for violation in simulate(draw_plan(seed)).violations}
+            if broken & invariants:
+                return
+    pytest.fail(f"not found in {MAX_SEEDS_TO_FIND} seeds")
+
+
+def test_a_failing_plan_is_shrunk_to_what_it_takes() -> None:
+    with patch.object(Admission, "leave", lambda admission, request_id: None):
+        run = shortest(simulate(draw_plan(1)))
+    assert [violation.invariant for violation in run.violations] == ["I10"] * len(run.violations)
+    assert (len(run.plan.asks), run.plan.faults) == (1, ())
