@@ -1,6 +1,7 @@
 """Simulates the cluster with faults, seed by seed; prints the shortest trace of each seed that breaks an invariant.
 
 python tests/simulate.py --start 1 --seeds 50
+python tests/simulate.py --table > docs/hand-off-faults.md
 """
 
 import argparse
@@ -8,6 +9,7 @@ import sys
 import time
 
 from tests.simulator.plan import Plan, draw_plan, shrink
+from tests.simulator.table import table
 from tests.simulator.world import Run, simulate
 
 
@@ -16,7 +18,11 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=1, help="the first seed")
     parser.add_argument("--seeds", type=int, default=50, help="how many seeds")
     parser.add_argument("--trace", action="store_true", help="print the trace of every seed")
+    parser.add_argument("--table", action="store_true", help="print what each fault does at each step of a hand-off")
     options = parser.parse_args()
+    if options.table:
+        print(table())
+        return 0
     began_s, num_failed = time.monotonic(), 0
     for seed in range(options.start, options.start + options.seeds):
         run = simulate(draw_plan(seed))

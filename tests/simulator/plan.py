@@ -104,6 +104,7 @@ STEPS = (
 """Steps of the hand-off, by the role of the worker that comes to it; `lease` is before the call, `leased` after it."""
 _WORST_STEPS = {
     Kind.EXPIRE: ("prefill leased", "decode leased"),
+    Kind.FLIP: ("prefill update", "decode begin"),
     Kind.EVICT: ("prefill reserved", "decode lease"),
     Kind.COLD_CORRUPT: ("prefill lease", "decode lease"),
     Kind.COLD_EMPTY: ("prefill cold", "decode cold"),

@@ -44,14 +44,14 @@ INTERLEAVED = 0.1
 
 @dataclass
 class Run:
-    """A run of a plan: what it broke, how each request ended and after how many attempts, and which faults struck."""
+    """A run of a plan: what it broke, how each request ended, the attempts, and the faults that struck."""
 
     plan: Plan
     violations: list[Violation] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
     outcomes: list[str] = field(default_factory=list)
     took_s: list[float] = field(default_factory=list)
-    num_attempts: Counter[str] = field(default_factory=Counter)
+    attempts: set[str] = field(default_factory=set)
     struck: list[Fault] = field(default_factory=list)
 
 
@@ -116,7 +116,7 @@ class World:
         key = f"{worker.role.value} {step}"
         self._steps[key] += 1
         if step == "begin":
-            self.run.num_attempts[what.split("/")[0]] += 1
+            self.run.attempts.add(what)
         self.note(f"{worker.name} {step} {what}".rstrip())
         for fault in self.run.plan.faults:
             if (fault.step, fault.nth) == (key, self._steps[key]):

@@ -1,0 +1,59 @@
+"""A page: what clients see of each fault, by the step of a hand-off at which it strikes."""
+
+from tests.simulator.client import COMPLETE
+from tests.simulator.plan import Ask, Client, Fault, Kind, Plan
+from tests.simulator.world import simulate
+
+STEPS = {
+    "prefill begin": "the order reaches prefill",
+    "prefill turn": "a step of prefill",
+    "prefill reserved": "slots are reserved, not written",
+    "prefill commit": "slots are written, not found",
+    "prefill update": "prefill answers",
+    "decode begin": "the order reaches decode",
+    "decode lease": "before decode's lease",
+    "decode leased": "under the lease",
+    "decode released": "blocks are fetched",
+    "decode turn": "a step of decode",
+    "decode update": "tokens leave decode",
+}
+NTHS = (1, 3)
+LONG_S = 1.0
+HEAD = """# Faults at each step of a hand-off
+
+Made by `python tests/simulate.py --table`. Each cell is two runs of the simulator (tests/simulator) with four requests
+and one fault, at the first and the third time that a worker comes to the step; one prefill worker, two decode workers.
+A cell tells the ends of these requests, and the longest time of one that is over a second:
+
+- **same**: the answer of a run without faults, by the first attempt.
+- **again**: the same answer, by a further attempt.
+- the name of an error: a request ended with it.
+
+No run broke an invariant. A mute or deaf line loses what goes one way, until the keepalive ends it after 15 s; an
+engine that hangs is given up after 5 s, in the simulator; another worker replaces a dead one within a second.
+"""
+
+
+def table() -> str:
+    """Runs each fault at each step; returns the page. AssertionError if an invariant breaks."""
+    rows = [["fault", *STEPS.values()], ["---"] * (len(STEPS) + 1)]
+    rows += [[kind.value, *(_cell(kind, step) for step in STEPS)] for kind in Kind]
+    return "\n".join([HEAD, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _asks() -> tuple[Ask, ...]:
+    return tuple(Ask(kind, number * 0.03, Client.STAYS, 0.0) for number, kind in enumerate((5, 12, 45, 63)))
+
+
+def _cell(kind: Kind, step: str) -> str:
+    seen: dict[str, None] = {}
+    longest_s = 0.0
+    for nth in NTHS:
+        plan = Plan(nth, 1, 2, 40, 48, 512, _asks(), (Fault(kind, step, nth, 0, 4.0),))
+        run = simulate(plan)
+        assert not run.violations, run.violations
+        for number, outcome in enumerate(run.outcomes):
+            num_attempts = sum(attempt.startswith(f"r{number}/") for attempt in run.attempts)
+            seen[("same" if num_attempts == 1 else "again") if outcome == COMPLETE else outcome] = None
+        longest_s = max(longest_s, *run.took_s)
+    return ", ".join(sorted(seen, reverse=True)) + (f", {longest_s:.0f} s" if longest_s > LONG_S else "")
