@@ -7,6 +7,9 @@ python tests/simulate.py --table > docs/hand-off-faults.md
 import argparse
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.simulator.plan import Plan, draw_plan, shrink
 from tests.simulator.table import table
