@@ -162,7 +162,7 @@ class BlockReader:
     """A BlockSource over the block port of one node. A fault ends the connection. For one thread, but for `status`.
 
     A node that has failed three times in a row is asked again only every two seconds. timeout_s: for the connection to
-    be made, and for each part of an answer.
+    be made, and for each block to come.
     """
 
     tier = Tier.PEERS
@@ -358,8 +358,13 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _receive_into(connection: socket.socket, rest: memoryview) -> None:
+    """Fills `rest` within the connection's timeout, however many bytes come at a time."""
+    timeout_s = connection.gettimeout()
+    deadline = time.monotonic() + (timeout_s or 0.0)
     while rest:
         num_received = connection.recv_into(rest)
         if not num_received:
             raise ConnectionError("the other side has hung up")
         rest = rest[num_received:]
+        if rest and time.monotonic() > deadline:
+            raise TimeoutError("the other side sends too slowly")

@@ -2,9 +2,10 @@
 
 import hmac
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 import pytest
@@ -201,6 +202,33 @@ def test_a_silent_node_is_a_miss_and_then_left_alone() -> None:
                 assert reader.exists(keys(names_of(4))) == [False]
                 assert read(reader, names_of(4)) == []
             assert reader.status().errors == 3
+
+
+def test_a_node_that_sends_byte_by_byte_is_a_miss() -> None:
+    """No wait for one byte is long, but all of them together are."""
+    names, is_over = names_of(4), threading.Event()
+
+    def trickle(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            ours, theirs = b"s" * 16, connection.recv(16)
+            connection.sendall(ours + hmac.digest(TOKEN, b"server" + theirs + ours, "sha256"))
+            connection.recv(32)
+            connection.sendall(LAYOUT.payload_bytes.to_bytes(8, "little"))
+            connection.recv(37)
+            connection.sendall(b"\1" + bytes(16))
+            while not is_over.wait(0.01):
+                with suppress(OSError):
+                    connection.send(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=trickle, args=[listener])
+        server.start()
+        with closing(reader_of("{}:{}".format(*listener.getsockname()), timeout_s=0.1)) as reader:
+            assert read(reader, names) == []
+            assert (reader.status().errors, reader.status().corrupt) == (1, 0), "it did not wait for the last byte"
+        is_over.set()
+        server.join()
 
 
 def test_a_reader_that_takes_nothing_is_hung_up_on_and_holds_no_lease() -> None:
