@@ -1,4 +1,4 @@
-"""Frozen dataclasses to JSON and strictly back: nested, with enums by their values and `tuple[X, ...]` as lists."""
+"""Frozen dataclasses to JSON and strictly back: nested, enums by values, `tuple[X, ...]` as lists, dicts by text."""
 
 import json
 from collections.abc import Mapping
@@ -37,8 +37,13 @@ def from_object(cls: type[T], raw: object, path: str) -> T:
     required = {one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING}  # type: ignore[arg-type]
     for problem, names in (("unknown", set(raw) - set(hints)), ("missing", required - set(raw))):
         if names:
-            raise ConfigError(f"{prefix}{repr(min(names)[:64])[1:-1]}: {problem}")
+            raise ConfigError(f"{prefix}{_shown(min(names))}: {problem}")
     return cls(**{name: _read_value(hints[name], value, f"{prefix}{name}") for name, value in raw.items()})
+
+
+def _shown(key: str) -> str:
+    """Returns the beginning of a key, on one line."""
+    return repr(key[:64])[1:-1]
 
 
 def _read_value(hint: Any, value: object, path: str) -> object:
@@ -54,6 +59,9 @@ def _read_value(hint: Any, value: object, path: str) -> object:
             return from_object(one, value, path)
         if get_origin(one) is tuple and isinstance(value, list):
             return tuple(_read_value(get_args(one)[0], item, f"{path}.{index}") for index, item in enumerate(value))
+        if get_origin(one) is dict and isinstance(value, Mapping):
+            of_values = get_args(one)[1]
+            return {key: _read_value(of_values, item, f"{path}.{_shown(key)}") for key, item in value.items()}
         if isinstance(one, type) and issubclass(one, Enum) and value in [member.value for member in one]:
             return one(value)
     raise ConfigError(f"{path}: must be {' or '.join(one.__name__ for one in allowed if one is not NoneType)}")

@@ -130,7 +130,8 @@ def _require_same_model(config: WorkerConfig, dtype: str, backend_version: str) 
     """
     checkpoint = Checkpoint(Path(config.model.folder))
     if fingerprint(checkpoint.files, dtype, backend_version, DigestCache.of_user()) != config.model.fingerprint:
-        raise ModelError("the model folder has changed since the cluster was started", folder=config.model.folder)
+        problem = f"the model folder is not that of the cluster, or has changed since: node {config.store.node_id}"
+        raise ModelError(problem, folder=config.model.folder)
 
 
 def _describe(config: WorkerConfig, model: Model, num_arena_blocks: int) -> worker_pb2.WorkerInfo:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from wire.errors import ConfigError
 from wire.frame import MAC_KEY_BYTES
-from wire.pools import Role, Worker
+from wire.pools import Role
 from wire.settings import from_json, to_json
 from wire.tier import ColdSettings
 from worker.engine_watch import MAX_SILENCE_S
@@ -97,13 +97,15 @@ class BatchSettings:
             raise ConfigError("batch.max_step_tokens must be at least batch.max_running + batch.max_chunk_tokens")
 
 
-@dataclass(frozen=True)
-class WorkerTemplate:
-    """The configuration that all workers of a cluster share.
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """The configuration of one worker.
 
     num_threads: that compute, in each process. max_silence_s: the longest that a step of the engine may take.
     """
 
+    worker_id: str
+    role: str
     model: CheckpointSettings
     pool: PageSettings
     store: StoreSettings
@@ -115,21 +117,6 @@ class WorkerTemplate:
     def __post_init__(self) -> None:
         _require(self.num_threads > 0, "num_threads", "must be positive")
         _require(self.max_silence_s >= MIN_SILENCE_S, "max_silence_s", f"must be at least {MIN_SILENCE_S}")
-
-    def config_of(self, worker: Worker) -> "WorkerConfig":
-        """Returns the configuration that one worker is started with."""
-        return WorkerConfig(**vars(self), worker_id=worker.id, role=worker.role.value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerConfig(WorkerTemplate):
-    """The configuration of one worker."""
-
-    worker_id: str
-    role: str
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
         _require(self.worker_id, "worker_id", "must not be empty")
         _require(self.role in {one.value for one in Role}, "role", "must be prefill or decode")
 

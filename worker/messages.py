@@ -89,6 +89,7 @@ def status_to_pb(
         tiers=[_host_to_pb(store), *(_cold_to_pb(tier, store) for tier in FAR_TIERS)],
         problems=problems,
         engine_silent_s=engine_silent_s,
+        node_id=info.node_id,
     )
 
 

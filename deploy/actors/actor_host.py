@@ -5,18 +5,31 @@ import json
 from typing import Protocol
 
 from deploy.actors.liveness import Liveness
-from deploy.plan.cluster_plan import Resources
+from deploy.plan.machine import Machine
+from deploy.plan.resources import RayNode, Resources
 from wire.errors import Unavailable
 
 
 class ActorHost(Protocol):
-    """The actors of a cluster on this node, by name. Every call is bounded in time."""
+    """The actors of a cluster, by name, and the nodes that they run on. Every call is bounded in time."""
+
+    async def nodes(self) -> list[RayNode]:
+        """Returns the nodes that are alive. Raises Unavailable."""
 
     def adopt(self, name: str) -> bool:
         """Takes over an actor that an earlier controller has left, started or not; returns whether it is there."""
 
-    def launch(self, name: str, target: str, resources: Resources) -> None:
-        """Begins an actor's process, unless there is one; `start` makes it work. `target` is MODULE:CLASS."""
+    def launch(self, name: str, target: str, resources: Resources, node_id: str | None = None) -> None:
+        """Begins an actor's process, unless there is one; `start` makes it work. `target` is MODULE:CLASS.
+
+        node_id: the only node for it; None lets Ray choose one that has the resources.
+        """
+
+    async def where(self, name: str, timeout_s: float) -> str:
+        """Returns the id of the node of an actor, once its process is there. Raises as `start` does."""
+
+    async def inspect(self, name: str) -> Machine:
+        """Returns the memory, cores and GPUs of the machine of an actor. Raises as `start` does."""
 
     async def start(self, name: str, config_json: str, timeout_s: float) -> str:
         """Returns the answer of the actor's object, started now or earlier.
@@ -37,7 +50,10 @@ class ActorHost(Protocol):
 
 
 class LocalHost:
-    """Actors that are entries in a table. The next starts raise `failures`; busy actors drain on `finish`."""
+    """Actors that are entries in a table. The next starts raise `failures`; busy actors drain on `finish`.
+
+    All nodes are like `machine`.
+    """
 
     def __init__(self) -> None:
         self.actors: dict[str, Liveness] = {}
@@ -45,6 +61,9 @@ class LocalHost:
         self.failures: list[Exception] = []
         self.drained: list[str] = []
         self.memory: dict[str, int] = {}
+        self.ray_nodes = [RayNode("head", "127.0.0.1", is_head=True)]
+        self.machine = Machine(memory_bytes=8 << 30, shared_bytes=4 << 30, num_cores=2)
+        self.places: dict[str, str] = {}
         self._busy: dict[str, asyncio.Event] = {}
 
     def keep_busy(self, name: str) -> None:
@@ -56,10 +75,22 @@ class LocalHost:
     def adopt(self, name: str) -> bool:
         return name in self.actors
 
-    def launch(self, name: str, target: str, resources: Resources) -> None:
+    async def nodes(self) -> list[RayNode]:
+        await asyncio.sleep(0)
+        return list(self.ray_nodes)
+
+    def launch(self, name: str, target: str, resources: Resources, node_id: str | None = None) -> None:
+        """Places an actor on the first node that has the resources."""
         if name not in self.actors:
             self.actors[name] = Liveness.ANSWERING
             self.launched.append(name)
+            self.places[name] = node_id or next(node.id for node in self.ray_nodes if node.has(resources))
+
+    async def where(self, name: str, timeout_s: float) -> str:
+        return self.places[name]
+
+    async def inspect(self, name: str) -> Machine:
+        return self.machine
 
     async def start(self, name: str, config_json: str, timeout_s: float) -> str:
         await asyncio.sleep(0)

@@ -3,19 +3,41 @@
 import logging
 import sys
 from contextlib import suppress
+from typing import Any
 
 import ray
 import ray.util
 
 from deploy.plan.cluster_plan import CONTROLLER
+from deploy.plan.resources import SERVICE_PREFIX
+
+STOP_TIMEOUT_S = 5.0
 
 
 def end_actors(namespace: str) -> None:
-    """Ends actors by force, through the Ray of this process: the controller first, which would replace the others."""
+    """Ends actors by force, through the Ray of this process: the controller first, which would replace the others.
+
+    Services of nodes, last, may stop by themselves before: they remove arenas, also on machines that this one is not.
+    """
     _end(CONTROLLER, namespace)
-    for one in ray.util.list_named_actors(all_namespaces=True):
-        if one["namespace"] == namespace:
-            _end(one["name"], namespace)
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    names = [one["name"] for one in listed if one["namespace"] == namespace]
+    services = [name for name in names if name.startswith(SERVICE_PREFIX)]
+    for name in set(names) - set(services):
+        _end(name, namespace)
+    _stop(services, namespace)
+    for name in services:
+        _end(name, namespace)
+
+
+def _stop(names: list[str], namespace: str) -> None:
+    """Asks all at once, and waits for a few seconds at most."""
+    answers: list[Any] = []
+    for name in names:
+        with suppress(ValueError):
+            answers.append(ray.get_actor(name, namespace).call.remote("stop"))
+    if answers:
+        ray.wait(answers, num_returns=len(answers), timeout=STOP_TIMEOUT_S)
 
 
 def _end(name: str, namespace: str) -> None:

@@ -1,16 +1,21 @@
 """The node's service: owns the arena, keeps its directory for the node's processes, writes blocks to cold tiers."""
 
 import asyncio
+import json
 import logging
 import os
-from contextlib import ExitStack
+import socket
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 from deploy.plan.cluster_plan import NodeConfig
 from kv_store.node.arena import Arena
+from kv_store.node.block_port import BlockServer
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_server import DirectoryServer
 from kv_store.tiers.cold_tiers import open_tiers
+from wire.errors import ConfigError
 from wire.settings import from_json
 
 LOOK_EVERY_S = 1.0
@@ -34,10 +39,13 @@ class NodeActor:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Makes the arena, which takes seconds where it is large, and serves. Returns `{}`. Raises ConfigError."""
-        self._parts = await asyncio.to_thread(_make, self._config)
+        """Makes the arena, which takes seconds where it is large, and serves. Returns `{"block_address"}`.
+
+        The address is empty where no other node reads the arena. Raises ConfigError.
+        """
+        self._parts, address = await asyncio.to_thread(_make, self._config)
         self._watch = asyncio.create_task(self._end_unless_found(_files(self._config)))
-        return "{}"
+        return json.dumps({"block_address": address})
 
     async def stop(self) -> str:
         """Removes the arena's file and frees its memory; processes that map it read zeros. Returns `{}`."""
@@ -58,14 +66,20 @@ class NodeActor:
 
 def _files(config: NodeConfig) -> tuple[object, int | None]:
     """Identifies the files by which other processes find this service."""
-    socket = config.store.directory_path
-    return Arena.identity(config.arena_path), os.stat(socket).st_ino if os.path.exists(socket) else None
+    path = config.store.directory_path
+    return Arena.identity(config.arena_path), os.stat(path).st_ino if os.path.exists(path) else None
 
 
-def _make(config: NodeConfig) -> ExitStack:
+def _make(config: NodeConfig) -> tuple[ExitStack, str]:
+    """Returns the parts, and the address of the block port."""
     layout, store = config.layout, config.store
+    if not Path(config.model_folder).is_dir():
+        raise ConfigError(f"the node at {socket.gethostname()} has no model folder {config.model_folder}")
+    folder = Path(store.directory_path).parent
+    folder.mkdir(mode=0o700, exist_ok=True)
     Arena.discard(config.arena_path)
     with ExitStack() as parts:
+        parts.callback(_remove, folder)
         arena = Arena.create(config.arena_path, layout.block_bytes, config.num_slots)
         parts.callback(arena.close)
         parts.callback(arena.unlink)
@@ -82,6 +96,25 @@ def _make(config: NodeConfig) -> ExitStack:
             writers.append(ColdWriter(layout, arena, directory, cold))
             writers[-1].start()
             parts.callback(writers[-1].stop)
+        block_address = ""
+        if config.block_address:
+            blocks = BlockServer(directory, arena, layout.payload_bytes, config.token.encode())
+            block_address = _listen(blocks, config.block_address)
+            parts.callback(blocks.stop)
         for writer in writers:  # called before all stops, so that they finish side by side
             parts.callback(writer.finish, FINISH_S)
-        return parts.pop_all()
+        return parts.pop_all(), block_address
+
+
+def _remove(folder: Path) -> None:
+    """Removes the folder of the directory's socket, unless it holds other things."""
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _listen(blocks: BlockServer, address: str) -> str:
+    host, _, port = address.rpartition(":")
+    try:
+        return blocks.start(host, int(port))
+    except OSError as error:
+        raise ConfigError(f"the block port {address} cannot be had: {error.strerror}") from error

@@ -13,14 +13,19 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.actors.liveness import Liveness
-from deploy.plan.cluster_plan import Resources
+from deploy.plan.machine import Machine, inspect_machine
+from deploy.plan.resources import RayNode, Resources
 from deploy.processes.logs import start_logging
 from deploy.processes.process import record_own, recorded, wait_or_kill
 from wire.errors import BatonError, ConfigError, Unavailable
+from wire.settings import from_json, to_json
 
 STOP_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 1.0
+NODES_TIMEOUT_S = 30.0
+INSPECT_TIMEOUT_S = 180.0
+"""Of an actor whose process begins meanwhile."""
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +65,14 @@ class ActorShell:
         """Answers as long as the event loop turns."""
         return ""
 
+    async def where(self) -> str:
+        """Returns the id of the node that this process runs on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def inspect(self) -> str:
+        """Returns a Machine, this one. Raises ConfigError."""
+        return to_json(await asyncio.to_thread(inspect_machine))
+
 
 class RayHost:
     """An ActorHost over detached actors, which Ray never restarts. `run_dir` is the cluster's folder."""
@@ -73,12 +86,32 @@ class RayHost:
             self._handles[name] = ray.get_actor(name)
         return name in self._handles
 
-    def launch(self, name: str, target: str, resources: Resources) -> None:
+    async def nodes(self) -> list[RayNode]:
+        try:
+            async with asyncio.timeout(NODES_TIMEOUT_S):
+                listed = await asyncio.to_thread(ray.nodes)
+        except (RayError, TimeoutError) as error:
+            raise Unavailable("Ray does not tell its nodes") from error
+        head = ray.get_runtime_context().get_node_id()
+        return [
+            RayNode(one["NodeID"], one["NodeManagerAddress"], one["Resources"], one["NodeID"] == head)
+            for one in listed
+            if one["Alive"]
+        ]
+
+    def launch(self, name: str, target: str, resources: Resources, node_id: str | None = None) -> None:
         if name in self._handles:
             return
         shell = type(target.partition(":")[2], (ActorShell,), {})  # for the name under which `ps` shows the process
-        options = actor_options(name, resources)
+        options = actor_options(name, resources, node_id)
         self._handles[name] = ray.remote(shell).options(**options).remote(name, target, str(self._run_dir))
+
+    async def where(self, name: str, timeout_s: float) -> str:
+        return await self._ask(name, "where", self._handle(name).where.remote(), timeout_s)
+
+    async def inspect(self, name: str) -> Machine:
+        answer = await self._ask(name, "inspect", self._handle(name).inspect.remote(), INSPECT_TIMEOUT_S)
+        return from_json(Machine, answer, "machine")
 
     async def start(self, name: str, config_json: str, timeout_s: float) -> str:
         return await self._ask(name, "start", self._handle(name).start.remote(config_json), timeout_s)
@@ -141,16 +174,17 @@ class RayHost:
             raise Unavailable(f"{name} died: {last_line}") from error
 
 
-def actor_options(name: str, resources: Resources) -> dict[str, Any]:
-    """Returns the options of a detached actor on this node that Ray never restarts."""
-    context = ray.get_runtime_context()
+def actor_options(name: str, resources: Resources, node_id: str | None) -> dict[str, Any]:
+    """Returns the options of a detached actor that Ray never restarts. node_id: None for any node."""
     return {
         "name": name,
-        "namespace": context.namespace,
+        "namespace": ray.get_runtime_context().namespace,
         "lifetime": "detached",
         "num_cpus": resources.num_cpus,
         "num_gpus": resources.num_gpus,
+        "memory": resources.memory_bytes or None,
+        "resources": dict(resources.custom),
         "max_restarts": 0,
         "max_concurrency": 1000,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
+        "scheduling_strategy": "DEFAULT" if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=False),
     }

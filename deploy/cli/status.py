@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from deploy.cli.command import Subparsers, add_command
-from deploy.cli.status_view import render_status
+from deploy.cli.status_view import arenas_of, render_status
 from deploy.local import run_dir
 from deploy.local.client import call_operator, find_cluster
 from wire.convert import tiers_from_pb
@@ -56,6 +56,7 @@ def to_object(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
     return {
         **_pick(status, *CLUSTER_FIELDS),
         "pools": {role: [_worker(worker) for worker in status.workers if worker.role == role] for role in roles},
+        "nodes": [_node(node_id, arena, status) for node_id, arena in arenas_of(status.workers).items()],
         "sizes": {pool.role: _pick(pool, "size", "num_ready") for pool in status.pools},
         "prefix_cache": {"queries": status.prefix_cache.queries, **tiers_from_pb(status.prefix_cache.hits)},
         "tiers": {tier.tier: _tier(tier) for tier in status.tiers},
@@ -65,8 +66,13 @@ def to_object(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
 
 
 def _worker(worker: worker_pb2.WorkerStatus) -> dict[str, Any]:
-    known = {"id": worker.worker_id, **_pick(worker, "pid", "state"), "blocks": _blocks(worker.blocks)}
-    return known | _pick(worker, *WORKER_COUNTS, *WORKER_STATE)
+    known = {"id": worker.worker_id, "node": worker.node_id, **_pick(worker, "pid", "state")}
+    return known | {"blocks": _blocks(worker.blocks)} | _pick(worker, *WORKER_COUNTS, *WORKER_STATE)
+
+
+def _node(node_id: str, arena: worker_pb2.TierStatus, status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
+    workers = [worker.worker_id for worker in status.workers if worker.node_id == node_id]
+    return {"id": node_id, "workers": workers, "tiers": {"host": _tier(arena)}}
 
 
 def _tier(tier: worker_pb2.TierStatus) -> dict[str, Any]:

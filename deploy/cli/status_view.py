@@ -9,7 +9,8 @@ from wire.pb import cluster_pb2, worker_pb2
 from wire.tier import BLOCK_STATES, COLD_COUNTS, COLD_TIERS, FAR_TIERS, Tier
 
 NUM_EVENTS = 10
-WORKER_HEAD = ("worker", "pid", "state", "running", "waiting", "preempted", "computed", "cached", "hits", "generated")
+WORKER_TOLD = ("running", "waiting", "preempted", "computed", "cached", "hits", "generated")
+WORKER_HEAD = ("worker", "pid", "state", *WORKER_TOLD, "node")
 WORKER_NOTE = """\
 (running, waiting, preempted: answers; computed, cached: tokens of prompts; hits: the share that was cached;
 generated: tokens; since the start of each worker)"""
@@ -36,6 +37,12 @@ def render_status(status: cluster_pb2.ClusterStatus) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def arenas_of(workers: Sequence[worker_pb2.WorkerStatus]) -> dict[str, worker_pb2.TierStatus]:
+    """Returns the arena of each node that hosts workers, by the node's id, as one of its workers tells of it."""
+    told = [worker for worker in _sorted(workers) if worker.HasField("blocks")]
+    return {worker.node_id: status_of(Tier.HOST, worker.tiers) for worker in reversed(told)}
+
+
 def _summary(status: cluster_pb2.ClusterStatus) -> Iterator[str]:
     yield f"{status.model} at {status.address}"
     yield f"requests  {status.num_running} running, {status.num_queued} waiting for their first token"
@@ -51,11 +58,12 @@ def _summary(status: cluster_pb2.ClusterStatus) -> Iterator[str]:
 
 
 def _render_workers(workers: Sequence[worker_pb2.WorkerStatus]) -> str:
-    return (
-        f"{render(WORKER_HEAD, [_worker_row(worker) for worker in workers])}\n{WORKER_NOTE}"
-        if workers
-        else "no workers"
-    )
+    if not workers:
+        return "no workers"
+    # The last column is left out where all would have the same.
+    num_columns = len(WORKER_HEAD) - (len({worker.node_id for worker in workers}) == 1)
+    rows = [_worker_row(worker)[:num_columns] for worker in workers]
+    return f"{render(WORKER_HEAD[:num_columns], rows)}\n{WORKER_NOTE}"
 
 
 def _worker_row(worker: worker_pb2.WorkerStatus) -> tuple[str, ...]:
@@ -63,13 +71,14 @@ def _worker_row(worker: worker_pb2.WorkerStatus) -> tuple[str, ...]:
     counts = (worker.num_running, worker.num_waiting, worker.num_preemptions, computed, cached)
     cells = (*map(str, counts), _share(cached, computed + cached), str(worker.generated_tokens))
     known = (worker.worker_id, str(worker.pid), worker.state or "no answer")
-    return known + (cells if worker.HasField("blocks") else (NOT_KNOWN,) * len(cells))
+    told = cells if worker.HasField("blocks") else (NOT_KNOWN,) * len(cells)
+    return (*known, *told, worker.node_id)
 
 
 def _render_blocks(status: cluster_pb2.ClusterStatus) -> str:
     workers = [(worker.worker_id, worker.blocks) for worker in _sorted(status.workers) if worker.HasField("blocks")]
-    arena = ("arena", status_of(Tier.HOST, status.tiers).blocks)
-    rows = [_block_row(name, blocks) for name, blocks in (*workers, arena) if blocks.total]
+    arenas = [(name, arena.blocks) for name, arena in _named_arenas(status)]
+    rows = [_block_row(name, blocks) for name, blocks in (*workers, *arenas) if blocks.total]
     return render(BLOCK_HEAD, rows) if rows else ""
 
 
@@ -79,13 +88,24 @@ def _block_row(name: str, blocks: worker_pb2.BlockCounts) -> tuple[str, ...]:
 
 
 def _render_tiers(status: cluster_pb2.ClusterStatus) -> str:
-    host = status_of(Tier.HOST, status.tiers)
-    size = format_bytes(host.blocks.total * host.block_bytes)
-    arena = f"{size}, {host.counts['leases']} being read, {host.counts['holds']} prompts held for decode"
-    lines = [("arena", arena if host.blocks.total else NOT_KNOWN)]
+    lines = [(name, _arena_line(arena)) for name, arena in _named_arenas(status)]
     far = {tier: status_of(tier, status.tiers) for tier in FAR_TIERS}
     lines += [(str(tier), _far_line(told)) for tier, told in far.items() if tier in COLD_TIERS or _is_on(told)]
-    return "\n".join(f"{name:<7}{line}" for name, line in lines)
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {line}" for name, line in lines)
+
+
+def _named_arenas(status: cluster_pb2.ClusterStatus) -> list[tuple[str, worker_pb2.TierStatus]]:
+    """Returns each arena with its node's id, unless there is but one."""
+    if len(arenas := arenas_of(status.workers)) > 1:
+        return [(f"arena of {node_id}", arena) for node_id, arena in sorted(arenas.items())]
+    return [("arena", status_of(Tier.HOST, status.tiers))]
+
+
+def _arena_line(host: worker_pb2.TierStatus) -> str:
+    size = format_bytes(host.blocks.total * host.block_bytes)
+    told = f"{size}, {host.counts['leases']} being read, {host.counts['holds']} prompts held for decode"
+    return told if host.blocks.total else NOT_KNOWN
 
 
 def _far_line(far: worker_pb2.TierStatus) -> str:

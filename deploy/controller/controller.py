@@ -7,7 +7,6 @@ records, and goes on with them: no request notices.
 import asyncio
 import json
 import time
-from collections.abc import Awaitable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import ray
 from deploy.actors.ray_host import RayHost
 from deploy.controller.event_log import EventLog
 from deploy.controller.fleet import Fleet
+from deploy.controller.nodes import Nodes
 from deploy.controller.pools import Pools, PoolsRecord
 from deploy.controller.singleton import Singleton
 from deploy.controller.tasks import Tasks, persist
@@ -27,6 +27,7 @@ from deploy.processes.process import record_own
 from wire.ids import WorkerId
 from wire.settings import from_json, to_json
 
+ROUTER = "router.actor:RouterActor"
 START_TIMEOUT_S = 1800.0
 SCALE_TIMEOUT_S = 570.0
 """Less than the router waits for an answer."""
@@ -38,21 +39,19 @@ class Controller:
     def __init__(self, plan_json: str) -> None:
         """Raises ConfigError."""
         start_logging(CONTROLLER)
-        plan = from_json(ClusterPlan, plan_json, "plan")
-        self._router_config = plan.router
+        self._plan = plan = from_json(ClusterPlan, plan_json, "plan")
         self._events = EventLog(time.monotonic)
-        self._node_is_up = asyncio.Event()
         run_dir = Path(plan.run_dir)
         record_own(run_dir, CONTROLLER)
         self._host = RayHost(run_dir)
-        common = self._host, run_dir, self._events
-        self._node = Singleton("node", "deploy.actors.node:NodeActor", to_json(plan.node), *common)
-        self._router = Singleton("router", "router.actor:RouterActor", to_json(plan.router), *common)
+        self._nodes = Nodes(plan, self._host, self._events)
+        here = ray.get_runtime_context().get_node_id()
+        self._router = Singleton("router", ROUTER, to_json(plan.router), here, self._host, run_dir, self._events)
         self._keep_ports()
         record = AtomicFile(run_dir / "pools.json")
         earlier = record.read()
-        pools = Pools(PoolsRecord(plan.pools)) if earlier is None else Pools.from_json(earlier.decode())
-        self._fleet = Fleet(pools, self._host, plan, self._node_is_up, self._events, record)
+        pools = Pools(PoolsRecord(plan.config.pools)) if earlier is None else Pools.from_json(earlier.decode())
+        self._fleet = Fleet(pools, self._host, plan, self._nodes.join, self._events, record)
         self._tasks = Tasks()
         if earlier is not None:
             self._tasks.begin(self._take_over())
@@ -63,7 +62,8 @@ class Controller:
         Raises BatonError, with the reason, if any part does not start; `shutdown` ends the parts that did.
         """
         self._tasks.begin(self._fleet.run())
-        addresses = await self._bring_up(self._node.start(), self._router.start())
+        addresses, *_ = await asyncio.gather(self._router.start(), self._open_only_node())
+        self._keep_ports()
         await self._fleet.settle(START_TIMEOUT_S)
         self._watch()
         self._events.note("the cluster serves")
@@ -104,25 +104,22 @@ class Controller:
 
     async def _take_over(self) -> None:
         self._events.note("the controller was lost, and is back")
+        self._nodes.take_over()
         await persist("the care for the workers", self._fleet.take_over, self._events)
         self._tasks.begin(self._fleet.run())
-        await self._bring_up(self._node.take_over(), self._router.take_over())
+        await self._router.take_over()
+        self._keep_ports()
         self._watch()
 
+    async def _open_only_node(self) -> None:
+        """Starts a node's service beside its workers, where there is no choice of nodes."""
+        if self._plan.is_alone:
+            await asyncio.gather(*(self._nodes.join(node) for node in await self._host.nodes()))
+
     def _watch(self) -> None:
-        self._tasks.begin(self._node.watch(on_restart=lambda: None))
         self._tasks.begin(self._router.watch(on_restart=self._fleet.introduce))
-
-    async def _bring_up(self, node: Awaitable[str], router: Awaitable[str]) -> str:
-        """Waits for both starts, side by side; workers go to work once the node is up. Returns the router's answer."""
-
-        async def node_is_up() -> None:
-            await node
-            self._node_is_up.set()
-
-        _, addresses = await asyncio.gather(node_is_up(), router)
-        self._keep_ports()
-        return addresses
+        if not self._plan.is_alone:
+            self._tasks.begin(self._nodes.watch())
 
     def _keep_ports(self) -> None:
         if self._router.answer is None:
@@ -130,12 +127,12 @@ class Controller:
         addresses = json.loads(self._router.answer)
         names = {"grpc_port": "address", "operator_port": "operator_address", "metrics_port": "metrics_address"}
         ports: dict[str, Any] = {port: _port(addresses[name]) for port, name in names.items() if addresses[name]}
-        listeners = replace(self._router_config.listeners, **ports)
-        self._router.config_json = to_json(replace(self._router_config, listeners=listeners))
+        listeners = replace(self._plan.router.listeners, **ports)
+        self._router.config_json = to_json(replace(self._plan.router, listeners=listeners))
 
     async def _end(self) -> None:
         await self._fleet.end()
-        await asyncio.gather(self._host.end("node"), self._host.end("router"))
+        await asyncio.gather(self._nodes.end(), self._host.end("router"))
         ray.kill(ray.get_runtime_context().current_actor)
 
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from operator import attrgetter
@@ -14,14 +14,17 @@ from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector
 from deploy.controller.event_log import EventLog
 from deploy.controller.pools import Pools
 from deploy.controller.tasks import Tasks, repeat
-from deploy.plan.cluster_plan import ClusterPlan
+from deploy.plan.cluster_plan import ClusterPlan, Home
 from deploy.plan.machine import Machine, inspect_machine
+from deploy.plan.resources import RayNode, require_node
 from deploy.plan.sizing import require_room
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
+PLACE_TIMEOUT_S = 180.0
+"""For Ray to find room for a worker, and for its process to begin."""
 START_TIMEOUT_S = 900.0
 DRAIN_MARGIN_S = 10.0
 TELL_TIMEOUT_S = 20.0
@@ -72,7 +75,7 @@ class Fleet:
     pools: Pools
     host: ActorHost
     plan: ClusterPlan
-    node_is_up: asyncio.Event
+    join: Callable[[RayNode], Awaitable[Home]]
     events: EventLog
     record: AtomicFile
     clock: Callable[[], float] = time.monotonic
@@ -119,11 +122,13 @@ class Fleet:
 
         Raises InvalidRequest, or ConfigError for workers that would not fit, and then changes nothing.
         """
-        if sum(astuple(self.pools.resized(prefill, decode))) > sum(astuple(self.pools.sizes)):
+        is_growing = sum(astuple(self.pools.resized(prefill, decode))) > sum(astuple(self.pools.sizes))
+        if is_growing and len(await self.host.nodes()) == 1:  # of several, Ray knows the one with room
             machine = await asyncio.to_thread(self.inspect)
             used_bytes = [self.host.memory_bytes(worker.id) for worker in self.pools]
             after = self.pools.resized(prefill, decode)
-            require_room(self.pools.sizes, after, used_bytes, self.plan.resources.num_gpus, machine)
+            num_gpus = sum(after[role] * self.plan.resources(role).num_gpus for role in Role)
+            require_room(self.pools.sizes, after, used_bytes, num_gpus, machine)
         numbers = self.pools.resize(prefill, decode)
         self._tell_of_change()
         self.events.note(f"scaling to {self.pools.sizes.prefill} prefill, {self.pools.sizes.decode} decode")
@@ -214,10 +219,20 @@ class Fleet:
             self.events.note(f"worker {worker.id} is ready after {self.clock() - began_s:.1f} s")
 
     async def _serve(self, worker: Worker) -> str:
-        self.host.launch(worker.id, TARGETS[worker.role], self.plan.resources)
-        await self.node_is_up.wait()
-        answer = await self.host.start(worker.id, self.plan.worker.config_of(worker).to_json(), START_TIMEOUT_S)
+        config = self.plan.worker_config(worker, await self.join(await self._place(worker)))
+        answer = await self.host.start(worker.id, config.to_json(), START_TIMEOUT_S)
         return str(json.loads(answer)["address"])
+
+    async def _place(self, worker: Worker) -> RayNode:
+        """Begins a worker's process; returns the node that Ray has chosen for it."""
+        resources = self.plan.resources(worker.role)
+        require_node(resources, await self.host.nodes())
+        self.host.launch(worker.id, TARGETS[worker.role], resources)
+        node_id = await self.host.where(worker.id, PLACE_TIMEOUT_S)
+        for node in await self.host.nodes():
+            if node.id == node_id:
+                return node
+        raise Unavailable("its node was lost")
 
     async def _dismiss(self, worker: Worker) -> None:
         """Lets a worker finish its requests, if it serves, and ends it."""
@@ -234,7 +249,7 @@ class Fleet:
 
     async def _let_finish(self, worker_id: WorkerId) -> None:
         try:
-            grace_s = self.plan.drain_grace_s
+            grace_s = self.plan.config.worker.drain_grace_s
             answer = await self.host.call(worker_id, "drain", grace_s, timeout_s=grace_s + DRAIN_MARGIN_S)
         except BatonError as error:
             self.events.note(f"worker {worker_id} was lost while draining: {error.message}")

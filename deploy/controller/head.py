@@ -27,8 +27,9 @@ from deploy.actors.end_actors import end_actors
 from deploy.actors.ray_host import actor_options
 from deploy.controller.controller import Controller
 from deploy.local import run_dir
-from deploy.plan.cluster_plan import CONTROLLER, Resources
-from wire.errors import BatonError, ConfigError
+from deploy.plan.cluster_plan import CONTROLLER
+from deploy.plan.resources import Resources
+from wire.errors import BatonError
 
 OBJECT_STORE_BYTES = 80 << 20
 """About the least that Ray takes: no KV goes through it."""
@@ -71,8 +72,6 @@ def _connect(namespace: str, folder: Path, address: str | None) -> str:
     common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.WARNING}
     if address is not None:
         ray.init(address=address, **common)
-        if (num := sum(node["Alive"] for node in ray.nodes())) > 1:
-            raise ConfigError(f"the Ray cluster has {num} nodes, but a cluster of Baton serves from one node for now")
     else:
         os.environ.setdefault("RAY_worker_niceness", ACTORS_NICENESS)
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
@@ -84,7 +83,7 @@ def _connect(namespace: str, folder: Path, address: str | None) -> str:
 
 def _launch(line: Connection) -> dict[str, Any]:
     """Makes the controller, and through it everything else; returns its answer. EOFError once the line is closed."""
-    options = actor_options(CONTROLLER, Resources()) | {"max_restarts": -1}
+    options = actor_options(CONTROLLER, Resources(), ray.get_runtime_context().get_node_id()) | {"max_restarts": -1}
     controller: Any = ray.remote(Controller).options(**options).remote(line.recv_bytes().decode())
     started = controller.start.remote()
     while not ray.wait([started], timeout=LOOK_EVERY_S)[0]:

@@ -1,4 +1,4 @@
-"""An actor of which a cluster has one: the node's service, the router. When it dies, another takes its place."""
+"""An actor of which there is one: the router, the service of each node. When it dies, another takes its place."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from deploy.actors.actor_host import ActorHost
 from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector
 from deploy.controller.event_log import EventLog
 from deploy.controller.tasks import repeat
-from deploy.plan.cluster_plan import Resources
+from deploy.plan.resources import Resources
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import BatonError
 
@@ -24,15 +24,16 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Singleton:
-    """An actor under a fixed name; takes over one that an earlier controller has left. `target` is MODULE:CLASS.
+    """An actor under a fixed name, on one node; takes over one that an earlier controller has left.
 
-    config_json: what the next start is given. answer: that of the last start, even to an earlier controller; None
-    before.
+    target: MODULE:CLASS. config_json: what the next start is given. answer: that of the last start, even to an earlier
+    controller; None before.
     """
 
     name: str
     target: str
     config_json: str
+    node_id: str
     host: ActorHost
     run_dir: Path
     events: EventLog
@@ -44,11 +45,11 @@ class Singleton:
         self.answer = None if content is None else content.decode()
         self._detector = FailureDetector()
         if not self.host.adopt(self.name):
-            self.host.launch(self.name, self.target, Resources())
+            self.host.launch(self.name, self.target, Resources(), self.node_id)
 
     async def start(self) -> str:
         """Returns the object's answer. Raises as `ActorHost.start` does."""
-        self.host.launch(self.name, self.target, Resources())
+        self.host.launch(self.name, self.target, Resources(), self.node_id)
         self.answer = await self.host.start(self.name, self.config_json, START_TIMEOUT_S)
         self._record.try_write(self.answer.encode())
         self._detector = FailureDetector()

@@ -1,4 +1,4 @@
-"""The folder of a cluster's sockets, logs and Ray session, and its arena beside it: both end with the cluster."""
+"""The folder of a cluster's sockets, logs and Ray session, and its nodes' beside it: they end with the cluster."""
 
 import os
 import re
@@ -47,23 +47,26 @@ def is_of(cluster: str, folder: Path) -> bool:
     return folder.parent == ROOT and re.fullmatch(name, folder.name) is not None
 
 
-def arena(folder: Path) -> Path:
-    """Returns the place of the arena that belongs to a run folder."""
-    return SHARED_MEMORY / folder.name
+def arenas(folder: Path) -> list[Path]:
+    """Returns the arenas on this machine that belong to a run folder: more than one where it has several Ray nodes."""
+    return list(SHARED_MEMORY.glob(f"{folder.name}.*"))
 
 
 def remove(folder: Path) -> list[Path]:
-    """Removes a folder made by `create`, and its arena; returns the paths that are still there.
+    """Removes a folder made by `create`, folders and arenas of its nodes; returns the paths that are still there.
 
     Raises ValueError for any other path, and removes nothing. Links and files of other users stay.
     """
     if folder.parent != ROOT or not folder.name.startswith(PREFIX):
         raise ValueError(f"{folder} is no run folder")
-    if _is_own(folder, stat.S_ISDIR):
-        shutil.rmtree(folder, ignore_errors=True)
-    if _is_own(arena(folder), stat.S_ISREG):
-        arena(folder).unlink()
-    return [path for path in (folder, arena(folder)) if os.path.lexists(path)]
+    folders, files = [folder, *ROOT.glob(f"{folder.name}.*")], arenas(folder)
+    for path in folders:
+        if _is_own(path, stat.S_ISDIR):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in files:
+        if _is_own(path, stat.S_ISREG):
+            path.unlink()
+    return [path for path in (*folders, *files) if os.path.lexists(path)]
 
 
 def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:

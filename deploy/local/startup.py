@@ -13,16 +13,15 @@ from deploy.local.ray_process import RayProcess
 from deploy.local.shutdown import connection_problem, tear_down
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line, load_secret
 from deploy.plan.byte_size import format_bytes
-from deploy.plan.cluster_plan import ClusterPlan, NodeConfig, cold_settings, make_plan, namespace
+from deploy.plan.cluster_plan import ClusterPlan, Home, cold_settings, make_plan, namespace
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.model import ModelFacts, inspect_model
-from deploy.plan.sizing import Sizes, size
+from deploy.plan.resources import RayNode
 from deploy.processes.interrupts import Interrupts
 from deploy.processes.process import ProcessRef
 from wire.errors import ConfigError
-from wire.frame import mac_key_of
-from worker.config import StoreSettings
+from wire.pools import Role
 
 LOOPBACK = "127.0.0.1"
 
@@ -124,12 +123,13 @@ class Startup:
             with self._interrupts.awaited():
                 machine = inspect_machine()
                 model = self._inspect_model(machine)
-                plan = self._plan(model, self._size(model, machine), redis_url)
+                plan = self._plan(model, machine, redis_url)
+                arena_bytes = self._size(plan)
                 ray_address = ray.wait_for_ray()
                 self._reporter.tell("ray", f"{'joined' if self._config.ray.address else 'started'} at {ray_address}")
             self._note(ray_address=ray_address)
             with self._interrupts.awaited():
-                addresses = self._launch(ray, plan)
+                addresses = self._launch(ray, plan, arena_bytes)
         finally:
             ray.close()
         head = None if self._config.ray.address else ray.process
@@ -156,7 +156,9 @@ class Startup:
         return server.url
 
     def _inspect_model(self, machine: Machine) -> ModelFacts:
-        device = "cuda" if machine.gpus and self._config.worker.num_gpus != 0 else "cpu"
+        asked, is_joined = self._config.worker.num_gpus, self._config.ray.address is not None
+        # Of a Ray cluster that is joined, other nodes than this may have the GPUs that are asked for.
+        device = "cuda" if (machine.gpus or (is_joined and asked)) and asked != 0 else "cpu"
         model = inspect_model(self._config.model, device, self._config.worker.cpu_kernels)
         served = model.served
         self._reporter.tell(
@@ -164,30 +166,38 @@ class Startup:
         )
         return model
 
-    def _size(self, model: ModelFacts, machine: Machine) -> Sizes:
-        sizes, pools = size(self._config, model, machine), self._config.pools
-        pool = format_bytes(sizes.num_pool_blocks * model.served.layout.block_bytes)
-        each = f"{pool} of KV pages and {sizes.num_threads} threads each"
-        self._reporter.tell("workers", f"{pools.prefill} prefill and {pools.decode} decode, {each}")
+    def _plan(self, model: ModelFacts, machine: Machine, redis_url: str | None) -> ClusterPlan:
+        cold = cold_settings(self._config, redis_url)
+        only = machine if self._config.ray.address is None else None
+        return make_plan(self._config, model, only, cold, self._state.run_dir, self._state.token, self._secret)
+
+    def _size(self, plan: ClusterPlan) -> int:
+        """Tells the sizes of workers, and returns that of the arena; 0 where they depend on each node."""
+        pools = self._config.pools
+        if plan.machine is None:
+            each = "each as its node has room"
+            self._reporter.tell("workers", f"{pools.prefill} prefill and {pools.decode} decode, {each}")
+            return 0
+        home = Home(RayNode("", LOOPBACK, is_head=True), plan.machine)
+        block_bytes = plan.model.served.layout.block_bytes
+        for role in Role:
+            sizes = plan.sizes(role, home)
+            pool = format_bytes(sizes.num_pool_blocks * block_bytes)
+            each = f"{pool} of KV pages and {sizes.num_threads} threads each"
+            self._reporter.tell("workers", f"{pools[role]} {role.value}, {each}")
         for note in sizes.notes:
             self._reporter.tell("note", note)
-        return sizes
+        return sizes.num_arena_slots * block_bytes
 
-    def _plan(self, model: ModelFacts, sizes: Sizes, redis_url: str | None) -> ClusterPlan:
-        directory, arena_path = str(self._run_dir / "directory.sock"), str(run_dir.arena(self._run_dir))
-        cold = cold_settings(self._config, redis_url)
-        store = StoreSettings(directory, mac_key_of(self._secret).hex(), cold)
-        node = NodeConfig(store, arena_path, model.served.layout_hex, sizes.num_arena_slots)
-        return make_plan(self._config, model, sizes, node, self._state.token, self._secret)
-
-    def _launch(self, ray: RayProcess, plan: ClusterPlan) -> dict[str, str]:
-        arena, size_bytes = Path(plan.node.arena_path), plan.node.arena_bytes
-        self._reporter.tell("arena", f"{format_bytes(size_bytes)} of shared memory")
+    def _launch(self, ray: RayProcess, plan: ClusterPlan, arena_bytes: int) -> dict[str, str]:
+        if arena_bytes:
+            self._reporter.tell("arena", f"{format_bytes(arena_bytes)} of shared memory")
 
         def show_progress() -> None:
-            with suppress(FileNotFoundError):
-                done_bytes = min(size_bytes, arena.stat().st_blocks * 512)
-                self._reporter.show_progress("arena", done_bytes, size_bytes)
+            for arena in run_dir.arenas(self._run_dir) if arena_bytes else ():
+                with suppress(FileNotFoundError):
+                    done_bytes = min(arena_bytes, arena.stat().st_blocks * 512)
+                    self._reporter.show_progress("arena", done_bytes, arena_bytes)
 
         return ray.launch(plan, show_progress)
 

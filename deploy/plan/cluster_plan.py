@@ -1,17 +1,21 @@
-"""The plan of a cluster, which starts its controller: made of settings, model, sizes and the node's paths. Pure."""
+"""The plan of a cluster, which starts its controller, and the configuration of each process by it. Pure."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from deploy.plan.config import ClusterConfig, RouterSettings
+from deploy.plan.machine import SHARED_MEMORY, Machine
 from deploy.plan.model import ModelFacts
-from deploy.plan.sizing import Sizes
+from deploy.plan.resources import RayNode, Resources, num_fitting
+from deploy.plan.sizing import Sizes, size
 from router.config import AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
+from wire.errors import ConfigError
+from wire.frame import mac_key_of
 from wire.layout import KVLayout
-from wire.pools import PoolSizes
+from wire.pools import Role, Worker
 from wire.tier import ColdSettings, Tier, Write
-from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerTemplate
+from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
 from worker.engine_watch import MAX_SILENCE_S
 
 CONTROLLER = "controller"
@@ -20,45 +24,117 @@ Part = TypeVar("Part", AdmissionBounds, Listeners, StreamBounds)
 
 
 @dataclass(frozen=True)
-class Resources:
-    """The resources that an actor asks Ray for."""
-
-    num_cpus: float = 0.0
-    num_gpus: float = 0.0
-
-
-@dataclass(frozen=True)
 class NodeConfig:
-    """The configuration of a node's service. The workers of the node share `store`."""
+    """The configuration of a node's service. The workers of the node share `store`.
+
+    model_folder: must be there. block_address: HOST:PORT from which other nodes read the arena, port 0 for any free
+    one; empty where there are none. token: the cluster's, which readers know.
+    """
 
     store: StoreSettings
     arena_path: str
     layout_hex: str
     num_slots: int
+    model_folder: str = "/"
+    block_address: str = ""
+    token: str = ""
 
     @property
     def layout(self) -> KVLayout:
         return KVLayout.decode(bytes.fromhex(self.layout_hex))
 
-    @property
-    def arena_bytes(self) -> int:
-        return self.num_slots * self.layout.block_bytes
+
+@dataclass(frozen=True)
+class Home:
+    """A node that hosts workers. `machine`: as it was before any of them, so that all sizes follow from it again.
+
+    block_address: of its service; empty before that has started, and where no other node can read its arena.
+    """
+
+    node: RayNode
+    machine: Machine
+    block_address: str = ""
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """All decisions of `baton up`. `resources`: of each worker.
+    """All decisions of `baton up`.
 
-    run_dir: the cluster's folder, where the controller keeps its records for a successor.
+    machine: that of the only node; None for a Ray cluster that was joined, whose nodes tell of theirs. cold: the tiers
+    of the head. run_dir: the cluster's folder on the head, with the controller's records for a successor.
     """
 
-    pools: PoolSizes
-    node: NodeConfig
+    config: ClusterConfig
+    model: ModelFacts
+    machine: Machine | None
     router: RouterConfig
-    worker: WorkerTemplate
-    resources: Resources
-    drain_grace_s: int
+    cold: tuple[ColdSettings, ...]
+    mac_key_hex: str
     run_dir: str
+
+    @property
+    def token(self) -> str:
+        return self.router.cluster.token
+
+    @property
+    def is_alone(self) -> bool:
+        """True where no node but the head can ever be."""
+        return self.machine is not None
+
+    def resources(self, role: Role) -> Resources:
+        """Returns the resources that each worker of a role asks Ray for."""
+        worker = self.config.worker.of(role)
+        num_gpus = float(self.model.device != "cpu") if worker.num_gpus is None else worker.num_gpus
+        return Resources(worker.num_cpus, num_gpus, worker.memory_bytes or 0, worker.resources)
+
+    def sizes(self, role: Role, home: Home) -> Sizes:
+        """Returns the shares of a node's arena and of its workers of one role. Raises ConfigError, naming the node."""
+        worker = replace(self.config.worker.of(role), num_gpus=self.resources(role).num_gpus)
+        every = [self.resources(one) for one in Role for _ in range(self.config.pools[one])]
+        num_workers = len(every) if self.is_alone else num_fitting(home.node, every)
+        try:
+            return size(replace(self.config, worker=worker), self.model, home.machine, num_workers)
+        except ConfigError as error:
+            if self.is_alone:
+                raise
+            raise ConfigError(f"node {home.node.name}: {error.message}") from error
+
+    def node_config(self, home: Home) -> NodeConfig:
+        """Returns the configuration of a node's service. Raises ConfigError for a node on which nothing fits."""
+        return NodeConfig(
+            store=self._store(home),
+            arena_path=str(SHARED_MEMORY / f"{Path(self.run_dir).name}.{home.node.label}"),
+            layout_hex=self.model.served.layout_hex,
+            num_slots=self.sizes(Role.DECODE, home).num_arena_slots,
+            model_folder=self.model.served.folder,
+            block_address="" if self.is_alone else home.block_address or f"{home.node.host}:0",
+            token=self.token,
+        )
+
+    def worker_config(self, worker: Worker, home: Home) -> WorkerConfig:
+        """Returns the configuration of a worker on a node. Raises as `node_config` does."""
+        served, sizes = self.model.served, self.sizes(worker.role, home)
+        # On a GPU only the first steps take more than a second, which compile kernels.
+        default_silence_s = MAX_SILENCE_S if self.model.device == "cpu" else MAX_SILENCE_ON_GPU_S
+        server = ServerSettings(self.token) if home.node.is_head else ServerSettings(self.token, home.node.host)
+        return WorkerConfig(
+            model=CheckpointSettings(
+                served.folder, served.fingerprint_hex, served.dtype, self.model.device, self.model.kernels
+            ),
+            pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
+            store=replace(self._store(home), node_id=home.node.name, block_address=home.block_address),
+            server=server,
+            batch=self.config.batch,
+            num_threads=sizes.num_threads,
+            max_silence_s=self.config.worker.max_silence_s or default_silence_s,
+            worker_id=worker.id,
+            role=worker.role.value,
+        )
+
+    def _store(self, home: Home) -> StoreSettings:
+        """Names the socket of a node's directory, in a folder of its service's own, and the tiers in its reach."""
+        cold = tuple(one for one in self.cold if home.node.is_head or not one.place.startswith("unix:"))
+        return StoreSettings(f"{self.run_dir}.{home.node.label}/directory.sock", self.mac_key_hex, cold)
 
 
 def namespace(cluster: str) -> str:
@@ -67,11 +143,18 @@ def namespace(cluster: str) -> str:
 
 
 def make_plan(
-    config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeConfig, token: str, secret: bytes
+    config: ClusterConfig,
+    model: ModelFacts,
+    machine: Machine | None,
+    cold: tuple[ColdSettings, ...],
+    run_dir: str,
+    token: str,
+    secret: bytes,
 ) -> ClusterPlan:
     return ClusterPlan(
-        pools=config.pools,
-        node=node,
+        config=config,
+        model=model,
+        machine=machine,
         router=RouterConfig(
             model=model.served,
             cluster=ClusterAccess(token, secret.hex(), CONTROLLER, namespace(config.name)),
@@ -79,10 +162,9 @@ def make_plan(
             admission=_part(AdmissionBounds, config.router),
             streams=_part(StreamBounds, config.router),
         ),
-        worker=_worker(config, model, sizes, node, token),
-        resources=Resources(config.worker.num_cpus, sizes.num_gpus),
-        drain_grace_s=config.worker.drain_grace_s,
-        run_dir=str(Path(node.store.directory_path).parent),
+        cold=cold,
+        mac_key_hex=mac_key_of(secret).hex(),
+        run_dir=run_dir,
     )
 
 
@@ -106,18 +188,3 @@ def _part(cls: type[Part], settings: RouterSettings) -> Part:
     given: dict[str, Any] = {one.name: getattr(settings, one.name, one.default) for one in fields(cls)}
     given |= {name: None for name, value in given.items() if value == "off"}
     return cls(**given)
-
-
-def _worker(config: ClusterConfig, model: ModelFacts, sizes: Sizes, node: NodeConfig, token: str) -> WorkerTemplate:
-    served = model.served
-    # On a GPU only the first steps take more than a second, which compile kernels.
-    default_silence_s = MAX_SILENCE_S if model.device == "cpu" else MAX_SILENCE_ON_GPU_S
-    return WorkerTemplate(
-        model=CheckpointSettings(served.folder, served.fingerprint_hex, served.dtype, model.device, model.kernels),
-        pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
-        store=node.store,
-        server=ServerSettings(token),
-        batch=config.batch,
-        num_threads=sizes.num_threads,
-        max_silence_s=config.worker.max_silence_s or default_silence_s,
-    )

@@ -4,16 +4,17 @@ import re
 import stat
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from deploy.plan.byte_size import parse_bytes
+from deploy.plan.resources import RESERVED
 from router.config import AdmissionBounds, StreamBounds
 from wire.errors import ConfigError
-from wire.pools import PoolSizes
+from wire.pools import PoolSizes, Role
 from wire.settings import from_object
 from wire.tier import Write
 from worker.config import MIN_SILENCE_S, BatchSettings
@@ -23,13 +24,17 @@ CPU_KERNELS = ("auto", "avx512", "avx2", "portable", "torch")
 WEIGHTS = ("auto", "int8")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_WORKERS = 64
+WORKER_TABLES = ("worker", *(f"worker.{role.value}" for role in Role))
 MIB = 1 << 20
 MAX_FILE_BYTES = MIB
+MAX_RESOURCE = 1 << 20
+MAX_DEPTH = 2
 MAX_ECHO_CHARS = 64
 MAX_ECHO_BITS = 1024
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,15}")
 _TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")
 _REDIS_URL = re.compile(r"own|off|rediss?://[^\s/]+(/\d*)?(\?\S*)?|unix://[^\s/]*/\S+")
+_RESOURCE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RAY_ADDRESS = re.compile(r"auto|[^\s/]+:\d+")
 
 
@@ -44,16 +49,39 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
+class RoleSettings:
+    """The share of each worker of one role, where it is another than that of all workers."""
+
+    num_threads: int | None = None
+    num_gpus: float | None = None
+    num_cpus: float | None = None
+    memory_bytes: int | None = None
+    resources: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class WorkerSettings:
-    """The share of each worker. The machine decides where a setting is None."""
+    """The share of each worker. The machine decides where a setting is None.
+
+    num_gpus, num_cpus, memory_bytes, resources: asked of Ray, which places the worker on a node that has them.
+    """
 
     pool_bytes: int | None = None
     num_threads: int | None = None
     num_gpus: float | None = None
     cpu_kernels: str = "auto"
     num_cpus: float = 0.0
+    memory_bytes: int | None = None
+    resources: dict[str, float] = field(default_factory=dict)
     drain_grace_s: int = 30
     max_silence_s: float | None = None
+    prefill: RoleSettings = field(default_factory=RoleSettings)
+    decode: RoleSettings = field(default_factory=RoleSettings)
+
+    def of(self, role: Role) -> "WorkerSettings":
+        """Returns the settings for one role: its own ones in place of the common ones."""
+        own = {name: value for name, value in vars(getattr(self, role.value)).items() if value not in (None, {})}
+        return replace(self, **own)
 
 
 @dataclass(frozen=True)
@@ -112,9 +140,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "pools.prefill": (0, MAX_WORKERS),
     "pools.decode": (1, MAX_WORKERS),
     "worker.pool_bytes": (MIB, 1 << 50),
-    "worker.num_threads": (1, 1024),
-    "worker.num_gpus": (0, 1),
-    "worker.num_cpus": (0, 1024),
+    **{f"{each}.num_threads": (1, 1024) for each in WORKER_TABLES},
+    **{f"{each}.num_gpus": (0, 1) for each in WORKER_TABLES},
+    **{f"{each}.num_cpus": (0, 1024) for each in WORKER_TABLES},
+    **{f"{each}.memory_bytes": (MIB, 1 << 50) for each in WORKER_TABLES},
     "worker.drain_grace_s": (0, 3600),
     "worker.max_silence_s": (MIN_SILENCE_S, 3600),
     **{f"batch.{each.name}": (1, 1 << 20) for each in fields(BatchSettings)},
@@ -168,6 +197,12 @@ class ClusterConfig:
         for name in RANGES:
             if problem := range_problem(name, attrgetter(name)(self)):
                 raise ConfigError(f"{name} {problem}")
+        for name in WORKER_TABLES:
+            resources = attrgetter(f"{name}.resources")(self)
+            are_fit = all(_RESOURCE.fullmatch(key) and key not in RESERVED for key in resources)
+            _require(are_fit, f"{name}.resources", f"names of letters, digits and ._-, other than {RESERVED}", "")
+            are_some = all(0 < amount <= MAX_RESOURCE for amount in resources.values())
+            _require(are_some, f"{name}.resources", f"amounts above 0, at most {MAX_RESOURCE}", "")
         is_redis_url = _REDIS_URL.fullmatch(self.redis.url) and _names_a_host(self.redis.url)
         _require(is_redis_url, "redis.url", "own, off, or a URL: redis://HOST:PORT/DB, rediss://..., unix:///PATH", "")
         folder = self.files.folder
@@ -237,12 +272,11 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _count_bytes(table: Any, name: str) -> Any:
-    """Turns each text of a table under a key that ends in `_bytes` into a number. Raises ConfigError for other text."""
-    if not isinstance(table, Mapping):
-        return table
-    sizes = {key: value for key, value in table.items() if key.endswith("_bytes") and isinstance(value, str)}
-    return {**table, **{key: parse_bytes(value, f"{name}.{key}") for key, value in sizes.items()}}
+def _count_bytes(value: Any, name: str) -> Any:
+    """Turns each text under a key that ends in `_bytes` into a number, as deep as settings go. Raises ConfigError."""
+    if isinstance(value, Mapping) and name.count(".") < MAX_DEPTH:
+        return {key: _count_bytes(each, f"{name}.{key}") for key, each in value.items()}
+    return parse_bytes(value, name) if name.endswith("_bytes") and isinstance(value, str) else value
 
 
 def _require(holds: object, name: str, what: str, value: object) -> None:

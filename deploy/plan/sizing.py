@@ -32,9 +32,8 @@ class Sizes:
     notes: tuple[str, ...] = ()
 
 
-def size(config: ClusterConfig, model: ModelFacts, machine: Machine) -> Sizes:
-    """Divides the machine among the parts. Raises ConfigError for what cannot fit, saying what to change."""
-    num_workers = config.pools.prefill + config.pools.decode
+def size(config: ClusterConfig, model: ModelFacts, machine: Machine, num_workers: int) -> Sizes:
+    """Divides a machine among workers and arena. Raises ConfigError for what cannot fit, saying what to change."""
     num_gpus = (1.0 if machine.gpus else 0.0) if config.worker.num_gpus is None else config.worker.num_gpus
     _require_gpus(num_gpus * num_workers, machine)
     pool_bytes = config.worker.pool_bytes or _default_pool_bytes(num_gpus, num_workers, model, machine)
@@ -59,11 +58,11 @@ def require_room(
 ) -> None:
     """Raises ConfigError where pools that grow would not fit, saying how many workers would.
 
-    used_bytes: the memory of each worker's process that it shares with none. The largest tells what a worker takes;
-    workers that are asked for already, but have not started yet, count like ready ones.
+    num_gpus: of all workers together. used_bytes: the memory of each process that it shares with no other. The largest
+    tells what a worker takes; workers that are asked for already, but have not started yet, count like ready ones.
     """
     num_before, num_after = before.prefill + before.decode, after.prefill + after.decode
-    _require_gpus(num_gpus * num_after, machine)
+    _require_gpus(num_gpus, machine)
     worker_bytes = max([WORKER_BYTES, *used_bytes])
     free_bytes = machine.memory_bytes + sum(used_bytes) - num_before * worker_bytes
     _require_memory(num_after - num_before, "more workers", worker_bytes, free_bytes, "")

@@ -62,8 +62,9 @@ async def _ask(member: Member, check: bool) -> worker_pb2.WorkerStatus:
         member.engine_silent_s = status.engine_silent_s
     except BatonError as error:
         member.engine_silent_s += ASK_TIMEOUT_S
+        info = member.info
         status = worker_pb2.WorkerStatus(
-            worker_id=member.id, role=member.role.value, pid=member.info.pid, problems=[error.message]
+            worker_id=member.id, role=info.role, pid=info.pid, node_id=info.node_id, problems=[error.message]
         )
     if member.state is not WorkerState.READY:
         status.state = member.state.value
@@ -81,14 +82,14 @@ def _shortage(pool: cluster_pb2.PoolStatus) -> str:
 def _summed(tier: Tier, workers: Iterable[worker_pb2.WorkerStatus]) -> worker_pb2.TierStatus:
     """Joins the workers' accounts of a tier into one.
 
-    Pages and holds are shared: the first worker's account has them. Each worker's own counts are added up; counts of
-    the node's service are not. The tier's state is the worst that any worker finds.
+    Pages and holds are shared: the first account that has counts has them, too. Each worker's own counts are added up;
+    counts of the node's service are not. The tier's state is the worst that any worker finds.
     """
     told = [status for worker in workers for status in worker.tiers if status.tier == tier]
     if not told:
         return worker_pb2.TierStatus(tier=tier)
     summed = worker_pb2.TierStatus()
-    summed.CopyFrom(told[0])
+    summed.CopyFrom(next((status for status in told if status.counts), told[0]))
     states = {status.state for status in told}
     summed.state = next((state for state in (*TIER_STATES, "off") if state in states), "")
     for name in READ_COUNTS:

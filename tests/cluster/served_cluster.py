@@ -75,8 +75,9 @@ class ServedCluster:
         return state
 
     def actor(self, name: str) -> psutil.Process:
-        """The process of an actor, by its name in Ray."""
-        process = recorded(Path(self.state()["run_dir"]), name)
+        """The process of an actor, by the beginning of its name in Ray."""
+        (record,) = Path(self.state()["run_dir"]).glob(f"{name}*.process")
+        process = recorded(record.parent, record.stem)
         assert process is not None
         return psutil.Process(process.pid)
 

@@ -1,6 +1,7 @@
 import json
 import mmap
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from tests.checkpoints import choose_prompt
 from tests.cluster.served_cluster import SHARED_MEMORY, ServedCluster, wait_until
 
+BACK = re.compile("the node-[0-9a-f]{8} is back")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 
@@ -78,7 +80,7 @@ def test_the_router_and_the_node_service_come_back(cluster: ServedCluster, check
     after = cluster.status()
     assert (after["address"], after["metrics_address"]) == (before["address"], before["metrics_address"])
     _kill(cluster.actor("node"))
-    wait_until(lambda: "the node is back" in json.dumps(cluster.status()["events"]), "the node is back")
+    wait_until(lambda: bool(BACK.search(json.dumps(cluster.status()["events"]))), "the node's service is back")
     assert _is_right(cluster, checkpoint)
     wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
 

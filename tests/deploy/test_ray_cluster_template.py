@@ -1,11 +1,15 @@
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+
+from deploy.plan.config import ClusterConfig
+from wire.pools import Role
 
 TEMPLATE = Path("deploy/ray-cluster.example.yaml")
 
@@ -24,8 +28,13 @@ def test_rays_launcher_understands_it(template: dict[str, Any]) -> None:
     jsonschema.validate(template, json.loads(schema.read_text()))
 
 
-def test_it_names_one_node_and_files_that_exist(template: dict[str, Any]) -> None:
-    assert template["max_workers"] == 0
-    assert template["head_node_type"] in template["available_node_types"]
-    (setup,) = template["setup_commands"]
-    assert Path(setup.removeprefix(". ~/baton/")).is_file()
+def test_it_has_nodes_for_each_role_and_names_files_that_exist(template: dict[str, Any]) -> None:
+    types = template["available_node_types"]
+    assert template["head_node_type"] in types
+    config = ClusterConfig.load(Path("deploy/two-pools.example.toml"), {})
+    for role in Role:
+        assert config.worker.of(role).resources.keys() <= types[role.value]["resources"].keys()
+    assert sum(one["min_workers"] for one in types.values()) == template["max_workers"]
+    named = re.findall(r"~/baton/(deploy/\S+)|(deploy/\S+\.toml)", TEMPLATE.read_text())
+    assert len(named) == 4
+    assert all(Path(one or other).is_file() for one, other in named)

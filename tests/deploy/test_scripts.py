@@ -100,3 +100,26 @@ def test_nothing_follows_an_installation_that_fails(checkout: Path) -> None:
         line for line in (checkout / "asked").read_text().splitlines() if " install " in line and "-e" in line
     ] == []
     assert list((checkout / "venv").glob(".baton-*")) == []
+
+
+def join(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(home)}
+    command = ["bash", "deploy/join.sh", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("10.0.0.1",), ("10.0.0.1:6379",), ("10.0.0.1:6379", "--role"), ("10.0.0.1:6379", "--role", "router"),
+     ("10.0.0.1:6379", "--role", "decode", "--workers", "0")],
+)  # fmt: skip
+def test_a_node_that_joins_names_a_head_and_a_role(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = join(*arguments, home=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("deploy/join.sh HEAD:PORT --role prefill|decode")
+
+
+def test_a_node_without_the_token_joins_no_cluster(tmp_path: Path) -> None:
+    done = join("10.0.0.1:6379", "--role", "decode", home=tmp_path)
+    assert done.returncode == 78
+    assert f"no token: copy {tmp_path}/.ray/auth_token from the head" in done.stderr

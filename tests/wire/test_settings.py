@@ -1,5 +1,5 @@
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NewType
 
@@ -27,9 +27,10 @@ class Cart:
     wheels: tuple[Wheel, ...]
     spare: Wheel | None = None
     weight: float | None = None
+    load: dict[str, float] = field(default_factory=dict)
 
 
-CART = Cart((Wheel(Name("left")), Wheel(Name("right"), Colour.BLUE)), Wheel(Name("third")), 1.5)
+CART = Cart((Wheel(Name("left")), Wheel(Name("right"), Colour.BLUE)), Wheel(Name("third")), 1.5, {"hay": 2.0})
 
 
 @pytest.mark.parametrize("cart", [CART, Cart(())])
@@ -52,6 +53,8 @@ def test_enums_are_written_by_their_values_and_tuples_as_lists() -> None:
         ({"spare": 3}, "cart.spare: must be Wheel"),
         ({"spare": {"name": "third", "size": 3}}, "cart.spare.size: unknown"),
         ({"weight": True}, "cart.weight: must be float"),
+        ({"load": [1]}, "cart.load: must be dict"),
+        ({"load": {"hay\n": "much"}}, r"cart.load.hay\\n: must be float"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_its_path(changes: dict[str, Any], named: str) -> None:

@@ -219,7 +219,7 @@ class BlockCounts(_message.Message):
     def __init__(self, free: _Optional[int] = ..., owned: _Optional[int] = ..., published: _Optional[int] = ..., cached: _Optional[int] = ..., draining: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "tiers", "problems", "engine_silent_s")
+    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "tiers", "problems", "engine_silent_s", "node_id")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +234,7 @@ class WorkerStatus(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     pid: int
@@ -248,7 +249,8 @@ class WorkerStatus(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
     problems: _containers.RepeatedScalarFieldContainer[str]
     engine_silent_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., engine_silent_s: _Optional[float] = ...) -> None: ...
+    node_id: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., engine_silent_s: _Optional[float] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("tier", "state", "epoch", "blocks", "block_bytes", "counts")

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import mmap
 import os
 import shutil
@@ -6,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from deploy.actors import node as node_module
 from deploy.actors.node import NodeActor
 from deploy.plan.cluster_plan import NodeConfig
 from kv_store.node.arena import Arena
+from kv_store.node.block_port import BlockReader
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tiers import open_tiers
@@ -38,13 +41,40 @@ def config(tmp_path: Path) -> Iterator[NodeConfig]:
 
 def test_a_node_serves_its_arena_and_takes_it_away(config: NodeConfig) -> None:
     node = NodeActor(to_json(config))
-    assert asyncio.run(node.start()) == "{}"
+    assert json.loads(asyncio.run(node.start())) == {"block_address": ""}
     client = DirectoryClient(config.store.directory_path)
     assert client.info().arena_path == config.arena_path
     client.close()
     asyncio.run(node.stop())
     assert not os.path.exists(config.arena_path)
     assert not os.path.exists(config.store.directory_path)
+
+
+def test_a_node_of_several_lets_others_read_its_arena_and_takes_its_folder_away(config: NodeConfig) -> None:
+    socket_path = Path(config.store.directory_path).parent / "own" / "d.sock"
+    store = replace(config.store, directory_path=str(socket_path))
+    node = NodeActor(to_json(replace(config, store=store, block_address="127.0.0.1:0", token="t")))
+    address = json.loads(asyncio.run(node.start()))["block_address"]
+    reader = BlockReader(address, LAYOUT.payload_bytes, b"t", timeout_s=5.0)
+    assert reader.exists([names_of(12)[0].key]) == [False]
+    assert reader.status().errors == 0
+    reader.close()
+    asyncio.run(node.stop())
+    assert not socket_path.parent.exists()
+    assert reader.exists([names_of(12)[0].key]) == [False]
+    assert reader.status().errors == 1, "nothing listens"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"model_folder": "/nowhere"}, "has no model folder /nowhere"), ({"block_address": "192.0.2.9:0"}, "block port")],
+)
+def test_a_node_that_cannot_host_workers_says_why_and_leaves_no_arena(
+    config: NodeConfig, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        asyncio.run(NodeActor(to_json(replace(config, **changes))).start())
+    assert not os.path.exists(config.arena_path)
 
 
 def test_a_later_node_gets_the_memory_of_a_dead_one_that_workers_still_map(config: NodeConfig) -> None:

@@ -99,6 +99,32 @@ problems
     )
 
 
+def test_workers_and_arenas_of_several_nodes_are_told_apart() -> None:
+    host = worker_pb2.TierStatus(tier="host", blocks=BlockCounts(free=16, total=16), block_bytes=1 << 18, epoch="e")
+    blocks = BlockCounts(free=8, total=8)
+    on_a = [worker(f"prefill-{number}", "prefill", blocks=blocks, node_id="a", tiers=[host]) for number in range(2)]
+    host.blocks.total = 32
+    on_b = worker("decode-0", "decode", blocks=blocks, node_id="b", tiers=[host])
+    status = cluster_pb2.ClusterStatus(workers=[on_b, *on_a], tiers=[host])
+    shown = render_status(status)
+    table = [line.split() for line in shown.splitlines()]
+    assert [(line[0], line[-1]) for line in table if line[1:2] == ["pid"] or line[1:2] == ["4000"]] == [
+        ("worker", "node"),
+        ("prefill-0", "a"),
+        ("prefill-1", "a"),
+        ("decode-0", "b"),
+    ]
+    assert "arena of a  4 MiB, 0 being read" in shown
+    assert "arena of b  8 MiB, 0 being read" in shown
+    described = to_object(status)
+    assert [one["node"] for one in described["pools"]["prefill"]] == ["a", "a"]
+    assert [(node["id"], node["workers"]) for node in described["nodes"]] == [
+        ("b", ["decode-0"]),
+        ("a", ["prefill-0", "prefill-1"]),
+    ]
+    assert [node["tiers"]["host"]["blocks"]["total"] for node in described["nodes"]] == [32, 16]
+
+
 def test_a_cluster_that_has_just_come_up() -> None:
     assert (
         render_status(cluster_pb2.ClusterStatus(model="m", address="a:1"))

@@ -14,11 +14,12 @@ from deploy.controller import tasks
 from deploy.controller.event_log import EventLog
 from deploy.controller.fleet import Fleet
 from deploy.controller.pools import Pools, PoolsRecord
-from deploy.plan.cluster_plan import make_plan
+from deploy.plan.cluster_plan import Home
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine
+from deploy.plan.resources import RayNode
 from deploy.processes.atomic_file import AtomicFile
-from tests.deploy.plan.test_cluster_plan import MODEL, NODE, SIZES
+from tests.deploy.plan.test_cluster_plan import MACHINE, planned
 from wire.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -31,7 +32,7 @@ from wire.errors import (
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
-PLAN = make_plan(ClusterConfig(), MODEL, SIZES, NODE, "token", b"secret")
+PLAN = planned(ClusterConfig())
 D0, D1, D2, P0, P1 = (WorkerId(name) for name in ("decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"))
 
 
@@ -143,12 +144,16 @@ class World:
             pools=self.pools,
             host=self.host,
             plan=PLAN,
-            node_is_up=self.node_is_up,
+            join=self._join,
             events=self.events,
             record=self.record,
             clock=lambda: self.now_s,
             inspect=lambda: self.machine,
         )
+
+    async def _join(self, node: RayNode) -> Home:
+        await self.node_is_up.wait()
+        return Home(node, MACHINE)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["World"]:
@@ -221,6 +226,27 @@ async def test_a_worker_that_does_not_start_is_an_error_with_its_reason() -> Non
     async with world.running():
         with pytest.raises(Unavailable, match="did not start: no such model"):
             await world.fleet.settle(5)
+
+
+async def test_a_resource_that_no_node_has_is_an_error_that_names_it_and_a_node_that_joins_is_used() -> None:
+    world = World(1, 1)
+    world.fleet.plan = planned(ClusterConfig.load(None, {"worker": {"decode": {"resources": {"decode": 1}}}}))
+    async with world.running():
+        with pytest.raises(Unavailable, match="worker decode-0 did not start: none of the 1 Ray nodes has decode: 1,"):
+            await world.fleet.settle(5)
+        world.host.ray_nodes.append(RayNode("b", "10.0.0.2", {"decode": 1.0}))
+        world.now_s += 10
+        await world.settled()
+        assert {worker.id: world.host.places[worker.id] for worker in world.pools} == {P0: "head", D1: "b"}
+
+
+async def test_of_several_nodes_ray_knows_the_one_with_room() -> None:
+    async with World(1, 1).running() as world:
+        await world.settled()
+        world.machine = replace(world.machine, memory_bytes=0)
+        await world.refused(None, 2)
+        world.host.ray_nodes.append(RayNode("b", "10.0.0.2"))
+        assert await world.scaled(None, 2) == PoolSizes(1, 2)
 
 
 async def test_a_start_that_fails_is_tried_again() -> None:

@@ -43,7 +43,7 @@ class World:
         self.service = self.make_service()
 
     def make_service(self) -> Singleton:
-        return Singleton("node", "a:B", "{}", self.host, self.run_dir, self.events, lambda: self.now_s)
+        return Singleton("node", "a:B", "{}", "head", self.host, self.run_dir, self.events, lambda: self.now_s)
 
     def becomes(self, liveness: Liveness) -> None:
         self.host.actors["node"] = liveness

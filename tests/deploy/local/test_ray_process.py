@@ -8,14 +8,13 @@ import pytest
 
 from deploy.local import ray_process
 from deploy.local.ray_process import RayProcess
-from deploy.plan.cluster_plan import make_plan
 from deploy.plan.config import ClusterConfig
 from deploy.processes.process import ProcessRef, end_session, spawn_leader
-from tests.deploy.plan.test_cluster_plan import MODEL, NODE, SIZES
+from tests.deploy.plan.test_cluster_plan import planned
 from wire.errors import ConfigError
 from wire.settings import to_json
 
-PLAN = make_plan(ClusterConfig(), MODEL, SIZES, NODE, "token", b"secret")
+PLAN = planned(ClusterConfig())
 PROGRAM = """
 import json, sys
 from multiprocessing.connection import Connection

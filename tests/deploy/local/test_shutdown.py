@@ -127,14 +127,16 @@ def test_nothing_is_touched_while_another_command_has_the_name(monkeypatch: pyte
 
 def test_processes_of_strangers_and_other_arenas_outlive_a_cluster() -> None:
     folder, other = run_dir.create("one"), run_dir.create("one")
-    for each in (folder, other):
-        run_dir.arena(each).touch()
+    arenas = {(each, node): Path(f"/dev/shm/{each.name}.{node}") for each in (folder, other) for node in ("n1", "n2")}
+    for arena in arenas.values():
+        arena.touch()
+    Path(f"{folder}.n1").mkdir()
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
         stranger = replace(ProcessRef.of(process.pid), started=1.0)
         state = ClusterState("one", ClusterPhase.RUNNING, stranger, str(folder), "t", head=stranger, redis=stranger)
         assert shutdown.tear_down(state) == []
         assert process.poll() is None
         process.kill()
-    assert (folder.exists(), run_dir.arena(folder).exists()) == (False, False)
-    assert (other.exists(), run_dir.arena(other).exists()) == (True, True)
+    assert (folder.exists(), Path(f"{folder}.n1").exists(), other.exists()) == (False, False, True)
+    assert [each for each, arena in arenas.items() if arena.exists()] == [(other, "n1"), (other, "n2")]
     assert run_dir.remove(other) == []

@@ -13,8 +13,9 @@ from deploy.local import run_dir, startup
 from deploy.local.shutdown import tear_down
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
-from deploy.plan.cluster_plan import ClusterPlan
+from deploy.plan.cluster_plan import ClusterPlan, Home
 from deploy.plan.config import ClusterConfig
+from deploy.plan.resources import RayNode
 from deploy.processes.process import ProcessRef, spawn_leader
 from tests.checkpoints import make_checkpoint
 from tests.kernels.backends import lend_kernels
@@ -50,7 +51,7 @@ class FakeHead:
 
     def launch(self, plan: ClusterPlan, on_wait: Callable[[], None]) -> dict[str, str]:
         self.plans.append(plan)
-        with open(plan.node.arena_path, "wb") as arena:
+        with open(f"/dev/shm/{Path(plan.run_dir).name}.n1", "wb") as arena:
             os.posix_fallocate(arena.fileno(), 0, 8192)
         on_wait()
         self.on_launch()
@@ -119,12 +120,14 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
         assert state.head is not None
         assert state.head.is_alive
         (plan,) = head.plans
-        assert plan.pools == PoolSizes(2, 1)
-        assert plan.worker.server.token == plan.router.cluster.token == state.token
-        assert plan.worker.model.fingerprint_hex == plan.router.model.fingerprint_hex
+        assert plan.config.pools == PoolSizes(2, 1)
+        assert plan.router.cluster.token == state.token
+        assert plan.model.served == plan.router.model
         assert plan.router.cluster.ray_namespace == f"baton-{NAME}"
         assert from_json(ClusterPlan, to_json(plan), "plan") == plan
-        assert reporter.told["progress"] == f"8192 of {plan.node.num_slots * plan.node.layout.block_bytes}"
+        assert plan.machine is not None
+        node = plan.node_config(Home(RayNode("head", "127.0.0.1", is_head=True), plan.machine))
+        assert reporter.told["progress"] == f"8192 of {node.num_slots * node.layout.block_bytes}"
     finally:
         _end(state)
 
@@ -173,17 +176,21 @@ def test_a_start_that_fails_for_want_of_room_says_so(checkpoint: Path, monkeypat
     assert _left_behind() == []
 
 
+def _arena(folder: Path) -> Path:
+    return Path(f"/dev/shm/{folder.name}.n1")
+
+
 def _crash() -> Path:
     """Leaves what a crashed cluster does; returns its folder."""
     folder = run_dir.create(NAME)
-    run_dir.arena(folder).touch()
+    _arena(folder).touch()
     StateFile(NAME).write(ClusterState(NAME, ClusterPhase.RUNNING, GONE, str(folder), "t", head=GONE))
     return folder
 
 
 def test_what_a_crashed_cluster_left_is_removed(checkpoint: Path) -> None:
     folder = _crash()
-    arena = run_dir.arena(folder)
+    arena = _arena(folder)
     reporter = Silent()
     state = Startup(_config(checkpoint), reporter).run()
     assert "cleanup" in reporter.told
@@ -331,7 +338,7 @@ def test_a_redis_that_is_not_there_yet_is_told_and_served_without(checkpoint: Pa
     reporter = Silent()
     state = Startup(_config(checkpoint, redis={"url": "redis://127.0.0.1:1"}), reporter).run()
     assert reporter.told["redis"].startswith("as given; used once it answers, which it does not yet: ")
-    [redis] = FakeHead.plans[0].node.store.cold
+    [redis] = FakeHead.plans[0].cold
     assert (redis.tier, redis.place, redis.write) == (Tier.REDIS, "redis://127.0.0.1:1", Write.ALL)
     _end(state)
 
@@ -344,12 +351,12 @@ def test_a_secret_that_clusters_share_makes_the_keys_of_blocks_and_frames(checkp
     tables = {"secret_file": str(secret), "files": {"folder": str(folder), "max_bytes": "1GiB"}}
     state = Startup(_config(checkpoint, **tables), reporter).run()
     [plan] = FakeHead.plans
-    assert (plan.router.cluster.secret, plan.node.store.mac_key) == (b"s" * 32, mac_key_of(b"s" * 32))
-    [files] = plan.node.store.cold
+    assert (plan.router.cluster.secret, bytes.fromhex(plan.mac_key_hex)) == (b"s" * 32, mac_key_of(b"s" * 32))
+    [files] = plan.cold
     assert (files.tier, files.place, files.max_bytes) == (Tier.FILES, str(folder), 1 << 30)
     assert reporter.told["files"] == f"{folder}, at most 1 GiB"
     told = StateFile(NAME).path.read_text()
-    assert plan.node.store.mac_key_hex not in told
+    assert plan.mac_key_hex not in told
     assert plan.router.cluster.secret_hex not in told
     _end(state)
     assert folder.is_dir()

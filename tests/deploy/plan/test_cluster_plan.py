@@ -3,19 +3,27 @@ from typing import Any
 
 import pytest
 
-from deploy.plan.cluster_plan import NodeConfig, cold_settings, make_plan
+from deploy.plan.cluster_plan import ClusterPlan, Home, cold_settings, make_plan
 from deploy.plan.config import ClusterConfig, RouterSettings
+from deploy.plan.machine import Machine
 from deploy.plan.model import ModelFacts
-from deploy.plan.sizing import Sizes
+from deploy.plan.resources import RayNode
 from router.config import AdmissionBounds, ServedModel, StreamBounds
 from tests.kv_store.names import LAYOUT
+from wire.errors import ConfigError
+from wire.ids import WorkerId
+from wire.pools import Role, Worker
 from wire.tier import ColdSettings, Tier, Write
-from worker.config import BatchSettings, StoreSettings
+from worker.config import BatchSettings, WorkerConfig
 
 SERVED = ServedModel("m", "/m", "float32", 64, 300, bytes(32).hex(), LAYOUT.encode().hex())
 MODEL = ModelFacts(SERVED, "cpu", 1000)
-NODE = NodeConfig(StoreSettings("/run/d.sock", "00" * 32), "/dev/shm/a", LAYOUT.encode().hex(), 8)
-SIZES = Sizes(num_pool_blocks=8, num_arena_slots=8, num_threads=1, num_gpus=0.0)
+MACHINE = Machine(memory_bytes=8 << 30, shared_bytes=4 << 30, num_cores=4)
+HEAD = Home(RayNode("a" * 56, "10.0.0.1", {"CPU": 4.0}, is_head=True), MACHINE)
+OTHER = Home(RayNode("b" * 56, "10.0.0.2", {"CPU": 8.0, "decode": 1.0}), replace(MACHINE, num_cores=8), "10.0.0.2:7")
+GPU_MACHINE = replace(MACHINE, gpus=(16 << 30,) * 2)
+REDIS = ColdSettings(Tier.REDIS, "unix:///run/redis.sock", Write.ALL, 0.7)
+FILES = ColdSettings(Tier.FILES, "/f", Write.ALL, 0.7)
 BOUNDS = {
     "max_open_requests": 11,
     "max_queued_requests": 12,
@@ -30,30 +38,38 @@ BOUNDS = {
 LISTENERS = {"grpc_port": 19, "metrics_port": 20, "max_connections": 21, "reflection": False}
 
 
+def planned(config: ClusterConfig, model: ModelFacts = MODEL, machine: Machine | None = MACHINE) -> ClusterPlan:
+    return make_plan(config, model, machine, (REDIS, FILES), "/tmp/baton-a-12345678", "token", b"secret")
+
+
+def worker_of(plan: ClusterPlan, home: Home = HEAD, role: Role = Role.DECODE) -> WorkerConfig:
+    return plan.worker_config(Worker(WorkerId(f"{role.value}-0"), role), home)
+
+
 def test_what_is_not_set_is_as_each_part_has_it() -> None:
-    plan = make_plan(ClusterConfig(), MODEL, SIZES, NODE, "token", b"secret")
+    plan = planned(ClusterConfig())
     assert plan.router.admission == AdmissionBounds()
     assert plan.router.streams == StreamBounds()
-    assert plan.worker.batch == BatchSettings()
+    assert worker_of(plan).batch == BatchSettings()
 
 
 def test_each_bound_of_the_router_is_passed_on() -> None:
     assert {one.name for one in fields(RouterSettings)} == {*BOUNDS, *LISTENERS}
     config = ClusterConfig.load(None, {"router": BOUNDS})
-    plan = make_plan(config, MODEL, SIZES, NODE, "token", b"secret")
+    plan = planned(config)
     assert asdict(plan.router.admission) | asdict(plan.router.streams) == BOUNDS
 
 
 def test_where_and_how_the_router_listens_is_passed_on() -> None:
     config = ClusterConfig.load(None, {"router": LISTENERS})
-    listeners = make_plan(config, MODEL, SIZES, NODE, "token", b"secret").router.listeners
+    listeners = planned(config).router.listeners
     assert LISTENERS.items() <= asdict(listeners).items()
 
 
 def test_each_bound_of_a_batch_is_passed_on() -> None:
     bounds = {"max_step_tokens": 100, "max_running": 21, "max_chunk_tokens": 22, "patience_tokens": 23}
     config = ClusterConfig.load(None, {"batch": bounds})
-    assert asdict(make_plan(config, MODEL, SIZES, NODE, "token", b"secret").worker.batch) == bounds
+    assert asdict(worker_of(planned(config)).batch) == bounds
 
 
 @pytest.mark.parametrize(
@@ -62,14 +78,47 @@ def test_each_bound_of_a_batch_is_passed_on() -> None:
 )
 def test_how_long_a_step_may_take_depends_on_the_device(device: str, asked_s: float | None, given_s: float) -> None:
     config = ClusterConfig.load(None, {} if asked_s is None else {"worker": {"max_silence_s": asked_s}})
-    plan = make_plan(config, replace(MODEL, device=device), SIZES, NODE, "token", b"secret")
-    assert plan.worker.max_silence_s == given_s
+    plan = planned(config, replace(MODEL, device=device), GPU_MACHINE)
+    assert worker_of(plan, replace(HEAD, machine=GPU_MACHINE)).max_silence_s == given_s
 
 
-def test_workers_have_the_tiers_of_their_node() -> None:
-    cold = (ColdSettings(Tier.REDIS, "redis://a", Write.ALL, 0.7),)
-    node = replace(NODE, store=StoreSettings("/run/d.sock", "00" * 32, cold))
-    assert make_plan(ClusterConfig(), MODEL, SIZES, node, "token", b"secret").worker.store == node.store
+def test_a_lone_node_is_reached_by_no_other() -> None:
+    plan = planned(ClusterConfig())
+    node, worker = plan.node_config(HEAD), worker_of(plan)
+    assert node.arena_path == "/dev/shm/baton-a-12345678.aaaaaaaa"
+    assert node.block_address == ""
+    assert node.store.cold == (REDIS, FILES)
+    assert worker.store == replace(node.store, node_id="aaaaaaaa@10.0.0.1")
+    assert worker.server.host == "127.0.0.1"
+
+
+def test_each_node_of_several_has_its_own_files_sizes_and_address() -> None:
+    plan = planned(ClusterConfig.load(None, {"worker": {"decode": {"resources": {"decode": 1}}}}), machine=None)
+    head, other = plan.node_config(HEAD), plan.node_config(OTHER)
+    assert head.block_address == "10.0.0.1:0"
+    assert other.block_address == "10.0.0.2:7"
+    assert {head.arena_path, head.store.directory_path}.isdisjoint({other.arena_path, other.store.directory_path})
+    assert (head.store.cold, other.store.cold) == ((REDIS, FILES), (FILES,)), "no socket reaches another machine"
+    worker = worker_of(plan, OTHER)
+    assert worker.store == replace(other.store, node_id="bbbbbbbb@10.0.0.2", block_address="10.0.0.2:7")
+    assert worker.server.host == "10.0.0.2"
+    assert worker_of(plan, HEAD, Role.PREFILL).server.host == "127.0.0.1"
+    assert worker.num_threads == 4, "a prefill worker may come to that node, too"
+
+
+def test_settings_of_a_role_win_over_common_ones() -> None:
+    tables = {"num_threads": 2, "num_cpus": 1, "resources": {"rack": 1}, "prefill": {"num_threads": 3, "num_cpus": 2.5}}
+    plan = planned(ClusterConfig.load(None, {"worker": {**tables, "decode": {"memory_bytes": "1GiB"}}}))
+    assert worker_of(plan).num_threads == 2
+    assert worker_of(plan, role=Role.PREFILL).num_threads == 3
+    assert plan.resources(Role.PREFILL).asked == {"CPU": 2.5, "rack": 1}
+    assert plan.resources(Role.DECODE).asked == {"CPU": 1, "memory": 1 << 30, "rack": 1}
+
+
+def test_a_node_on_which_nothing_fits_is_named() -> None:
+    small = replace(OTHER, machine=replace(MACHINE, shared_bytes=0))
+    with pytest.raises(ConfigError, match=r"^node bbbbbbbb@10.0.0.2: arena.size_bytes: 0 B is too little"):
+        planned(ClusterConfig(), machine=None).node_config(small)
 
 
 @pytest.mark.parametrize(

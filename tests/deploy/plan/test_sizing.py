@@ -8,7 +8,7 @@ import pytest
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.model import ModelFacts
-from deploy.plan.sizing import require_room, size
+from deploy.plan.sizing import Sizes, require_room, size
 from router.config import ServedModel
 from wire.errors import ConfigError
 from wire.layout import KVLayout
@@ -29,6 +29,11 @@ LARGE = ModelFacts(served(131072, KVLayout(32, 8, 128, 16, "float16")), "cpu", w
 
 def config(**tables: Any) -> ClusterConfig:
     return ClusterConfig.load(None, tables)
+
+
+def divide(config: ClusterConfig, model: ModelFacts, machine: Machine) -> Sizes:
+    """Sizes where all workers are on one machine."""
+    return size(config, model, machine, config.pools.prefill + config.pools.decode)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +61,7 @@ def test_sizes(
     threads: int,
     gpus: float,
 ) -> None:
-    sizes = size(config(**tables), model, machine)
+    sizes = divide(config(**tables), model, machine)
     assert (sizes.num_pool_blocks, sizes.num_arena_slots) == (pool_blocks, arena_slots)
     assert (sizes.num_threads, sizes.num_gpus) == (threads, gpus)
 
@@ -83,7 +88,7 @@ def test_sizes(
 )
 def test_what_cannot_fit_is_refused(machine: Machine, model: ModelFacts, tables: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
-        size(config(**tables), model, machine)
+        divide(config(**tables), model, machine)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +117,13 @@ def test_pools_grow_as_far_as_they_fit(
     used_bytes = [mib * MIB for mib in used_mib]
     fits = pytest.raises(ConfigError, match=re.escape(problem)) if problem else nullcontext()
     with fits:
-        require_room(PoolSizes(*before), PoolSizes(*after), used_bytes, len(machine.gpus) / 2, machine)
+        num_gpus = sum(after) * len(machine.gpus) / 2
+        require_room(PoolSizes(*before), PoolSizes(*after), used_bytes, num_gpus, machine)
 
 
 def test_a_context_that_does_not_fit_is_said() -> None:
-    assert size(config(), SMALL, LAPTOP).notes == ()
-    pool, arena = size(config(pools={"prefill": 0}), LARGE, LAPTOP).notes
+    assert divide(config(), SMALL, LAPTOP).notes == ()
+    pool, arena = divide(config(pools={"prefill": 0}), LARGE, LAPTOP).notes
     assert "worker.pool_bytes has room for 4096 tokens, less than the model's context of 131072" in pool
     assert "arena.size_bytes has room for 8192 tokens" in arena
 

@@ -1,0 +1,108 @@
+"""The nodes that host workers: each has a service, which comes with its first worker and is forgotten with the node."""
+
+import asyncio
+import json
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from deploy.actors.actor_host import ActorHost
+from deploy.controller.event_log import EventLog
+from deploy.controller.singleton import Singleton
+from deploy.controller.tasks import repeat
+from deploy.plan.cluster_plan import ClusterPlan, Home
+from deploy.plan.resources import RayNode, service_of
+from deploy.processes.atomic_file import AtomicFile
+from wire.errors import ConfigError, Unavailable
+from wire.settings import from_json, to_json
+
+LOOK_EVERY_S = 3.0
+SUFFIX = ".home"
+TARGET = "deploy.actors.node:NodeActor"
+
+
+class Nodes:
+    """The services of nodes. A task for each makes another in its place when it dies."""
+
+    def __init__(self, plan: ClusterPlan, host: ActorHost, events: EventLog) -> None:
+        self._plan = plan
+        self._host = host
+        self._events = events
+        self._run_dir = Path(plan.run_dir)
+        self._homes: dict[str, asyncio.Task[Home]] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+
+    async def join(self, node: RayNode) -> Home:
+        """Returns a node's home once its service serves; makes the service if there is none.
+
+        Raises ConfigError, naming the node, where nothing fits; Unavailable if the service does not start.
+        """
+        if node.id not in self._homes:
+            self._homes[node.id] = asyncio.create_task(self._open(node))
+        opening = self._homes[node.id]
+        await asyncio.wait([opening])
+        if opening.cancelled():
+            raise Unavailable(f"node {node.name} was lost")
+        return opening.result()
+
+    def take_over(self) -> None:
+        """Goes on with the services that an earlier controller has left."""
+        for path in self._run_dir.glob(f"*{SUFFIX}"):
+            with suppress(OSError, ValueError, ConfigError):  # without a record, the node's next worker makes another
+                home = from_json(Home, path.read_text(), path.stem)
+                self._homes[home.node.id] = asyncio.create_task(self._reopen(home))
+
+    async def watch(self) -> None:
+        """Forgets nodes that Ray has lost, until cancelled."""
+        await repeat("the care for the nodes", self._look, self._events)
+
+    async def end(self) -> None:
+        """Ends all services."""
+        for watch in self._watches.values():
+            watch.cancel()
+        await asyncio.gather(*(self._host.end(service_of(node_id)) for node_id in self._homes))
+
+    async def _open(self, node: RayNode) -> Home:
+        service = self._service(node)
+        try:
+            home = Home(node, self._plan.machine or await self._host.inspect(service.name))
+            service.config_json = to_json(self._plan.node_config(home))
+            home = replace(home, block_address=json.loads(await service.start())["block_address"])
+        except BaseException:
+            del self._homes[node.id]
+            await self._host.end(service.name)
+            raise
+        self._record(node.id).try_write(to_json(home).encode())
+        self._begin_watch(home, service)
+        return home
+
+    async def _reopen(self, home: Home) -> Home:
+        service = self._service(home.node)
+        service.config_json = to_json(self._plan.node_config(home))
+        await service.take_over()
+        self._begin_watch(home, service)
+        return home
+
+    def _service(self, node: RayNode) -> Singleton:
+        return Singleton(node.service, TARGET, "", node.id, self._host, self._run_dir, self._events)
+
+    def _begin_watch(self, home: Home, service: Singleton) -> None:
+        service.config_json = to_json(self._plan.node_config(home))  # with the address that workers know
+        self._watches[home.node.id] = asyncio.create_task(service.watch(on_restart=lambda: None))
+
+    def _record(self, node_id: str) -> AtomicFile:
+        return AtomicFile(self._run_dir / f"{service_of(node_id)}{SUFFIX}")
+
+    async def _look(self) -> None:
+        await asyncio.sleep(LOOK_EVERY_S)
+        try:
+            alive = {node.id for node in await self._host.nodes()}
+        except Unavailable:  # then nothing is known of any
+            return
+        for node_id in self._homes.keys() - alive:
+            self._events.note(f"the node of {service_of(node_id)} was lost")
+            self._homes.pop(node_id).cancel()
+            if node_id in self._watches:
+                self._watches.pop(node_id).cancel()
+            self._record(node_id).path.unlink(missing_ok=True)
+            await self._host.end(service_of(node_id))

@@ -1,0 +1,142 @@
+"""Ray clusters of several nodes on this machine, started by the scripts of deploy: a pool on each; one dies."""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.checkpoints import choose_prompt
+from tests.cluster.served_cluster import SHARED_MEMORY, ServedCluster, wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+NUM_TOKENS = 64
+START_S = 60.0
+SETTINGS = "deploy/two-pools.example.toml"
+
+
+class RayNodes:
+    """Ray's nodes, as the scripts of deploy start them; each has a process that ends all of its own."""
+
+    def __init__(self, folder: Path, ended: ExitStack) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+        self.env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self._folder = folder
+        self._ended = ended
+
+    def head(self, **resources: int) -> psutil.Process:
+        port = self.address.rpartition(":")[2]
+        return self._start("head", "deploy/head.sh", "--port", port, "--resources", json.dumps(resources))
+
+    def join(self, role: str) -> psutil.Process:
+        return self._start(role, "deploy/join.sh", self.address, "--role", role)
+
+    def _start(self, name: str, *command: str) -> psutil.Process:
+        log = self._folder / f"{name}.log"
+        whole = ["bash", *command, "--node-ip-address", "127.0.0.1", "--block"]
+        with log.open("w") as output:
+            process = psutil.Popen(whole, env={**os.environ, **self.env}, stdout=output, stderr=output)
+        self._ended.callback(_end, process)
+        wait_until(lambda: "Ray runtime started" in log.read_text() or process.poll() is not None, name, START_S)
+        assert process.poll() is None, log.read_text()
+        return process
+
+
+def _end(process: Any) -> None:
+    """Lets Ray end the processes of a node, and ends those that stay."""
+    with suppress(psutil.NoSuchProcess):
+        children = process.children(recursive=True)
+        process.terminate()
+        _, alive = psutil.wait_procs([process, *children], timeout=20)
+        for one in alive:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[RayNodes]:
+    with ExitStack() as ended:
+        yield RayNodes(tmp_path, ended)
+
+
+@pytest.fixture
+def served(nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedCluster]:
+    for name, value in nodes.env.items():
+        monkeypatch.setenv(name, value)
+    cluster = ServedCluster(f"n{os.getpid()}", tmp_path)
+    yield cluster
+    cluster.run("down")
+
+
+def up(served: ServedCluster, nodes: RayNodes, checkpoint: Path) -> "subprocess.CompletedProcess[str]":
+    return served.run(
+        "up", "--model", str(checkpoint), "--config", SETTINGS, "--ray-address", nodes.address, "--grpc-port", "0"
+    )
+
+
+def require_right(served: ServedCluster, checkpoint: Path, num_prompt: int) -> dict[str, Any]:
+    """Asks for a continuation that one process computes alike; returns the whole answer."""
+    expected = choose_prompt(checkpoint, num_prompt, NUM_TOKENS)
+    answer = served.generate(expected.prompt_ids, "--max-tokens", str(NUM_TOKENS), "--ignore-eos")
+    assert tuple(answer["token_ids"]) == expected.token_ids
+    return answer
+
+
+def test_a_pool_on_each_of_two_nodes_one_that_dies_and_others_that_join(
+    served: ServedCluster, nodes: RayNodes, checkpoint: Path
+) -> None:
+    nodes.head(prefill=1)
+    decode_node = nodes.join("decode")
+    started = up(served, nodes, checkpoint)
+    assert started.returncode == 0, started.stdout + started.stderr
+
+    answer = require_right(served, checkpoint, 100)
+    status = served.status()
+    ((prefill,), (decode,)) = (status["pools"][role] for role in ("prefill", "decode"))
+    assert prefill["node"] != decode["node"]
+    assert {node["id"]: node["workers"] for node in status["nodes"]} == {
+        prefill["node"]: [prefill["id"]],
+        decode["node"]: [decode["id"]],
+    }
+    assert len({node["tiers"]["host"]["epoch"] for node in status["nodes"]}) == 2
+    assert answer["workers"] == {"prefill": prefill["id"], "decode": decode["id"]}
+    assert decode["computed_prompt_tokens"] == 0
+    assert status["tiers"]["peers"]["hits"] == 7, "the prompt's blocks, its tail among them"
+    assert len(list(SHARED_MEMORY.glob(f"baton-{served.name}-*"))) == 2
+
+    for child in decode_node.children(recursive=True):
+        if child.name() == "raylet":
+            child.send_signal(signal.SIGKILL)
+    nodes.join("decode")
+    require_right(served, checkpoint, 17)
+    after = served.workers("decode")
+    assert decode["id"] not in after
+    assert {worker["node"] for worker in after.values()}.isdisjoint({prefill["node"], decode["node"]})
+
+    nodes.join("decode")
+    served.do("scale", "--decode", "2")
+    assert len({worker["node"] for worker in served.workers("decode").values()}) == 2
+    require_right(served, checkpoint, 100)
+
+    wait_until(lambda: served.run("status", "--check").returncode == 0, "all invariants hold")
+    served.do("down")
+    assert served.left_behind() == []
+
+
+def test_a_resource_that_no_node_has_is_named_and_nothing_is_left(
+    served: ServedCluster, nodes: RayNodes, checkpoint: Path
+) -> None:
+    nodes.head(prefill=1)
+    refused = up(served, nodes, checkpoint)
+    assert refused.returncode == 78
+    assert "none of the 1 Ray nodes has decode: 1, which a worker asks for" in refused.stderr
+    assert served.left_behind() == []

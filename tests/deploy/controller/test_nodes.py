@@ -1,0 +1,136 @@
+import asyncio
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deploy.actors.actor_host import LocalHost
+from deploy.actors.liveness import Liveness
+from deploy.controller import nodes as nodes_module
+from deploy.controller import singleton, tasks
+from deploy.controller.event_log import EventLog
+from deploy.controller.nodes import Nodes
+from deploy.plan.config import ClusterConfig
+from deploy.plan.resources import RayNode
+from tests.deploy.plan.test_cluster_plan import planned
+from wire.errors import ConfigError, Unavailable
+
+A, B = RayNode("a" * 56, "10.0.0.1", is_head=True), RayNode("b" * 56, "10.0.0.2")
+
+
+class ServiceHost(LocalHost):
+    """A host on two nodes, whose services listen where they are told, on port 7 where any will do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ray_nodes = [A, B]
+        self.configs: list[str] = []
+
+    async def start(self, name: str, config_json: str, timeout_s: float) -> str:
+        await super().start(name, config_json, timeout_s)
+        address = json.loads(config_json)["block_address"].removesuffix(":0")
+        self.configs.append(config_json)
+        return json.dumps({"block_address": address if ":" in address else f"{address}:7"})
+
+
+class World:
+    """Nodes, their host, and a controller that may die."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.host = ServiceHost()
+        self.events = EventLog(lambda: 0.0)
+        self.plan = replace(planned(ClusterConfig(), machine=None), run_dir=str(run_dir))
+        self.nodes = Nodes(self.plan, self.host, self.events)
+        self.watch = asyncio.create_task(self.nodes.watch())
+
+    def controller_dies(self) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        self.nodes = Nodes(self.plan, self.host, self.events)
+        self.nodes.take_over()
+        self.watch = asyncio.create_task(self.nodes.watch())
+
+    async def until(self, text: str) -> None:
+        async with asyncio.timeout(5):
+            while text not in self.events.encode():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(singleton, "PROBE_EVERY_S", 0.001)
+    monkeypatch.setattr(singleton, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(nodes_module, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(tasks, "PAUSE_S", 0.001)
+
+
+async def test_workers_of_a_node_share_one_service_on_it(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    first, second, other = await asyncio.gather(*(world.nodes.join(node) for node in (A, A, B)))
+    assert first == second
+    assert (first.block_address, other.block_address) == ("10.0.0.1:7", "10.0.0.2:7")
+    assert world.host.launched == ["node-aaaaaaaa", "node-bbbbbbbb"]
+    assert world.host.places == {"node-aaaaaaaa": A.id, "node-bbbbbbbb": B.id}
+    await world.nodes.end()
+    assert world.host.actors == {}
+
+
+async def test_a_service_that_does_not_start_is_an_error_and_the_next_worker_tries_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.host.failures = [ConfigError("no model folder")]
+    failures = await asyncio.gather(world.nodes.join(B), world.nodes.join(B), return_exceptions=True)
+    assert [str(failure) for failure in failures] == ["no model folder"] * 2
+    assert world.host.actors == {}
+    assert (await world.nodes.join(B)).node == B
+
+
+async def test_a_service_that_dies_comes_back_on_its_node_at_the_address_that_workers_know(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.nodes.join(B)
+    world.host.actors["node-bbbbbbbb"] = Liveness.DEAD
+    await world.until("the node-bbbbbbbb is back")
+    assert world.host.places["node-bbbbbbbb"] == B.id
+    first, second = map(json.loads, world.host.configs)
+    assert (first["block_address"], second["block_address"]) == ("10.0.0.2:0", "10.0.0.2:7")
+    assert {**first, "block_address": ""} == {**second, "block_address": ""}
+
+
+async def test_a_lost_node_is_forgotten_though_its_service_cannot_come_back(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.nodes.join(B)
+    world.host.failures = [Unavailable("the node is dead")] * 1000
+    world.host.actors["node-bbbbbbbb"] = Liveness.DEAD
+    await world.until("did not start again: the node is dead")
+    world.host.ray_nodes = [A]
+    await world.until("the node of node-bbbbbbbb was lost")
+    assert os.listdir(tmp_path) == ["node-bbbbbbbb.json"]
+    world.host.failures = []
+    num_launched = len(world.host.launched)
+    assert (await world.nodes.join(A)).node == A
+    assert world.host.launched[num_launched:] == ["node-aaaaaaaa"]
+
+
+async def test_a_worker_whose_node_is_lost_meanwhile_is_told(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.nodes.join(B)
+    world.host.failures = [Unavailable("the node is dead")] * 1000
+    world.controller_dies()
+    joining = asyncio.create_task(world.nodes.join(B))
+    await world.until("did not start again")
+    world.host.ray_nodes = [A]
+    with pytest.raises(Unavailable, match=r"node bbbbbbbb@10\.0\.0\.2 was lost"):
+        await joining
+
+
+async def test_a_later_controller_goes_on_with_the_same_services(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    homes = [await world.nodes.join(node) for node in (A, B)]
+    world.controller_dies()
+    assert [await world.nodes.join(node) for node in (A, B)] == homes
+    assert world.host.launched == ["node-aaaaaaaa", "node-bbbbbbbb"]
+    world.host.actors["node-aaaaaaaa"] = Liveness.DEAD
+    await world.until("the node-aaaaaaaa is back")
+    await world.nodes.end()
+    assert world.host.actors == {}
