@@ -44,7 +44,9 @@ NUM_STEPS = 96
 """Six blocks of each sequence: the cost of a block counts as often as it arises."""
 _VOCAB_SIZE = 64
 _ROUND_TIMEOUT_S = 300.0
-_READ_BYTES = 1 << 30
+READ_BYTES = 1 << 30
+REST_S = 0.05
+"""OpenMP's threads spin for milliseconds after their work."""
 
 
 class FreeModel:
@@ -162,13 +164,17 @@ def operations(folder: Path, num_sequences: int, context_len: int, num_threads: 
     backend = TimedBackend(select_backend(torch.device("cpu")))
     model = Decoder.load(folder, None, torch.device("cpu"), BLOCK_SIZE, backend)
     core = decoding_core(model, num_sequences, context_len, 4 * NUM_STEPS)
-    ceiling_gb_s = read_gb_s(num_threads)
     core.step()
-    backend.seconds.clear()
-    with _stopwatch(backend.seconds, "step"):
-        for _ in range(BLOCK_SIZE):
+    read, samples = Reader(num_threads), defaultdict[str, list[float]](list)
+    for _ in range(BLOCK_SIZE):
+        samples["read"].append(read.once())
+        backend.seconds.clear()
+        with _stopwatch(backend.seconds, "step"):
             core.step()
-    milliseconds = {name: seconds / BLOCK_SIZE * 1e3 for name, seconds in backend.seconds.items()}
+        for name, seconds in backend.seconds.items():
+            samples[name].append(seconds)
+    milliseconds = {name: median(each) * 1e3 for name, each in samples.items()}
+    ceiling_gb_s = READ_BYTES / milliseconds.pop("read") / 1e6
     weights = sum(weight.data.nbytes for layer in model.weights.layers for weight in _matrices(layer))
     layout = model.layout
     token_bytes = layout.payload_bytes // layout.block_size
@@ -187,17 +193,22 @@ def _matrices(layer: Any) -> list[Any]:
     return [one.weight for one in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)]
 
 
-def read_gb_s(num_threads: int) -> float:
-    """Measures what as many threads read from a gigabyte of memory together; the best of five times."""
-    values = torch.ones(_READ_BYTES // 4)
-    torch.set_num_threads(num_threads)
-    seconds = []
-    for _ in range(5):
+class Reader:
+    """Reads a gigabyte of memory with as many threads."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._values = torch.ones(READ_BYTES // 4)
+        self._num_threads = num_threads
+
+    def once(self) -> float:
+        """Returns the seconds of one reading; afterwards torch has one thread, and the others have come to rest."""
+        torch.set_num_threads(self._num_threads)
         began_s = time.perf_counter()
-        values.amax()
-        seconds.append(time.perf_counter() - began_s)
-    torch.set_num_threads(1)
-    return _READ_BYTES / min(seconds) / 1e9
+        self._values.amax()
+        seconds = time.perf_counter() - began_s
+        torch.set_num_threads(1)
+        time.sleep(REST_S)
+        return seconds
 
 
 @contextmanager

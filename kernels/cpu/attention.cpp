@@ -202,12 +202,12 @@ struct Call {
     T* out;
 };
 
-// One token a sequence. A unit is a segment of a sequence's keys, with all KV heads, for they lie beside one another; or with
-// one KV head, where threads would have too little to share.
+// One token a sequence. A unit is a sequence, or a segment of one that is much of the work, with all KV heads, for they lie
+// beside one another; or with one KV head, where threads would have too little to share.
 template <class T>
 void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
     struct Unit {
-        int64_t sequence, begin, end, first_head, num_heads, first_part;
+        int64_t sequence, begin, end, first_head, num_heads, part;
     };
     std::vector<Unit> units;
     const auto first_segment = [&](int64_t sequence) { return first_visible(shape, call.context_lens[sequence] - 1) / SEGMENT; };
@@ -221,13 +221,14 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
     for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
         const int64_t count = num_segments(sequence), end = call.context_lens[sequence];
         if (!count) std::fill_n(call.out + sequence * shape.num_heads * shape.head_size, shape.num_heads * shape.head_size, T{});
-        for (int64_t i = 0; i < count; ++i) {
-            const int64_t begin = (first_segment(sequence) + i) * SEGMENT, visible = first_visible(shape, end - 1) / PIECE * PIECE;
+        const bool is_whole = count <= 1 || count * MIN_UNITS <= total;
+        const int64_t segments_per_unit = is_whole ? count : 1, visible = first_visible(shape, end - 1) / PIECE * PIECE;
+        for (int64_t i = 0; i < count; i += segments_per_unit) {
+            const int64_t begin = (first_segment(sequence) + i) * SEGMENT, behind = begin + segments_per_unit * SEGMENT;
             for (int64_t head = 0; head < shape.num_kv_heads; head += heads_per_unit)
-                units.push_back({sequence, std::max(begin, visible), std::min(end, begin + SEGMENT), head, heads_per_unit,
-                                 count > 1 ? num_parts + i : -1});
+                units.push_back({sequence, std::max(begin, visible), std::min(end, behind), head, heads_per_unit, is_whole ? -1 : num_parts + i});
         }
-        if (count > 1) num_parts += count;
+        if (!is_whole) num_parts += count;
     }
     const int64_t group = shape.group();
     const auto walk_of = [&](const Unit& unit) {
@@ -240,11 +241,15 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
         auto& rows = own<std::vector<Rows<T>>>();
         auto& piece = own<Piece<T>>();
         auto& ahead = own<Ahead<T>>();
+        auto& totals = own<std::vector<Sums>>();
         const Unit& unit = units[index];
-        if (int64_t(rows.size()) < unit.num_heads) rows.resize(unit.num_heads);
-        for (int64_t head = 0; head < unit.num_heads; ++head)
+        if (int64_t(rows.size()) < unit.num_heads) rows.resize(unit.num_heads), totals.resize(unit.num_heads);
+        for (int64_t head = 0; head < unit.num_heads; ++head) {
             rows[head].begin(shape, call.query + unit.sequence * call.query_stride, call.query_stride, 1, unit.first_head + head,
                              call.context_lens[unit.sequence] - 1);
+            totals[head].reshape(group, rows[head].segment.columns);
+            totals[head].clear();
+        }
         Tokens<T> tokens, next;
         Walk<T> walk = walk_of(unit);
         walk.next(tokens);
@@ -261,23 +266,28 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
                 rows[head].attend(piece, begin);
             }
             std::copy_n(next, PIECE, tokens);
+            if ((begin + PIECE) % SEGMENT && begin + PIECE < unit.end) continue;
+            for (int64_t head = 0; head < unit.num_heads; ++head) {
+                for (int64_t i = 0; i < group; ++i) totals[head].merge(i, rows[head].segment, i);
+                rows[head].segment.clear();
+            }
         }
         for (int64_t head = 0; head < unit.num_heads; ++head) {
-            if (unit.first_part >= 0)
-                parts[unit.first_part * shape.num_kv_heads + unit.first_head + head] = rows[head].segment;
+            if (unit.part >= 0)
+                parts[unit.part * shape.num_kv_heads + unit.first_head + head] = totals[head];
             else
                 for (int64_t i = 0, of_query = (unit.first_head + head) * group; i < group; ++i, ++of_query)
-                    rows[head].segment.write(i, shape.head_size, shape.sink(of_query), out(unit.sequence, of_query));
+                    totals[head].write(i, shape.head_size, shape.sink(of_query), out(unit.sequence, of_query));
         }
     });
     for (const Unit& unit : units) {
-        if (unit.first_part < 0 || unit.begin / SEGMENT != first_segment(unit.sequence)) continue;
+        if (unit.part < 0 || unit.begin / SEGMENT != first_segment(unit.sequence)) continue;
         const int64_t count = num_segments(unit.sequence);
         for (int64_t head = unit.first_head; head < unit.first_head + unit.num_heads; ++head) {
-            Sums& whole = parts[unit.first_part * shape.num_kv_heads + head];
+            Sums& whole = parts[unit.part * shape.num_kv_heads + head];
             for (int64_t i = 0; i < group; ++i) {
                 for (int64_t later = 1; later < count; ++later)
-                    whole.merge(i, parts[(unit.first_part + later) * shape.num_kv_heads + head], i);
+                    whole.merge(i, parts[(unit.part + later) * shape.num_kv_heads + head], i);
                 whole.write(i, shape.head_size, shape.sink(head * group + i), out(unit.sequence, head * group + i));
             }
         }

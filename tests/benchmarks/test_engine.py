@@ -38,7 +38,7 @@ def test_operations_are_timed_and_the_rest_is_passed_on() -> None:
 
 
 def test_operations_of_a_step_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.engine.read_gb_s", lambda num_threads: 10.0)
+    monkeypatch.setattr("benchmarks.engine.READ_BYTES", 1 << 20)
     figures = operations(make_checkpoint("llama-gqa", tmp_path), num_sequences=2, context_len=20, num_threads=1)
     parts = sum(value for name, value in figures.items() if name.endswith("_ms") and name != "step_ms")
     assert parts == pytest.approx(figures["step_ms"])
