@@ -191,19 +191,27 @@ class NodeStore:
         return [ColdStatus(Tier.PEERS, state, **counts)]
 
     def _locate(
-        self, names: Sequence[BlockName], entries: Sequence[Entry | None], sources: Sequence[BlockSource]
+        self,
+        names: Sequence[BlockName],
+        entries: Sequence[Entry | None],
+        sources: Sequence[BlockSource],
+        deadline: float,
     ) -> list[Entry | BlockSource]:
-        """Finds the nearest place of each block, up to the first hole."""
-        far = self._far([name for name, entry in zip(names, entries, strict=True) if entry is None], sources)
+        """Finds the nearest place of each block, up to the first hole. Asks no source after the deadline."""
+        far = self._far([name for name, entry in zip(names, entries, strict=True) if entry is None], sources, deadline)
         places = (entry or next(far) for entry in entries)
         return [place for place in takewhile(lambda place: place is not None, places) if place is not None]
 
-    def _far(self, names: Sequence[BlockName], sources: Sequence[BlockSource]) -> Iterator[BlockSource | None]:
+    def _far(
+        self, names: Sequence[BlockName], sources: Sequence[BlockSource], deadline: float
+    ) -> Iterator[BlockSource | None]:
         """Yields the nearest source that has each block; asks for some at a time, as far as the caller goes."""
         for start in range(0, len(names), _LOOKUPS_AT_ONCE):
             found: dict[BlockKey, BlockSource] = {}
             asked = names[start : start + _LOOKUPS_AT_ONCE]
             for source in sources:
+                if self._clock() > deadline:
+                    break
                 keys = [name.key for name in asked if _may_have(source, name) and name.key not in found]
                 found |= dict.fromkeys(compress(keys, source.exists(keys) if keys else []), source)
             yield from (found.get(name.key) for name in asked)
@@ -216,12 +224,12 @@ class NodeStore:
         sources: Sequence[BlockSource],
     ) -> list[Tier]:
         """Copies the longest prefix that proves good; blocks from far tiers go into the arena on the way."""
-        places = self._locate(names, entries, sources)
+        deadline = self._clock() + _FAR_BUDGET_S + _FAR_BUDGET_PER_BLOCK_S * sum(entry is None for entry in entries)
+        places = self._locate(names, entries, sources, deadline)
         far_names = [name for name, place in zip(names, places, strict=False) if not isinstance(place, Entry)]
         reserved = self._directory.reserve(self._me, far_names, None).slots if far_names else []
         slots = dict(zip(far_names, reserved, strict=True))
         copied: list[_Source] = []
-        deadline = self._clock() + _FAR_BUDGET_S + _FAR_BUDGET_PER_BLOCK_S * len(far_names)
         with ExitStack() as stack:
             reads = [stack.enter_context(closing(self._read(one, names, places, slots))) for one in sources]
             for name, place, page in zip(names, places, pages, strict=False):

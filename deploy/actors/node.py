@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import socket
+import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -70,6 +71,13 @@ def _files(config: NodeConfig) -> tuple[object, int | None]:
     return Arena.identity(config.arena_path), os.stat(path).st_ino if os.path.exists(path) else None
 
 
+def _require_own(folder: Path) -> None:
+    """Raises ConfigError for a folder that other users can get into, or that is a link."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigError(f"the node's folder {folder} is not this user's own")
+
+
 def _make(config: NodeConfig) -> tuple[ExitStack, str]:
     """Returns the parts, and the address of the block port."""
     layout, store = config.layout, config.store
@@ -77,6 +85,7 @@ def _make(config: NodeConfig) -> tuple[ExitStack, str]:
         raise ConfigError(f"the node at {socket.gethostname()} has no model folder {config.model_folder}")
     folder = Path(store.directory_path).parent
     folder.mkdir(mode=0o700, exist_ok=True)
+    _require_own(folder)
     Arena.discard(config.arena_path)
     with ExitStack() as parts:
         parts.callback(_remove, folder)
@@ -101,6 +110,7 @@ def _make(config: NodeConfig) -> tuple[ExitStack, str]:
             blocks = BlockServer(directory, arena, layout.payload_bytes, config.token.encode())
             block_address = _listen(blocks, config.block_address)
             parts.callback(blocks.stop)
+        parts.callback(Path(config.arena_path).unlink, missing_ok=True)  # early: a slow tier may outlast the patience
         for writer in writers:  # called before all stops, so that they finish side by side
             parts.callback(writer.finish, FINISH_S)
         return parts.pop_all(), block_address

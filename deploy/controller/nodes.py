@@ -63,14 +63,14 @@ class Nodes:
         await asyncio.gather(*(self._host.end(service_of(node_id)) for node_id in self._homes))
 
     async def _open(self, node: RayNode) -> Home:
-        service = self._service(node)
         try:
+            service = self._service(node)
             home = Home(node, self._plan.machine or await self._host.inspect(service.name))
             service.config_json = to_json(self._plan.node_config(home))
             home = replace(home, block_address=json.loads(await service.start())["block_address"])
         except BaseException:
-            del self._homes[node.id]
-            await self._host.end(service.name)
+            self._homes.pop(node.id, None)
+            await self._host.end(node.service)
             raise
         self._record(node.id).try_write(to_json(home).encode())
         self._begin_watch(home, service)

@@ -243,7 +243,8 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
         auto& ahead = own<Ahead<T>>();
         auto& totals = own<std::vector<Sums>>();
         const Unit& unit = units[index];
-        if (int64_t(rows.size()) < unit.num_heads) rows.resize(unit.num_heads), totals.resize(unit.num_heads);
+        if (int64_t(rows.size()) < unit.num_heads) rows.resize(unit.num_heads);
+        if (int64_t(totals.size()) < unit.num_heads) totals.resize(unit.num_heads);  // it serves all dtypes, rows are of one
         for (int64_t head = 0; head < unit.num_heads; ++head) {
             rows[head].begin(shape, call.query + unit.sequence * call.query_stride, call.query_stride, 1, unit.first_head + head,
                              call.context_lens[unit.sequence] - 1);

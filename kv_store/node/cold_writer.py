@@ -65,10 +65,11 @@ class ColdWriter:
         """Writes blocks that the directory offers, up to the first failure, and counts them; tells it how that went."""
         batch = self._directory.cold_candidates(self._cold.tier, self._max_blocks, _LEASE_TTL_S)
         written: list[BlockKey] = []
+        until = time.monotonic() + _LEASE_TTL_S / 2
         try:
             for block in batch.blocks:
                 payload = self._arena.slot(block.slot)[: self._payload_bytes]
-                if self._is_over or not self._cold.put(block.name, payload, block.checksum):
+                if self._is_over or time.monotonic() > until or not self._cold.put(block.name, payload, block.checksum):
                     break
                 written.append(block.name.key)
         finally:

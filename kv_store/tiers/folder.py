@@ -7,6 +7,7 @@ FOLDER/.lock        made by the node that makes room; it counts for nothing once
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,10 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is opened, too, and not waited for
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPENS_AS_NO_FILE = (errno.ELOOP, errno.ENXIO)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_ENTRY = (FileNotFoundError, NotADirectoryError)
+"""The second one: a file, or a link, lies where a folder should."""
+_OWN_NAME = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]+")
 
 
 class Found(Enum):
@@ -58,9 +63,10 @@ class Folder:
         try:
             with _written_aside(self._folder, b"tried"):
                 pass
-        except OSError:
-            self.close()
-            raise
+        except OSError as error:
+            if error.errno not in _FULL:  # which may pass, and is no hindrance to readers
+                self.close()
+                raise
 
     def close(self) -> None:
         os.close(self._folder)
@@ -69,7 +75,7 @@ class Folder:
         """Tells whether there is anything under a key."""
         try:
             os.stat(_path_of(key), dir_fd=self._folder, follow_symlinks=False)
-        except FileNotFoundError:
+        except _NO_ENTRY:
             return False
         return True
 
@@ -85,7 +91,7 @@ class Folder:
                 with suppress(OSError):
                     os.utime(file)
                 return Found.FILE
-        except FileNotFoundError:
+        except _NO_ENTRY:
             return Found.NOTHING
         except OSError as error:
             if error.errno not in _OPENS_AS_NO_FILE:
@@ -102,7 +108,7 @@ class Folder:
     def remove(self, keys: Iterable[BlockKey]) -> None:
         """Removes what is under some keys, but for folders with something in them."""
         for key in keys:
-            with suppress(FileNotFoundError), self._shard(key) as shard:
+            with suppress(*_NO_ENTRY), self._shard(key) as shard:
                 try:
                     os.unlink(key.hex(), dir_fd=shard)
                 except IsADirectoryError:
@@ -110,10 +116,10 @@ class Folder:
                         os.rmdir(key.hex(), dir_fd=shard)
 
     def files(self) -> Iterator[StoredFile]:
-        """Lists the files, unfinished ones too."""
+        """Lists frames, unfinished ones too, and nothing that another program keeps here."""
         for shard in (f"{number:02x}" for number in range(256)):
-            with suppress(FileNotFoundError), _opened(shard, self._folder) as folder, os.scandir(folder) as entries:
-                for entry in entries:
+            with suppress(*_NO_ENTRY), _opened(shard, self._folder) as folder, os.scandir(folder) as entries:
+                for entry in filter(lambda entry: _OWN_NAME.fullmatch(entry.name), entries):
                     with suppress(FileNotFoundError):
                         file = entry.stat(follow_symlinks=False)
                         if not stat.S_ISDIR(file.st_mode):
@@ -121,8 +127,9 @@ class Folder:
 
     def remove_file(self, file: StoredFile) -> None:
         """Removes a file of the listing if it is still there."""
-        with suppress(FileNotFoundError):
-            os.unlink(file.path, dir_fd=self._folder)
+        shard, _, name = file.path.partition("/")
+        with suppress(*_NO_ENTRY), _opened(shard, self._folder) as folder:
+            os.unlink(name, dir_fd=folder)
 
     def try_lock(self) -> bool:
         """Makes the lock; False if another node has it, and has renewed it within a minute of this process's clock."""

@@ -28,6 +28,7 @@ _BYTES_IN_FLIGHT = 8 << 20
 _READ_BYTES = 256 << 10
 _MAX_LINE_BYTES = 512
 _GREETING_TIMEOUT_S = 2.0
+_VALUE_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 2.0
 T = TypeVar("T")
 
@@ -158,6 +159,7 @@ class _Replies:
     def __init__(self, pool: Any, keys: Sequence[BlockKey], frame_bytes: int) -> None:
         self._pool = pool
         self._num_left = len(keys)
+        self._deadline = 0.0
         self._start = b"$%d\r\n" % frame_bytes
         self._head = memoryview(bytearray(len(self._start) + FRONT_BYTES))
         self._end = memoryview(bytearray(2))
@@ -174,7 +176,7 @@ class _Replies:
 
         The front is valid until the next call. There is none after another answer than a front.
         """
-        num_received = 0
+        num_received, self._deadline = 0, time.monotonic() + _VALUE_TIMEOUT_S
         while num_received < len(self._head):
             num_received += self._receive_some(self._head[num_received:])
             if bytes(self._head[:num_received])[: len(self._start)] != self._start[:num_received]:
@@ -204,6 +206,8 @@ class _Replies:
         num_received: int = self._connection._sock.recv_into(into)  # its parser would copy what it receives
         if not num_received:
             raise ConnectionError("Redis has hung up")
+        if time.monotonic() > self._deadline:
+            raise TimeoutError("Redis sends too slowly")
         return num_received
 
 

@@ -19,6 +19,7 @@ from wire.pools import WorkerState
 log = logging.getLogger(__name__)
 
 RENEW_EVERY_S = 3.0
+_NO_BOUND = 1 << 62
 
 
 class HoldBudget:
@@ -150,10 +151,10 @@ class Holds:
                 line.release(attempt)
 
     def resize(self) -> None:
-        """Learns of the arenas from their workers, which have changed."""
+        """Learns of the arenas from their workers, which have changed. A node without workers lets all waits end."""
         num_arena_blocks = self._members.num_arena_blocks
         for node_id in {*self.budgets, *num_arena_blocks}:
-            self._let_start(self.budgets[node_id].resize(num_arena_blocks.get(node_id, 0)))
+            self._let_start(self.budgets[node_id].resize(num_arena_blocks.get(node_id, _NO_BOUND)))
 
     def check(self) -> list[str]:
         """Returns holds, and waits for one; none, once no request is open."""

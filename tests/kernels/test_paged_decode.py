@@ -57,6 +57,18 @@ def test_equals_dense_attention(
 
 
 @each
+def test_threads_keep_memory_for_any_number_of_heads_of_any_dtype(
+    decode: PagedDecodeAttention, device: torch.device
+) -> None:
+    for heads, dtype, tolerance in (
+        (Heads(8, 8, 32), torch.float32, FLOAT32_TOLERANCE),
+        (Heads(1, 1, 32), torch.float16, 1e-2),
+        (Heads(8, 8, 32), torch.float32, FLOAT32_TOLERANCE),
+    ):
+        check(decode, make_paged_batch(heads, [100] * 32, 16, dtype, device), tolerance=tolerance)
+
+
+@each
 @pytest.mark.parametrize("sliding_window", [1, 5, 16, 33, 1000])
 def test_sees_the_window_only(decode: PagedDecodeAttention, sliding_window: int, device: torch.device) -> None:
     batch = make_paged_batch(GROUPED, [1, 16, 33, 100], 16, device=device)

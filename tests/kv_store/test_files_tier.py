@@ -117,8 +117,41 @@ def test_no_link_in_the_place_of_a_folder_is_followed(opened: Open, tmp_path: Pa
     assert not got_one(tier, NAME)
     tier.delete([NAME.key])
     assert not put_one(tier, NAME)
-    assert (tier.status().state, tier.status().errors) == ("broken", 3)
+    assert (tier.status().state, tier.status().errors) == ("up", 1), "it keeps nothing else from being read"
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == [NAME.key.hex()]
+
+
+def test_a_folder_that_becomes_a_link_amid_making_room_keeps_its_files(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "kv"), time.monotonic)
+    folder.write(NAME.key, b"frame")
+    [listed] = folder.files()
+    shard = path_of(tmp_path, NAME).parent
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    folder.remove_file(listed)
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == [NAME.key.hex()]
+    folder.close()
+
+
+def test_files_of_other_programs_are_not_counted(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "kv"), time.monotonic)
+    folder.write(NAME.key, b"frame")
+    path_of(tmp_path, NAME).with_name("a_file_of_another_program").touch()
+    (tmp_path / "kv" / "00").touch()
+    assert [file.num_bytes for file in folder.files()] == [5]
+    folder.close()
+
+
+def test_a_full_file_system_is_no_hindrance_to_a_start(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert put_one(opened(), NAME)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kv_store.tiers.folder._written_aside", refuse)
+    tier = opened()
+    assert got_one(tier, NAME)
+    assert not put_one(tier, NAME)
 
 
 def test_a_folder_that_was_emptied_is_filled_again(opened: Open, tmp_path: Path) -> None:

@@ -294,3 +294,16 @@ async def test_each_node_has_a_budget_and_hears_of_its_own_holds(pair: Pair) -> 
             await until(lambda: pair.workers[1].renewed)
     await until(lambda: [worker.releases for worker in pair.workers] == [[A], [B]])
     assert pair.workers[0].renewed == []
+
+
+async def test_on_a_node_that_has_lost_its_workers_nothing_waits(pair: Pair) -> None:
+    tasks = [pair.begin(attempt, FIVE) for attempt in (A, B, C)]
+    await until(lambda: pair.holds.budgets[""].num_waiting == 2)
+    gone = [pair.members.remove(member.id) for member in pair.members]
+    pair.holds.resize()
+    await until(lambda: set(pair.holds.budgets[""].kept) == {A, B, C})
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for member in gone:
+        await member.line.close(Unavailable("the test is over"))

@@ -3,6 +3,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,8 +28,17 @@ class ServiceHost(LocalHost):
         super().__init__()
         self.ray_nodes = [A, B]
         self.configs: list[str] = []
+        self.refusals: list[Exception] = []
+        self.gate: asyncio.Event | None = None
+
+    def launch(self, name: str, target: str, *place: Any) -> None:
+        if self.refusals:
+            raise self.refusals.pop()
+        super().launch(name, target, *place)
 
     async def start(self, name: str, config_json: str, timeout_s: float) -> str:
+        if self.gate is not None:
+            await self.gate.wait()
         await super().start(name, config_json, timeout_s)
         address = json.loads(config_json)["block_address"].removesuffix(":0")
         self.configs.append(config_json)
@@ -84,6 +94,26 @@ async def test_a_service_that_does_not_start_is_an_error_and_the_next_worker_tri
     assert [str(failure) for failure in failures] == ["no model folder"] * 2
     assert world.host.actors == {}
     assert (await world.nodes.join(B)).node == B
+
+
+async def test_a_service_that_cannot_be_launched_is_tried_again_by_the_next_worker(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.host.refusals = [Unavailable("the head does not answer")]
+    with pytest.raises(Unavailable, match="the head"):
+        await world.nodes.join(B)
+    assert (await world.nodes.join(B)).node == B
+
+
+async def test_a_node_that_is_lost_amid_joining_is_unavailable(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.host.gate = asyncio.Event()
+    joining = asyncio.create_task(world.nodes.join(B))
+    await asyncio.sleep(0.01)
+    world.host.ray_nodes = [A]
+    await world.until("the node of node-bbbbbbbb was lost")
+    world.host.gate.set()
+    with pytest.raises(Unavailable, match="was lost"):
+        await joining
 
 
 async def test_a_service_that_dies_comes_back_on_its_node_at_the_address_that_workers_know(tmp_path: Path) -> None:
