@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
 import pytest
 
@@ -170,10 +170,14 @@ async def test_a_cold_tier_that_is_too_slow_is_given_up_for_this_prompt(monkeypa
         nonlocal now
         now += 0.3
 
+    def on_our_clock(*parts: Any) -> NodeStore:
+        layout, arena, directory, cold, pool, _, *rest = parts
+        return NodeStore(layout, arena, directory, cold, pool, lambda: now, *rest)
+
     async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
         await serve(cluster)
         cluster.move_to_cold()
-        monkeypatch.setattr("worker.assembly.NodeStore", partial(NodeStore, clock=lambda: now))
+        monkeypatch.setattr("worker.assembly.NodeStore", on_our_clock)
         await fresh_workers(cluster)
         cluster.colds["p1"].on_get = be_slow
         assert tiers_from_pb((await serve(cluster)).usage.cached_tokens).get("redis", 0) == 16 * 2, (
