@@ -117,7 +117,12 @@ class BlockServer:
                     connection.close()
                     continue
                 self._readers[connection] = reader
-            reader.start()
+                try:
+                    reader.start()
+                except RuntimeError as error:  # no thread can be had
+                    log.warning("a connection to the block port could not be served: %s", error)
+                    del self._readers[connection]
+                    connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -248,7 +253,10 @@ class BlockReader:
 
     def _connect(self) -> socket.socket:
         host, _, port = self._address.rpartition(":")
-        connection = socket.create_connection((host, int(port)), self._timeout_s)
+        try:
+            connection = socket.create_connection((host, int(port)), self._timeout_s)
+        except (ValueError, OverflowError) as error:
+            raise StoreError(f"{self._address!r} is no address") from error
         try:
             _prepare(connection, self._timeout_s)
             _greet_server(connection, self._token, self._payload_bytes)

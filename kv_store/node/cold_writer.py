@@ -50,7 +50,7 @@ class ColdWriter:
         self._thread.start()
 
     def finish(self, grace_s: float) -> None:
-        """Lets the thread write what is left for so long, and then end. Does not block."""
+        """Gives the thread so long to write the rest, and then ends it. Does not block."""
         self._end = time.monotonic() + grace_s
         self._is_stopping.set()
 

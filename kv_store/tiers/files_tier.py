@@ -146,7 +146,7 @@ class FilesTier(FramedTier):
 
 
 class _Room:
-    """The bytes that this process may write to a folder before it counts again what is there, and makes room.
+    """The bytes that this process may write to a folder before it counts the files again, and makes room.
 
     It counts on a thread of its own, since that takes long where there is much.
     """

@@ -99,14 +99,14 @@ class Folder:
             return Found.OTHER
 
     def write(self, key: BlockKey, *parts: bytes | memoryview) -> None:
-        """Writes a file in one step, in the place of what is there."""
+        """Writes a file in one step, in the place of an earlier entry."""
         with suppress(FileExistsError):
             os.mkdir(_shard_of(key), 0o700, dir_fd=self._folder)
         with self._shard(key) as shard, _written_aside(shard, *parts) as path:
             os.rename(path, key.hex(), src_dir_fd=shard, dst_dir_fd=shard)
 
     def remove(self, keys: Iterable[BlockKey]) -> None:
-        """Removes what is under some keys, but for folders with something in them."""
+        """Removes the entries under some keys, but for folders that are not empty."""
         for key in keys:
             with suppress(*_NO_ENTRY), self._shard(key) as shard:
                 try:

@@ -163,18 +163,19 @@ class Flow:
         self.timeline.begin_span("wait_room")
         async with holds.hold(self._attempt_id, keys, node_id) as hold:
             self._end_span("wait_room")
-            await self._prefill(hold)
-            if not self.answer.has_ended:
-                await self._decode(hold)
+            member = placement.choose_prefill(keys, num_prompt, hold.node_id)
+            if member is not None:
+                await self._prefill(member, hold)
+                if not self.answer.has_ended:
+                    await self._decode(hold)
+        if member is None:  # the node has lost its prefill workers meanwhile
+            await self._decode(None)
 
-    async def _prefill(self, hold: Hold) -> None:
+    async def _prefill(self, member: Member, hold: Hold) -> None:
         """Lets a worker publish the prompt's blocks under a hold, and takes one first token per choice."""
-        num_prompt = len(self.prepared.prompt_ids)
-        member = self._services.placement.choose_prefill(self.prepared.keys, num_prompt, hold.node_id)
-        if member is not None:
-            self._prefill_worker = member.id
-            with member.assigned(self.prepared.sampling.n, num_prompt):
-                await self._run("prefill", member, hold.keep)
+        self._prefill_worker = member.id
+        with member.assigned(self.prepared.sampling.n, len(self.prepared.prompt_ids)):
+            await self._run("prefill", member, hold.keep)
 
     async def _decode(self, hold: Hold | None) -> None:
         """Lets a worker decode the unfinished choices. The hold ends when their blocks are fetched."""

@@ -2,6 +2,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -149,6 +150,25 @@ def test_the_thread_writes_what_comes_survives_faults_and_stops(node: Node, capl
     assert "out of luck" in caplog.text
     node.publish(names_of(4, first=1000))
     assert not node.is_cold(names_of(4, first=1000)[0])
+
+
+def test_a_tier_that_is_too_slow_for_a_batch_gets_it_in_parts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the lease would run out, and the same blocks be written again for ever."""
+    now = 0.0
+
+    def be_slow() -> bool:
+        nonlocal now
+        now += 4.0
+        node.clock.now += 4.0
+        return True
+
+    monkeypatch.setattr("kv_store.node.cold_writer.time", SimpleNamespace(monotonic=lambda: now))
+    names = names_of(16)
+    node.publish(names)
+    node.cold.before = be_slow
+    assert node.writer.write_some() == 2
+    assert node.writer.write_some() == 2
+    assert all(node.is_cold(name) for name in names)
 
 
 def test_it_may_be_stopped_before_it_was_started(node: Node) -> None:

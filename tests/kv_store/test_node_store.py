@@ -1,6 +1,6 @@
 """The store over all tiers: of the twins, and of real sockets, shared memory and Redis."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, names_of, payload_of, put_one
 from tests.kv_store.pools import filled_pool, page_of, pages_from
 from wire.errors import ConfigError
-from wire.ids import PageId, RequestId
+from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
 from wire.layout import KVLayout
 from wire.tier import Tier
@@ -298,6 +298,28 @@ def test_a_lease_that_runs_out_while_reading_gives_nothing(node: Node) -> None:
     node.publish(names)
     assert node.store(SlowPool(node.clock, 100.0)).fetch(names, pages_from(0, 4)) == []
     assert node.store(SlowPool(node.clock, 0.5)).fetch(names, pages_from(0, 4)) == [Tier.HOST] * 4
+
+
+class SlowSource(MemoryTier):
+    """Time goes by while it is asked, and it has nothing."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__(LAYOUT)
+        self._clock = clock
+        self.num_asked = 0
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self.num_asked += 1
+        self._clock.now += 1.0
+        return [False] * len(keys)
+
+
+def test_sources_are_asked_only_while_computing_would_take_longer(node: Node) -> None:
+    names, sources = names_of(16), [SlowSource(node.clock) for _ in range(3)]
+    node.publish(names[:2])
+    store = NodeStore(LAYOUT, node.arena, node.directory, sources, filled_pool([]), node.clock)
+    assert store.fetch(names, pages_from(0, 4)) == [Tier.HOST] * 2
+    assert [source.num_asked for source in sources] == [1, 0, 0]
 
 
 class BrokenPool(DevicePool):

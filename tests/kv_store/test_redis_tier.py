@@ -2,8 +2,10 @@
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -294,6 +296,45 @@ def test_over_tcp_too(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
     assert got_one(tier, NAME)
     assert not got_one(tier_of(server), NAME)
     tier.close()
+
+
+def test_a_reply_that_trickles_in_is_given_up(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait for one byte is long, but all of them together are."""
+    monkeypatch.setattr("kv_store.tiers.redis_tier._VALUE_TIMEOUT_S", 0.05)
+    server, is_slow, is_over = launch(), threading.Event(), threading.Event()
+
+    def forward(source: socket.socket, target: socket.socket, may_trickle: threading.Event) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                size = 1 if may_trickle.is_set() else len(data)
+                for at in range(0, len(data), size):
+                    target.sendall(data[at : at + size])
+                    is_over.wait(0.005 * may_trickle.is_set())
+
+    def accept(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                client, upstream = listener.accept()[0], socket.socket(socket.AF_UNIX)
+                upstream.connect(server.url.removeprefix("unix://"))
+                ends.extend((client, upstream))
+                for parts in ((client, upstream, threading.Event()), (upstream, client, is_slow)):
+                    threading.Thread(target=forward, args=parts, daemon=True).start()
+
+    ends: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, args=[listener], daemon=True).start()
+        url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
+        tier = RedisTier(url, LAYOUT, MAC_KEY, AMPLE_S)
+        assert put_one(tier, NAME)
+        assert got_one(tier, NAME)
+        is_slow.set()
+        assert not got_one(tier, NAME)
+        assert tier.status().errors == 1
+        is_over.set()
+        tier.close()
+        listener.shutdown(socket.SHUT_RDWR)
+    for end in ends:
+        end.close()
 
 
 def _free_port() -> int:

@@ -11,6 +11,7 @@ from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient, _Connection
 from kv_store.tiers.memory_tier import MemoryTier
+from tests.faults import cold_gate
 from tests.simulator.invariants import Watch
 from tests.simulator.virtual_time import Process
 from wire.codec import LENGTH, Refused, ServiceCodec
@@ -19,7 +20,6 @@ from wire.errors import StoreError
 from wire.ids import BlockKey
 from wire.keys import BlockName
 from wire.layout import KVLayout
-from wire.tier import ColdStatus, Tier
 
 WRITE_EVERY_S = 0.1
 _ENDED = {"commit": "committed", "reserve": "reserved", "lease": "leased", "release": "released"}
@@ -195,35 +195,21 @@ class SimDirectoryClient(DirectoryClient):
         self._connection = DirectorySocket(caller, node, self.names)
 
 
-class ColdGate:
+class ColdGate(cold_gate.ColdGate):
     """A process's way to the cold tier, which may be down, slow or full for all of them."""
 
-    tier = Tier.REDIS
-
     def __init__(self, tier: "SimColdTier", on_call: Callable[[], None]) -> None:
-        self._tier = tier
+        super().__init__(tier)
         self._on_call = on_call
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._on_call()
-        return self._tier.exists(keys)
+        return super().exists(keys)
 
     def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
         if names:
             self._on_call()
-        yield from self._tier.get(names, into)
-
-    def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
-        return self._tier.put(name, payload, checksum)
-
-    def delete(self, keys: Sequence[BlockKey]) -> None:
-        self._tier.delete(keys)
-
-    def status(self) -> ColdStatus:
-        return self._tier.status()
-
-    def close(self) -> None:
-        """Leaves the tier to the others."""
+        yield from super().get(names, into)
 
 
 class SimColdTier(MemoryTier):

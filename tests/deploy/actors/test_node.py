@@ -77,6 +77,26 @@ def test_a_node_that_cannot_host_workers_says_why_and_leaves_no_arena(
     assert not os.path.exists(config.arena_path)
 
 
+def plant_link(folder: Path) -> None:
+    (folder.parent / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+def plant_open_folder(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+@pytest.mark.parametrize("plant", [plant_link, plant_open_folder])
+def test_a_folder_that_others_can_get_into_is_refused(config: NodeConfig, plant: Callable[[Path], None]) -> None:
+    folder = Path(config.store.directory_path).parent / "planted"
+    plant(folder)
+    store = replace(config.store, directory_path=str(folder / "directory.sock"))
+    with pytest.raises(ConfigError, match="not this user's own"):
+        asyncio.run(NodeActor(to_json(replace(config, store=store))).start())
+    assert not os.path.exists(config.arena_path)
+
+
 def test_a_later_node_gets_the_memory_of_a_dead_one_that_workers_still_map(config: NodeConfig) -> None:
     Arena.create(config.arena_path, LAYOUT.block_bytes, NUM_SLOTS).close()
     mapped = Arena.open(config.arena_path)
