@@ -4,9 +4,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
-from kv_store.ledger import Ledger, Worth
+from kv_store.eviction_order import Worth
+from kv_store.ledger import Ledger
 from wire.ids import PageId
 from wire.tier import COLD_TIERS, Tier, Write
+
+_FULL, _READ = 1, 2
+_IN = {tier: 4 << nth for nth, tier in enumerate(COLD_TIERS)}
 
 
 class Copies:
@@ -20,35 +24,35 @@ class Copies:
         self._ledger = ledger
         self._writes = writes
         self._num_wanted_lossless = ledger.num_pages - int(ledger.num_pages * high_water)
-        self._tiers: dict[PageId, set[Tier]] = {}
-        self._read: set[PageId] = set()
+        self._flags = bytearray(ledger.num_pages)
         self._to_write: dict[Tier, OrderedDict[PageId, None]] = {tier: OrderedDict() for tier in COLD_TIERS}
 
     def begin(self, slot: PageId) -> None:
         """Notes a new block."""
-        self._tiers[slot] = set()
+        self._flags[slot] = _FULL
         self._want(Write.ALL, slot)
 
     def note_reads(self, slots: Iterable[PageId]) -> None:
         """Notes that blocks are read; a block's first read while a hold keeps it is its hand-off, and no reuse."""
-        for slot in filter(self._tiers.__contains__, slots):
-            if slot in self._read or not self._ledger.num_references(slot):
-                self._want(Write.REUSED, slot)
-            self._read.add(slot)
+        for slot in slots:
+            if self._flags[slot]:
+                if self._flags[slot] & _READ or not self._ledger.num_references(slot):
+                    self._want(Write.REUSED, slot)
+                self._flags[slot] |= _READ
 
     def add(self, tier: Tier, slot: PageId) -> bool:
         """Notes a copy in a tier; False for a tail."""
-        if slot not in self._tiers:
+        if not self._flags[slot]:
             return False
-        self._tiers[slot].add(tier)
+        self._flags[slot] |= _IN[tier]
         self._to_write[tier].pop(slot, None)
         self._ledger.revalue(slot, Worth.COPIED)
         return True
 
     def end(self, slot: PageId) -> None:
         """Forgets a block that is no longer found."""
-        self._read.discard(slot)
-        if self._tiers.pop(slot, None) is not None:
+        if self._flags[slot]:
+            self._flags[slot] = 0
             for slots in self._to_write.values():
                 slots.pop(slot, None)
 
@@ -62,7 +66,7 @@ class Copies:
 
     def check(self) -> list[str]:
         """Lists the faults of the books; an empty list is a clean bill."""
-        slots = self._read.union(self._tiers, *self._to_write.values())
+        slots = {PageId(slot) for slot, flags in enumerate(self._flags) if flags}.union(*self._to_write.values())
         return ["a block with copies is not found"] if any(self._ledger.key_of(slot) is None for slot in slots) else []
 
     def _rule_of(self, tier: Tier) -> Write:
@@ -70,5 +74,5 @@ class Copies:
 
     def _want(self, rule: Write, slot: PageId) -> None:
         for tier, slots in self._to_write.items():
-            if self._rule_of(tier) is rule and tier not in self._tiers[slot]:
+            if self._rule_of(tier) is rule and not self._flags[slot] & _IN[tier]:
                 slots[slot] = None

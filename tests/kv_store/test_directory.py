@@ -292,6 +292,13 @@ def test_names_in_a_circle_do_no_harm(served: Served) -> None:
     served.publish([replace(name, parent=other.key)])
     served.publish([replace(other, parent=name.key)])
     assert served.found([name, other]) == [True, True]
+    served.publish(names_of(4 * NUM_SLOTS, first=1000))
+    assert served.found([name, other]) == [False, False]
+
+
+def test_a_block_is_told_as_it_was_committed(served: Served) -> None:
+    blocks = served.publish(names_of(10))
+    assert sorted(served.directory.blocks(), key=lambda block: block.slot) == sorted(blocks, key=lambda b: b.slot)
 
 
 def test_what_the_cold_tier_has_is_evicted_first(served: Served) -> None:
