@@ -42,8 +42,8 @@ class BlockStore(Protocol):
     def withdraw(self, names: Sequence[BlockName]) -> None:
         """Makes blocks unfindable in every tier."""
 
-    def renew(self, request_ids: Sequence[RequestId]) -> None:
-        """Prolongs the holds of requests."""
+    def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
+        """Prolongs the holds of requests; returns the requests that have none, or none any more."""
 
     def release_holds(self, request_ids: Sequence[RequestId]) -> None:
         """Ends the holds of requests."""

@@ -87,8 +87,8 @@ class NodeStore:
         for tier in self._cold:
             tier.delete([name.key for name in names])
 
-    def renew(self, request_ids: Sequence[RequestId]) -> None:
-        self._or_else(0, lambda: self._directory.renew(request_ids, HOLD_TTL_S))
+    def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
+        return self._or_else([], lambda: self._directory.renew(request_ids, HOLD_TTL_S))
 
     def release_holds(self, request_ids: Sequence[RequestId]) -> None:
         self._or_else(0, lambda: self._directory.release_holds(request_ids))

@@ -1,7 +1,7 @@
 """Copies of an arena's blocks in cold tiers: the tiers that have each block, and the blocks to be written to each."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from kv_store.eviction_order import Worth
@@ -49,6 +49,17 @@ class Copies:
         self._ledger.revalue(slot, Worth.COPIED)
         return True
 
+    def want(self, slots: Iterable[PageId], tier: Tier) -> None:
+        """Has blocks written to a tier, whatever its rule, but for blocks that a tier has or is to get."""
+        for slot in slots:
+            is_wanted = any(slot in waiting for waiting in self._to_write.values())
+            if not is_wanted and not self.is_safe(slot, COLD_TIERS):
+                self._to_write[tier][slot] = None
+
+    def is_safe(self, slot: PageId, tiers: Sequence[Tier]) -> bool:
+        """Tells whether one of these tiers has a block, or no tier is ever to have it."""
+        return not self._flags[slot] or any(self._flags[slot] & _IN[tier] for tier in tiers)
+
     def end(self, slot: PageId) -> None:
         """Forgets a block that is no longer found."""
         if self._flags[slot]:
@@ -58,7 +69,7 @@ class Copies:
 
     def wanted(self, tier: Tier, max_blocks: int) -> list[PageId]:
         """Lists blocks to be written to a tier, the oldest first, at a cost that follows from `max_blocks` alone."""
-        if self._rule_of(tier) is not Write.DEMOTED:
+        if self._rule_of(tier) is not Write.DEMOTED or self._to_write[tier]:
             return list(islice(self._to_write[tier], max_blocks))
         num_cheap = self._ledger.num_cached(Worth.TAIL) + self._ledger.num_cached(Worth.COPIED)
         num_short = self._num_wanted_lossless - self._ledger.counts().free - num_cheap

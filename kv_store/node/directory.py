@@ -26,8 +26,10 @@ from wire.directory import Block, DirectoryInfo, DirectoryStatus, Entry, Hold, L
 from wire.frame import CHECKSUM_BYTES
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
-from wire.tier import ColdStatus, Tier, Write
+from wire.tier import COLD_TIERS, ColdStatus, Tier, Write
 
+_MAX_HELD_SHARE = 0.25
+"""Beyond this share of the slots, held blocks are moved to cold tiers; prefill waits at twice of it (`HoldBudget`)."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -78,6 +80,7 @@ class Directory(DirectoryPort):
         self._num_read = Counter[bool]()
         self._copies = Copies(self._ledger, writes or {}, high_water)
         self._cold: dict[Tier, ColdStatus] = {}
+        self._max_held = num_slots * _MAX_HELD_SHARE
         self._lock = threading.Lock()
 
     def info(self) -> DirectoryInfo:
@@ -150,8 +153,11 @@ class Directory(DirectoryPort):
         return len(gone)
 
     @_exclusive
-    def renew(self, request_ids: Sequence[RequestId], ttl_s: float) -> int:
-        return sum([self._holds.renew(request_id, ttl_s) for request_id in request_ids])
+    def renew(self, request_ids: Sequence[RequestId], ttl_s: float) -> list[RequestId]:
+        tiers = self._tiers_up
+        for request_id in request_ids:
+            self._holds.end_if_moved(request_id, lambda slot: self._copies.is_safe(slot, tiers))
+        return [request_id for request_id in request_ids if not self._holds.renew(request_id, ttl_s)]
 
     @_exclusive
     def release_holds(self, request_ids: Sequence[RequestId]) -> int:
@@ -225,6 +231,13 @@ class Directory(DirectoryPort):
     def _keep(self, hold: Hold | None, slots: list[PageId]) -> None:
         if hold is not None:
             self._holds.keep(hold, slots)
+            if self._tiers_up and self._ledger.counts().published > self._max_held:
+                self._copies.want(self._holds.move(hold.request_id), self._tiers_up[0])
+
+    @property
+    def _tiers_up(self) -> list[Tier]:
+        """Cold tiers that answer, nearest first."""
+        return [tier for tier in COLD_TIERS if tier in self._cold and self._cold[tier].state != "broken"]
 
     def _publish(self, block: Block) -> None:
         worth = Worth.TAIL if block.name.is_tail else Worth.ONLY_COPY

@@ -89,8 +89,11 @@ class DirectoryPort:
         """Makes corrupt blocks unfindable if slot and checksum are still theirs, and counts them."""
 
     @_carried
-    def renew(self, request_ids: Sequence[RequestId], ttl_s: TtlS, /) -> int:
-        """Prolongs the holds of requests, and counts the requests that hold a block."""
+    def renew(self, request_ids: Sequence[RequestId], ttl_s: TtlS, /) -> list[RequestId]:
+        """Prolongs the holds of requests, and lists the requests that hold no block.
+
+        A hold that was taken while holds had a quarter of the arena ends here, once all its blocks are in cold tiers.
+        """
 
     @_carried
     def release_holds(self, request_ids: Sequence[RequestId], /) -> int:

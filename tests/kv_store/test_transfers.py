@@ -57,7 +57,8 @@ class FakeStore:
         if self.error is not None:
             raise self.error
 
-    def renew(self, request_ids: Sequence[RequestId]) -> None: ...
+    def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
+        return []
 
     def release_holds(self, request_ids: Sequence[RequestId]) -> None: ...
 

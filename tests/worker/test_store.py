@@ -32,7 +32,8 @@ class SlowStore:
 
     def withdraw(self, names: Sequence[BlockName]) -> None: ...
 
-    def renew(self, request_ids: Sequence[RequestId]) -> None: ...
+    def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
+        return []
 
     def release_holds(self, request_ids: Sequence[RequestId]) -> None:
         assert self.may_answer.wait(20.0)

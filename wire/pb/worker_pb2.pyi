@@ -24,12 +24,14 @@ class ConnectRequest(_message.Message):
     def __init__(self, aborts: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., renewals: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("updates", "answers")
+    __slots__ = ("updates", "answers", "ended_holds")
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_HOLDS_FIELD_NUMBER: _ClassVar[int]
     updates: _containers.RepeatedCompositeFieldContainer[Update]
     answers: _containers.RepeatedCompositeFieldContainer[Answer]
-    def __init__(self, updates: _Optional[_Iterable[_Union[Update, _Mapping]]] = ..., answers: _Optional[_Iterable[_Union[Answer, _Mapping]]] = ...) -> None: ...
+    ended_holds: _containers.RepeatedCompositeFieldContainer[AttemptId]
+    def __init__(self, updates: _Optional[_Iterable[_Union[Update, _Mapping]]] = ..., answers: _Optional[_Iterable[_Union[Answer, _Mapping]]] = ..., ended_holds: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ...) -> None: ...
 
 class AttemptId(_message.Message):
     __slots__ = ("request_id", "attempt")
