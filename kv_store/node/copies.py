@@ -68,9 +68,15 @@ class Copies:
                 slots.pop(slot, None)
 
     def wanted(self, tier: Tier, max_blocks: int) -> list[PageId]:
-        """Lists blocks to be written to a tier, the oldest first, at a cost that follows from `max_blocks` alone."""
+        """Lists blocks to be written to a tier, the oldest first, at a cost that follows from `max_blocks` alone.
+
+        Blocks that wait for it go to the end: one that cannot be written holds up no other.
+        """
         if self._rule_of(tier) is not Write.DEMOTED or self._to_write[tier]:
-            return list(islice(self._to_write[tier], max_blocks))
+            slots = list(islice(self._to_write[tier], max_blocks))
+            for slot in slots:
+                self._to_write[tier].move_to_end(slot)
+            return slots
         num_cheap = self._ledger.num_cached(Worth.TAIL) + self._ledger.num_cached(Worth.COPIED)
         num_short = self._num_wanted_lossless - self._ledger.counts().free - num_cheap
         return self._ledger.oldest(Worth.ONLY_COPY, min(max_blocks, max(0, num_short)))

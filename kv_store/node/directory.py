@@ -146,11 +146,11 @@ class Directory(DirectoryPort):
 
     @_exclusive
     def withdraw(self, blocks: Sequence[Block]) -> int:
-        gone = [block for block in blocks if self._is_found(block)]
-        for block in gone:
-            self._ledger.withdraw(block.slot)
-            self._copies.end(block.slot)
-        return len(gone)
+        return self._withdraw([block.slot for block in blocks if self._is_found(block)])
+
+    @_exclusive
+    def forget(self, keys: Sequence[BlockKey]) -> int:
+        return self._withdraw(self._find(keys))
 
     @_exclusive
     def renew(self, request_ids: Sequence[RequestId], ttl_s: float) -> list[RequestId]:
@@ -220,6 +220,12 @@ class Directory(DirectoryPort):
 
     def _find(self, keys: Iterable[BlockKey]) -> list[PageId]:
         return [slot for key in keys if (slot := self._ledger.find(key)) is not None]
+
+    def _withdraw(self, slots: Sequence[PageId]) -> int:
+        for slot in slots:
+            self._ledger.withdraw(slot)
+            self._copies.end(slot)
+        return len(slots)
 
     def _found(self) -> list[Block]:
         slots = map(PageId, range(self._info.num_slots))

@@ -89,6 +89,10 @@ class DirectoryPort:
         """Makes corrupt blocks unfindable if slot and checksum are still theirs, and counts them."""
 
     @_carried
+    def forget(self, keys: Sequence[BlockKey], /) -> int:
+        """Makes blocks unfindable, whatever their bytes, and counts them."""
+
+    @_carried
     def renew(self, request_ids: Sequence[RequestId], ttl_s: TtlS, /) -> list[RequestId]:
         """Prolongs the holds of requests, and lists the requests that hold no block.
 
@@ -119,5 +123,5 @@ class Greeting:
 
 
 CALLS = ServiceCodec(DirectoryPort)
-CALLS_OF_ANY_EPOCH = frozenset(("attach", "exists", "renew", "release_holds", "mark_cold", "status", "check"))
+CALLS_OF_ANY_EPOCH = frozenset(("attach", "exists", "forget", "renew", "release_holds", "mark_cold", "status", "check"))
 GREETING = ServiceCodec(Greeting)

@@ -158,6 +158,8 @@ class Holds:
         num_arena_blocks = self._members.num_arena_blocks
         for node_id in {*self.budgets, *num_arena_blocks}:
             self._let_start(self.budgets[node_id].resize(num_arena_blocks.get(node_id, _NO_BOUND)))
+            if node_id not in num_arena_blocks and not self.budgets[node_id].num_blocks:
+                del self.budgets[node_id]
 
     def check(self) -> list[str]:
         """Returns holds, and waits for one; none, once no request is open."""

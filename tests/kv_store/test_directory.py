@@ -309,6 +309,14 @@ def test_a_corrupt_block_is_found_no_more(served: Served) -> None:
     assert served.port.status().counts.free == NUM_SLOTS - 1
 
 
+def test_blocks_are_forgotten_by_their_keys(served: Served) -> None:
+    names = names_of(10)
+    served.publish(names)
+    assert served.port.forget(keys([names[0], names[2], *names_of(4, first=1000)])) == 2
+    assert served.found(names) == [False, True, False]
+    assert served.port.status().counts.free == NUM_SLOTS - 1
+
+
 def test_a_corrupt_block_that_is_held_and_read_is_free_when_both_end(served: Served) -> None:
     names = names_of(4)
     [bad] = served.publish(names, hold())
@@ -405,6 +413,15 @@ def test_all_full_blocks_are_offered_to_a_tier_that_gets_all() -> None:
     assert directory.exists(keys(names)) == [False] * 4
     assert not set(written_next(directory, Tier.FILES)) & set(keys(names)), "what was evicted is offered no more"
     assert directory.check() == []
+
+
+def test_blocks_that_were_not_written_are_offered_after_the_others() -> None:
+    directory = Directory(NUM_SLOTS, FakeClock(), writes={Tier.FILES: Write.ALL})
+    names = names_of(16)
+    Served(directory, directory, FakeClock()).publish(names)
+    first, second, third = (written_next(directory, Tier.FILES, 2) for _ in range(3))
+    assert {*first, *second} == set(keys(names))
+    assert third == first
 
 
 def test_blocks_that_are_read_outside_of_a_hand_off_are_offered_to_a_tier_that_gets_reused_ones() -> None:

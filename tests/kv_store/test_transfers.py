@@ -48,7 +48,7 @@ class FakeStore:
         self._work("publish", names, pages, hold)
         return len(names)
 
-    def withdraw(self, names: Sequence[BlockName]) -> None:
+    def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
         self._work("withdraw", names)
 
     def _work(self, *asked: object) -> None:

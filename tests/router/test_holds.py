@@ -325,6 +325,14 @@ async def test_each_node_has_a_budget_and_hears_of_its_own_holds(pair: Pair) -> 
     assert pair.workers[0].renewed == []
 
 
+async def test_the_budget_of_a_node_that_is_gone_goes_with_its_last_hold(pair: Pair) -> None:
+    async with pair.holds.hold(A, FIVE, "gone"):
+        pair.holds.resize()
+        assert set(pair.holds.budgets) == {"", "gone"}
+    pair.holds.resize()
+    assert set(pair.holds.budgets) == {""}
+
+
 async def test_on_a_node_that_has_lost_its_workers_nothing_waits(pair: Pair) -> None:
     tasks = [pair.begin(attempt, FIVE) for attempt in (A, B, C)]
     await until(lambda: pair.holds.budgets[""].num_waiting == 2)

@@ -30,7 +30,7 @@ class SlowStore:
     def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
         return 0
 
-    def withdraw(self, names: Sequence[BlockName]) -> None: ...
+    def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None: ...
 
     def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
         return []

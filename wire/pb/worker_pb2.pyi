@@ -42,7 +42,7 @@ class AttemptId(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses")
+    __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses", "computes_all")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ROOT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class Begin(_message.Message):
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     TIME_LEFT_S_FIELD_NUMBER: _ClassVar[int]
     BLOCK_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_ALL_FIELD_NUMBER: _ClassVar[int]
     id: AttemptId
     namespace_root: bytes
     prompt: _inference_pb2.TokenIds
@@ -57,7 +58,8 @@ class Begin(_message.Message):
     choices: _containers.RepeatedCompositeFieldContainer[ChoiceSoFar]
     time_left_s: float
     block_addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceSoFar, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    computes_all: bool
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceSoFar, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ...) -> None: ...
 
 class ChoiceSoFar(_message.Message):
     __slots__ = ("index", "output")
