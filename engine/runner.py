@@ -18,7 +18,7 @@ from engine.sampler import Draw, likeliest, sample
 from engine.sequence import Sequence
 from kernels.backend import KVPages
 from wire import incident
-from wire.errors import BatonError
+from wire.errors import BatonError, NoNumber
 from wire.ids import PageId
 from wire.sampling import Logprobs
 
@@ -232,4 +232,4 @@ def _split(work: Work) -> list[Work]:
 
 
 def _no_number() -> BatonError:
-    return BatonError("the model's output is not a number")
+    return NoNumber("the model's output is not a number")

@@ -16,6 +16,7 @@ BatonError                INTERNAL             500
 ├── Cancelled             CANCELLED            499
 ├── AttemptsExhausted     ABORTED              409   the request outlived as many workers as it may
 ├── Overtaken             ABORTED              409   a later order of the operator is in force
+├── NoNumber              INTERNAL             500   the model's output; cached KV may be why
 ├── WireError             INTERNAL             500   a message or frame of ours that cannot be what it claims
 │   └── ForgedFrame                                  a frame that no process with the secret has made
 ├── StoreError            INTERNAL             500   a tier failed; callers count a miss
@@ -157,6 +158,10 @@ class Overtaken(BatonError):
     """A later order set another size of the same pool."""
 
     status = Status("ABORTED", 409, False)
+
+
+class NoNumber(BatonError):
+    """The model's output is not a number, or infinite."""
 
 
 class WireError(BatonError):

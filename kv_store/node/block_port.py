@@ -7,6 +7,7 @@
     then, as often as wanted:
            ── verb (u8), count (u32), keys ──────────▶
            EXISTS ◀─ one byte a key
+           FORGET ◀─ one byte
            READ   ◀─ for each key 1, xxh3-128 and payload; 0 for the first that is missing, and the end
 
 Both sides prove that they know the cluster's token and never send it. A request is also its credit: the reader asks for
@@ -47,7 +48,7 @@ _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _REQUEST = struct.Struct("<BI")
 _SIZE = struct.Struct("<Q")
-_EXISTS, _READ = 1, 2
+_EXISTS, _READ, _FORGET = 1, 2, 3
 _HERE, _MISSING = b"\1", b"\0"
 
 log = logging.getLogger(__name__)
@@ -141,12 +142,15 @@ class BlockServer:
         connection.settimeout(_IDLE_TIMEOUT_S)
         verb, count = _REQUEST.unpack(_receive(connection, _REQUEST.size))
         connection.settimeout(self._stall_timeout_s)
-        if verb not in (_EXISTS, _READ) or not 0 < count <= MAX_KEYS:
+        if verb not in (_EXISTS, _READ, _FORGET) or not 0 < count <= MAX_KEYS:
             raise StoreError("no request of a reader")
         data = _receive(connection, count * KEY_BYTES)
         keys = [BlockKey(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES)]
         if verb == _EXISTS:
             connection.sendall(bytes(self._directory.exists(keys)))
+        elif verb == _FORGET:
+            self._directory.forget(keys)
+            connection.sendall(_HERE)
         else:
             self._send_blocks(connection, keys)
 
@@ -197,6 +201,13 @@ class BlockReader:
                 with self._asking(_EXISTS, asked) as connection:
                     found[start : start + len(asked)] = map(bool, _receive(connection, len(asked)))
         return found
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Makes blocks unfindable in the node's arena."""
+        with suppress(_Unanswered):
+            for start in range(0, len(keys), MAX_KEYS):
+                with self._asking(_FORGET, keys[start : start + MAX_KEYS]) as connection:
+                    _receive(connection, len(_HERE))
 
     def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
         """Fills a payload of `into` for each block, and yields its checksum once it is verified.
@@ -279,6 +290,9 @@ class LocalBlocks:
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         return self._directory.exists(keys)
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        self._directory.forget(keys)
 
     def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
         lease = self._directory.lease(_READER, [name.key for name in names], _LEASE_TTL_S)

@@ -121,6 +121,7 @@ class Line:
         self._outgoing = Outgoing()
         self._attempts: dict[AttemptId, _Attempt] = {}
         self._questions: dict[int, asyncio.Future[worker_pb2.Answer]] = {}
+        self._ended_holds: list[AttemptId] = []
         self._num_asked = 0
         self._ended_for: BatonError | None = None
         self._tasks = [asyncio.create_task(self._write_all()), asyncio.create_task(self._read_all())]
@@ -156,6 +157,11 @@ class Line:
     def renew(self, attempts: Sequence[AttemptId]) -> None:
         """Lets the holds of these attempts live on."""
         self._outgoing.renew(attempts)
+
+    def take_ended_holds(self) -> list[AttemptId]:
+        """Hands over the renewed attempts whose holds have ended, as the worker has told since the last call."""
+        ended, self._ended_holds = self._ended_holds, []
+        return ended
 
     def release(self, attempt: AttemptId) -> None:
         """Ends the hold of an attempt."""
@@ -207,6 +213,7 @@ class Line:
                     self._deliver(update)
                 for answer in response.answers:
                     self._answer(answer)
+                self._ended_holds += map(attempt_of, response.ended_holds)
             self._end(Unavailable("the worker has closed the line"))
         except Exception as error:
             self._end(_reason_of(error))

@@ -116,6 +116,17 @@ def test_the_twin_reads_as_the_port_does(node: Node, reader: BlockReader) -> Non
         assert (source.status().hits, source.status().misses, source.status().corrupt) == (8, 2, 1)
 
 
+def test_blocks_are_forgotten_on_the_other_node(node: Node, reader: BlockReader) -> None:
+    names = names_of(20)
+    node.publish(names)
+    sources: list[BlockReader | LocalBlocks] = [reader, LocalBlocks(node.directory, node.arena, LAYOUT.payload_bytes)]
+    for number, source in enumerate(sources):
+        source.delete(keys(names[number : number + 1]))
+        assert node.directory.exists(keys(names)) == [index > number for index in range(5)]
+        assert read(source, names[2:]) == [payload_of(name) for name in names[2:]]
+    assert reader.status().errors == 0
+
+
 def test_reading_ends_at_the_first_hole_and_the_reader_goes_on(node: Node, reader: BlockReader) -> None:
     names = names_of(20)
     node.publish([*names[:2], *names[3:]])
