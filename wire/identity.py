@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 NONCE_BYTES = 16
 PROOF_BYTES = 32
+ROUTER = "router"
+"""The router's name in its certificate."""
 
 
 @dataclass(frozen=True)

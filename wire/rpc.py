@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from wire.errors import ConfigError, Unauthenticated
-from wire.identity import NONCE_BYTES, Identity, is_proven, prove
+from wire.identity import NONCE_BYTES, ROUTER, Identity, is_proven, prove
 from wire.pb.worker_pb2 import ConnectRequest
 from wire.rpc_status import to_status
 
@@ -20,7 +20,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 TOKEN_METADATA = "baton-cluster-token"
 NONCE_METADATA = "baton-nonce-bin"
-MAX_PROOF_S = 5.0
+MAX_PROOF_S = 10.0
 """How long a line may take to prove the token."""
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_LINE_MESSAGE_BYTES = 64 << 20
@@ -94,7 +94,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
 
 class ProofInterceptor(grpc.aio.ServerInterceptor):
-    """An interceptor that refuses lines whose router does not prove the token; health checks need no proof.
+    """An interceptor that refuses lines of any but a router that proves the token; health checks need no proof.
 
     router ── metadata: nonce ───────────────────────────▶ worker
            ◀─ metadata: nonce, HMAC("worker", nonces) ────
@@ -121,7 +121,8 @@ class ProofInterceptor(grpc.aio.ServerInterceptor):
 
     async def _is_proven(self, requests: Any, context: Context) -> bool:
         theirs, ours = dict(context.invocation_metadata() or ()).get(NONCE_METADATA), secrets.token_bytes(NONCE_BYTES)
-        if not isinstance(theirs, bytes) or len(theirs) != NONCE_BYTES:
+        names = context.peer_identities()
+        if not isinstance(theirs, bytes) or len(theirs) != NONCE_BYTES or (names and ROUTER.encode() not in names):
             return False
         await context.send_initial_metadata(((NONCE_METADATA, ours + prove(self._token, b"worker", theirs, ours)),))
         try:

@@ -13,7 +13,7 @@ from deploy.plan.sizing import Sizes, size
 from router.config import LOOPBACK, AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
 from wire.errors import ConfigError
 from wire.frame import mac_key_of
-from wire.identity import Identity
+from wire.identity import ROUTER, Identity
 from wire.layout import KVLayout
 from wire.pools import Role, Worker
 from wire.tier import ColdSettings, Tier, Write
@@ -92,7 +92,7 @@ class ClusterPlan:
 
     def under(self, authority: Authority) -> "ClusterPlan":
         """Returns the plan of the same cluster with TLS between its nodes."""
-        access = replace(self.router.cluster, identity=authority.issue("router", LOOPBACK))
+        access = replace(self.router.cluster, identity=authority.issue(ROUTER, LOOPBACK))
         return replace(self, authority=authority, router=replace(self.router, cluster=access))
 
     def resources(self, role: Role) -> Resources:

@@ -199,6 +199,7 @@ STRANGERS = {
     "of another cluster": (SECRET, ANOTHER),
     "of another cluster, with this one's authority": (SECRET, replace(ANOTHER, authority_pem=ROUTER.authority_pem)),
     "without the token": ("another's", ROUTER),
+    "a worker": (SECRET, AUTHORITY.issue("prefill-0", "127.0.0.1")),
 }
 
 
