@@ -3,9 +3,10 @@
     python benchmarks/tiers.py
 
 Blocks of 1 MiB: published to the arena and fetched from it, verified, over a copy between as many places; fetched from
-another process's block port, verified, over a TCP socket that brings as many bytes into the same places; fetched from
-Redis into the arena with checksum and MAC, over redis-py's GET of the same values with hiredis; from files, over plain
-reads into one place; and the MAC of a frame over a copy. All take turns; a ratio is of medians.
+another process's block port, verified, over a TCP socket that brings as many bytes into the same places, and both of
+them with TLS; fetched from Redis into the arena with checksum and MAC, over redis-py's GET of the same values with
+hiredis; from files, over plain reads into one place; and the MAC of a frame over a copy. All take turns; a ratio is of
+medians.
 
 A lookup asks the directory, another node, Redis and files for 500 keys, of which they have as many as there are blocks;
 over one call of the directory for the same keys and a PING. The directory itself is measured full, one of a million
