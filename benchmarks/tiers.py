@@ -38,6 +38,7 @@ import torch
 
 from benchmarks.result_file import write_result
 from deploy.local import redis_server
+from deploy.plan.authority import Authority
 from deploy.processes.process import end_session
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
@@ -51,6 +52,7 @@ from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier
 from wire.directory import Block
 from wire.frame import FRONT_BYTES, FrameSeal, checksum_of
+from wire.identity import Identity
 from wire.ids import BlockKey, NamespaceRoot, PageId
 from wire.keys import BlockName, cover
 from wire.layout import KVLayout
@@ -194,27 +196,31 @@ def measure_directory(num_blocks: int, num_turns: int) -> tuple[dict[str, float]
 
 
 @contextmanager
-def other_node(blocks: Blocks, socket_path: Path) -> Iterator[tuple[str, socket.socket]]:
+def other_node(
+    blocks: Blocks, socket_path: Path, authority: Authority | None = None
+) -> Iterator[tuple[str, socket.socket]]:
     """Has the blocks in the arena of another process, which serves its directory, too.
 
     Yields its block port, and a socket that answers bytes in bulk.
-
-    For each byte that the socket gets, it sends all payloads.
+    For each byte that the socket gets, it sends all payloads. authority: has all of it go over TLS.
     """
+    identity = authority.issue("node", "127.0.0.1") if authority else None
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=_serve_blocks, args=[blocks, str(socket_path), theirs], daemon=True)
+    process = context.Process(target=_serve_blocks, args=[blocks, str(socket_path), theirs, identity], daemon=True)
     process.start()
     try:
         address, bulk = ours.recv()
-        with socket.create_connection(bulk) as connection:
+        plain = socket.create_connection(bulk)
+        tls = identity.client_context() if identity else None
+        with tls.wrap_socket(plain, server_hostname="127.0.0.1") if tls else plain as connection:
             yield address, connection
     finally:
         process.terminate()
         process.join(TIMEOUT_S)
 
 
-def _serve_blocks(blocks: Blocks, socket_path: str, line: Connection) -> None:
+def _serve_blocks(blocks: Blocks, socket_path: str, line: Connection, identity: Identity | None) -> None:
     num_blocks = len(blocks.names)
     directory, arena = Directory(num_blocks), Arena.anonymous(LAYOUT.block_bytes, num_blocks)
     slots = directory.reserve("writer", blocks.names, None).slots
@@ -224,9 +230,10 @@ def _serve_blocks(blocks: Blocks, socket_path: str, line: Connection) -> None:
         directory.commit("writer", [Block(slot, name, checksum_of(payload))], None)
     listener = socket.create_server(("127.0.0.1", 0))
     DirectoryServer(directory, socket_path).start()
-    server = BlockServer(directory, arena, LAYOUT.payload_bytes, TOKEN)
+    server = BlockServer(directory, arena, LAYOUT.payload_bytes, TOKEN, identity)
     line.send((server.start("127.0.0.1"), listener.getsockname()))
     connection, _ = listener.accept()
+    connection = identity.server_context().wrap_socket(connection, server_side=True) if identity else connection
     while connection.recv(1):
         for slot in slots:
             assert slot is not None
@@ -237,6 +244,14 @@ def receive_plainly(connection: socket.socket, slots: Sequence[memoryview]) -> N
     connection.sendall(b"1")
     for slot in slots:
         connection.recv_into(slot, flags=socket.MSG_WAITALL)
+
+
+def receive_over_tls(connection: socket.socket, slots: Sequence[memoryview]) -> None:
+    connection.sendall(b"1")
+    for slot in slots:
+        rest = slot
+        while rest:
+            rest = rest[connection.recv_into(rest) :]
 
 
 @contextmanager
@@ -273,6 +288,11 @@ def measure(num_blocks: int, num_turns: int, folder: Path) -> dict[str, float]:
     with ExitStack() as stack:
         address, bulk = stack.enter_context(other_node(blocks, folder / "directory"))
         peer = stack.enter_context(closing(BlockReader(address, LAYOUT.payload_bytes, TOKEN, TIMEOUT_S)))
+        authority = Authority.make()
+        tls_address, tls_bulk = stack.enter_context(other_node(blocks, folder / "directory-tls", authority))
+        reader = authority.issue("worker", "127.0.0.1")
+        tls_peer = BlockReader(tls_address, LAYOUT.payload_bytes, TOKEN, TIMEOUT_S, identity=reader)
+        stack.callback(tls_peer.close)
         url = stack.enter_context(own_redis(folder))
         client = stack.enter_context(redis.Redis.from_url(url, socket_read_size=256 << 10))
         in_redis = RedisTier(url, LAYOUT, MAC_KEY, TIMEOUT_S)
@@ -292,6 +312,8 @@ def measure(num_blocks: int, num_turns: int, folder: Path) -> dict[str, float]:
             "MAC": lambda: blocks.prove(seal),
             "plain TCP": lambda: receive_plainly(bulk, blocks.slots),
             "fetch from another node": lambda: blocks.fetch(peer),
+            "plain TLS": lambda: receive_over_tls(tls_bulk, blocks.slots),
+            "fetch from another node over TLS": lambda: blocks.fetch(tls_peer),
             "plain GET": lambda: [client.get(key) for key in keys],
             "fetch from Redis": lambda: blocks.fetch(in_redis),
             "plain read": lambda: read_plainly(paths, frame),
@@ -312,6 +334,7 @@ RATIOS = {
     "publish to the arena over a copy": ("publish to the arena", "copy"),
     "verified fetch from the arena over a copy": ("fetch from the arena", "copy"),
     "verified fetch from another node over a TCP socket": ("fetch from another node", "plain TCP"),
+    "verified fetch over TLS over a TLS socket": ("fetch from another node over TLS", "plain TLS"),
     "fetch from Redis with MAC over redis-py's GET": ("fetch from Redis", "plain GET"),
     "fetch from files with MAC over plain reads": ("fetch from files", "plain read"),
     "MAC of a frame over a copy": ("MAC", "copy"),

@@ -48,7 +48,7 @@ class RouterActor:
         # Else texts of all threads queue for a pool of the library's, the short behind the long.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         codec = await asyncio.to_thread(Tokenizer.load, Path(config.model.folder))
-        connect = partial(GrpcTransport, token=config.cluster.token)
+        connect = partial(GrpcTransport, token=config.cluster.token, identity=config.cluster.identity)
         port = RayController(config.cluster.controller, config.cluster.ray_namespace)
         self._router = Router(config, codec, connect, port)
         self._server = RouterServer(self._router)

@@ -24,7 +24,11 @@ BatonError                INTERNAL             500
     └── ModelError                                   a model folder that is not one
 """
 
+import logging
+import secrets
 from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -202,3 +206,10 @@ def rebuild(reason: str, message: str, ids: dict[str, str]) -> BatonError:
     if isinstance(error, Overloaded):
         error.retry_after_s = None
     return error
+
+
+def report(error: BaseException, **values: object) -> BatonError:
+    """Logs a bug of ours, with values that tell where; returns the error for a client, with a number to ask by."""
+    number = secrets.token_hex(8)
+    log.error("incident", exc_info=error, extra={"incident": number, **values})
+    return BatonError(f"internal error, incident {number}", incident=number)

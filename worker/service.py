@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 
 from engine.core import EngineCore
 from kv_store.block_store import BlockStore
-from wire import incident
+from wire import errors
 from wire.convert import error_to_pb
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, Unavailable, Unsupported, WorkerLeaving
 from wire.ids import AttemptId, RequestId
@@ -225,7 +225,7 @@ class WorkerService:
         except BatonError as error:
             answer.error.CopyFrom(error_to_pb(error))
         except Exception as bug:  # the router waits for an answer
-            answer.error.CopyFrom(error_to_pb(incident.report(bug)))
+            answer.error.CopyFrom(error_to_pb(errors.report(bug)))
         line.send_answer(answer)
 
     async def _watch_engine(self) -> None:

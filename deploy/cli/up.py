@@ -31,8 +31,10 @@ def _port_or_off(text: str) -> int | str:
 _MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)"
 _DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
 _WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a little less exact (default: auto)"
-_GRPC = "where clients connect, on 127.0.0.1; 0 is any free port (default: 50051)"
-_METRICS = "where Prometheus scrapes, on 127.0.0.1; 0 is any free port, `off` is none (default: 0)"
+_INSECURE = "allow settings that leave a port open to strangers: see docs/security.md"
+_HOST = "the address for clients and Prometheus; another one wants --insecure (default: 127.0.0.1)"
+_GRPC = "where clients connect; 0 is any free port (default: 50051)"
+_METRICS = "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)"
 _REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"
 FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
     "model": {
@@ -49,6 +51,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--gpus": ("worker.num_gpus", "SHARE", float, "share of a GPU for each worker, 0 to 1"),
     },
     "services": {
+        "--host": ("router.host", "ADDRESS", str, _HOST),
         "--grpc-port": ("router.grpc_port", "PORT", int, _GRPC),
         "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
         "--arena-bytes": ("arena.size_bytes", "SIZE", str, "shared memory for KV blocks, like 1GiB"),
@@ -76,6 +79,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
     parser.add_argument("--name", help="name of the cluster (default: default)")
+    parser.add_argument("--insecure", action="store_true", help=_INSECURE)
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for flag, (setting, metavar, kind, text) in flags.items():

@@ -10,6 +10,8 @@ from contextlib import suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
+import grpc
+
 from deploy.local.run_dir import log_tail
 from deploy.plan.cluster_plan import ClusterPlan
 from deploy.processes.process import ProcessRef, spawn_leader
@@ -19,6 +21,8 @@ from wire.settings import to_json
 RAY_TIMEOUT_S = 120.0
 LAUNCH_TIMEOUT_S = 1860.0
 PROGRESS_EVERY_S = 0.2
+PROBE_TIMEOUT_S = 10.0
+RAY_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 SOURCES = Path(__file__).resolve().parents[2]
 
 
@@ -64,6 +68,16 @@ class RayProcess:
         if "failure" in heard:
             raise ConfigError(heard["failure"])
         return heard
+
+
+def asks_for_token(ray_address: str) -> bool:
+    """Calls Ray's control service as a stranger would; returns whether it asks for a token, or for a certificate."""
+    with grpc.insecure_channel(ray_address) as channel:
+        try:
+            channel.unary_unary(RAY_METHOD, bytes, bytes)(b"", timeout=PROBE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return error.code() is grpc.StatusCode.UNAUTHENTICATED
+    return False
 
 
 def _env(ray_address: str | None) -> dict[str, str]:

@@ -3,8 +3,9 @@
 import re
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from ipaddress import IPv4Address, ip_address, ip_network
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 
 from deploy.plan.byte_size import parse_bytes
 from deploy.plan.resources import RESERVED
-from router.config import AdmissionBounds, StreamBounds
+from router.config import LOOPBACK, AdmissionBounds, StreamBounds
 from wire.errors import ConfigError
 from wire.pools import PoolSizes, Role
 from wire.settings import from_object
@@ -24,6 +25,7 @@ CPU_KERNELS = ("auto", "avx512", "avx2", "portable", "torch")
 WEIGHTS = ("auto", "int8")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_WORKERS = 64
+ALLOW = "--insecure allows it"
 WORKER_TABLES = ("worker", *(f"worker.{role.value}" for role in Role))
 MIB = 1 << 20
 MAX_FILE_BYTES = MIB
@@ -116,8 +118,9 @@ class FilesSettings:
 
 @dataclass(frozen=True)
 class PortSettings:
-    """The router's ports for clients and Prometheus, on 127.0.0.1: port 0 is any free one, `off` serves no metrics."""
+    """The router's ports for clients and Prometheus: port 0 is any free one, `off` serves no metrics."""
 
+    host: str = LOOPBACK
     grpc_port: int = 50051
     metrics_port: int | str = 0
     max_connections: int = 2048
@@ -131,9 +134,13 @@ class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
 
 @dataclass(frozen=True)
 class RaySettings:
-    """The Ray cluster to join. Without an address, one is started on this machine and belongs to the Baton cluster."""
+    """The Ray cluster to join. Without an address, one is started on this machine and belongs to the Baton cluster.
+
+    plain_network: in which the ports of all nodes are, and speak no TLS; None has them speak TLS.
+    """
 
     address: str | None = None
+    plain_network: str | None = None
 
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -163,9 +170,13 @@ RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The settings of a cluster: valid once made, and never changed afterwards."""
+    """The settings of a cluster: valid once made, and never changed afterwards.
+
+    insecure: allows settings that leave a port open to strangers.
+    """
 
     name: str = "default"
+    insecure: bool = False
     secret_file: str | None = None
     model: ModelSettings = field(default_factory=ModelSettings)
     pools: PoolSizes = field(default_factory=PoolSizes)
@@ -214,6 +225,19 @@ class ClusterConfig:
         _require(isinstance(port, int) or port == "off", "router.metrics_port", "a port or `off`", str(port)[:16])
         is_other = port == 0 or port != self.router.grpc_port
         _require(is_other, "router.metrics_port", "another port than router.grpc_port", port)
+        host, network = self.router.host, self.ray.plain_network
+        _require(_is_made(IPv4Address, host), "router.host", "an IPv4 address", host)
+        _require(network is None or _is_made(ip_network, network), "ray.plain_network", "like 10.0.0.0/24", network)
+        self._require_closed()
+
+    def _require_closed(self) -> None:
+        """Raises ConfigError for a port that is open to strangers, where that is not allowed."""
+        host, network = self.router.host, self.ray.plain_network
+        if not self.insecure and not is_within(host, "127.0.0.0/8"):
+            problem = "clients prove nothing and nothing is encrypted, so any machine there may use the model"
+            raise ConfigError(f"router.host {host}: {problem} ({ALLOW})")
+        if not self.insecure and network is not None:
+            raise ConfigError(f"ray.plain_network {network}: KV and tokens cross it unencrypted ({ALLOW})")
 
     @classmethod
     def load(cls, file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
@@ -233,6 +257,19 @@ def check_name(name: str) -> str:
     """Returns the name of a cluster, which is part of paths. Raises ConfigError if it is none."""
     _require(_NAME.fullmatch(name), "name", "1 to 16 of a-z, 0-9 and -, beginning with a letter or digit", name[:64])
     return name
+
+
+def is_within(host: str, network: str) -> bool:
+    """Tells whether a host is an address of a network."""
+    return _is_made(ip_address, host) and ip_address(host) in ip_network(network)
+
+
+def _is_made(make: Callable[[str], object], text: str) -> bool:
+    try:
+        make(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _names_a_host(url: str) -> bool:

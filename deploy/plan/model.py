@@ -23,7 +23,7 @@ class ModelFacts:
     def context_bytes(self) -> int:
         """Bytes of the KV of one request that fills the context."""
         layout = self.served.layout
-        return -(-self.served.max_context_len // layout.block_size) * layout.block_bytes
+        return layout.num_blocks(self.served.max_context_len) * layout.block_bytes
 
 
 def inspect_model(settings: ModelSettings, device: str, cpu_kernels: str = "auto") -> ModelFacts:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any, Protocol
 
-from wire import incident
+from wire import errors
 from wire.convert import attempt_of, attempt_to_pb, error_from_pb
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import AttemptId
@@ -278,7 +278,7 @@ class _Attempt:
 
 def _reason_of(error: Exception) -> BatonError:
     """The reason that a line ends with. A bug ends it as a loss does, for a line that stood still would hold up all."""
-    return error if isinstance(error, BatonError) else Unavailable(incident.report(error).message)
+    return error if isinstance(error, BatonError) else Unavailable(errors.report(error).message)
 
 
 def _pieces_of(begin: worker_pb2.Begin) -> Iterator[worker_pb2.Piece]:

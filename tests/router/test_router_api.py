@@ -564,3 +564,10 @@ async def test_long_messages_take_turns_and_short_ones_need_none(monkeypatch: py
     await asyncio.wait(following[:2])
     assert not following[2].done()
     await following[2]
+
+
+async def test_the_operators_port_stays_on_this_machine_wherever_clients_connect() -> None:
+    async with serving(replace(CONFIG, listeners=Listeners(host="127.0.0.2", metrics_port=0))) as service:
+        told = service.addresses
+        hosts = [address.rpartition(":")[0] for address in (told.public, told.operator, told.metrics)]
+    assert hosts == ["127.0.0.2", "127.0.0.1", "127.0.0.2"]

@@ -8,20 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("aborts", "renewals", "releases", "asks", "begins", "piece")
+    __slots__ = ("aborts", "renewals", "releases", "asks", "begins", "piece", "proof")
     ABORTS_FIELD_NUMBER: _ClassVar[int]
     RENEWALS_FIELD_NUMBER: _ClassVar[int]
     RELEASES_FIELD_NUMBER: _ClassVar[int]
     ASKS_FIELD_NUMBER: _ClassVar[int]
     BEGINS_FIELD_NUMBER: _ClassVar[int]
     PIECE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     aborts: _containers.RepeatedCompositeFieldContainer[AttemptId]
     renewals: _containers.RepeatedCompositeFieldContainer[AttemptId]
     releases: _containers.RepeatedCompositeFieldContainer[AttemptId]
     asks: _containers.RepeatedCompositeFieldContainer[Ask]
     begins: _containers.RepeatedCompositeFieldContainer[Begin]
     piece: Piece
-    def __init__(self, aborts: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., renewals: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ...) -> None: ...
+    proof: bytes
+    def __init__(self, aborts: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., renewals: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("updates", "answers", "ended_holds")

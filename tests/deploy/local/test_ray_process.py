@@ -2,8 +2,11 @@
 
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from deploy.local import ray_process
@@ -84,3 +87,27 @@ def test_a_silent_process_is_not_waited_for_without_end(
     processes.append("line.recv_bytes()")
     with pytest.raises(ConfigError, match="did not answer in time"):
         RayProcess(tmp_path, "baton-x", None).wait_for_ray()
+
+
+@pytest.mark.parametrize(
+    ("status", "asks"), [(None, False), (grpc.StatusCode.UNAUTHENTICATED, True), (grpc.StatusCode.UNIMPLEMENTED, False)]
+)
+def test_a_control_service_asks_for_a_token_or_not(status: grpc.StatusCode | None, asks: bool) -> None:
+    def answer(_request: bytes, context: grpc.ServicerContext) -> bytes:
+        return b"" if status is None else context.abort(status, "")
+
+    class Service(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Service()])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        assert ray_process.asks_for_token(address) is asks
+    finally:
+        server.stop(None).wait()
+
+
+def test_a_control_service_that_does_not_answer_asks_for_nothing() -> None:
+    assert not ray_process.asks_for_token("127.0.0.1:1")
