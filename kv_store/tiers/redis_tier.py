@@ -88,7 +88,7 @@ class RedisTier(FramedTier):
             exchange.fill(answers)
             found = [bytes(answers[at : at + len(_NO)]) for at in range(0, len(answers), len(_NO))]
             if not {_YES, _NO}.issuperset(found):
-                raise _error_of(bytes(answers))
+                raise _error_of(exchange.finish_line(bytes(answers)))
             exchange.num_left = 0
             return [answer == _YES for answer in found]
 
@@ -179,6 +179,13 @@ class _Exchange:
         while into:
             into = into[self._receive_some(into) :]
 
+    def finish_line(self, line: bytes) -> bytes:
+        """Receives the rest of a line, as far as it is of a sensible length."""
+        more = memoryview(bytearray(_MAX_LINE_BYTES))
+        while b"\r\n" not in line and len(line) < _MAX_LINE_BYTES:
+            line += bytes(more[: self._receive_some(more)])
+        return line
+
     def close(self) -> None:
         """Gives the connection back; closes it if an answer is left on it."""
         if self.num_left:
@@ -223,8 +230,7 @@ class _Replies(_Exchange):
         return self._head[len(self._start) :]
 
     def _other_reply(self, line: bytes) -> bytes | None:
-        while b"\r\n" not in line and len(line) < _MAX_LINE_BYTES:
-            line += bytes(self._head[: self._receive_some(self._head)])
+        line = self.finish_line(line)
         if line.startswith((b"$0\r", b"$-1\r", b"_\r")):
             return None
         if line.startswith((b"$", b"-WRONGTYPE")):
