@@ -3,9 +3,10 @@
     python benchmarks/tiers.py
 
 Blocks of 1 MiB: published to the arena and fetched from it, verified, over a copy between as many places; fetched from
-another process's block port, verified, over a TCP socket that brings as many bytes into the same places; fetched from
-Redis into the arena with checksum and MAC, over redis-py's GET of the same values with hiredis; from files, over plain
-reads into one place; and the MAC of a frame over a copy. All take turns; a ratio is of medians.
+another process's block port, verified, over a TCP socket that brings as many bytes into the same places, and both of
+them with TLS; fetched from Redis into the arena with checksum and MAC, over redis-py's GET of the same values with
+hiredis; from files, over plain reads into one place; and the MAC of a frame over a copy. All take turns; a ratio is of
+medians.
 
 A lookup is of 500 keys: as many as there are blocks are in the arena, the rest by turns in Redis and in files. It goes
 as a store's does, from the directory to another node, Redis and files, each asked for what the nearer ones have not;

@@ -18,10 +18,9 @@ from cryptography.x509.oid import NameOID
 from wire.identity import Identity
 
 NAME = "baton"
-CLOCK_SKEW = datetime.timedelta(days=1)
-"""Between the clocks of nodes."""
-LIFETIME = datetime.timedelta(days=3650)
-"""Longer than any cluster's: all keys end with it."""
+VALID_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
+VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
+"""For ever (RFC 5280, 4.1.2.5): keys end with their cluster, and clocks of nodes may be wrong."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,13 @@ class Authority:
 
 
 def _certificate(subject: str, issuer: str, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
     return x509.CertificateBuilder(
         x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]),
         x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]),
         key,
         x509.random_serial_number(),
-        now - CLOCK_SKEW,
-        now + LIFETIME,
+        VALID_FROM,
+        VALID_UNTIL,
     )
 
 

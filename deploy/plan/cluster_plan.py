@@ -9,7 +9,7 @@ from deploy.plan.config import ClusterConfig, RouterSettings, is_within
 from deploy.plan.machine import SHARED_MEMORY, Machine
 from deploy.plan.model import ModelFacts
 from deploy.plan.resources import RayNode, Resources, num_fitting
-from deploy.plan.sizing import Sizes, size
+from deploy.plan.sizing import Sizes, num_more, size
 from router.config import LOOPBACK, AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
 from wire.errors import ConfigError
 from wire.frame import mac_key_of
@@ -103,15 +103,18 @@ class ClusterPlan:
 
     def sizes(self, role: Role, home: Home) -> Sizes:
         """Returns the shares of a node's arena and of its workers of one role. Raises ConfigError, naming the node."""
-        worker = replace(self.config.worker.of(role), num_gpus=self.resources(role).num_gpus)
         every = [self.resources(one) for one in Role for _ in range(self.config.pools[one])]
         num_workers = len(every) if self.is_alone else num_fitting(home.node, every)
         try:
-            return size(replace(self.config, worker=worker), self.model, home.machine, num_workers)
+            return size(self._config_of(role), self.model, home.machine, num_workers)
         except ConfigError as error:
             if self.is_alone:
                 raise
             raise ConfigError(f"node {home.node.name}: {error.message}") from error
+
+    def num_more(self, role: Role, machine: Machine) -> int:
+        """Counts the further workers of a role for which a node, one of several, has memory now."""
+        return num_more(self._config_of(role), self.model, machine)
 
     def node_config(self, home: Home) -> NodeConfig:
         """Returns the configuration of a node's service.
@@ -157,6 +160,11 @@ class ClusterPlan:
 
     def _identity(self, name: str, host: str) -> Identity | None:
         return self.authority.issue(name, host) if self.authority else None
+
+    def _config_of(self, role: Role) -> ClusterConfig:
+        """Returns the settings as workers of a role have them."""
+        worker = replace(self.config.worker.of(role), num_gpus=self.resources(role).num_gpus)
+        return replace(self.config, worker=worker)
 
     def _store(self, home: Home) -> StoreSettings:
         """Names the socket of a node's directory, in a folder of its service's own, and the tiers in its reach."""

@@ -407,8 +407,11 @@ def scrape(address: str) -> str:
 
 async def test_events_of_router_and_controller_stand_in_their_order(service: Service) -> None:
     watch, port = service.cluster.router.watch, service.cluster.port
-    watch.last = cluster_pb2.ClusterStatus(tiers=[worker_pb2.TierStatus(tier="host", epoch="e1")])
-    service.cluster.workers["p0"].epoch = "e2"
+    before = worker_pb2.WorkerStatus(blocks=worker_pb2.BlockCounts(total=1))
+    before.tiers.add(tier="host", epoch="e1")
+    watch.last = cluster_pb2.ClusterStatus(workers=[before])
+    for worker in service.cluster.workers.values():
+        worker.epoch = "e2"
     await port.worker_lost(WorkerId("d9"))
     await watch.read()
     status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)

@@ -151,9 +151,8 @@ async def test_refuses_a_line_without_a_nonce(
     await require_refused(cast(Call, WorkerStub(channel).Connect(metadata=metadata, timeout=TIMEOUT_S)), decode)
 
 
-ORDER = worker_pb2.ConnectRequest(begins=[begin_of()])
 UNPROVEN = {
-    "an order": ORDER,
+    "an order": worker_pb2.ConnectRequest(begins=[begin_of()]),
     "the token": worker_pb2.ConnectRequest(proof=SECRET.encode()),
     "a proof to other nonces": worker_pb2.ConnectRequest(proof=prove(SECRET.encode(), b"router", NONCE, NONCE)),
 }
@@ -165,7 +164,6 @@ async def test_refuses_a_line_whose_first_message_proves_nothing(
 ) -> None:
     call = cast(Call, WorkerStub(channel).Connect(metadata=((NONCE_METADATA, NONCE),), timeout=TIMEOUT_S))
     await call.write(first)
-    await call.write(ORDER)
     await require_refused(call, decode)
 
 

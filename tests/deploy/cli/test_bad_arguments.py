@@ -87,7 +87,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["up", "--dtype", ""], USAGE, "argument --dtype: invalid choice: ''"),
     (["up", "--host", "0.0.0.0"], CONFIGURATION, "router.host 0.0.0.0: clients prove nothing"),
     (["up", "--host", "::"], CONFIGURATION, "router.host must be an IPv4 address, not '::'"),
-    (["up", "--insecure", "--grpc-port", "-1"], USAGE, "argument --grpc-port"),
+    (["up", "--insecure", "--host", "localhost"], CONFIGURATION, "router.host must be an IPv4 address"),
     (["up", "--ray-address", ""], CONFIGURATION, "ray.address must be text without control characters"),
     (["up", "--redis-url", ""], CONFIGURATION, "redis.url must be text without control characters"),
     (["up", "--redis-url", "nonsense"], CONFIGURATION, "redis.url must be own, off, or"),
