@@ -10,7 +10,8 @@ client = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
 assert client.models.retrieve(model.id).id == model.id
 said = [{"role": "user", "content": "hello"}]
 settings = {"model": model.id, "max_tokens": 6, "seed": 1}
-whole = client.chat.completions.create(messages=said, **settings)
+raw = client.chat.completions.with_raw_response.create(messages=said, **settings)
+whole = raw.parse()
 with client.chat.completions.create(
     messages=said, stream=True, stream_options={"include_usage": True}, **settings
 ) as events:
@@ -39,7 +40,7 @@ print(
             "text_streamed": "".join(streamed),
             "num_tokens": len(text.choices[0].logprobs.tokens) if text.choices[0].logprobs else None,
             "refused": refused,
-            "request_id": whole._request_id,
+            "request_id": raw.headers["x-request-id"],
         }
     )
 )
