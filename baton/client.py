@@ -1,14 +1,23 @@
 """The clients of the public service: `Client` for threads, `AsyncClient` for asyncio."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Unpack
 
 import grpc
 import grpc.aio
 
-from baton.request import TIMEOUT_S, Options, Prompt, make_request, typed_errors
-from baton.results import Chunk, Completion, Draft, Model, read_models
+from baton.request import (
+    TIMEOUT_S,
+    Message,
+    Options,
+    Prompt,
+    make_detokenize_request,
+    make_request,
+    make_tokenize_request,
+    typed_errors,
+)
+from baton.results import Chunk, Completion, Draft, Model, Tokens, read_models
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS
@@ -66,6 +75,20 @@ class Client(AbstractContextManager["Client"]):
         with typed_errors(self._timeout_s):
             self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s)
 
+    def tokenize(self, prompt: str | Sequence[Message]) -> Tokens:
+        """Returns the tokens of a text, or of messages as the model's template renders them. Raises BatonError."""
+        request = make_tokenize_request(prompt)
+        with typed_errors(self._timeout_s):
+            answer = self._stub.Tokenize(request, timeout=self._timeout_s)
+        return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of token ids, without special tokens. Raises BatonError."""
+        request = make_detokenize_request(token_ids)
+        with typed_errors(self._timeout_s):
+            answer = self._stub.Detokenize(request, timeout=self._timeout_s)
+        return str(answer.text)
+
     def list_models(self) -> tuple[Model, ...]:
         """Lists the models that the cluster serves."""
         with typed_errors(self._timeout_s):
@@ -117,6 +140,20 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
         with typed_errors(self._timeout_s):
             await self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s)
+
+    async def tokenize(self, prompt: str | Sequence[Message]) -> Tokens:
+        """Returns the tokens of a text, or of messages as the model's template renders them. Raises BatonError."""
+        request = make_tokenize_request(prompt)
+        with typed_errors(self._timeout_s):
+            answer = await self._stub.Tokenize(request, timeout=self._timeout_s)
+        return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of token ids, without special tokens. Raises BatonError."""
+        request = make_detokenize_request(token_ids)
+        with typed_errors(self._timeout_s):
+            answer = await self._stub.Detokenize(request, timeout=self._timeout_s)
+        return str(answer.text)
 
     async def list_models(self) -> tuple[Model, ...]:
         """Lists the models that the cluster serves."""

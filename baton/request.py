@@ -1,8 +1,8 @@
 """Requests of a client as messages, and failures of its calls as errors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import grpc
 import grpc.aio
@@ -12,8 +12,17 @@ from wire.pb import inference_pb2 as pb
 from wire.rpc_status import details_of, from_rpc_error
 
 TIMEOUT_S = 600.0
-Prompt = str | Sequence[int]
-"""Text, or token ids."""
+
+
+class Message(TypedDict):
+    """A turn of a chat. `role` is system, developer, user, assistant or tool, as the model's template takes them."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or the messages of a chat."""
 
 
 class Options(TypedDict, total=False):
@@ -40,6 +49,7 @@ class Options(TypedDict, total=False):
     n: int
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
+    logit_bias: Mapping[int, float]
 
 
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
@@ -47,13 +57,33 @@ def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     sampling = {name: value for name, value in options.items() if name not in ("request_id", "model", "timeout_s")}
     request = pb.GenerateRequest(request_id=options.get("request_id"), model=options.get("model"))
     with _refusing("prompt"):
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
+        _set_prompt(request, prompt)
     with _refusing("sampling"):
         request.sampling_params.CopyFrom(pb.SamplingParams(**sampling))  # type: ignore[arg-type]
     return request
+
+
+def make_tokenize_request(prompt: str | Sequence[Message]) -> pb.TokenizeRequest:
+    """Builds the message. Raises InvalidRequest as above."""
+    request = pb.TokenizeRequest()
+    with _refusing("prompt"):
+        _set_prompt(request, prompt)
+    return request
+
+
+def make_detokenize_request(token_ids: Sequence[int]) -> pb.DetokenizeRequest:
+    """Builds the message. Raises InvalidRequest as above."""
+    with _refusing("token_ids"):
+        return pb.DetokenizeRequest(token_ids=token_ids)
+
+
+def _set_prompt(request: Any, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], Mapping):
+        request.messages.CopyFrom(pb.Conversation(messages=[pb.Message(**one) for one in prompt]))  # type: ignore[arg-type]
+    else:
+        request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -10,6 +10,14 @@ from wire.sampling import FinishReason, Logprobs
 
 
 @dataclass(frozen=True)
+class TokenLogprobs(Logprobs):
+    """Log-probabilities with the bytes of text that the chosen token, and each of the likeliest, stand for."""
+
+    token: bytes = b""
+    top_tokens: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A choice's gain since its last chunk. `logprobs` has an entry for each token id, or none."""
 
@@ -17,7 +25,7 @@ class Chunk:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...]
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class Choice:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...]
+    logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
     matched_stop: str | int | None
 
@@ -87,6 +95,14 @@ class Model:
     fingerprint: str
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of a text, and the bytes that each stands for."""
+
+    ids: tuple[int, ...]
+    texts: tuple[bytes, ...]
+
+
 class Draft:
     """A completion in the making; grows with each response."""
 
@@ -134,7 +150,12 @@ def read_models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
 
 def _read_chunk(request_id: str, chunk: pb.Chunk) -> Chunk:
     logprobs = tuple(
-        Logprobs(token.logprob, tuple((other.token_id, other.logprob) for other in token.top))
+        TokenLogprobs(
+            token.logprob,
+            tuple((other.token_id, other.logprob) for other in token.top),
+            token.token,
+            tuple(other.token for other in token.top),
+        )
         for token in chunk.logprobs
     )
     return Chunk(request_id, chunk.index, chunk.text, tuple(chunk.token_ids), logprobs)

@@ -6,6 +6,7 @@ stream_server.py workers INTERVAL_S | bare INTERVAL_S | refusing | router PREFIL
 
 import asyncio
 import gc
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -26,6 +27,8 @@ from benchmarks.paced_engine import PacedEngine
 from benchmarks.paced_worker import PacedWorker, beats
 from decode_worker.actor import decode_behaviour
 from engine.request import EngineRequest
+from gateway.actor import GatewayActor
+from gateway.config import GatewayConfig
 from kv_store.device_pool import DevicePool
 from kv_store.node_store import NodeStore
 from router.config import AdmissionBounds
@@ -116,6 +119,12 @@ async def _router(prefill: str, decode: str, max_open: str = str(AdmissionBounds
     await server.stop()
 
 
+async def _gateway(address: str) -> None:
+    actor = GatewayActor(GatewayConfig(address).to_json())
+    await _serve(json.loads(await actor.start())["http_address"])
+    await actor.stop()
+
+
 async def _worker(interval_s: str) -> None:
     """Serves a decode worker on an engine that only keeps time."""
     node = Node()
@@ -166,6 +175,7 @@ _SERVERS: Mapping[str, Callable[..., Coroutine[Any, Any, None]]] = {
     "workers": _workers,
     "bare": _bare,
     "router": _router,
+    "gateway": _gateway,
     "refusing": _refusing,
     "worker": _worker,
     "engine": _engine,

@@ -29,6 +29,16 @@ if [ $# -eq 0 ] && [ "$(baton generate --name "$name" "$question" 2>/dev/null)" 
     exit 1
 fi
 
+http="$(python -c "import sys; from deploy.local.state import StateFile; print(StateFile(sys.argv[1]).read().http_address)" "$name")"
+if [ -n "$http" ] && [ $# -eq 0 ]; then
+    body='{"messages": [{"role": "user", "content": "'"$question"'"}], "temperature": 0}'
+    say "\$ curl http://$http/v1/chat/completions -H 'Content-Type: application/json' -d '$body'"
+    curl --fail-with-body -sS "http://$http/v1/chat/completions" -H "Content-Type: application/json" -d "$body"
+    body='{"prompt": "'"$question"'", "temperature": 0, "stream": true, "stream_options": {"include_usage": true}}'
+    say "\$ curl -N http://$http/v1/completions -H 'Content-Type: application/json' -d '$body'"
+    curl --fail-with-body -sSN "http://$http/v1/completions" -H "Content-Type: application/json" -d "$body"
+fi
+
 say "\$ baton status --check"
 baton status --name "$name" --check
 

@@ -1,8 +1,9 @@
 """From logits to tokens. Random numbers come from a counter, never from a state: the same seed, choice and position
 give the same draw in every batch, process and attempt.
 
-Order: penalties, min_tokens, temperature, top_k, top_p, min_p. Log-probabilities are of the model's own distribution,
-before all of these. Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC '11).
+Order: logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p. Log-probabilities are of the model's own
+distribution, before all of these. Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2,
+3" (SC '11).
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,8 @@ class Draw:
     def is_plain(self) -> bool:
         """True where the likeliest token is the one, and nothing is asked about it."""
         params = self.params
-        return params.is_greedy and not params.has_penalties and params.logprobs is None and not self.banned
+        is_as_is = not (params.has_penalties or params.logit_bias or self.banned)
+        return params.is_greedy and is_as_is and params.logprobs is None
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
 
 def _penalize(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
     for row, draw in enumerate(draws):
+        for token_id, bias in draw.params.logit_bias:
+            logits[row, token_id] += bias
         if draw.params.has_penalties:
             _penalize_row(logits[row], draw)
         if draw.banned:

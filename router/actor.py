@@ -18,6 +18,7 @@ from router.ports.server import RouterServer
 from router.router import Router
 from router.workers.controller_port import ClusterEvent
 from router.workers.grpc_transport import GrpcTransport
+from text.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
@@ -47,10 +48,13 @@ class RouterActor:
         config = self._config
         # Else texts of all threads queue for a pool of the library's, the short behind the long.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        codec = await asyncio.to_thread(Tokenizer.load, Path(config.model.folder))
+        folder = Path(config.model.folder)
+        codec = await asyncio.to_thread(Tokenizer.load, folder)
+        template = Template.load(folder)
+        renderer = None if template is None else TemplateProcesses(template)
         connect = partial(GrpcTransport, token=config.cluster.token, identity=config.cluster.identity)
         port = RayController(config.cluster.controller, config.cluster.ray_namespace)
-        self._router = Router(config, codec, connect, port)
+        self._router = Router(config, codec, connect, port, renderer)
         self._server = RouterServer(self._router)
         addresses = await self._server.start()
         # What there is now stays: to look through it again and again would stop the router for 0.1 s each time.

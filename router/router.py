@@ -19,6 +19,7 @@ from router.workers.holds import Holds
 from router.workers.line import Connect
 from router.workers.members import Members
 from router.workers.membership import Membership
+from text.chat import NoRenderer, Renderer
 from text.codec import TextCodec
 from wire.keys import namespace_root
 
@@ -29,10 +30,17 @@ NO_ADAPTER = ""
 class Router:
     """Between `start` and `stop`, `dispatcher` takes requests and `membership` workers. Made within an event loop.
 
-    connect: opens a connection to a worker's address.
+    connect: opens a connection to a worker's address. renderer: of chats; None for a model without a template.
     """
 
-    def __init__(self, config: RouterConfig, codec: TextCodec, connect: Connect, port: ControllerPort) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        codec: TextCodec,
+        connect: Connect,
+        port: ControllerPort,
+        renderer: Renderer | None = None,
+    ) -> None:
         model, layout = config.model, config.model.layout
         self.config = config
         self.port = port
@@ -49,6 +57,7 @@ class Router:
         self._threads = TokenizerThreads()
         self.membership = Membership(self.members, connect, port, self._members_changed)
         self._suspects = Suspects()
+        self._renderer = renderer or NoRenderer()
         services = Services(
             codec,
             self._threads,
@@ -58,6 +67,7 @@ class Router:
             Quarantine(),
             self.membership.mark_lost,
             self.metrics,
+            self._renderer,
         )
         root = namespace_root(config.cluster.secret, TENANT, model.fingerprint, layout.encode(), NO_ADAPTER)
         self.dispatcher = Dispatcher(services, root, Admission(config.admission), config.streams, self._limits)
@@ -76,6 +86,7 @@ class Router:
         await self.holds.stop()
         await self.membership.close()
         self._threads.close()
+        await self._renderer.close()
 
     def check(self) -> list[str]:
         """Violated invariants of the router's books; most are known only while no request is open."""

@@ -12,12 +12,16 @@ class ByteTokenizer:
     """Ids from 256 on, which models with larger outputs emit, are silent."""
 
     vocab_size = NUM_BYTES
+    special_tokens: Sequence[str] = ()
 
     def encode(self, text: str) -> list[int]:
         try:
             return list(text.encode())
         except UnicodeEncodeError as error:
             raise InvalidRequest("text", "not valid Unicode") from error
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def min_tokens(self, text: str, enough: int) -> int:
         return len(text)
@@ -27,3 +31,6 @@ class ByteTokenizer:
 
     def kind(self, token_id: int) -> TokenKind:
         return TokenKind.TEXT if token_id < NUM_BYTES else TokenKind.SILENT
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < NUM_BYTES else b""

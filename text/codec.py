@@ -34,5 +34,15 @@ class TextCodec(Detokenizer, Protocol):
     def encode(self, text: str) -> list[int]:
         """Encodes a text, with the special tokens that belong around it. Raises InvalidRequest for lone surrogates."""
 
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """The texts that `encode` takes for special tokens."""
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Encodes as `encode` does, with no special tokens but the ones in the text."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes of text that a token stands for, the name of a special one; none for an unknown id."""
+
     def min_tokens(self, text: str, enough: int) -> int:
         """Counts tokens that a text has at the least, until there are more than `enough`; 0 where that is not known."""

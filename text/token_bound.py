@@ -48,7 +48,7 @@ class TokenBound:
 
     def _tokens(self, backend: tokenizers.Tokenizer) -> Iterator[bytes]:
         """Each token as the bytes of text that it stands for at the most."""
-        spelling = str.maketrans({char: chr(byte) for char, byte in _byte_alphabet().items()})
+        spelling = str.maketrans({char: chr(byte) for char, byte in byte_alphabet().items()})
         for content in backend.get_vocab(with_added_tokens=False):
             if self._is_byte_level:
                 yield content.translate(spelling).encode("latin-1", "replace")
@@ -98,7 +98,7 @@ def _spells_all(definition: dict[str, Any]) -> bool:
         return False
     fallback = {f"<0x{byte:02X}>" for byte in range(256) if model["byte_fallback"]}
     is_byte_level = "ByteLevel" in {part["type"] for part in _parts_of(definition["pre_tokenizer"])}
-    needed = _byte_alphabet().keys() if is_byte_level else fallback
+    needed = byte_alphabet().keys() if is_byte_level else fallback
     return bool(needed) and set(model["vocab"]) >= needed
 
 
@@ -110,7 +110,7 @@ def _longest(tokens: Iterable[bytes]) -> Any:
     return np.array([longest[byte] for byte in range(256)], np.int64)
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """The characters that byte-level vocabularies spell bytes with (GPT-2): printable ones as such, others from 256."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     own = {char: ord(char) for char in alphabet if ord(char) < 256}

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from text.codec import TokenKind
 from text.model_file import read_text
-from text.token_bound import TokenBound
+from text.token_bound import TokenBound, byte_alphabet
 from wire.errors import InvalidRequest, ModelError
 
 MAX_TOKENIZER_BYTES = 64 << 20
@@ -69,6 +69,10 @@ class Tokenizer:
         self._silent_ids = frozenset(range(self._vocab_size)) - ids | _special_ids(backend)
         self._byte_ids = _byte_fallback_ids(backend)
         self._bound = TokenBound(backend)
+        is_byte_level = "ByteLevel" in repr(backend.decoder)
+        self._char_to_byte = {ord(char): chr(byte) for char, byte in byte_alphabet().items()} if is_byte_level else {}
+        self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
+        self.special_tokens = tuple(self._added[token_id] for token_id in sorted(_special_ids(backend)))
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -90,9 +94,15 @@ class Tokenizer:
         return self._vocab_size
 
     def encode(self, text: str) -> list[int]:
+        return self._encode(text, True)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self._encode(text, False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             # Unlike `encode`, the batch call lets go of the GIL; this one also skips the character offsets.
-            (encoding,) = self._backend.encode_batch_fast([text])
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise InvalidRequest("text", "not valid Unicode") from error
         ids: list[int] = encoding.ids
@@ -109,6 +119,16 @@ class Tokenizer:
         if token_id in self._silent_ids or token_id >= self._vocab_size:
             return TokenKind.SILENT
         return TokenKind.BYTE if token_id in self._byte_ids else TokenKind.TEXT
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        spelled = self._backend.id_to_token(token_id) or ""
+        if token_id in self._byte_ids:
+            return bytes.fromhex(spelled[3:5])
+        if self._char_to_byte:
+            return spelled.translate(self._char_to_byte).encode("latin-1", "replace")
+        return spelled.replace("▁", " ").encode()
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:

@@ -10,7 +10,7 @@ from wire.pb import worker_pb2
 from wire.sampling import FinishReason, Logprobs, SamplingParams
 from wire.tier import Tier
 
-_LISTS = ("stop", "stop_token_ids")
+_LISTS = ("stop", "stop_token_ids", "logit_bias")
 _SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _LISTS)
 _REASON_TO_PB = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -22,13 +22,17 @@ _REASON_FROM_PB = {value: reason for reason, value in _REASON_TO_PB.items()}
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
     """Reads settings; a field that is not set takes its default. Checks no range."""
     given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
-    return SamplingParams(**given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids))
+    biases = tuple(sorted(message.logit_bias.items()))
+    return SamplingParams(
+        **given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids), logit_bias=biases
+    )
 
 
 def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
     """Writes settings with every scalar set, except `logprobs` where they are off."""
     scalars = {name: getattr(params, name) for name in _SCALARS}
-    return pb.SamplingParams(**scalars, stop=params.stop, stop_token_ids=params.stop_token_ids)
+    biases = dict(params.logit_bias)
+    return pb.SamplingParams(**scalars, stop=params.stop, stop_token_ids=params.stop_token_ids, logit_bias=biases)
 
 
 def reason_to_pb(reason: FinishReason | None) -> pb.FinishReason:

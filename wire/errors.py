@@ -2,6 +2,7 @@
 
 BatonError                INTERNAL             500
 ├── InvalidRequest        INVALID_ARGUMENT     400   names the parameter
+│   └── ContextLengthExceeded                        prompt and output do not fit into the context
 ├── Unsupported           UNIMPLEMENTED        400
 ├── ModelNotFound         NOT_FOUND            404
 ├── RequestNotFound       NOT_FOUND            404
@@ -76,6 +77,10 @@ class InvalidRequest(BatonError):
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}", param=param)
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and output do not fit into the model's context, or into the smallest pool."""
 
 
 class Unsupported(BatonError):

@@ -47,6 +47,7 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.ping_timeout_ms", MAX_PING_MS),  # else 60 s, where gRPC waits for a ping of its own just then
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # else channels to one address share a connection, and its number of calls
 )
 _SMALL_WINDOW = (("grpc.http2.lookahead_bytes", LINE_WINDOW_BYTES), ("grpc.http2.bdp_probe", 0))
 """So little is on its way that a short order overtakes a long one on a slow network, too."""

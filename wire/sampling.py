@@ -13,6 +13,8 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 16
 MAX_REPETITION_PENALTY = 10.0
+MAX_BIASES = 300
+MAX_BIAS = 100.0
 _RANGES = {
     "temperature": (0, 2),
     "min_p": (0, 1),
@@ -42,6 +44,8 @@ class SamplingParams:
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, and what is added to the logit of each."""
 
     @property
     def is_greedy(self) -> bool:
@@ -69,6 +73,13 @@ class SamplingParams:
         _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
         known = all(token_id < vocab_size for token_id in self.stop_token_ids)
         _require(known, "stop_token_ids", f"must be below the vocabulary's size, {vocab_size}")
+        self._require_biases(vocab_size)
+
+    def _require_biases(self, vocab_size: int) -> None:
+        _require(len(self.logit_bias) <= MAX_BIASES, "logit_bias", f"at most {MAX_BIASES} tokens")
+        for token_id, bias in self.logit_bias:
+            _require(token_id < vocab_size, "logit_bias", f"ids must be below the vocabulary's size, {vocab_size}")
+            _require(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", f"must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
 
 
 def _require(valid: bool, param: str, message: str) -> None:

@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
     state = find_cluster(args.name)
     status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(check=args.check), TIMEOUT_S)
     if args.json:
-        print(json.dumps(to_object(status)))
+        print(json.dumps(to_object(status) | {"http_address": state.http_address}))
     else:
-        print(render_status(status))
+        print(render_status(status, state.http_address))
         if state.head is not None:  # a Ray cluster that was joined keeps its logs elsewhere
             print(f"\nlogs in {run_dir.ray_logs(Path(state.run_dir))}")
     if args.check and status.problems:

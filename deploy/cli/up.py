@@ -34,6 +34,7 @@ _WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a li
 _INSECURE = "allow settings that leave a port open to strangers: see docs/security.md"
 _HOST = "the address for clients and Prometheus; another one wants --insecure (default: 127.0.0.1)"
 _GRPC = "where clients connect; 0 is any free port (default: 50051)"
+_HTTP = "where clients of OpenAI's HTTP connect, on 127.0.0.1; 0 is any free port (default: 8000)"
 _METRICS = "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)"
 _REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"
 FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
@@ -53,6 +54,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
     "services": {
         "--host": ("router.host", "ADDRESS", str, _HOST),
         "--grpc-port": ("router.grpc_port", "PORT", int, _GRPC),
+        "--http-port": ("http.port", "PORT", _port_or_off, _HTTP),
         "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
         "--arena-bytes": ("arena.size_bytes", "SIZE", str, "shared memory for KV blocks, like 1GiB"),
         "--redis-url": ("redis.url", "URL", str, _REDIS),
@@ -85,6 +87,9 @@ def add_parser(commands: Subparsers) -> None:
         for flag, (setting, metavar, kind, text) in flags.items():
             choices = {"model.dtype": DTYPES, "model.weights": WEIGHTS}.get(setting)
             group.add_argument(flag, dest=setting, metavar=metavar, type=kind, choices=choices, help=text)
+        if title == "services":
+            help_text = "start no HTTP gateway: gRPC only"
+            group.add_argument("--no-http", dest="http.port", action="store_const", const="off", help=help_text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,7 +123,8 @@ class Console:
         took_s = time.monotonic() - self._began_s
         prompt = DEMO_PROMPT if state.model == DEMO_MODEL else "Once upon a time"
         generate, status, down = (command_line(verb, state.name) for verb in ("generate", "status", "down"))
-        print(f"\nServing {state.model} at {state.address} after {took_s:.1f} s. Now:")
+        http = f", and at http://{state.http_address}/v1 in OpenAI's dialect," if state.http_address else ""
+        print(f"\nServing {state.model} at {state.address}{http} after {took_s:.1f} s. Now:")
         print(f'  {generate} "{prompt}"\n  {status}\n  {down}', flush=True)
 
     def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None:

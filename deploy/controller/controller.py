@@ -31,6 +31,7 @@ from wire.ids import WorkerId
 from wire.settings import from_json, to_json
 
 ROUTER = "router.actor:RouterActor"
+GATEWAY = "gateway.actor:GatewayActor"
 START_TIMEOUT_S = 1800.0
 SCALE_TIMEOUT_S = 570.0
 """Less than the router waits for an answer."""
@@ -51,6 +52,9 @@ class Controller:
         self._nodes = Nodes(plan, self._host, self._events, self._ray_drains)
         here = ray.get_runtime_context().get_node_id()
         self._router = Singleton("router", ROUTER, to_json(plan.router), here, self._host, run_dir, self._events)
+        self._gateway: Singleton | None = None
+        if plan.gateway is not None:
+            self._gateway = Singleton("gateway", GATEWAY, "", here, self._host, run_dir, self._events)
         self._keep_ports()
         record = AtomicFile(run_dir / "pools.json")
         earlier = record.read()
@@ -61,17 +65,18 @@ class Controller:
             self._tasks.begin(self._take_over())
 
     async def start(self) -> str:
-        """Returns `{"address", "operator_address", "metrics_address"}` when the cluster serves.
+        """Returns `{"address", "operator_address", "metrics_address", "http_address"}` when the cluster serves.
 
         Raises BatonError, with the reason, if any part does not start; `shutdown` ends the parts that did.
         """
         self._tasks.begin(self._fleet.run())
         addresses, *_ = await asyncio.gather(self._router.start(), self._open_only_node())
         self._keep_ports()
-        await self._fleet.settle(START_TIMEOUT_S)
+        http, _ = await asyncio.gather(self._start_gateway(), self._fleet.settle(START_TIMEOUT_S))
+        self._keep_ports()
         self._watch()
         self._events.note("the cluster serves")
-        return addresses
+        return json.dumps(json.loads(addresses) | json.loads(http))
 
     async def scale(self, sizes_json: str) -> str:
         """Takes an order, `{"prefill", "decode"}`, null leaving a pool as it is; returns its numbers, for `scaled`."""
@@ -125,6 +130,9 @@ class Controller:
         self._tasks.begin(self._fleet.run())
         await self._router.take_over()
         self._keep_ports()
+        if self._gateway is not None:
+            await self._gateway.take_over()
+            self._keep_ports()
         self._watch()
 
     async def _open_only_node(self) -> None:
@@ -132,8 +140,13 @@ class Controller:
         if self._plan.is_alone:
             await asyncio.gather(*(self._nodes.join(node) for node in await self._host.nodes()))
 
+    async def _start_gateway(self) -> str:
+        return "{}" if self._gateway is None else await self._gateway.start()
+
     def _watch(self) -> None:
         self._tasks.begin(self._router.watch(on_restart=self._fleet.introduce))
+        if self._gateway is not None:
+            self._tasks.begin(self._gateway.watch(on_restart=lambda: None))
         if not self._plan.is_alone:
             self._tasks.begin(self._nodes.watch())
 
@@ -149,6 +162,7 @@ class Controller:
             self._events.note(f"node {name} is not drained: {error.message}")
 
     def _keep_ports(self) -> None:
+        """Gives the next router, and the next gateway, the ports of the ones before; the gateway the router's too."""
         if self._router.answer is None:
             return
         addresses = json.loads(self._router.answer)
@@ -156,10 +170,16 @@ class Controller:
         ports: dict[str, Any] = {port: _port(addresses[name]) for port, name in names.items() if addresses[name]}
         listeners = replace(self._plan.router.listeners, **ports)
         self._router.config_json = to_json(replace(self._plan.router, listeners=listeners))
+        if self._gateway is None or self._plan.gateway is None:
+            return
+        given = {name: addresses[name] for name in ("address", "metrics_address")}
+        if self._gateway.answer is not None:
+            given["port"] = _port(json.loads(self._gateway.answer)["http_address"])
+        self._gateway.config_json = to_json(replace(self._plan.gateway, **given))
 
     async def _end(self) -> None:
         await self._fleet.end()
-        await asyncio.gather(self._nodes.end(), self._host.end("router"))
+        await asyncio.gather(self._nodes.end(), self._host.end("gateway"), self._host.end("router"))
         ray.kill(ray.get_runtime_context().current_actor)
 
 

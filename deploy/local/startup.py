@@ -79,6 +79,7 @@ class Startup:
         router = self._config.router
         _require_free("--grpc-port", router.host, router.grpc_port)
         _require_free("--metrics-port", router.host, router.metrics_port)
+        _require_free("--http-port", LOOPBACK, self._config.http_port)
         if (problem := connection_problem(self._config.ray.address or "")) is not None:
             raise ConfigError(f"no Ray cluster answers at {self._config.ray.address} ({problem})")
         self._secret = load_secret(self._config.secret_file)
@@ -221,7 +222,7 @@ def _require_folder(path: str) -> None:
     open_folder(path).close()
 
 
-def _require_free(flag: str, host: str, port: int | str) -> None:
+def _require_free(flag: str, host: str, port: int | str | None) -> None:
     """Raises ConfigError for a port in use: here in milliseconds, where the router would take seconds."""
     if not isinstance(port, int):
         return

@@ -48,6 +48,7 @@ class ClusterState:
     operator_address: str = ""
     metrics_address: str = ""
     ray_address: str = ""
+    http_address: str = ""
     head: ProcessRef | None = None
     redis: ProcessRef | None = None
     version: int = VERSION
@@ -69,7 +70,8 @@ class ClusterState:
     @property
     def ports(self) -> list[int]:
         """The ports that are free when the cluster is gone: Ray's too, where Ray is the cluster's own."""
-        own = [self.address, self.operator_address, self.metrics_address, self.ray_address if self.head else ""]
+        own = [self.address, self.operator_address, self.metrics_address, self.http_address]
+        own.append(self.ray_address if self.head else "")
         return [int(address.rpartition(":")[2]) for address in own if address]
 
 

@@ -10,6 +10,7 @@ from deploy.plan.machine import SHARED_MEMORY, Machine
 from deploy.plan.model import ModelFacts
 from deploy.plan.resources import RayNode, Resources, num_fitting
 from deploy.plan.sizing import Sizes, num_more, size
+from gateway.config import GatewayConfig
 from router.config import LOOPBACK, AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
 from wire.errors import ConfigError
 from wire.frame import mac_key_of
@@ -76,6 +77,7 @@ class ClusterPlan:
     mac_key_hex: str
     run_dir: str
     authority: Authority | None = None
+    gateway: GatewayConfig | None = None
 
     @property
     def token(self) -> str:
@@ -200,6 +202,7 @@ def make_plan(
         cold=cold,
         mac_key_hex=mac_key_of(secret).hex(),
         run_dir=run_dir,
+        gateway=None if config.http_port is None else GatewayConfig(port=config.http_port),
     )
 
 

@@ -24,6 +24,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_KERNELS = ("auto", "avx512", "avx2", "portable", "torch")
 WEIGHTS = ("auto", "int8")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+DEFAULT_HTTP_PORT = 8000
 MAX_WORKERS = 64
 ALLOW = "--insecure allows it"
 WORKER_TABLES = ("worker", *(f"worker.{role.value}" for role in Role))
@@ -133,6 +134,16 @@ class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
 
 
 @dataclass(frozen=True)
+class HttpSettings:
+    """The gateway's port on 127.0.0.1: 0 is any free one, `off` starts no gateway.
+
+    None is DEFAULT_HTTP_PORT; any free port where `router.grpc_port` is 0.
+    """
+
+    port: int | str | None = None
+
+
+@dataclass(frozen=True)
 class RaySettings:
     """The Ray cluster to join. Without an address, one is started on this machine and belongs to the Baton cluster.
 
@@ -159,6 +170,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "files.max_bytes": (16 * MIB, 1 << 60),
     **{f"{each}.timeout_ms": (1, 10_000) for each in ("redis", "files")},
     **{f"router.{each}_port": (0, 65535) for each in ("grpc", "metrics")},
+    "http.port": (0, 65535),
     "router.max_queued_bytes": (MIB, 1 << 40),
     **{f"router.max_{each}": (1, 1 << 20) for each in ("connections", "open_requests", "queued_requests")},
     "router.max_buffered_events": (1, 1 << 20),
@@ -186,6 +198,7 @@ class ClusterConfig:
     redis: RedisSettings = field(default_factory=RedisSettings)
     files: FilesSettings = field(default_factory=FilesSettings)
     router: RouterSettings = field(default_factory=RouterSettings)
+    http: HttpSettings = field(default_factory=HttpSettings)
     ray: RaySettings = field(default_factory=RaySettings)
 
     def __post_init__(self) -> None:
@@ -225,10 +238,22 @@ class ClusterConfig:
         _require(isinstance(port, int) or port == "off", "router.metrics_port", "a port or `off`", str(port)[:16])
         is_other = port == 0 or port != self.router.grpc_port
         _require(is_other, "router.metrics_port", "another port than router.grpc_port", port)
+        http = self.http.port
+        _require(not isinstance(http, str) or http == "off", "http.port", "a port or `off`", str(http)[:16])
+        is_other = http in (None, 0) or http not in (port, self.router.grpc_port)
+        _require(is_other, "http.port", "another port than those of the router", http)
         host, network = self.router.host, self.ray.plain_network
         _require(_is_made(IPv4Address, host), "router.host", "an IPv4 address", host)
         _require(network is None or _is_made(ip_network, network), "ray.plain_network", "like 10.0.0.0/24", network)
         self._require_closed()
+
+    @property
+    def http_port(self) -> int | None:
+        """Returns the gateway's port, 0 for any free one; None without a gateway."""
+        if isinstance(self.http.port, str):
+            return None
+        default = DEFAULT_HTTP_PORT if self.router.grpc_port else 0
+        return default if self.http.port is None else self.http.port
 
     def _require_closed(self) -> None:
         """Raises ConfigError for a port that is open to strangers, where that is not allowed."""

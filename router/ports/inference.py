@@ -53,6 +53,12 @@ class InferenceApi(InferenceServicer):
         )
         return pb.ListModelsResponse(models=[model])
 
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
+        return await self._dispatcher.tokenize(request)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
+        return self._dispatcher.detokenize(request)
+
 
 async def _watch_reader(
     request: OpenRequest, context: Context, max_stall_s: float, writer: asyncio.Task[Any] | None

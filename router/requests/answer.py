@@ -13,8 +13,9 @@ from wire.sampling import SamplingParams
 class ChoiceStream:
     """A choice. Positions decide which tokens are new, whatever worker they come from."""
 
-    def __init__(self, index: int, text: IncrementalText) -> None:
+    def __init__(self, index: int, text: IncrementalText, codec: TextCodec) -> None:
         self.index = index
+        self._codec = codec
         self.token_ids: list[int] = []
         self.finish: pb.Choice | None = None
         self._text = text
@@ -46,7 +47,14 @@ class ChoiceStream:
         chunk = pb.Chunk(index=self.index, token_ids=taken, text=text)
         if tokens.logprobs:
             chunk.logprobs.extend(tokens.logprobs[num_repeated : num_repeated + len(taken)])
+            self._name_tokens(chunk)
         return chunk
+
+    def _name_tokens(self, chunk: pb.Chunk) -> None:
+        for one in chunk.logprobs:
+            one.token = self._codec.token_bytes(one.token_id)
+            for other in one.top:
+                other.token = self._codec.token_bytes(other.token_id)
 
     def _end(self, tokens: worker_pb2.ChoiceTokens, piece: Piece) -> str:
         """Decides whether and how the choice has ended; the text that was held back until its end."""
@@ -71,7 +79,7 @@ class Answer:
         self.num_tokens = 0
         self._num_unfinished = sampling.n
         self._choices = [
-            ChoiceStream(index, IncrementalText(codec, sampling.stop, sampling.min_tokens))
+            ChoiceStream(index, IncrementalText(codec, sampling.stop, sampling.min_tokens), codec)
             for index in range(sampling.n)
         ]
 

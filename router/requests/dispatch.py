@@ -5,20 +5,25 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from router.config import StreamBounds
 from router.observe.record import OK, RequestRecord, outcome_of
 from router.requests.admission import Admission
 from router.requests.flow import Flow, Order, Services
 from router.requests.outbox import Outbox
-from router.requests.validator import Limits, require_may_fit, validate
+from router.requests.validator import Limits, ValidPrompt, encode, require_known, require_may_fit, valid_text, validate
+from text.codec import TextCodec
 from wire import errors
-from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, Unavailable
+from wire.errors import BatonError, Cancelled, DeadlineExceeded, Overloaded, RequestNotFound, Unavailable
 from wire.ids import NamespaceRoot, RequestId
 from wire.pb import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+MAX_TOKENIZING = 64
+"""Texts of Tokenize at a time, each of which may have as many bytes as a message."""
+TOKENIZE_AGAIN_S = 1.0
 LAST_WORD_S = 0.05
 """How long before its deadline a request ends: its client is to hear why, before its own gRPC gives up."""
 
@@ -122,6 +127,7 @@ class Dispatcher:
         self._bounds = bounds
         self._limits = limits
         self._open: dict[RequestId, OpenRequest] = {}
+        self._num_tokenizing = 0
 
     @property
     def num_queued(self) -> int:
@@ -142,6 +148,28 @@ class Dispatcher:
         """Starts a request, or raises InvalidRequest or Overloaded at once. None: it has no deadline."""
         with self._refusals_counted():
             return self._begin(request, time_left_s)
+
+    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        """Returns the tokens of a text. Raises InvalidRequest, Unsupported, DeadlineExceeded, or Overloaded at once."""
+        services, limits = self._services, self._limits()
+        prompt = valid_text(request)
+        require_may_fit(prompt, services.codec, limits)
+        if self._num_tokenizing >= MAX_TOKENIZING:
+            raise Overloaded("as many texts are being tokenized as may be", TOKENIZE_AGAIN_S)
+        self._num_tokenizing += 1
+        try:
+            async with asyncio.timeout(self._bounds.max_deadline_s):
+                rendered = await services.render(prompt, limits)
+                return await services.threads.run(len(rendered), partial(_tokens_of, rendered, services.codec))
+        except TimeoutError as error:
+            raise DeadlineExceeded("the text was not tokenized in time") from error
+        finally:
+            self._num_tokenizing -= 1
+
+    def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        """Returns the text of token ids. Raises InvalidRequest."""
+        require_known(request.token_ids, self._limits())
+        return pb.DetokenizeResponse(text=self._services.codec.decode(request.token_ids))
 
     async def abort(self, request_id: RequestId) -> None:
         """Ends a request with Cancelled; returns when its id is free again. Raises RequestNotFound."""
@@ -167,7 +195,7 @@ class Dispatcher:
         now_s = asyncio.get_running_loop().time()
         limits = self._limits()
         valid = validate(request, limits)
-        require_may_fit(valid, self._services.codec, limits)
+        require_may_fit(valid.prompt, self._services.codec, limits)
         request_id = valid.request_id or RequestId(secrets.token_hex(12))
         self._admission.admit(request_id, request.ByteSize())
         max_s = self._bounds.max_deadline_s
@@ -190,3 +218,8 @@ class Dispatcher:
         except Exception as error:
             self._services.metrics.refused(error)
             raise
+
+
+def _tokens_of(prompt: ValidPrompt, codec: TextCodec) -> pb.TokenizeResponse:
+    token_ids = encode(prompt, codec)
+    return pb.TokenizeResponse(token_ids=token_ids, tokens=[codec.token_bytes(token_id) for token_id in token_ids])

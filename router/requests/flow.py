@@ -15,7 +15,7 @@ and `Line` drops updates that come late. `OpenRequest` sends the last message.
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from router.observe.metrics import RequestMetrics, TokenTiming
@@ -26,11 +26,12 @@ from router.requests.answer import Answer
 from router.requests.outbox import Outbox
 from router.requests.replay import MAX_ATTEMPTS, Attempts, NextStep, Quarantine, Suspects, next_step
 from router.requests.tokenizing import TokenizerThreads
-from router.requests.validator import Limits, Prepared, ValidRequest, prepare
+from router.requests.validator import Limits, Prepared, ValidPrompt, ValidRequest, prepare
 from router.workers.holds import Hold, Holds
 from router.workers.line import Take
 from router.workers.members import Member
 from router.workers.membership import PROBE_TIMEOUT_S
+from text.chat import Chat, NoRenderer, Renderer
 from text.codec import TextCodec
 from wire.convert import attempt_to_pb, sampling_to_pb, tiers_from_pb, tiers_to_pb
 from wire.errors import (
@@ -50,6 +51,8 @@ from wire.pools import WorkerState
 
 MAX_TINY_LEN = 256
 """A prompt of so many characters or tokens is prepared on the event loop: a thread would take longer to begin."""
+MAX_ADDED_CHARS_PER_TOKEN = 4
+"""By so many characters for each token of the context a chat template may make a conversation longer."""
 MAX_NUMBER = (1 << 32) - 1
 """The last number that a message can carry; the first is 1."""
 
@@ -69,7 +72,15 @@ class Services:
     quarantine: Quarantine
     mark_lost: Callable[[WorkerId], None]
     metrics: RequestMetrics
+    renderer: Renderer = field(default_factory=NoRenderer)
     attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
+
+    async def render(self, prompt: ValidPrompt, limits: Limits) -> ValidPrompt:
+        """Renders a chat; returns any other prompt as it is. Raises InvalidRequest or Unsupported."""
+        if not isinstance(prompt, Chat):
+            return prompt
+        max_added_chars = MAX_ADDED_CHARS_PER_TOKEN * limits.max_context_len
+        return await prompt.render(self.renderer, self.codec.special_tokens, max_added_chars)
 
 
 @dataclass(frozen=True)
@@ -145,15 +156,20 @@ class Flow:
                 step = self._after(failure.error)
 
     async def _prepare(self) -> None:
-        """Tokenizes the prompt and names its blocks, in a thread, or on the event loop if the prompt is tiny."""
+        """Renders a chat, tokenizes, names the blocks: in a thread, or on the event loop if the prompt is tiny."""
         services, order, clock = self._services, self._order, self._loop.time
+        valid = order.valid
+        if isinstance(valid.prompt, Chat):
+            self.timeline.begin_span("render")
+            valid = replace(valid, prompt=await services.render(valid.prompt, order.limits))
+            self._end_span("render")
 
         def work() -> tuple[float, Prepared]:
             self.timeline.begin_span("tokenize")
-            return clock(), prepare(order.valid, services.codec, order.limits, order.root)
+            return clock(), prepare(valid, services.codec, order.limits, order.root)
 
         self.timeline.begin_span("wait_tokenizer")
-        length = len(order.valid.prompt)
+        length = len(valid.prompt)
         began_s, self._prepared = work() if length <= MAX_TINY_LEN else await services.threads.run(length, work)
         self.timeline.end_span("wait_tokenizer", began_s)
         self._end_span("tokenize")

@@ -4,9 +4,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from text.chat import ROLES, Chat, Message, Rendered
 from text.codec import TextCodec
 from wire.convert import sampling_from_pb
-from wire.errors import InvalidRequest, ModelNotFound
+from wire.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from wire.ids import REQUEST_ID, BlockKey, NamespaceRoot, RequestId
 from wire.keys import cover
 from wire.pb import inference_pb2 as pb
@@ -32,12 +33,15 @@ class Limits:
         return min(self.max_context_len, self.num_blocks * self.block_size)
 
 
+ValidPrompt = Chat | Rendered | str | tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class ValidRequest:
-    """A request whose every field is in range. The prompt is text still to be tokenized, or token ids."""
+    """A request whose every field is in range. The prompt is token ids, or is to be rendered or tokenized."""
 
     request_id: RequestId | None
-    prompt: str | tuple[int, ...]
+    prompt: ValidPrompt
     sampling: SamplingParams
     max_tokens_given: bool
     seed_given: bool
@@ -65,10 +69,24 @@ def validate(message: pb.GenerateRequest, limits: Limits) -> ValidRequest:
     )
 
 
-def require_may_fit(valid: ValidRequest, codec: TextCodec, limits: Limits) -> None:
+def valid_text(message: pb.TokenizeRequest) -> ValidPrompt:
+    """Returns the prompt of a request for tokens. Raises InvalidRequest."""
+    _require(message.WhichOneof("prompt") is not None, "prompt", "missing: give text or messages")
+    return valid_chat(message.messages) if message.HasField("messages") else message.text
+
+
+def require_known(token_ids: Sequence[int], limits: Limits) -> None:
+    """Raises InvalidRequest for more token ids than the context has, and for ids that no token can have."""
+    _require(len(token_ids) <= limits.max_context_len, "token_ids", f"at most {limits.max_context_len}")
+    known = max(token_ids, default=0) < limits.vocab_size
+    _require(known, "token_ids", f"must be below the vocabulary's size, {limits.vocab_size}")
+
+
+def require_may_fit(prompt: ValidPrompt, codec: TextCodec, limits: Limits) -> None:
     """Raises InvalidRequest for a text that is too long however it is tokenized. Takes milliseconds for megabytes."""
-    if isinstance(valid.prompt, str) and len(valid.prompt) * MAX_CHARACTER_BYTES >= limits.max_sequence_len:
-        _require_room(codec.min_tokens(valid.prompt, limits.max_sequence_len), limits, "at least ")
+    text = _text_of(prompt)
+    if len(text) * MAX_CHARACTER_BYTES >= limits.max_sequence_len:
+        _require_room(codec.min_tokens(text, limits.max_sequence_len), limits, "at least ")
 
 
 def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: NamespaceRoot) -> Prepared:
@@ -76,7 +94,7 @@ def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: Namespa
 
     May be called on any thread; takes as long as the text is.
     """
-    encoded = codec.encode(valid.prompt) if isinstance(valid.prompt, str) else valid.prompt
+    encoded = encode(valid.prompt, codec)
     sampling = resolve(valid, encoded, limits, secrets.randbits(SEED_BITS))
     prompt_ids = tuple(encoded)
     keys = tuple(name.key for name in cover(root, prompt_ids, limits.block_size))
@@ -92,7 +110,7 @@ def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: Limits, seed
     sampling = valid.sampling
     if not valid.max_tokens_given:
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-    _require(
+    _require_length(
         sampling.max_tokens <= room,
         "max_tokens",
         f"{len(prompt_ids)} prompt tokens and {sampling.max_tokens} more exceed the {limits.max_sequence_len} that fit",
@@ -115,12 +133,12 @@ def _room(prompt_ids: Sequence[int], limits: Limits) -> int:
 
 
 def _require_room(num_tokens: int, limits: Limits, at_least: str = "") -> None:
-    _require(
+    _require_length(
         num_tokens < limits.max_context_len,
         "prompt",
         f"{at_least}{num_tokens} tokens leave no room in a context of {limits.max_context_len}",
     )
-    _require(
+    _require_length(
         num_tokens < limits.max_sequence_len,
         "prompt",
         f"{at_least}{num_tokens} tokens need more blocks than the {limits.num_blocks} of the smallest pool",
@@ -140,10 +158,27 @@ def _request_id(message: pb.GenerateRequest) -> RequestId | None:
     return RequestId(message.request_id)
 
 
-def _prompt(message: pb.GenerateRequest, limits: Limits) -> str | tuple[int, ...]:
+def _text_of(prompt: ValidPrompt) -> str:
+    """Returns the text that a client sent in its prompt."""
+    if isinstance(prompt, Chat):
+        return prompt.text
+    return prompt if isinstance(prompt, str) else ""
+
+
+def encode(prompt: ValidPrompt, codec: TextCodec) -> Sequence[int]:
+    """Returns the token ids of a prompt; a chat must be rendered. Takes as long as the text is."""
+    assert not isinstance(prompt, Chat), "not rendered yet"
+    if isinstance(prompt, Rendered):
+        return prompt.encode(codec)
+    return codec.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def _prompt(message: pb.GenerateRequest, limits: Limits) -> ValidPrompt:
     kind = message.WhichOneof("prompt")
     if kind is None:
-        raise InvalidRequest("prompt", "missing: give text or token_ids")
+        raise InvalidRequest("prompt", "missing: give text, token_ids or messages")
+    if kind == "messages":
+        return valid_chat(message.messages)
     if kind == "text":
         text = message.text
         _require(text != "", "text", "must not be empty")
@@ -151,10 +186,18 @@ def _prompt(message: pb.GenerateRequest, limits: Limits) -> str | tuple[int, ...
     return _token_ids(message.token_ids.ids, limits)
 
 
+def valid_chat(conversation: pb.Conversation) -> Chat:
+    """Reads the messages of a chat. Raises InvalidRequest."""
+    _require(len(conversation.messages) > 0, "messages", "must not be empty")
+    for one in conversation.messages:
+        _require(one.role in ROLES, "messages", f"a role must be one of {', '.join(ROLES)}")
+    return Chat(tuple(Message(one.role, one.content) for one in conversation.messages))
+
+
 def _token_ids(ids: Sequence[int], limits: Limits) -> tuple[int, ...]:
     _require(len(ids) > 0, "token_ids", "must not be empty")
     _require_room(len(ids), limits)
-    _require(max(ids) < limits.vocab_size, "token_ids", f"must be below the vocabulary's size, {limits.vocab_size}")
+    require_known(ids, limits)
     return tuple(ids)
 
 
@@ -173,3 +216,8 @@ def _sampling(sampling: SamplingParams, given: pb.SamplingParams, limits: Limits
 def _require(valid: bool, param: str, message: str) -> None:
     if not valid:
         raise InvalidRequest(param, message)
+
+
+def _require_length(fits: bool, param: str, message: str) -> None:
+    if not fits:
+        raise ContextLengthExceeded(param, message)

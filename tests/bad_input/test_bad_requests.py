@@ -59,6 +59,10 @@ def _short(value: object) -> str:
     return repr(value) if len(repr(value)) < 24 else f"{repr(value)[:16]}..."
 
 
+def spoken(role: str) -> pb.Conversation:
+    return pb.Conversation(messages=[pb.Message(role=role, content="a")])
+
+
 CASES = [
     Case(2, "nothing", b"", "prompt"),
     Case(2, "settings without a prompt", message(sampling_params=pb.SamplingParams()), "prompt"),
@@ -84,6 +88,11 @@ CASES = [
     Case(33, "empty text", text(""), "text"),
     Case(34, "no token ids", tokens(), "token_ids"),
     Case(34, "TokenIds that say nothing", b"\x22\x00", "token_ids"),
+    Case(34, "no messages", message(messages=pb.Conversation()), "messages"),
+    *(
+        Case(40, f"role {_short(role)}", message(messages=spoken(role)), "messages")
+        for role in ("", "User", "root", "user\n", "u" * 10_240)
+    ),
     Case(36, "a prompt as long as the context", tokens(*[1] * MODEL.max_context_len), "prompt"),
     Case(36, "text longer than the context", text("a" * 5000), "prompt"),
     Case(36, "prompt and max_tokens beyond what fits", tokens(*[1] * 1000, max_tokens=POOL_LEN - 999), "max_tokens"),
@@ -105,6 +114,8 @@ CASES = [
     *setting(53, "min_tokens", -1, 2000),
     Case(53, "min_tokens > max_tokens", text(min_tokens=11, max_tokens=10), "min_tokens"),
     *setting(54, "logprobs", -1, 21, 2**31 - 1),
+    *setting(56, "logit_bias", {VOCAB_SIZE: 1.0}, {1: math.nan}, {1: math.inf}, {1: 100.1}),
+    *setting(56, "logit_bias", dict.fromkeys(range(301), 1.0)),
     *setting(58, "stop", [""], ["a", ""], ["a"] * 5, ["é" * 257], ["a" * (1 << 20)], [""] * 4),
     *setting(58, "stop_token_ids", [1] * 17, [VOCAB_SIZE], [2**32 - 1]),
     *setting(60, "seed", -1, -(2**63)),
@@ -175,15 +186,18 @@ UNKNOWN: dict[str, tuple[bytes, str]] = {
         "message: GenerateRequest has no field 1005, 1006, 1007; leave it out",
     ),
     "a group": (b"\xfb\x3e\xfc\x3e", "message: GenerateRequest has no field 1007; leave it out"),
-    "messages": (b"\x2a\x01x", "messages: field 5 of GenerateRequest is not offered yet"),
-    "messages of 8 KiB": (b"\x2a\x80\x40" + bytes(8 << 10), "messages: field 5 of GenerateRequest is not offered yet"),
+    "adapter": (b"\x3a\x01x", "adapter: field 7 of GenerateRequest is not offered yet"),
+    "an adapter of 8 KiB": (b"\x3a\x80\x40" + bytes(8 << 10), "adapter: field 7 of GenerateRequest is not offered yet"),
+    "a part of a message that is no text": (
+        b"\x2a\x04\x0a\x02\x1a\x00",
+        "message: Message has no field 3; leave it out",
+    ),
     "priority": (b"\x48\x01", "priority: field 9 of GenerateRequest is not offered yet"),
     "text as a number": (b"\x18\x01", "text: field 3 of GenerateRequest was sent with another wire type"),
     "a setting that no field has": (
         _settings(b"\xfa\x3e\x00"),
         "message: SamplingParams has no field 1007; leave it out",
     ),
-    "logit_bias": (_settings(b"\x82\x01\x00"), "logit_bias: field 16 of SamplingParams is not offered yet"),
     "response_format": (_settings(b"\x8a\x01\x00"), "response_format: field 17 of SamplingParams is not offered yet"),
     "temperature as a double": (
         _settings(b"\x09" + bytes(8)),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from baton import AsyncClient, BatonError, Client
+from baton.results import TokenLogprobs
 from tests.baton.scripted_service import WAIT_S, ScriptedService, served
 from tests.baton.threaded import ThreadedAsyncClient
 from wire.errors import (
@@ -21,7 +22,7 @@ from wire.errors import (
     WireError,
 )
 from wire.pb import inference_pb2 as pb
-from wire.sampling import FinishReason, Logprobs
+from wire.sampling import FinishReason
 
 Connect = Callable[[ScriptedService], Any]
 
@@ -85,7 +86,9 @@ def test_gathers_the_whole_answer(connect: Connect) -> None:
                 "b",
                 token_ids=[2],
                 logprobs=[
-                    pb.TokenLogprobs(token_id=2, logprob=-0.25, top=[pb.TopLogprob(token_id=9, logprob=-1.5)]),
+                    pb.TokenLogprobs(
+                        token_id=2, logprob=-0.25, top=[pb.TopLogprob(token_id=9, logprob=-1.5, token=b"c")], token=b"b"
+                    ),
                 ],
             ),
             complete(
@@ -98,7 +101,7 @@ def test_gathers_the_whole_answer(connect: Connect) -> None:
     first, second = answer.choices
     assert (answer.request_id, answer.text, answer.seed) == ("r1", "ab", 11)
     assert (first.text, first.token_ids, first.finish_reason) == ("ab", (1, 2), FinishReason.LENGTH)
-    assert first.logprobs == (Logprobs(-0.5, ()), Logprobs(-0.25, ((9, -1.5),)))
+    assert first.logprobs == (TokenLogprobs(-0.5, ()), TokenLogprobs(-0.25, ((9, -1.5),), b"b", (b"c",)))
     assert (second.index, second.text, second.matched_stop) == (1, "x", ".")
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 3)
     assert dict(answer.usage.cached_tokens) == {"host": 4}

@@ -1,5 +1,6 @@
 """Ray clusters of several nodes on this machine, started by the scripts of deploy: a pool on each; one dies."""
 
+import json
 import os
 import ssl
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from cryptography import x509
 
 from tests.checkpoints import choose_prompt
-from tests.cluster.ray_nodes import RayNodes, kill_raylet
+from tests.cluster.ray_nodes import START_S, RayNodes, kill_raylet
 from tests.cluster.served_cluster import SHARED_MEMORY, ServedCluster, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]

@@ -56,9 +56,9 @@ def test_a_port_on_which_something_listens_is_left() -> None:
 
 def test_ports_of_a_cluster() -> None:
     me = ProcessRef(2, 1.0, "none")
-    state = ClusterState("a", ClusterPhase.RUNNING, me, "/tmp/baton-a", "t", "m", "h:1", "h:2", "", "h:4")
+    state = ClusterState("a", ClusterPhase.RUNNING, me, "/tmp/baton-a", "t", "m", "h:1", "h:2", "", "h:5")
     assert state.ports == [1, 2]
-    assert replace(state, metrics_address="h:3", head=me).ports == [1, 2, 3, 4]
+    assert replace(state, metrics_address="h:3", http_address="h:4", head=me).ports == [1, 2, 3, 4, 5]
 
 
 @pytest.fixture

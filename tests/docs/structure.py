@@ -15,6 +15,7 @@ PACKAGES = (
     "decode_worker",
     "deploy",
     "engine",
+    "gateway",
     "kernels",
     "kv_store",
     "prefill_worker",

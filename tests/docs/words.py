@@ -19,6 +19,7 @@ PACKAGES = (
     "deploy",
     "engine",
     "examples",
+    "gateway",
     "kernels",
     "kv_store",
     "prefill_worker",

@@ -27,6 +27,20 @@ def test_greedy_takes_the_likeliest() -> None:
     assert [one.token_id for one in sample(rows.clone(), [draw(temperature=0.0)] * 3)] == rows.argmax(-1).tolist()
 
 
+def test_a_bias_is_added_to_its_token_alone_and_leaves_logprobs_as_they_are() -> None:
+    rows = logits(2)
+    first, last = (int(row.argmin()) for row in rows)
+    draws = [draw(temperature=0.0, logit_bias=((first, 100.0),), logprobs=1), draw(temperature=0.0)]
+    drawn = sample(rows.clone(), draws)
+    assert [one.token_id for one in drawn] == [first, int(rows[1].argmax())]
+    assert drawn[0].logprobs is not None
+    assert drawn[0].logprobs.chosen == pytest.approx(float(rows[0].log_softmax(-1)[first]))
+    assert not draws[0].is_plain
+    assert draws[1].is_plain
+    banned = draw(temperature=0.0, logit_bias=((last, -100.0),), output=())
+    assert sample(rows[1:].clone(), [banned])[0].token_id != last
+
+
 def test_uniform_depends_on_seed_choice_and_position_and_on_nothing_else() -> None:
     assert uniform(1, 2, 3) == uniform(1, 2, 3)
     assert len({uniform(1, 2, 3), uniform(2, 2, 3), uniform(1, 3, 3), uniform(1, 2, 4), uniform(2, 1, 3)}) == 5

@@ -11,9 +11,16 @@ class FragmentTokenizer:
     """A Codec. Nearly every character is split over tokens, and many tokens make no character at all."""
 
     vocab_size = 300
+    special_tokens = ()
 
     def encode(self, text: str) -> list[int]:
         return [2] * len(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return _FRAGMENTS[token_id % len(_FRAGMENTS)]
 
     def min_tokens(self, text: str, enough: int) -> int:
         return 0

@@ -17,6 +17,7 @@ from router.workers.local_transport import Faults, LocalTransport
 from tests.local_worker import FINGERPRINT, TOKEN, local_worker
 from tests.router.fake_cluster import Output, collect
 from text.byte_tokenizer import ByteTokenizer
+from text.chat import PlainRenderer
 from text.codec import TextCodec
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
@@ -71,7 +72,7 @@ class LocalCluster:
         config = RouterConfig(
             served(model), ClusterAccess(TOKEN, "00" * 32), admission=sizes.admission, streams=sizes.streams
         )
-        self.router = Router(config, codec or ByteTokenizer(), self._connect, self.port)
+        self.router = Router(config, codec or ByteTokenizer(), self._connect, self.port, PlainRenderer())
 
     async def start(self, num_prefill: int, num_decode: int) -> None:
         self.router.start()

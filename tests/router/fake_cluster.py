@@ -13,6 +13,7 @@ from router.workers.controller_port import LocalController
 from router.workers.local_transport import Faults, LocalTransport
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker, oracle
 from text.byte_tokenizer import ByteTokenizer
+from text.chat import PlainRenderer
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
@@ -53,7 +54,7 @@ class FakeCluster:
         self.workers: dict[str, FakeWorker] = {}
         self.transports: dict[str, LocalTransport] = {}
         self.faults: dict[str, Faults] = {}
-        self.router = Router(config, ByteTokenizer(), self._connect, self.port)
+        self.router = Router(config, ByteTokenizer(), self._connect, self.port, PlainRenderer())
 
     async def resize(self, num_prefill: int, num_decode: int) -> dict[WorkerId, str]:
         """Lists so many workers; those that are new are made first."""

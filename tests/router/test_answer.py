@@ -152,4 +152,5 @@ def test_a_choice_ended_by_a_stop_string_may_go_on_at_its_worker() -> None:
 def test_logprobs_go_with_their_tokens() -> None:
     logprobs = [pb.TokenLogprobs(token_id=token, logprob=-token) for token in b"abc"]
     gained = worker_pb2.ChoiceTokens(first_position=0, token_ids=b"abc", logprobs=logprobs)
-    assert accept(answer(tokens("a", 0)), gained) == [chunk("bc", logprobs=logprobs[1:])]
+    named = [pb.TokenLogprobs(token_id=token, logprob=-token, token=bytes([token])) for token in b"bc"]
+    assert accept(answer(tokens("a", 0)), gained) == [chunk("bc", logprobs=named)]

@@ -23,8 +23,9 @@ from router.ports.server import RouterServer
 from router.requests.validator import ValidRequest, validate
 from tests.router.fake_cluster import CONFIG, WAIT_S, FakeCluster, expected, request, until
 from text.byte_tokenizer import ByteTokenizer
+from text.chat import NoRenderer
 from wire.convert import status_of, tiers_from_pb
-from wire.errors import ConfigError
+from wire.errors import ConfigError, Unsupported
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
@@ -477,12 +478,76 @@ async def test_the_operator_reaches_the_controller(service: Service) -> None:
 
 def test_names_and_numbers_that_requests_reserve_pair() -> None:
     assert reserved_names(pb.GenerateRequest) == {
-        5: "messages",
         7: "adapter",
         8: "cache_salt",
         9: "priority",
     }
-    assert reserved_names(pb.SamplingParams) == {16: "logit_bias", 17: "response_format"}
+    assert reserved_names(pb.SamplingParams) == {17: "response_format"}
+
+
+def chat(*contents: str, **sampling: Any) -> pb.GenerateRequest:
+    messages = [pb.Message(role="user", content=content) for content in contents]
+    return pb.GenerateRequest(
+        messages=pb.Conversation(messages=messages), sampling_params=pb.SamplingParams(seed=1, **sampling)
+    )
+
+
+async def test_a_chat_is_answered_as_its_rendered_text_is(service: Service) -> None:
+    rendered = pb.GenerateRequest(text="user: a\nuser: b\nassistant:", sampling_params=pb.SamplingParams(seed=1))
+    chatted, plain = [await read(service.inference.Generate(request)) for request in (chat("a", "b"), rendered)]
+    assert [one.chunk for one in chatted] == [one.chunk for one in plain]
+    assert "router.render" in [span.name for span in chatted[-1].complete.timeline.spans]
+
+
+@pytest.mark.parametrize("role", ["", "User", "root", "user\n"])
+async def test_a_role_that_is_none(service: Service, role: str) -> None:
+    messages = pb.Conversation(messages=[pb.Message(role=role, content="a")])
+    failure = await failure_of(service.inference.Generate(pb.GenerateRequest(messages=messages)))
+    assert (failure.code(), (failure.details() or "")[:9]) == (Code.INVALID_ARGUMENT, "messages:")
+
+
+async def test_a_chat_without_messages(service: Service) -> None:
+    failure = await failure_of(service.inference.Generate(chat()))
+    assert failure.details() == "messages: must not be empty"
+
+
+async def test_a_model_without_a_template_takes_no_chat() -> None:
+    renderer = NoRenderer()
+    with pytest.raises(Unsupported, match="no chat template"):
+        await renderer.render([], 0)
+
+
+async def test_a_text_and_its_tokens(service: Service) -> None:
+    answer = await service.inference.Tokenize(pb.TokenizeRequest(text="h€"))
+    assert (list(answer.token_ids), b"".join(answer.tokens)) == (list("h€".encode()), "h€".encode())
+    assert (await service.inference.Detokenize(pb.DetokenizeRequest(token_ids=answer.token_ids))).text == "h€"
+    rendered = await service.inference.Tokenize(pb.TokenizeRequest(messages=chat("a").messages))
+    assert bytes(rendered.token_ids) == b"user: a\nassistant:"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        (pb.TokenizeRequest(), "prompt"),
+        (pb.TokenizeRequest(messages=pb.Conversation()), "messages"),
+        (pb.TokenizeRequest(text=LONG), "prompt"),
+        (pb.DetokenizeRequest(token_ids=[300]), "token_ids"),
+        (pb.DetokenizeRequest(token_ids=[1] * 2001), "token_ids"),
+    ],
+)
+async def test_texts_and_tokens_that_are_refused(service: Service, message: Any, param: str) -> None:
+    method = service.inference.Tokenize if isinstance(message, pb.TokenizeRequest) else service.inference.Detokenize
+    failure = await failure_of_unary(method(message))
+    assert (failure.code(), (failure.details() or "").partition(":")[0]) == (Code.INVALID_ARGUMENT, param)
+
+
+async def test_texts_of_tokens_come_with_logprobs(service: Service) -> None:
+    for worker in service.cluster.workers.values():
+        worker.num_logprobs = 1
+    responses = await read(service.inference.Generate(request(logprobs=1)))
+    logprobs = [one for response in responses for one in response.chunk.logprobs]
+    assert logprobs
+    assert all(one.token == bytes([one.token_id]) for one in logprobs if one.token_id < 256)
 
 
 async def whole(service: Service) -> None:

@@ -101,6 +101,7 @@ OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
     "logprobs": tuple(set_to(logprobs=value) for value in (-1, 21, 2**31 - 1)),
     "stop": tuple(set_to(stop=value) for value in ([""], ["a"] * 5, ["a" * 257])),
     "block_addresses": (spoilt(begin_of(), block_addresses=["h:1"] * 17),),
+    "logit_bias": tuple(set_to(logit_bias=value) for value in ({VOCAB_SIZE: 1.0}, {1: math.nan}, {1: -101.0})),
     "stop_token_ids": tuple(set_to(stop_token_ids=value) for value in ([1] * 17, [VOCAB_SIZE])),
 }
 

@@ -1,4 +1,5 @@
 import importlib
+import io
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -21,6 +23,7 @@ from deploy.cli.__main__ import COMMANDS, main, make_parser
 from deploy.cli.generate import read_options, read_prompt
 from deploy.local import run_dir
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
+from deploy.plan.config import ClusterConfig
 from deploy.processes.process import ProcessRef
 from wire.convert import tiers_to_pb
 from wire.errors import InvalidRequest
@@ -200,6 +203,43 @@ def test_generate_streams_text_and_then_tells_where_the_time_went(
     assert "decode-0  fetch" in shown.err
     assert "2 blocks from host" in shown.err
     assert "20 prompt tokens (16 cached: 16 host), 3 generated, 5.0 ms" in shown.err
+
+
+def test_a_chat_is_one_conversation(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nand then?\n"))
+    assert main(["chat", "--system", "be quick", "--max-tokens", "9"]) == 0
+    assert capsys.readouterr().out == "one two\none two\n"
+    first, second = ([(one.role, one.content) for one in asked.messages.messages] for asked in server.asked)
+    assert first == [("system", "be quick"), ("user", "hello")]
+    assert second == [*first, ("assistant", "one two"), ("user", "and then?")]
+    assert server.asked[0].sampling_params.max_tokens == 9
+
+
+def test_a_chat_that_is_refused(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.error = InvalidRequest("messages", "no chat template")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert main(["chat"]) == 2
+    assert capsys.readouterr().err == "baton: messages: no chat template\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "port"),
+    [([], 8000), (["--http-port", "0"], 0), (["--no-http"], None), (["--http-port", "off"], None)],
+)
+def test_the_port_of_http_is_a_flag(arguments: list[str], port: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[ClusterConfig] = []
+
+    def start(config: ClusterConfig, _: object) -> SimpleNamespace:
+        configs.append(config)
+        return SimpleNamespace(run=lambda: None)
+
+    monkeypatch.setattr("deploy.cli.up.Startup", start)
+    assert main(["up", *arguments]) == 0
+    assert [config.http_port for config in configs] == [port]
 
 
 def test_generate_as_json_is_one_object(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

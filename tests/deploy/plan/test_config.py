@@ -195,3 +195,23 @@ def test_metrics_have_a_port_or_none(port: int | str) -> None:
 def test_a_port_for_metrics_that_is_none(port: object) -> None:
     with pytest.raises(ConfigError, match=r"router\.metrics_port"):
         ClusterConfig.load(None, {"router": {"metrics_port": port}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "port"),
+    [
+        ({}, 8000),
+        ({"router": {"grpc_port": 0}}, 0),
+        ({"router": {"grpc_port": 0}, "http": {"port": 8001}}, 8001),
+        ({"http": {"port": 0}}, 0),
+        ({"http": {"port": "off"}}, None),
+    ],
+)
+def test_http_has_a_port_unless_it_is_off(settings: dict[str, Any], port: int | None) -> None:
+    assert ClusterConfig.load(None, settings).http_port == port
+
+
+@pytest.mark.parametrize("port", [-1, 70000, "on", 1.5, True, 50051])
+def test_a_port_for_http_that_is_none(port: object) -> None:
+    with pytest.raises(ConfigError, match=r"http\.port"):
+        ClusterConfig.load(None, {"http": {"port": port}})

@@ -1,0 +1,40 @@
+"""The gateway as an actor: a plain class, whose calls carry text only."""
+
+import gc
+import json
+
+from baton import AsyncClient
+from gateway.app import Gateway
+from gateway.config import GatewayConfig
+from gateway.connections import HttpServer
+
+NUM_CHANNELS = 8
+"""Connections to the router, which takes 512 calls on each."""
+
+
+class GatewayActor:
+    """Serves HTTP from `start` to `stop`."""
+
+    def __init__(self, config_json: str) -> None:
+        """Raises ConfigError."""
+        self._config = GatewayConfig.from_json(config_json)
+        self._server: HttpServer | None = None
+        self._clients: list[AsyncClient] = []
+
+    async def start(self) -> str:
+        """Serves from now on. Returns `{"http_address"}`. Raises ConfigError if the port is taken."""
+        config = self._config
+        self._clients = [AsyncClient(config.address) for _ in range(NUM_CHANNELS)]
+        self._server = HttpServer(Gateway(self._clients, config.metrics_address))
+        address = await self._server.start(config.host, config.port)
+        gc.collect()
+        gc.freeze()  # as the router does
+        return json.dumps({"http_address": address})
+
+    async def stop(self) -> str:
+        """Closes the port and all connections, which ends their requests. Returns `{}`."""
+        if self._server is not None:
+            await self._server.stop()
+        for client in self._clients:
+            await client.close()
+        return "{}"

@@ -1,0 +1,327 @@
+"""The application: routes, bodies in, answers out. The path of a request is compared as the client wrote it."""
+
+import asyncio
+import itertools
+import json
+import logging
+import re
+import secrets
+import urllib.request
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from contextlib import aclosing, suppress
+from functools import partial
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import Any, cast
+from urllib.parse import unquote
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from baton import AsyncClient
+from baton.request import Options
+from baton.results import Model
+from gateway import fields
+from gateway.chat import ChatDialect
+from gateway.completions import CompletionsDialect
+from gateway.errors import HttpError, envelope, headers
+from gateway.generation import Dialect, Generation, answer, events
+from wire import errors
+from wire.errors import BatonError, Cancelled, InvalidRequest, ModelNotFound, Overloaded, Unavailable
+from wire.ids import REQUEST_ID
+from wire.rpc import MAX_MESSAGE_BYTES
+
+MAX_BODY_S = 10.0
+MAX_READING = 64
+"""Bodies on their way: each may take as much memory as a body may have bytes."""
+READY_TIMEOUT_S = 2.0
+METRICS_TIMEOUT_S = 5.0
+OWNER = "baton"
+MODEL_PATH = "/v1/models/"
+_JSON = re.compile(r"application/json\s*(;.*)?", re.IGNORECASE)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Events = AsyncGenerator[bytes, None]
+Handler = Callable[["Request"], Awaitable["bytes | Events"]]
+
+log = logging.getLogger(__name__)
+
+
+class Request:
+    """A request: its head, and its body once it is asked for."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["raw_path"].decode("latin-1")
+        self._headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
+        self._receive = receive
+        self.id = self.header("x-request-id") or secrets.token_hex(12)
+        self.is_read = self.header("content-length") in (None, "0") and self.header("transfer-encoding") is None
+        self.body: dict[str, Any] = {}
+
+    def header(self, name: str) -> str | None:
+        """Returns the first header of that name."""
+        found = (value for key, value in self._headers if key == name.encode())
+        return next((value.decode("latin-1") for value in found), None)
+
+    async def read(self) -> None:
+        """Reads the body, an object. Raises HttpError or InvalidRequest."""
+        if not REQUEST_ID.fullmatch(self.id):
+            self.id = secrets.token_hex(12)
+            raise InvalidRequest("x-request-id", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
+        if not _JSON.fullmatch(self.header("content-type") or ""):
+            raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type must be application/json")
+        if (self.header("content-encoding") or "identity") != "identity":
+            raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-encoding must be identity")
+        try:
+            async with asyncio.timeout(MAX_BODY_S):
+                body = await self._read()
+        except TimeoutError as error:
+            raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "the body has not come in time") from error
+        self.is_read = True
+        self.body = fields.parse(body)
+
+    async def gone(self) -> None:
+        """Returns when the client has gone. The body must have been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _read(self) -> bytes:
+        self._require_short(int(self.header("content-length") or 0))
+        pieces: list[bytes] = []
+        num_bytes, more = 0, True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Cancelled("the client went away")
+            pieces.append(message["body"])
+            num_bytes += len(message["body"])
+            self._require_short(num_bytes)
+            more = message["more_body"]
+        return b"".join(pieces)
+
+    def _require_short(self, num_bytes: int) -> None:
+        if num_bytes > MAX_MESSAGE_BYTES:
+            told = f"the body may have at most {MAX_MESSAGE_BYTES} bytes"
+            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, told)
+
+
+class Gateway:
+    """The application, over clients of one router, which take turns."""
+
+    def __init__(self, clients: Sequence[AsyncClient], metrics_address: str = "") -> None:
+        self._clients = itertools.cycle(clients)
+        self._metrics_address = metrics_address
+        self._num_reading = 0
+        self._registry = CollectorRegistry()
+        self._answered = Counter("baton_http_requests", "Answered", ["path", "status"], registry=self._registry)
+        self._open = Gauge("baton_http_open_requests", "Under way", registry=self._registry)
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/v1/models": ("GET", self._list_models),
+            "/v1/completions": ("POST", partial(self._generate, CompletionsDialect)),
+            "/v1/chat/completions": ("POST", partial(self._generate, ChatDialect)),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/health": ("GET", self._health),
+            "/ready": ("GET", self._ready),
+            "/version": ("GET", self._version),
+            "/metrics": ("GET", self._metrics),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; whatever fails becomes an error that its client can read."""
+        request = Request(scope, receive)
+        reply = Reply(request, send)
+        with self._open.track_inprogress():
+            try:
+                handler = self._handler(request)
+                if request.method == "POST":
+                    await self._read(request)
+                await _while_there(request, _answer(handler, request, reply))
+            except Exception as error:
+                told = error if isinstance(error, BatonError) else errors.report(error, request_id=request.id)
+                await reply.fail(told)
+        path = request.path if request.path in self._routes else "other"
+        self._answered.labels(path, reply.status).inc()
+        log.info("answered", extra={"path": path, "status": reply.status, "request_id": request.id})
+
+    def _handler(self, request: Request) -> Handler:
+        """Finds the route. Raises HttpError."""
+        is_model = request.path.startswith(MODEL_PATH)
+        method, handler = ("GET", self._show_model) if is_model else self._routes.get(request.path, ("", None))
+        if handler is None:
+            raise HttpError(HTTPStatus.NOT_FOUND, "no such path; /v1/chat/completions is one")
+        if request.method != method:
+            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, f"this path wants {method}", allow=method)
+        return handler
+
+    async def _read(self, request: Request) -> None:
+        if self._num_reading >= MAX_READING:
+            raise Overloaded("as many bodies are on their way as may be")
+        self._num_reading += 1
+        try:
+            await request.read()
+        finally:
+            self._num_reading -= 1
+
+    async def _generate(self, dialect: Callable[[], Dialect], request: Request) -> "bytes | Events":
+        client, maker = next(self._clients), dialect()
+        taken = fields.take(request.body, maker.fields)
+        prompts = maker.take_prompts(taken)
+        is_streamed, usage = taken.pop("stream", False), taken.pop("stream_options", None)
+        if usage is not None and not is_streamed:
+            raise InvalidRequest("stream_options", "wants stream to be true")
+        model = taken.get("model") or (await client.list_models())[0].name
+        generation = Generation(request.id, model, prompts, cast(Options, taken), bool(usage))
+        if not is_streamed:
+            return await answer(generation, maker, client)
+        return await _begun(events(generation, maker, client))
+
+    async def _tokenize(self, request: Request) -> bytes:
+        client, taken = next(self._clients), fields.take(request.body, fields.TOKENIZE)
+        if ("prompt" in taken) == ("messages" in taken):
+            raise InvalidRequest("prompt", "give either a prompt or messages")
+        model = await self._find(client, taken.get("model"))
+        tokens = await client.tokenize(taken["messages"] if "messages" in taken else taken["prompt"])
+        told = {"count": len(tokens.ids), "max_model_len": model.max_context_len, "tokens": tokens.ids}
+        if taken.get("return_token_strs"):
+            told["token_strs"] = [one.decode(errors="replace") for one in tokens.texts]
+        return json.dumps(told).encode()
+
+    async def _detokenize(self, request: Request) -> bytes:
+        client, taken = next(self._clients), fields.take(request.body, fields.DETOKENIZE)
+        if "tokens" not in taken:
+            raise InvalidRequest("tokens", "is missing")
+        await self._find(client, taken.get("model"))
+        return json.dumps({"prompt": await client.detokenize(taken["tokens"])}).encode()
+
+    async def _list_models(self, _: Request) -> bytes:
+        models = await next(self._clients).list_models()
+        return json.dumps({"object": "list", "data": list(map(_describe, models))}).encode()
+
+    async def _show_model(self, request: Request) -> bytes:
+        name = unquote(request.path.removeprefix(MODEL_PATH))
+        return json.dumps(_describe(await self._find(next(self._clients), name))).encode()
+
+    async def _find(self, client: AsyncClient, name: str | None) -> Model:
+        """Returns the model of that name, or the one that is served. Raises ModelNotFound."""
+        for model in await client.list_models():
+            if name in (None, model.name):
+                return model
+        raise ModelNotFound("model: no model of that name is served", param="model")
+
+    async def _health(self, _: Request) -> bytes:
+        return b"{}"
+
+    async def _ready(self, _: Request) -> bytes:
+        """Raises Unavailable while the router does not answer."""
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await next(self._clients).list_models()
+        except TimeoutError as error:
+            raise Unavailable("the router does not answer") from error
+        return b"{}"
+
+    async def _version(self, _: Request) -> bytes:
+        return json.dumps({"version": version("baton-serve")}).encode()
+
+    async def _metrics(self, _: Request) -> bytes:
+        """Returns the router's metrics behind the gateway's own, if they can be had."""
+        own = generate_latest(self._registry)
+        if not self._metrics_address:
+            return own
+        with suppress(OSError):
+            return own + await asyncio.to_thread(_fetch, f"http://{self._metrics_address}/metrics")
+        return own
+
+
+class Reply:
+    """The answer to one request, on its way out. `status` is 499 if its client has gone."""
+
+    def __init__(self, request: Request, send: Send) -> None:
+        self.status = 0
+        self._request = request
+        self._send = send
+
+    async def whole(self, body: bytes) -> None:
+        kind = b"text/plain; version=0.0.4" if self._request.path == "/metrics" else b"application/json"
+        await self._put(HTTPStatus.OK, kind, body)
+
+    async def stream(self, pieces: Events) -> None:
+        """Sends events. A failure among them is the last one, and the connection is closed without an end."""
+        await self._begin(HTTPStatus.OK, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")])
+        try:
+            async for piece in pieces:
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        except BatonError as error:
+            event = b"data: " + envelope(error) + b"\n\n"
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+            raise
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, error: BatonError) -> None:
+        """Tells the client, unless the answer has begun or the client has gone."""
+        if isinstance(error, Cancelled) and not self.status:
+            self.status = error.status.http
+        elif not self.status:
+            more = headers(error)
+            if not self._request.is_read:
+                more.append((b"connection", b"close"))
+            await self._put(error.status.http, b"application/json", envelope(error), more)
+
+    async def _put(self, status: int, kind: bytes, body: bytes, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        await self._begin(status, [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _begin(self, status: int, told: list[tuple[bytes, bytes]]) -> None:
+        self.status = int(status)
+        told.append((b"x-request-id", self._request.id.encode()))
+        await self._send({"type": "http.response.start", "status": self.status, "headers": told})
+
+
+async def _answer(handler: Handler, request: Request, reply: Reply) -> None:
+    answered = await handler(request)
+    if isinstance(answered, bytes):
+        await reply.whole(answered)
+        return
+    async with aclosing(answered):
+        await reply.stream(answered)
+
+
+async def _while_there(request: Request, answering: Coroutine[Any, Any, None]) -> None:
+    """Waits for an answer; cancels it when its client goes, and then raises Cancelled."""
+    tasks = [asyncio.create_task(answering), asyncio.create_task(request.gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise Cancelled("the client went away")
+        tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _begun(pieces: Events) -> Events:
+    """Waits for the first event, so that what fails before it is an answer with a status. Raises BatonError."""
+    first = await anext(pieces)
+
+    async def all_of_them() -> Events:
+        async with aclosing(pieces):
+            yield first
+            async for piece in pieces:
+                yield piece
+
+    return all_of_them()
+
+
+def _describe(model: Model) -> dict[str, Any]:
+    named = {"id": model.name, "object": "model", "created": 0, "owned_by": OWNER}
+    return named | {"root": model.name, "parent": None, "max_model_len": model.max_context_len}
+
+
+def _fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=METRICS_TIMEOUT_S) as answer:
+        content: bytes = answer.read(MAX_MESSAGE_BYTES)
+    return content

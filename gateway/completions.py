@@ -1,0 +1,81 @@
+"""/v1/completions: its fields, and its objects."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from baton import Chunk, Completion
+from baton.results import TokenLogprobs
+from gateway import fields
+from gateway.generation import Dialect
+from wire.errors import InvalidRequest
+
+FIELDS = {
+    **fields.COMMON,
+    "prompt": fields.prompts,
+    "logprobs": fields.whole(fields.INT32),
+    "logit_bias": fields.logit_bias,
+}
+
+
+class CompletionsDialect(Dialect):
+    """The objects of text completions."""
+
+    fields = FIELDS
+    object_name = "text_completion"
+    event_name = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self) -> None:
+        self._lens: dict[int, int] = {}
+
+    def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
+        if "prompt" not in taken:
+            raise InvalidRequest("prompt", "is missing")
+        given: list[Any] = taken.pop("prompt")
+        return given
+
+    def choice(self, completion: Completion, index: int, number: int) -> dict[str, Any]:
+        choice = completion.choices[index]
+        return {
+            "index": number,
+            "text": choice.text,
+            "logprobs": _logprobs(choice.logprobs, choice.token_ids, 0) if choice.logprobs else None,
+            "finish_reason": choice.finish_reason and choice.finish_reason.value,
+        }
+
+    def event(self, chunk: Chunk, number: int) -> str:
+        logprobs = "null"
+        if chunk.logprobs:
+            logprobs = json.dumps(_logprobs(chunk.logprobs, chunk.token_ids, self._lens.get(number, 0)))
+            self._lens[number] = self._lens.get(number, 0) + sum(len(_spell(one.token)) for one in chunk.logprobs)
+        return f'{{"index":{number},"text":{json.dumps(chunk.text)},"logprobs":{logprobs},"finish_reason":null}}'
+
+    def last_event(self, completion: Completion, index: int, number: int) -> str:
+        reason = completion.choices[index].finish_reason
+        told = {"index": number, "text": "", "logprobs": None, "finish_reason": reason and reason.value}
+        return json.dumps(told)
+
+
+def _logprobs(logprobs: Sequence[TokenLogprobs], token_ids: Sequence[int], start: int) -> dict[str, Any]:
+    """Describes tokens in lists beside one another. start: characters before the first of them."""
+    texts = [_spell(one.token) for one in logprobs]
+    offsets = [start + sum(map(len, texts[:index])) for index in range(len(texts))]
+    likeliest = [
+        {_spell(name): value for name, (_, value) in zip(one.top_tokens, one.top, strict=True)} | {text: one.chosen}
+        for one, text in zip(logprobs, texts, strict=True)
+    ]
+    return {
+        "tokens": texts,
+        "token_logprobs": [one.chosen for one in logprobs],
+        "top_logprobs": likeliest,
+        "text_offset": offsets,
+    }
+
+
+def _spell(token: bytes) -> str:
+    """Writes a token as text; one that is no whole character by its bytes, as OpenAI's do."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)

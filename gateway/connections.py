@@ -1,0 +1,172 @@
+"""The server's port: uvicorn over httptools, and bounds on what a connection may do before a request is one."""
+
+import asyncio
+import socket
+from contextlib import nullcontext
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway.errors import RETRY_AFTER_S, HttpError, envelope
+from wire.errors import Unavailable
+from wire.rpc import port_taken
+
+MAX_CONNECTIONS = 2048
+MAX_HEAD_BYTES = 16 << 10
+MAX_HEADERS = 100
+MAX_HEAD_S = 10.0
+"""How long a connection may take to send the head of a request, the wait for the first one included."""
+MAX_IDLE_S = 30.0
+"""How long a connection may stay open after an answer."""
+MAX_STALL_S = 30.0
+"""How long a reader may leave an answer waiting; uvicorn holds back 64 KiB of it, and then the application."""
+STOP_GRACE_S = 1.0
+BACKLOG = 1024
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """A connection. Each bound that is passed ends it, with a word to the client where one can still be said."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._in_head = True
+        self._num_head_bytes = 0
+        self._refusal: HttpError | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+        self._late = self.loop.call_later(MAX_HEAD_S, self._end_late)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(HttpError(HTTPStatus.SERVICE_UNAVAILABLE, "as many connections are open as may be"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._late.cancel()
+        if self._stalled is not None:
+            self._stalled.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._in_head:
+            self._num_head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(_TOO_MUCH)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._num_told_bytes = True, 0
+        self._late.cancel()
+        self._late = self.loop.call_later(MAX_HEAD_S, self._end_late)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Counts trailers with headers: they come through here, too."""
+        super().on_header(name, value)
+        self._count(len(name) + len(value))
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._num_head_bytes = False, 0
+        self._late.cancel()
+        super().on_headers_complete()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_told_bytes += num_bytes
+        if len(self.headers) > MAX_HEADERS or self._num_told_bytes > MAX_HEAD_BYTES:
+            self._refusal = _TOO_MUCH
+            raise httptools.HttpParserError("too much")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(MAX_STALL_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Ends an idle connection, and an answer that its client has not read."""
+        self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._refusal or HttpError(HTTPStatus.BAD_REQUEST, "not a valid HTTP/1.1 request"))
+
+    def _end_late(self) -> None:
+        if self._num_head_bytes:
+            self._refuse(HttpError(HTTPStatus.REQUEST_TIMEOUT, "the head of the request has not come in time"))
+        else:
+            self.transport.abort()
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answers without the application, and closes; an answer under way is broken off."""
+        body = envelope(error)
+        head = STATUS_LINE[error.status.http] + b"content-type: application/json\r\nconnection: close\r\n"
+        if error.status.http == HTTPStatus.SERVICE_UNAVAILABLE:
+            head += b"retry-after: %d\r\n" % RETRY_AFTER_S
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self.transport.close()
+        self._late.cancel()
+        self._late = self.loop.call_later(MAX_STALL_S, self.transport.abort)
+
+
+_TOO_MUCH = HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the head of the request is too long")
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the signals of its process alone."""
+
+    capture_signals = nullcontext  # type: ignore[assignment]
+
+
+class HttpServer:
+    """Serves an application on one port, from `start` to `stop`. Belongs to the running event loop."""
+
+    def __init__(self, app: Any) -> None:
+        config = uvicorn.Config(
+            app,
+            http=BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # the application logs; uvicorn would log a line for each bad request
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=MAX_IDLE_S,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=STOP_GRACE_S,  # type: ignore[arg-type]
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """Returns the address; port 0 takes a free one. Raises ConfigError if the port is taken."""
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise port_taken(host, port) from error
+        self._listener = listener
+        self._serving = asyncio.create_task(self._server.serve([listener]))
+        while not self._server.started:
+            if self._serving.done():
+                self._serving.result()
+                raise Unavailable("the HTTP server has not started")
+            await asyncio.sleep(0.001)
+        return f"{host}:{listener.getsockname()[1]}"
+
+    async def stop(self) -> None:
+        """Closes port and connections; answers under way have STOP_GRACE_S to end."""
+        if self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+            self._listener.close()

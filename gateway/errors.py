@@ -1,0 +1,49 @@
+"""Errors as clients of HTTP see them: a status, and OpenAI's envelope."""
+
+import json
+from http import HTTPStatus
+
+from wire.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    Status,
+    Unavailable,
+)
+
+RETRY_AFTER_S = 1
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_CODES: dict[type[BatonError], str] = {
+    ContextLengthExceeded: "context_length_exceeded",
+    InvalidRequest: "invalid_value",
+    ModelNotFound: "model_not_found",
+}
+
+
+class HttpError(BatonError):
+    """A request that HTTP itself is refused for. The connection of one whose body was not read is closed."""
+
+    def __init__(self, status: HTTPStatus, message: str, **ids: str) -> None:
+        super().__init__(message, **ids)
+        self.status = Status("INVALID_ARGUMENT", status.value, status.value >= HTTPStatus.INTERNAL_SERVER_ERROR)
+        self.code = status.phrase.lower().replace(" ", "_").replace("-", "_")
+
+
+def envelope(error: BatonError) -> bytes:
+    """Writes an error as the object that OpenAI's clients read."""
+    code = error.code if isinstance(error, HttpError) else _CODES.get(type(error), error.reason.lower())
+    status = error.status.http
+    kind = _TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
+    told = {"message": error.message, "type": kind, "param": error.ids.get("param"), "code": code}
+    return json.dumps({"error": told}).encode()
+
+
+def headers(error: BatonError) -> list[tuple[bytes, bytes]]:
+    """Lists the headers that tell when to try again, or by which method."""
+    told = [(b"allow", error.ids["allow"].encode())] if "allow" in error.ids else []
+    if isinstance(error, Overloaded | Unavailable):
+        after_s = error.retry_after_s if isinstance(error, Overloaded) else None
+        told.append((b"retry-after", str(max(RETRY_AFTER_S, round(after_s or 0))).encode()))
+    return told

@@ -1,0 +1,158 @@
+"""A request's prompts under way: answered whole, or as a stream of events."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton import AsyncClient, Chunk, Completion
+from baton.client import AsyncStream
+from baton.request import Options, Prompt
+from gateway.fields import Read
+from wire.ids import REQUEST_ID
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Dialect(Protocol):
+    """The objects of one endpoint. Of a chunk and of a choice it makes JSON."""
+
+    fields: Mapping[str, Read]
+    object_name: str
+    event_name: str
+    id_prefix: str
+
+    def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
+        """Takes the prompts out of the fields, and renames what only this endpoint calls so. Raises InvalidRequest."""
+
+    def choice(self, completion: Completion, index: int, number: int) -> dict[str, Any]:
+        """Describes choice `index` of a completion, under its number in the answer."""
+
+    def event(self, chunk: Chunk, number: int) -> str:
+        """Writes what a choice has gained."""
+
+    def last_event(self, completion: Completion, index: int, number: int) -> str:
+        """Writes how a choice ended."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A request, read and checked as far as that is the gateway's. `usage`: whether a stream is to end with it."""
+
+    request_id: str
+    model: str
+    prompts: Sequence[Prompt]
+    options: Options
+    usage: bool
+
+    def open(self, client: AsyncClient) -> list[AsyncStream]:
+        """Sends the prompts. Raises InvalidRequest."""
+        return [client.stream(prompt, **self._options(index)) for index, prompt in enumerate(self.prompts)]
+
+    @property
+    def num_choices(self) -> int:
+        """Of each prompt."""
+        return self.options.get("n", 1)
+
+    def _options(self, index: int) -> Options:
+        """Names the request of a further prompt after the first one, where such a name is one."""
+        if not index:
+            return {**self.options, "request_id": self.request_id}
+        name = f"{self.request_id}-{index}"
+        return {**self.options, "request_id": name} if REQUEST_ID.fullmatch(name) else self.options
+
+
+async def answer(generation: Generation, dialect: Dialect, client: AsyncClient) -> bytes:
+    """Returns the whole answer. Raises BatonError; a prompt that fails ends the others."""
+    async with AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
+        async for _ in _gained(streams):
+            pass
+    completions = [stream.completion for stream in streams]
+    body = _head(generation, dialect, dialect.object_name) | {
+        "choices": [
+            dialect.choice(completion, choice.index, place * generation.num_choices + choice.index)
+            for place, completion in enumerate(completions)
+            for choice in completion.choices
+        ],
+        "usage": usage_of(completions),
+    }
+    return json.dumps(body).encode()
+
+
+async def events(generation: Generation, dialect: Dialect, client: AsyncClient) -> AsyncGenerator[bytes, None]:
+    """Yields events as tokens come. Going through them raises BatonError, before the first event as a rule."""
+    head = json.dumps(_head(generation, dialect, dialect.event_name))[:-1].encode()
+    tail = b'],"usage":null}\n\n' if generation.usage else b"]}\n\n"
+    start = b"data: " + head + b',"choices":['
+    async with AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
+        async for place, chunk in _gained(streams):
+            number = place * generation.num_choices + chunk.index
+            yield start + dialect.event(chunk, number).encode() + tail
+    completions = [stream.completion for stream in streams]
+    for place, completion in enumerate(completions):
+        for choice in completion.choices:
+            number = place * generation.num_choices + choice.index
+            yield start + dialect.last_event(completion, choice.index, number).encode() + tail
+    if generation.usage:
+        yield start + b'],"usage":' + json.dumps(usage_of(completions)).encode() + b"}\n\n"
+    yield DONE
+
+
+def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Adds the tokens of all prompts up."""
+    num_prompt = sum(one.usage.prompt_tokens for one in completions)
+    num_new = sum(one.usage.completion_tokens for one in completions)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "prompt_tokens_details": {"cached_tokens": sum(sum(one.usage.cached_tokens.values()) for one in completions)},
+    }
+
+
+def _head(generation: Generation, dialect: Dialect, name: str) -> dict[str, Any]:
+    return {
+        "id": f"{dialect.id_prefix}-{generation.request_id}",
+        "object": name,
+        "created": int(time.time()),
+        "model": generation.model,
+    }
+
+
+async def _gained(streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[int, Chunk]]:
+    """Yields the chunks of all streams as they come, each with the place of its stream. Raises BatonError."""
+    if len(streams) == 1:
+        async for chunk in streams[0]:
+            yield 0, chunk
+        return
+    queue: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue(1)
+    tasks = [asyncio.create_task(_pass_on(stream, place, queue)) for place, stream in enumerate(streams)]
+    num_open = len(streams)
+    try:
+        while num_open:
+            gained = await queue.get()
+            if isinstance(gained, Exception):
+                raise gained
+            if gained is None:
+                num_open -= 1
+            else:
+                yield gained
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _pass_on(
+    stream: AsyncStream, place: int, queue: "asyncio.Queue[tuple[int, Chunk] | Exception | None]"
+) -> None:
+    try:
+        async for chunk in stream:
+            await queue.put((place, chunk))
+        await queue.put(None)
+    except Exception as error:
+        await queue.put(error)

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Runs clients that people have, unmodified, against the HTTP door: installs them into an environment of their own first
+# (BATON_CLIENTS_VENV names its folder, .venv-clients), which takes a minute. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv="${BATON_CLIENTS_VENV:-$PWD/.venv-clients}"
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check openai litellm langchain-openai
+BATON_CLIENTS_VENV="$venv" exec "${PYTHON:-python}" -m pytest -m clients tests/clients "$@"

@@ -1,0 +1,101 @@
+"""Clients that people have, unmodified, in an environment of their own: `bash tests/clients.sh`."""
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton import AsyncClient
+from baton.request import Message
+from gateway.actor import GatewayActor
+from gateway.config import GatewayConfig
+from router.ports.server import RouterServer
+from tests.router.fake_cluster import CONFIG, FakeCluster
+
+pytestmark = pytest.mark.clients
+PROGRAMS = Path(__file__).parent
+TIMEOUT_S = 60
+
+
+class Served:
+    """A gateway on a port, and the texts that its cluster answers."""
+
+    def __init__(self, address: str, chat: str, text: str) -> None:
+        self.address, self.chat, self.text = address, chat, text
+
+    async def run(self, program: str) -> Any:
+        """Runs a program against the gateway; returns what it prints."""
+        python = Path(os.environ["BATON_CLIENTS_VENV"]) / "bin/python"
+        printed = await self.output(str(python), str(PROGRAMS / program), f"http://{self.address}/v1")
+        return json.loads(printed.splitlines()[-1])  # litellm prints advice before
+
+    async def output(self, *command: str) -> str:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    cluster = FakeCluster(CONFIG)
+    assert await cluster.resize(1, 1) == {}
+    router = RouterServer(cluster.router)
+    addresses = await router.start()
+    actor = GatewayActor(GatewayConfig(addresses.public).to_json())
+    address = json.loads(await actor.start())["http_address"]
+    async with AsyncClient(addresses.public) as client:
+        chat = await client.generate([Message(role="user", content="hello")], max_tokens=6, seed=1)
+        text = await client.generate("hello", max_tokens=6, seed=1)
+    yield Served(address, chat.text, text.text)
+    await actor.stop()
+    await router.stop()
+
+
+async def test_openai(served: Served) -> None:
+    answered = await served.run("openai_program.py")
+    assert (answered["chat"], answered["chat_streamed"]) == (served.chat, served.chat)
+    assert (answered["text"], answered["text_streamed"]) == (served.text, served.text)
+    assert answered["usage"]["completion_tokens"] == answered["whole_usage"]["completion_tokens"] == 6
+    assert answered["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
+    assert answered["finish_reason"] == "length"
+    assert answered["request_id"]
+    assert answered["refused"] == {
+        "temperature": "temperature",
+        "suffix": "suffix",
+        "response_format": "response_format",
+        "model": "model_not_found",
+    }
+
+
+async def test_litellm(served: Served) -> None:
+    answered = await served.run("litellm_program.py")
+    assert (answered["chat"], answered["chat_streamed"]) == (served.chat, served.chat)
+    assert answered["refused"] == 400
+    assert answered["cached_tokens"] >= 0
+
+
+async def test_langchain(served: Served) -> None:
+    answered = await served.run("langchain_program.py")
+    assert (answered["chat"], answered["chat_streamed"]) == (served.chat, served.chat)
+    assert answered["usage"]["output_tokens"] == 6
+
+
+async def test_curl(served: Served) -> None:
+    body = json.dumps({"prompt": "hello", "max_tokens": 6, "seed": 1})
+    url = f"http://{served.address}/v1/completions"
+    head = ("-H", "Content-Type: application/json")
+    whole = json.loads(await served.output("curl", "-sS", "--fail", url, *head, "-d", body))
+    assert whole["choices"][0]["text"] == served.text
+    streamed = json.dumps({**json.loads(body), "stream": True})
+    events = (await served.output("curl", "-sSN", "--fail", url, *head, "-d", streamed)).split("\n\n")[:-2]
+    assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events) == served.text
+    asked = await served.output("curl", "-sS", "--fail", url, *head, "-H", "Expect: 100-continue", "-d", body)
+    assert json.loads(asked)["choices"] == whole["choices"]

@@ -1,0 +1,25 @@
+"""docs/api.md names every field that either door knows."""
+
+import re
+from pathlib import Path
+
+from gateway import fields
+from gateway.chat import ChatDialect
+from gateway.completions import CompletionsDialect
+from router.ports.arrivals import reserved_names
+from wire.pb import inference_pb2 as pb
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/api.md").read_text()
+NAMED = set(re.findall(r"`([a-z_]+)`", PAGE)) | {"logprobs"}
+
+
+def test_fields_of_http_are_named() -> None:
+    known = {*ChatDialect.fields, *CompletionsDialect.fields, *fields.ONLY, *fields.REFUSED, *fields.IGNORED}
+    assert known - NAMED == set()
+
+
+def test_fields_of_grpc_are_named() -> None:
+    messages = (pb.GenerateRequest, pb.SamplingParams)
+    known = {field.name for message in messages for field in message.DESCRIPTOR.fields} - {"sampling_params"}
+    reserved = {name for message in messages for name in reserved_names(message).values()}
+    assert (known | reserved) - NAMED == set()

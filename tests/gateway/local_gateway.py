@@ -1,0 +1,147 @@
+"""The application of the gateway before a router in this process: no sockets."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, MutableMapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+from baton import AsyncClient
+from baton.client import AsyncStream
+from baton.request import Message, Options, Prompt, make_detokenize_request, make_request, make_tokenize_request
+from baton.results import Model, Tokens
+from gateway.app import Gateway
+from router.requests.dispatch import OpenRequest
+from router.router import Router
+from tests.router.fake_cluster import CONFIG, WAIT_S, FakeCluster, running
+from wire.errors import Cancelled
+from wire.pb import inference_pb2 as pb
+
+TIMEOUT_S = 20.0
+
+
+class LocalClient(AsyncClient):
+    """A client that calls the router itself."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__("127.0.0.1:1")  # a channel connects at its first call, which never comes
+        self._router = router
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
+        return AsyncStream(LocalCall(self._router, make_request(prompt, options)), TIMEOUT_S)
+
+    async def tokenize(self, prompt: str | Sequence[Message]) -> Tokens:
+        answer = await self._router.dispatcher.tokenize(make_tokenize_request(prompt))
+        return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return self._router.dispatcher.detokenize(make_detokenize_request(token_ids)).text
+
+    async def list_models(self) -> tuple[Model, ...]:
+        model = self._router.config.model
+        return (Model(model.name, model.max_context_len, model.dtype, model.fingerprint_hex),)
+
+
+class LocalCall:
+    """A call of Generate, which begins when it is read."""
+
+    def __init__(self, router: Router, request: pb.GenerateRequest) -> None:
+        self._router = router
+        self._request = request
+        self._opened: OpenRequest | None = None
+
+    async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
+        self._opened = self._router.dispatcher.open(self._request, TIMEOUT_S)
+        async for response in self._opened.outbox:
+            yield response
+
+    def cancel(self) -> None:
+        if self._opened is not None:
+            self._opened.stop(Cancelled("the client went away"))
+
+
+@dataclass
+class Answer:
+    """All that the application has sent."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    is_whole: bool = False
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        assert list(self.json) == ["error"]
+        assert list(self.json["error"]) == ["message", "type", "param", "code"]
+        told: dict[str, Any] = self.json["error"]
+        return told
+
+    @property
+    def events(self) -> list[Any]:
+        """Each event's object; the last one is the text [DONE]."""
+        assert self.headers["content-type"] == "text/event-stream"
+        *lines, last = self.body.decode().split("\n\n")
+        assert last == ""
+        assert all(line.startswith("data: ") for line in lines)
+        return [json.loads(line[6:]) if line != "data: [DONE]" else line[6:] for line in lines]
+
+
+class LocalGateway:
+    """The application, and the cluster behind it. `gone` makes the clients of all later requests go."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.cluster = cluster
+        self.client = LocalClient(cluster.router)
+        self.app = Gateway([self.client])
+        self.gone = asyncio.Event()
+
+    async def get(self, path: str) -> Answer:
+        return await self.send("GET", path, b"", {})
+
+    async def post(self, path: str, body: object, **headers: str) -> Answer:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.send("POST", path, data, {"content-type": "application/json", **given})
+
+    async def send(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+        given = headers if "transfer-encoding" in headers else {"content-length": str(len(body)), **headers}
+        scope = {
+            "type": "http",
+            "method": method,
+            "raw_path": path.encode(),
+            "headers": [(name.encode(), value.encode("latin-1")) for name, value in given.items()],
+        }
+        pieces = [body[start : start + 4096] for start in range(0, len(body), 4096)] or [b""]
+        answer = Answer()
+
+        async def receive() -> MutableMapping[str, Any]:
+            if pieces:
+                return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def take(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                answer.status = message["status"]
+                answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+                return
+            answer.body += message["body"]
+            answer.is_whole = not message["more_body"]
+
+        async with asyncio.timeout(WAIT_S):
+            await self.app(scope, receive, take)
+        return answer
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[LocalGateway]:
+    """A gateway before a prefill and a decode worker; the model is called `fake`."""
+    async with running(1, 1, CONFIG) as cluster:
+        gateway = LocalGateway(cluster)
+        yield gateway
+        await gateway.client.close()

@@ -1,0 +1,237 @@
+"""Routes, heads and bodies: what each is answered."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from gateway import app as app_module
+from tests.gateway.local_gateway import LocalGateway, serving
+from wire.errors import Overloaded, Unavailable
+from wire.rpc import MAX_MESSAGE_BYTES
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODY = {"prompt": "hello", "max_tokens": 1}
+POSTS = (COMPLETIONS, CHAT, "/tokenize", "/detokenize")
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[LocalGateway]:
+    async with serving() as gateway:
+        yield gateway
+
+
+async def test_models(gateway: LocalGateway) -> None:
+    listed = (await gateway.get("/v1/models")).json
+    [model] = listed["data"]
+    assert (listed["object"], model["id"], model["object"], model["max_model_len"]) == ("list", "fake", "model", 2000)
+    assert {"created", "owned_by", "root", "parent"} <= model.keys()
+    assert (await gateway.get("/v1/models/fake")).json == model
+    assert (await gateway.get("/v1/models/f%61ke")).json == model
+
+
+@pytest.mark.parametrize("name", ["other", "..%2f..%2fetc%2fpasswd", "", "m" * 10_240, "fake ", "FAKE", "fake%00"])
+async def test_unknown_models(gateway: LocalGateway, name: str) -> None:
+    answer = await gateway.get(f"/v1/models/{name}")
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
+    asked = await gateway.post(COMPLETIONS, {**BODY, "model": name})
+    assert (asked.status, asked.error["code"]) == (404, "model_not_found")
+    assert len(asked.body) < 300
+
+
+PATHS = [
+    "/",
+    "/v1",
+    "/v1/",
+    "/v1//completions",
+    "/v1/completions/",
+    "/v1/completions.",
+    "/v1/%63ompletions",
+    "/v1/x/../completions",
+    "/v1/x/%2e%2e/completions",
+    "//v1/completions",
+    "/V1/completions",
+    "/v1/models/../completions",
+    "/v1/completions;a",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_other_paths_are_not_found(gateway: LocalGateway, path: str) -> None:
+    answer = await gateway.post(path, BODY)
+    assert answer.status in (404, 405)
+    assert (answer.error["type"], answer.headers["connection"]) == ("not_found_error", "close") or answer.status == 405
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE"])
+async def test_other_methods(gateway: LocalGateway, path: str, method: str) -> None:
+    answer = await gateway.send(method, path, b"", {})
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/jsonp", "application/x-www-form-urlencoded", "json"])
+@pytest.mark.parametrize("path", POSTS)
+async def test_bodies_of_another_type(gateway: LocalGateway, path: str, kind: str) -> None:
+    answer = await gateway.post(path, BODY, content_type=kind)
+    assert (answer.status, answer.error["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON;a=b"])
+async def test_bodies_of_the_right_type(gateway: LocalGateway, kind: str) -> None:
+    assert (await gateway.post(COMPLETIONS, BODY, content_type=kind)).status == 200
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "deflate", "gzip, identity", "zstd"])
+async def test_compressed_bodies_are_not_unpacked(gateway: LocalGateway, coding: str) -> None:
+    assert (await gateway.post(COMPLETIONS, b"\x1f\x8b" + bytes(100), content_encoding=coding)).status == 415
+
+
+async def test_a_body_that_is_too_long(gateway: LocalGateway) -> None:
+    said = await gateway.post(COMPLETIONS, b"{}", content_length=str(MAX_MESSAGE_BYTES + 1))
+    sent = await gateway.post(COMPLETIONS, b" " * (MAX_MESSAGE_BYTES + 1), transfer_encoding="chunked")
+    for answer in (said, sent):
+        assert (answer.status, answer.headers["connection"]) == (413, "close")
+        assert answer.error["code"] == "request_entity_too_large"
+
+
+async def test_a_body_that_does_not_come(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "MAX_BODY_S", 0.01)
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "raw_path": COMPLETIONS.encode(),
+        "headers": [(b"content-type", b"application/json"), (b"content-length", b"10")],
+    }
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await gateway.app(scope, receive, send)
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+
+
+async def test_bodies_on_their_way_are_bounded(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "MAX_READING", 0)
+    answer = await gateway.post(COMPLETIONS, BODY)
+    assert (answer.status, answer.error["type"], answer.headers["retry-after"]) == (429, "rate_limit_error", "1")
+
+
+@pytest.mark.parametrize("given", ["", "a" * 65, "a b", "a:b", "\x1b[31m", "é", "../a"])
+async def test_ids_of_requests_that_are_refused(gateway: LocalGateway, given: str) -> None:
+    answer = await gateway.post(COMPLETIONS, BODY, x_request_id=given)
+    if given == "":  # as good as none
+        assert answer.status == 200
+        return
+    assert (answer.status, answer.error["param"]) == (400, "x-request-id")
+    assert answer.headers["x-request-id"] != given
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_fields_that_are_missing(gateway: LocalGateway, path: str) -> None:
+    answer = await gateway.post(path, {"max_tokens": 1})
+    assert (answer.status, answer.error["param"]) == (400, "prompt" if path == COMPLETIONS else "messages")
+    assert answer.error["type"] == "invalid_request_error"
+
+
+async def test_options_of_a_stream_want_a_stream(gateway: LocalGateway) -> None:
+    answer = await gateway.post(COMPLETIONS, {**BODY, "stream_options": {"include_usage": True}})
+    assert (answer.status, answer.error["param"]) == (400, "stream_options")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", ""),
+        ("prompt", [[]]),
+        ("prompt", [300]),
+        ("prompt", "\ud800"),
+        ("temperature", 2.1),
+        ("temperature", 1e39),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("presence_penalty", 3),
+        ("repetition_penalty", 0),
+        ("n", 17),
+        ("n", 0),
+        ("max_tokens", 0),
+        ("max_tokens", 2000),
+        ("logprobs", 21),
+        ("logit_bias", {"300": 1}),
+        ("logit_bias", {"1": 101}),
+        ("stop", ""),
+        ("stop", ["a"] * 5),
+        ("stop_token_ids", [300]),
+        ("seed", -1),
+    ],
+)
+async def test_values_that_the_router_refuses(gateway: LocalGateway, field: str, value: object) -> None:
+    answer = await gateway.post(COMPLETIONS, {**BODY, field: value})
+    params = {"prompt": ("prompt", "text", "token_ids")}.get(field, (field,))
+    assert answer.status == 400
+    assert answer.error["param"] in params
+    assert not [word for word in ("Traceback", "Exception", ".py") if word in answer.error["message"]]
+
+
+async def test_tokens_of_texts_and_chats(gateway: LocalGateway) -> None:
+    answer = await gateway.post("/tokenize", {"prompt": "h€", "return_token_strs": True})
+    ids = list("h€".encode())
+    assert answer.json == {"count": 4, "max_model_len": 2000, "tokens": ids, "token_strs": ["h", "�", "�", "�"]}
+    assert (await gateway.post("/detokenize", {"tokens": ids})).json == {"prompt": "h€"}
+    chat = await gateway.post("/tokenize", {"messages": [{"role": "user", "content": "a"}]})
+    assert bytes(chat.json["tokens"]) == b"user: a\nassistant:"
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "b"}, "model"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [300]}, "token_ids"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ):
+        assert (await gateway.post(path, body)).error["param"] == param
+
+
+async def test_signs_of_life(gateway: LocalGateway) -> None:
+    assert (await gateway.get("/health")).json == {}
+    assert (await gateway.get("/ready")).json == {}
+    assert (await gateway.get("/version")).json == {"version": "1.0.0"}
+    metrics = await gateway.get("/metrics")
+    assert b'baton_http_requests_total{path="/health",status="200"} 1.0' in metrics.body
+    assert metrics.headers["content-type"].startswith("text/plain")
+
+
+async def test_a_router_that_is_away(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def away() -> None:
+        raise Unavailable("the router is away")
+
+    monkeypatch.setattr(gateway.client, "list_models", away)
+    answer = await gateway.get("/ready")
+    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+    assert answer.error["type"] == "server_error"
+    assert (await gateway.get("/health")).status == 200
+
+
+async def test_a_router_that_is_full(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise Overloaded("the queue is full", 2.0)
+
+    monkeypatch.setattr(gateway.cluster.router.dispatcher, "open", full)
+    answer = await gateway.post(COMPLETIONS, BODY)
+    assert (answer.status, answer.headers["retry-after"], answer.error["code"]) == (429, "2", "overloaded")
+
+
+async def test_a_bug_tells_nothing_of_itself(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("/secret/path")
+
+    monkeypatch.setattr(gateway.client, "stream", broken)
+    answer = await gateway.post(COMPLETIONS, {**BODY, "model": "fake"})
+    assert answer.status == 500
+    assert answer.error["message"].startswith("internal error, incident ")

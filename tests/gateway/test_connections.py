@@ -1,0 +1,208 @@
+"""The port itself: rough connections over real sockets, before an application that answers every request."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from gateway import connections
+from gateway.connections import HttpServer
+from tests.router.fake_cluster import WAIT_S, until
+from wire.errors import ConfigError
+
+GET = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class App:
+    """Reads each request whole, then answers with as many bytes as its path asks for. `left` counts clients gone."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.left = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_requests += 1
+        while (await receive()).get("more_body"):
+            pass
+        path = scope["raw_path"].decode()
+        if path == "/wait":
+            assert (await receive())["type"] == "http.disconnect"
+            self.left += 1
+            return
+        num_bytes = int(path[1:]) if path[1:].isdecimal() else 2
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(num_bytes // 65536):
+            await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
+        await send({"type": "http.response.body", "body": b"ok", "more_body": False})
+
+
+class Client:
+    """A connection, byte by byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def status(self) -> int:
+        """Reads the head of an answer, and its body if that has a length."""
+        async with asyncio.timeout(WAIT_S):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            for line in head.lower().split(b"\r\n"):
+                if line.startswith(b"content-length: "):
+                    await self.reader.readexactly(int(line[16:]))
+        return int(head.split()[1])
+
+    async def is_closed(self) -> bool:
+        """Waits for the end of the connection."""
+        async with asyncio.timeout(WAIT_S):
+            try:
+                while await self.reader.read(1 << 16):
+                    pass
+            except ConnectionResetError:
+                pass
+        return True
+
+
+class Served:
+    def __init__(self, app: App, port: int) -> None:
+        self.app, self._port = app, port
+        self._clients: list[Client] = []
+
+    async def connect(self, sent: bytes = b"") -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self._port))
+        client.writer.write(sent)
+        self._clients.append(client)
+        return client
+
+    async def close(self) -> None:
+        for client in self._clients:
+            client.writer.close()
+
+    async def require_unharmed(self) -> None:
+        assert await (await self.connect(GET)).status() == 200
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    app = App()
+    server = HttpServer(app)
+    address = await server.start("127.0.0.1", 0)
+    served = Served(app, int(address.rpartition(":")[2]))
+    yield served
+    await served.close()
+    await server.stop()
+
+
+REFUSED = {
+    "no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400),
+    "HTTP/2 by prior knowledge": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "20 a header over 16 KiB": (b"GET / HTTP/1.1\r\nA: " + b"a" * (17 << 10) + b"\r\n\r\n", 431),
+    "20 a header without end": (b"GET / HTTP/1.1\r\nA: " + b"a" * (17 << 10), 431),
+    "20 a path over 16 KiB": (b"GET /" + b"a" * (17 << 10) + b" HTTP/1.1\r\n\r\n", 431),
+    "20 many headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 101 + b"\r\n", 431),
+    "77 a thousand headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 1000, 431),
+    "30 a key of a megabyte": (b"GET / HTTP/1.1\r\nAuthorization: Bearer " + b"a" * (1 << 20) + b"\r\n\r\n", 431),
+    "30 a NUL in a key": (b"GET / HTTP/1.1\r\nAuthorization: Bearer a\0b\r\n\r\n", 400),
+    "two lengths": (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab", 400),
+    "a length and chunks": (
+        b"POST / HTTP/1.1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        400,
+    ),
+    "chunks that are not the last coding": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked, gzip\r\n\r\n", 400),
+    "a length that is no number": (b"POST / HTTP/1.1\r\nContent-Length: +1\r\n\r\na", 400),
+    "a length without end": (b"POST / HTTP/1.1\r\nContent-Length: " + b"9" * 40 + b"\r\n\r\na", 400),
+    "a space before the colon": (b"GET / HTTP/1.1\r\nHost : x\r\n\r\n", 400),
+    "a folded header": (b"GET / HTTP/1.1\r\nA: b\r\n c\r\n\r\n", 400),
+    "a line that ends in LF": (b"GET / HTTP/1.1\nHost: x\n\n", 400),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+async def test_bytes_that_are_no_request(served: Served, what: str) -> None:
+    sent, status = REFUSED[what]
+    client = await served.connect(sent)
+    assert await client.status() == status
+    assert await client.is_closed()
+    await served.require_unharmed()
+
+
+@pytest.mark.parametrize("host", [b"x/?", b"x/#", b"[::", b"x y", b""])
+async def test_a_host_changes_no_path(served: Served, host: bytes) -> None:
+    client = await served.connect(b"GET /a HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+    assert await client.status() in (200, 400)
+
+
+async def test_trailers_are_counted_too(served: Served) -> None:
+    trailers = b"A: b\r\n" * 200
+    client = await served.connect(
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n" + trailers + b"\r\n"
+    )
+    assert await client.is_closed()
+    await served.require_unharmed()
+
+
+async def test_heads_that_do_not_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_HEAD_S", 0.05)
+    silent, half, again = [await served.connect(sent) for sent in (b"", GET[:20], GET)]
+    assert await silent.is_closed()
+    assert await half.status() == 408
+    assert await half.is_closed()
+    assert await again.status() == 200
+    again.writer.write(GET[:20])  # the bound holds for a later request as for the first
+    assert await again.is_closed()
+
+
+async def test_an_idle_connection_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = App()
+    monkeypatch.setattr(connections, "MAX_IDLE_S", 0.05)
+    server = HttpServer(app)
+    address = await server.start("127.0.0.1", 0)
+    other = Served(app, int(address.rpartition(":")[2]))
+    client = await other.connect(GET)
+    assert await client.status() == 200
+    assert await client.is_closed()
+    await other.close()
+    await server.stop()
+
+
+async def test_more_connections_than_may_be(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
+    first, second, third = [await served.connect() for _ in range(3)]
+    assert await third.status() == 503
+    assert await third.is_closed()
+    for client in (first, second):
+        client.writer.write(GET)
+        assert await client.status() == 200
+    first.writer.close()
+    async with asyncio.timeout(WAIT_S):
+        while await (await served.connect(GET)).status() != 200:
+            pass
+
+
+async def test_a_reader_that_stalls_is_let_go(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_STALL_S", 0.05)
+    client = await served.connect(b"GET /1000000000 HTTP/1.1\r\nHost: x\r\n\r\n")
+    await asyncio.sleep(0.2)
+    assert await client.is_closed()
+    await served.require_unharmed()
+
+
+async def test_a_client_that_goes_is_noticed(served: Served) -> None:
+    client = await served.connect(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
+    await until(lambda: served.app.num_requests)
+    client.writer.close()
+    await until(lambda: served.app.left)
+
+
+async def test_requests_in_one_write_are_answered_in_turn(served: Served) -> None:
+    client = await served.connect(GET * 3)
+    assert [await client.status() for _ in range(1)] == [200]
+    await until(lambda: served.app.num_requests == 3)
+
+
+async def test_a_port_in_use_is_a_matter_of_configuration(served: Served) -> None:
+    first = HttpServer(App())
+    port = int((await first.start("127.0.0.1", 0)).rpartition(":")[2])
+    with pytest.raises(ConfigError):
+        await HttpServer(App()).start("127.0.0.1", port)
+    await first.stop()

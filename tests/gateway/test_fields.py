@@ -1,0 +1,200 @@
+"""Every field of a body: read, ignored, or refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway import fields
+from gateway.chat import ChatDialect
+from gateway.completions import CompletionsDialect
+from wire.errors import InvalidRequest
+
+SAID = [{"role": "user", "content": "a"}]
+
+
+def refusal(body: object, known: Any = CompletionsDialect.fields) -> str:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(InvalidRequest) as refused:
+        fields.take(fields.parse(data), known)
+    assert len(refused.value.message) < 160
+    return refused.value.ids["param"]
+
+
+NO_JSON = {
+    "1 no JSON": b"{",
+    "1 cut": b'{"prompt": "a',
+    "2 empty": b"",
+    "4 not UTF-8": b'{"prompt": "\xff"}',
+    "10 UTF-16": '{"prompt": "a"}'.encode("utf-16"),
+    "11 nested 100,000 deep": b"[" * 100_000,
+    "11 nested in a field": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "12 5,000 digits": b'{"n": ' + b"1" * 5000 + b"}",
+    "13 a key twice": b'{"n": 1, "n": 2}',
+    "13 a key twice, within": b'{"prompt": "a", "metadata": {"a": 1, "a": 2}}',
+    "44 NaN": b'{"temperature": NaN}',
+    "44 infinity": b'{"temperature": -Infinity}',
+    "a list": b"[]",
+    "a number": b"1",
+}
+
+
+@pytest.mark.parametrize("what", NO_JSON)
+def test_bodies_that_are_no_object(what: str) -> None:
+    assert refusal(NO_JSON[what]) == "body"
+
+
+def test_a_mark_before_the_body_is_passed_over() -> None:
+    assert fields.parse(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+
+
+WRONG: list[tuple[str, object]] = [
+    ("prompt", 1),
+    ("prompt", []),
+    ("prompt", {"a": 1}),
+    ("prompt", ["a"] * 17),
+    ("prompt", ["a"] * 10_000),
+    ("prompt", [1, "a"]),
+    ("prompt", ["a", 1]),
+    ("prompt", [-1]),
+    ("prompt", [1 << 32]),
+    ("prompt", [1.5]),
+    ("prompt", [True]),
+    ("n", "3"),
+    ("n", True),
+    ("n", 1.0),
+    ("n", 1 << 31),
+    ("max_tokens", 1 << 63),
+    ("max_tokens", 10**4000),
+    ("top_k", 1.5),
+    ("seed", 1 << 64),
+    ("seed", 0.5),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("temperature", 10**300),
+    ("stream", "yes"),
+    ("stream", 1),
+    ("stop", 1),
+    ("stop", [1]),
+    ("stop", {"a": "b"}),
+    ("stop_token_ids", "1"),
+    ("model", 1),
+    ("logit_bias", []),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"1": "2"}),
+    ("logit_bias", {"1" * 20: 1}),
+    ("stream_options", True),
+    ("suffix", "b"),
+    ("echo", True),
+    ("best_of", 2),
+    ("store", True),
+    ("service_tier", "flex"),
+    ("response_format", {"type": "json_object"}),
+    ("tools", [{"type": "function"}]),
+    ("tool_choice", "required"),
+    ("prompt_logprobs", 1),
+    ("skip_special_tokens", False),
+    ("include_stop_str_in_output", True),
+    ("return_token_ids", True),
+    ("priority", 1),
+    ("priority", False),
+    ("cache_salt", "a"),
+    ("kv_transfer_params", {}),
+    ("structured_outputs", {}),
+    ("chat_template", "a"),
+    ("reasoning_effort", "low"),
+    ("messages", SAID),
+    ("no_field", 1),
+    ("toString", 1),
+    ("", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda value: repr(value)[:24])
+def test_fields_that_are_refused(name: str, value: object) -> None:
+    assert refusal({name: value} if value != 10**4000 else f'{{"{name}": 1{"0" * 4000}}}'.encode()) == name
+
+
+def test_the_name_of_a_field_is_told_on_one_line_and_in_part() -> None:
+    assert refusal({"a\n" + "b" * 100: 1}) == "a?" + "b" * 62
+
+
+MESSAGES: dict[str, tuple[object, str]] = {
+    "none": ([], "messages"),
+    "a text": ("a", "messages"),
+    "no object": (["a"], "messages[0]"),
+    "no role": ([{"content": "a"}], "messages[0].role"),
+    "a role of another kind": ([{"role": 1, "content": "a"}], "messages[0].role"),
+    "no content": ([*SAID, {"role": "user"}], "messages[1].content"),
+    "content null": ([{"role": "user", "content": None}], "messages[0].content"),
+    "content of another kind": ([{"role": "user", "content": 1}], "messages[0].content"),
+    "no parts": ([{"role": "user", "content": []}], "messages[0].content"),
+    "a part that is a text": ([{"role": "user", "content": ["a"]}], "messages[0].content[0].type"),
+    "a part without its text": ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+    "41 an image": (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a"}}]}],
+        "messages[0].content[0].type",
+    ),
+    "41 audio": ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
+    "61 tool calls": ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0].tool_calls"),
+    "a name": ([{"role": "user", "content": "a", "name": "b"}], "messages[0].name"),
+}
+
+
+@pytest.mark.parametrize("what", MESSAGES)
+def test_messages_that_are_refused(what: str) -> None:
+    given, param = MESSAGES[what]
+    assert refusal({"messages": given}, ChatDialect.fields) == param
+
+
+def test_stream_options_have_fields_of_their_own() -> None:
+    assert refusal({"stream_options": {"include_usage": 1}}) == "stream_options.include_usage"
+    assert refusal({"stream_options": {"other": True}}) == "stream_options.other"
+    assert fields.take({"stream_options": {"include_usage": True}}, fields.COMMON) == {"stream_options": True}
+
+
+IDLE: dict[str, Any] = {
+    "user": "u",
+    "metadata": {"a": "b"},
+    "store": False,
+    "service_tier": "auto",
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "response_format": {"type": "text"},
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "return_token_ids": False,
+    "priority": 0,
+    "logprobs": None,
+    "max_tokens": None,
+    "cache_salt": None,
+}
+
+
+def test_fields_that_ask_for_nothing_are_taken() -> None:
+    assert fields.take(IDLE, fields.COMMON) == {}
+
+
+def test_fields_that_are_read() -> None:
+    given = {"temperature": 1, "stop": "a", "logit_bias": {"7": -1}, "prompt": [1, 2], "n": 2}
+    taken = fields.take(given, CompletionsDialect.fields)
+    assert taken == {"temperature": 1.0, "stop": ["a"], "logit_bias": {7: -1.0}, "prompt": [[1, 2]], "n": 2}
+
+
+def test_logprobs_of_chats_are_counted_apart() -> None:
+    for given, logprobs in (
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
+        ({"logprobs": False}, {}),
+        ({"top_logprobs": 0}, {}),
+    ):
+        taken = fields.take({"messages": SAID, **given}, ChatDialect.fields)
+        assert ChatDialect().take_prompts(taken) == [SAID]
+        assert taken == logprobs
+    with pytest.raises(InvalidRequest, match="top_logprobs"):
+        ChatDialect().take_prompts({"messages": SAID, "top_logprobs": 3})

@@ -1,0 +1,63 @@
+"""The gateway as an actor, over real gRPC and real sockets."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gateway.actor import GatewayActor
+from gateway.config import GatewayConfig
+from router.config import Listeners
+from router.ports.server import RouterServer
+from tests.router.fake_cluster import CONFIG, FakeCluster
+from wire.errors import ConfigError
+
+
+async def test_from_start_to_stop() -> None:
+    cluster = FakeCluster(replace(CONFIG, listeners=Listeners(metrics_port=0)))
+    router = RouterServer(cluster.router)
+    addresses = await router.start()
+    await cluster.resize(1, 1)
+    actor = GatewayActor(GatewayConfig(addresses.public, addresses.metrics).to_json())
+    address = json.loads(await actor.start())["http_address"]
+    status, answer = await ask(address, "/v1/completions", {"prompt": "hello", "max_tokens": 3})
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+    status, answer = await ask(address, "/v1/completions", {"prompt": "hello", "top_p": 2})
+    assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, "top_p", "invalid_value")
+    status, answer = await ask(address, "/v1/completions", {"prompt": "a" * 5000})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    status, answer = await ask(address, "/v1/completions", {"prompt": "a", "model": "b"})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    metrics = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read())
+    assert b"baton_http_requests_total" in metrics
+    assert b"baton_generation_tokens_total" in metrics
+    await router.stop()
+    status, answer = await ask(address, "/v1/completions", {"prompt": "a"})
+    assert (status, answer["error"]["type"]) == (503, "server_error")
+    assert await actor.stop() == "{}"
+    with pytest.raises(urllib.error.URLError):
+        await ask(address, "/health", None)
+
+
+async def ask(address: str, path: str, body: object) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://{address}{path}", data, {"content-type": "application/json"})
+
+    def send() -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as refused:
+            with refused:
+                return refused.code, json.load(refused)
+
+    return await asyncio.to_thread(send)
+
+
+def test_a_configuration_that_is_wrong() -> None:
+    with pytest.raises(ConfigError):
+        GatewayActor('{"port": "a"}')

@@ -1,0 +1,184 @@
+"""Completions and chats, whole and streamed, beside what the router itself answers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from baton.request import Message
+from tests.gateway.local_gateway import Answer, LocalGateway, serving
+from tests.router.fake_cluster import until
+from wire.ids import RequestId
+
+PROMPT = "hello, world"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SAID = {"messages": [{"role": "user", "content": PROMPT}]}
+RENDERED = f"user: {PROMPT}\nassistant:"
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[LocalGateway]:
+    async with serving() as gateway:
+        yield gateway
+
+
+async def text_of(gateway: LocalGateway, prompt: str, **options: Any) -> str:
+    return (await gateway.client.generate(prompt, **options)).text
+
+
+async def test_a_completion(gateway: LocalGateway) -> None:
+    answer = await gateway.post(COMPLETIONS, {"model": "fake", "prompt": PROMPT, "max_tokens": 5, "seed": 1})
+    text = await text_of(gateway, PROMPT, max_tokens=5, seed=1)
+    assert answer.status == 200
+    assert answer.json == {
+        "id": f"cmpl-{answer.headers['x-request-id']}",
+        "object": "text_completion",
+        "created": answer.json["created"],
+        "model": "fake",
+        "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}],
+        "usage": {
+            "prompt_tokens": 12,
+            "completion_tokens": 5,
+            "total_tokens": 17,
+            "prompt_tokens_details": {"cached_tokens": answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]},
+        },
+    }
+
+
+async def test_prompts_of_every_kind(gateway: LocalGateway) -> None:
+    ids = list(PROMPT.encode())
+    expected_text = await text_of(gateway, PROMPT, max_tokens=5, seed=1)
+    for prompt in (PROMPT, ids, [PROMPT], [ids]):
+        answer = await gateway.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 5, "seed": 1})
+        assert [choice["text"] for choice in answer.json["choices"]] == [expected_text]
+        assert answer.json["model"] == "fake"
+
+
+async def test_several_prompts_and_choices_are_numbered_in_order(gateway: LocalGateway) -> None:
+    body = {"prompt": [PROMPT, [1, 2, 3]], "n": 2, "max_tokens": 3, "seed": 1}
+    answer = await gateway.post(COMPLETIONS, body)
+    first = await gateway.client.generate(PROMPT, n=2, max_tokens=3, seed=1)
+    second = await gateway.client.generate([1, 2, 3], n=2, max_tokens=3, seed=1)
+    texts = [choice.text for completion in (first, second) for choice in completion.choices]
+    assert [(one["index"], one["text"]) for one in answer.json["choices"]] == list(enumerate(texts))
+    assert answer.json["usage"]["completion_tokens"] == 12
+    streamed = await gateway.post(COMPLETIONS, body | {"stream": True})
+    assert [texts_of(streamed, number) for number in range(4)] == texts
+
+
+def texts_of(answer: Answer, number: int = 0) -> str:
+    chosen = [one for event in answer.events[:-1] for one in event["choices"] if one["index"] == number]
+    return "".join(one.get("text", one.get("delta", {}).get("content", "")) for one in chosen)
+
+
+async def test_a_completion_streamed(gateway: LocalGateway) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 5, "seed": 1, "stream": True, "stream_options": {"include_usage": True}}
+    answer = await gateway.post(COMPLETIONS, body)
+    assert (answer.status, answer.is_whole) == (200, True)
+    *chunks, last, usage, done = answer.events
+    assert done == "[DONE]"
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 5)
+    assert last["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}]
+    assert [one["usage"] for one in [*chunks, last]] == [None] * (len(chunks) + 1)
+    assert all(one["choices"][0]["finish_reason"] is None for one in chunks)
+    assert texts_of(answer) == await text_of(gateway, PROMPT, max_tokens=5, seed=1)
+    assert {one["id"] for one in answer.events[:-1]} == {f"cmpl-{answer.headers['x-request-id']}"}
+
+
+async def test_a_chat(gateway: LocalGateway) -> None:
+    answer = await gateway.post(CHAT, {**SAID, "max_completion_tokens": 5, "seed": 1})
+    text = await text_of(gateway, RENDERED, max_tokens=5, seed=1)
+    [choice] = answer.json["choices"]
+    assert answer.json["object"] == "chat.completion"
+    assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
+    assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
+    messages: list[Message] = [{"role": "user", "content": PROMPT}]
+    assert (await gateway.client.generate(messages, max_tokens=5, seed=1)).text == text
+
+
+async def test_a_chat_streamed_has_content_in_its_first_event(gateway: LocalGateway) -> None:
+    answer = await gateway.post(CHAT, {**SAID, "max_tokens": 5, "seed": 1, "stream": True})
+    first, *others, last, done = answer.events
+    assert done == "[DONE]"
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert first["choices"][0]["delta"]["content"] != ""
+    assert all(list(one["choices"][0]["delta"]) == ["content"] for one in others)
+    assert last["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}]
+    assert "usage" not in first
+    assert texts_of(answer) == await text_of(gateway, RENDERED, max_tokens=5, seed=1)
+
+
+async def test_a_chat_in_parts(gateway: LocalGateway) -> None:
+    parts = [{"type": "text", "text": PROMPT[:5]}, {"type": "text", "text": PROMPT[5:]}]
+    body = {"max_tokens": 3, "seed": 1}
+    whole, split = [
+        await gateway.post(CHAT, {"messages": [{"role": "user", "content": content}], **body})
+        for content in (PROMPT, parts)
+    ]
+    assert whole.json["choices"] == split.json["choices"]
+
+
+async def test_a_stop_string_ends_an_answer(gateway: LocalGateway) -> None:
+    text = await text_of(gateway, PROMPT, max_tokens=30, seed=1)
+    for stop in (text[3:5], [text[3:5], "no such text"]):
+        answer = await gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 30, "seed": 1, "stop": stop})
+        assert answer.json["choices"][0]["finish_reason"] == "stop"
+        assert answer.json["choices"][0]["text"] == text[: text.index(text[3:5])]
+
+
+async def test_logprobs(gateway: LocalGateway) -> None:
+    for worker in gateway.cluster.workers.values():
+        worker.num_logprobs = 2
+    body = {"prompt": PROMPT, "max_tokens": 4, "seed": 1, "logprobs": 2}
+    logprobs = (await gateway.post(COMPLETIONS, body)).json["choices"][0]["logprobs"]
+    assert {name: len(values) for name, values in logprobs.items()} == dict.fromkeys(logprobs, 4)
+    assert list(logprobs) == ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
+    tokens = logprobs["tokens"]
+    assert logprobs["text_offset"] == [len("".join(tokens[:index])) for index in range(4)]
+    streamed = (await gateway.post(COMPLETIONS, body | {"stream": True})).events[:-2]
+    pieces = [event["choices"][0]["logprobs"] for event in streamed]
+    assert {name: [one for piece in pieces for one in piece[name]] for name in logprobs} == logprobs
+    body = {**SAID, "max_tokens": 4, "seed": 1, "logprobs": True, "top_logprobs": 2}
+    content = (await gateway.post(CHAT, body)).json["choices"][0]["logprobs"]["content"]
+    assert [len(one["top_logprobs"]) for one in content] == [2] * 4
+    assert all(bytes(one["bytes"]).decode(errors="replace") == one["token"] for one in content)
+
+
+async def test_the_id_of_a_request_is_the_clients(gateway: LocalGateway) -> None:
+    answer = await gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1}, x_request_id="mine.1")
+    assert (answer.headers["x-request-id"], answer.json["id"]) == ("mine.1", "cmpl-mine.1")
+
+
+async def test_a_client_that_goes_ends_its_request(gateway: LocalGateway) -> None:
+    worker = gateway.cluster.workers["d0"]
+    worker.may_go.clear()
+    for body in ({"prompt": PROMPT}, {"prompt": PROMPT, "stream": True}, {"prompt": [PROMPT, "b"], "stream": True}):
+        gateway.gone.clear()
+        asking = asyncio.create_task(gateway.post(COMPLETIONS, {**body, "max_tokens": 50}))
+        await until(lambda: worker.open_calls)
+        gateway.gone.set()
+        await asking
+        await until(lambda: not gateway.cluster.router.dispatcher.num_running and not worker.open_calls)
+    worker.may_go.set()
+
+
+async def test_a_request_that_fails_amid_its_stream_ends_without_done(gateway: LocalGateway) -> None:
+    worker = gateway.cluster.workers["d0"]
+    worker.may_go.clear()
+    body = {"prompt": PROMPT, "max_tokens": 50, "stream": True}
+    asking = asyncio.create_task(gateway.post(COMPLETIONS, body, x_request_id="mine"))
+    await until(lambda: worker.open_calls)
+    await gateway.cluster.router.dispatcher.abort(RequestId("mine"))
+    answer = await asking
+    assert (answer.status, answer.is_whole) == (200, False)
+    assert answer.events[-1]["error"]["code"] == "cancelled"
+    worker.may_go.set()
+
+
+async def test_what_the_router_refuses_before_a_stream_has_a_status(gateway: LocalGateway) -> None:
+    answer = await gateway.post(COMPLETIONS, {"prompt": "a" * 3000, "stream": True})
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    answer = await gateway.post(CHAT, {**SAID, "temperature": 3, "stream": True})
+    assert (answer.status, answer.error["param"]) == (400, "temperature")

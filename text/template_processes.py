@@ -1,0 +1,170 @@
+"""A chat template from a model's folder, and the processes that render it."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from text.chat import Message
+from text.model_file import read_text
+from text.template_child import read_message, write_message
+from wire.errors import InvalidRequest, ModelError, Unavailable
+
+NUM_PROCESSES = 2
+START_TIMEOUT_S = 30.0
+MAX_RENDER_S = 1.0
+MEMORY_BYTES = 256 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template in Jinja's language, and the names of special tokens that it may write."""
+
+    source: str
+    variables: Mapping[str, str]
+
+    @classmethod
+    def load(cls, folder: Path) -> "Template | None":
+        """Reads chat_template.jinja, or tokenizer_config.json; None where there is no template. Raises ModelError."""
+        config = _read_config(folder)
+        own = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)
+        source = own if own is not None else _named_default(config.get("chat_template"))
+        if source is None:
+            return None
+        tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+        contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+        return cls(source, {name: value for name, value in contents.items() if isinstance(value, str)})
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    content = read_text(folder / "tokenizer_config.json", MAX_CONFIG_BYTES)
+    try:
+        config = {} if content is None else json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelError("tokenizer_config.json: malformed") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _named_default(given: object) -> str | None:
+    """Finds the template among several under names, of which `default` is the one."""
+    if isinstance(given, list):
+        given = next((one.get("template") for one in given if one.get("name") == "default"), None)
+    return given if isinstance(given, str) else None
+
+
+class TemplateProcesses:
+    """A Renderer over processes, which begin with it, and threads that wait for them."""
+
+    def __init__(self, template: Template) -> None:
+        self._variables = dict(template.variables)
+        self._children = [_Child(template.source) for _ in range(NUM_PROCESSES)]
+        self._idle = list(self._children)
+        self._threads = ThreadPoolExecutor(NUM_PROCESSES, "render")
+        for child in self._children:
+            self._threads.submit(child.start)
+
+    async def render(self, messages: Sequence[Message], max_added_chars: int) -> str:
+        """Raises Unavailable where no process can be had."""
+        num_chars = sum(len(one.content) for one in messages)
+        asked = {
+            "messages": [asdict(one) for one in messages],
+            "variables": self._variables,
+            "max_chars": num_chars + max_added_chars,
+        }
+        answer = await asyncio.wrap_future(self._threads.submit(self._ask, asked))
+        if "failure" in answer:
+            raise InvalidRequest("messages", answer["failure"])
+        return answer["text"]
+
+    async def close(self) -> None:
+        """Ends the processes; a rendering under way has MAX_RENDER_S to finish."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._end)
+
+    def _ask(self, asked: dict[str, Any]) -> dict[str, str]:
+        child = self._idle.pop()  # there are as many as threads
+        try:
+            return child.ask(asked)
+        finally:
+            self._idle.append(child)
+
+    def _end(self) -> None:
+        for child in self._children:
+            child.end()
+
+
+class _Child:
+    """A process of template_child.py. One that takes longer than MAX_RENDER_S is ended, and another takes its place."""
+
+    def __init__(self, source: str) -> None:
+        self._first = {"template": source, "memory_bytes": MEMORY_BYTES}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._turn = threading.Lock()
+
+    def start(self) -> None:
+        """Starts a process, unless there is one, and blocks until it is ready. Raises Unavailable."""
+        with self._turn:
+            self._ready()
+
+    def ask(self, asked: dict[str, Any]) -> dict[str, str]:
+        """Blocks for the answer. Raises InvalidRequest for messages that take too long, or that the process dies of."""
+        with self._turn:
+            answer = self._exchange(self._ready(), asked, MAX_RENDER_S)
+        if answer is None:
+            raise InvalidRequest("messages", "the model's chat template takes too long for them")
+        return answer
+
+    def end(self) -> None:
+        """Ends the process, once it has nothing to do."""
+        with self._turn:
+            self._kill()
+
+    def _ready(self) -> "subprocess.Popen[bytes]":
+        if self._process is None:
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "text.template_child"],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            if self._exchange(self._process, self._first, START_TIMEOUT_S) is None:
+                raise Unavailable("no process renders chat templates")
+        return self._process
+
+    def _exchange(
+        self, process: "subprocess.Popen[bytes]", message: dict[str, Any], timeout_s: float
+    ) -> dict[str, str] | None:
+        """Returns the answer; None from a process that gave none in time, and is ended."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(timeout_s, process.kill)
+        timer.start()
+        try:
+            write_message(process.stdin, message)
+            answer = read_message(process.stdout)
+        except OSError:
+            answer = None
+        finally:
+            timer.cancel()
+        if answer is None:
+            self._kill()
+        return answer
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            with suppress(BrokenPipeError), self._process:
+                pass  # leaving closes the pipes, and waits
+            self._process = None
