@@ -19,7 +19,7 @@ from wire.identity import Identity
 
 NAME = "baton"
 VALID_FROM, VALID_TO = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31, 23, 59, 59)
-"""Whatever a node's clock says: certificates end with the cluster. The later one is RFC 5280's for no end."""
+"""Dates for any clock that a node may have: certificates end with the cluster. RFC 5280 has the later one for no end."""
 
 
 @dataclass(frozen=True)
