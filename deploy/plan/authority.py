@@ -19,7 +19,7 @@ from wire.identity import Identity
 
 NAME = "baton"
 VALID_FROM, VALID_TO = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31, 23, 59, 59)
-"""Dates for any clock that a node may have: certificates end with the cluster. RFC 5280 has the later one for no end."""
+"""Dates for any clock of a node: certificates end with the cluster. RFC 5280 means no end by the later one."""
 
 
 @dataclass(frozen=True)
