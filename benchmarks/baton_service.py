@@ -57,6 +57,12 @@ class BatonService:
         status: dict[str, Any] = json.loads(self._baton("status", "--json"))
         return status
 
+    def scale(self, **pools: int) -> None:
+        """`baton scale`; returns once it has happened."""
+        flags = [part for role, size in pools.items() for part in (f"--{role}", str(size))]
+        self._baton("scale", *flags, timeout_s=_UP_TIMEOUT_S)
+        self._pools.update(pools)
+
     def pin_workers(self) -> None:
         """Binds each worker, with its threads of now and later, to a core of its own; more workers begin again."""
         cpus = itertools.cycle(sorted(os.sched_getaffinity(0)))

@@ -3,12 +3,19 @@
     python benchmarks/tiers.py
 
 Blocks of 1 MiB: published to the arena and fetched from it, verified, over a copy between as many places; fetched from
-another process's block port, verified, over a TCP socket that brings as many bytes into the same places; fetched from
-Redis into the arena with checksum and MAC, over redis-py's GET of the same values with hiredis; from files, over plain
-reads into one place; and the MAC of a frame over a copy. All take turns; a ratio is of medians.
+another process's block port, verified, over a TCP socket that brings as many bytes into the same places, and both of
+them with TLS; fetched from Redis into the arena with checksum and MAC, over redis-py's GET of the same values with
+hiredis; from files, over plain reads into one place; and the MAC of a frame over a copy. All take turns; a ratio is of
+medians.
+
+A lookup asks the directory, another node, Redis and files for 500 keys, of which they have as many as there are blocks;
+over one call of the directory for the same keys and a PING. The directory itself is measured full, one of a million
+blocks and one of a thousand in turns: each reserves, commits, leases and releases 64 blocks, or one at the end of a
+long context.
 """
 
 import argparse
+import hashlib
 import multiprocessing
 import os
 import socket
@@ -26,23 +33,28 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import psutil
 import redis
 import torch
 
 from benchmarks.result_file import write_result
 from deploy.local import redis_server
+from deploy.plan.authority import Authority
 from deploy.processes.process import end_session
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
 from kv_store.node.block_port import BlockReader, BlockServer
 from kv_store.node.directory import Directory
+from kv_store.node.directory_client import DirectoryClient
+from kv_store.node.directory_server import DirectoryServer
 from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier
 from wire.directory import Block
 from wire.frame import FRONT_BYTES, FrameSeal, checksum_of
-from wire.ids import NamespaceRoot, PageId
+from wire.identity import Identity
+from wire.ids import BlockKey, NamespaceRoot, PageId
 from wire.keys import BlockName, cover
 from wire.layout import KVLayout
 
@@ -50,6 +62,11 @@ LAYOUT = KVLayout(num_layers=16, num_kv_heads=8, head_dim=128, block_size=16, dt
 MAC_KEY = bytes(32)
 TOKEN = b"token"
 TIMEOUT_S = 10.0
+NUM_LOOKED_UP = 500
+NUM_IN_TURN = 64
+NUM_IN_CONTEXT = 1000
+LONG_CONTEXT = 10_000
+LOOKUP, BARE_LOOKUP = "lookup", "call of the directory and a PING"
 Work = Callable[[], object]
 
 
@@ -117,26 +134,94 @@ class ArenaTurns:
             raise RuntimeError("not all blocks came from the arena")
 
 
-@contextmanager
-def other_node(blocks: Blocks) -> Iterator[tuple[str, socket.socket]]:
-    """Has the blocks in the arena of another process. Yields its block port, and a socket that answers bytes in bulk.
+class FullDirectory:
+    """A directory without a free slot, whose blocks are contexts of `NUM_IN_CONTEXT`."""
 
-    For each byte that the socket gets, it sends all payloads.
+    def __init__(self, num_slots: int) -> None:
+        self._num_names = 0
+        self._root = self._parent = hashlib.sha256(b"root").digest()
+        before = psutil.Process().memory_info().rss
+        self._directory = Directory(num_slots)
+        while self._directory.status().counts.free:
+            self.begin_context()
+            self.grow(NUM_IN_CONTEXT)
+        self.bytes_per_block = (psutil.Process().memory_info().rss - before) / num_slots
+
+    def begin_context(self) -> None:
+        self._parent = self._root
+
+    def grow(self, num_blocks: int) -> None:
+        """Adds blocks to the context."""
+        for _ in range(0, num_blocks, NUM_IN_TURN):
+            self.take_turn(min(NUM_IN_TURN, num_blocks))
+
+    def take_turn(self, num_blocks: int) -> float:
+        """Adds blocks to the context and reads them; returns the seconds of the directory's calls."""
+        names = [self._next_name() for _ in range(num_blocks)]
+        began_s = time.perf_counter()
+        slots = self._directory.reserve("writer", names, None).slots
+        blocks = [Block(slot, name, bytes(16)) for slot, name in zip(slots, names, strict=True) if slot is not None]
+        self._directory.commit("writer", blocks, None)
+        lease = self._directory.lease("reader", [name.key for name in names], TIMEOUT_S)
+        self._directory.release(lease.lease_id)
+        return time.perf_counter() - began_s
+
+    def _next_name(self) -> BlockName:
+        self._num_names += 1
+        key = hashlib.sha256(self._parent + self._num_names.to_bytes(8, "little")).digest()
+        name = BlockName(BlockKey(key), bytes(bytearray(self._parent)), hashlib.sha256(key).digest(), self._root)
+        self._parent = key
+        return name
+
+
+def measure_directory(num_blocks: int, num_turns: int) -> tuple[dict[str, float], list[list[float]]]:
+    """Returns figures of a directory of so many blocks, and the seconds of the turns of it and of one of a thousand."""
+    full, small = FullDirectory(num_blocks), FullDirectory(1000)
+    seconds: list[list[float]] = [[], [], [], []]
+    for _ in range(num_turns):
+        for one, of_one in zip((full, small), seconds, strict=False):
+            one.begin_context()
+            of_one.append(one.take_turn(NUM_IN_TURN))
+    for num_before, of_context in zip((min(LONG_CONTEXT, num_blocks // 2), 1), seconds[2:], strict=True):
+        full.begin_context()
+        full.grow(num_before)
+        of_context += [full.take_turn(1) for _ in range(num_turns)]
+    medians = [statistics.median(each) for each in seconds]
+    return {
+        "directory: p99 of 64 blocks reserved, committed and leased, ms": sorted(seconds[0])[num_turns * 99 // 100]
+        * 1e3,
+        "directory: a turn of 64 blocks over the same in one of 1,000 blocks": medians[0] / medians[1],
+        "directory: a block after a long context over one after a short one": medians[2] / medians[3],
+        "directory: bytes a block": full.bytes_per_block,
+    }, seconds
+
+
+@contextmanager
+def other_node(
+    blocks: Blocks, socket_path: Path, authority: Authority | None = None
+) -> Iterator[tuple[str, socket.socket]]:
+    """Has the blocks in the arena of another process, which serves its directory, too.
+
+    Yields its block port, and a socket that answers bytes in bulk.
+    For each byte that the socket gets, it sends all payloads. authority: has all of it go over TLS.
     """
+    identity = authority.issue("node", "127.0.0.1") if authority else None
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=_serve_blocks, args=[blocks, theirs], daemon=True)
+    process = context.Process(target=_serve_blocks, args=[blocks, str(socket_path), theirs, identity], daemon=True)
     process.start()
     try:
         address, bulk = ours.recv()
-        with socket.create_connection(bulk) as connection:
+        plain = socket.create_connection(bulk)
+        tls = identity.client_context() if identity else None
+        with tls.wrap_socket(plain, server_hostname="127.0.0.1") if tls else plain as connection:
             yield address, connection
     finally:
         process.terminate()
         process.join(TIMEOUT_S)
 
 
-def _serve_blocks(blocks: Blocks, line: Connection) -> None:
+def _serve_blocks(blocks: Blocks, socket_path: str, line: Connection, identity: Identity | None) -> None:
     num_blocks = len(blocks.names)
     directory, arena = Directory(num_blocks), Arena.anonymous(LAYOUT.block_bytes, num_blocks)
     slots = directory.reserve("writer", blocks.names, None).slots
@@ -145,9 +230,11 @@ def _serve_blocks(blocks: Blocks, line: Connection) -> None:
         arena.slot(slot)[:] = payload
         directory.commit("writer", [Block(slot, name, checksum_of(payload))], None)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = BlockServer(directory, arena, LAYOUT.payload_bytes, TOKEN)
+    DirectoryServer(directory, socket_path).start()
+    server = BlockServer(directory, arena, LAYOUT.payload_bytes, TOKEN, identity)
     line.send((server.start("127.0.0.1"), listener.getsockname()))
     connection, _ = listener.accept()
+    connection = identity.server_context().wrap_socket(connection, server_side=True) if identity else connection
     while connection.recv(1):
         for slot in slots:
             assert slot is not None
@@ -158,6 +245,14 @@ def receive_plainly(connection: socket.socket, slots: Sequence[memoryview]) -> N
     connection.sendall(b"1")
     for slot in slots:
         connection.recv_into(slot, flags=socket.MSG_WAITALL)
+
+
+def receive_over_tls(connection: socket.socket, slots: Sequence[memoryview]) -> None:
+    connection.sendall(b"1")
+    for slot in slots:
+        rest = slot
+        while rest:
+            rest = rest[connection.recv_into(rest) :]
 
 
 @contextmanager
@@ -192,8 +287,13 @@ def measure(num_blocks: int, num_turns: int, folder: Path) -> dict[str, float]:
     blocks, seal = Blocks.make(num_blocks), FrameSeal(LAYOUT, MAC_KEY)
     arena = ArenaTurns(blocks)
     with ExitStack() as stack:
-        address, bulk = stack.enter_context(other_node(blocks))
+        address, bulk = stack.enter_context(other_node(blocks, folder / "directory"))
         peer = stack.enter_context(closing(BlockReader(address, LAYOUT.payload_bytes, TOKEN, TIMEOUT_S)))
+        authority = Authority.make()
+        tls_address, tls_bulk = stack.enter_context(other_node(blocks, folder / "directory-tls", authority))
+        reader = authority.issue("worker", "127.0.0.1")
+        tls_peer = BlockReader(tls_address, LAYOUT.payload_bytes, TOKEN, TIMEOUT_S, identity=reader)
+        stack.callback(tls_peer.close)
         url = stack.enter_context(own_redis(folder))
         client = stack.enter_context(redis.Redis.from_url(url, socket_read_size=256 << 10))
         in_redis = RedisTier(url, LAYOUT, MAC_KEY, TIMEOUT_S)
@@ -201,6 +301,8 @@ def measure(num_blocks: int, num_turns: int, folder: Path) -> dict[str, float]:
         for tier in (in_redis, in_files):
             stack.callback(tier.close)
             blocks.put(tier)
+        directory = stack.enter_context(closing(DirectoryClient(str(folder / "directory"), TIMEOUT_S)))
+        asked = [*(name.key for name in blocks.names), *map(_unknown_key, range(NUM_LOOKED_UP))][:NUM_LOOKED_UP]
         keys = [b"baton:kv:" + name.key for name in blocks.names]
         paths = [path for path in (folder / "kv").rglob("*") if path.is_file()]
         frame = memoryview(mmap(-1, FRONT_BYTES + LAYOUT.payload_bytes))
@@ -211,23 +313,33 @@ def measure(num_blocks: int, num_turns: int, folder: Path) -> dict[str, float]:
             "MAC": lambda: blocks.prove(seal),
             "plain TCP": lambda: receive_plainly(bulk, blocks.slots),
             "fetch from another node": lambda: blocks.fetch(peer),
+            "plain TLS": lambda: receive_over_tls(tls_bulk, blocks.slots),
+            "fetch from another node over TLS": lambda: blocks.fetch(tls_peer),
             "plain GET": lambda: [client.get(key) for key in keys],
             "fetch from Redis": lambda: blocks.fetch(in_redis),
             "plain read": lambda: read_plainly(paths, frame),
             "fetch from files": lambda: blocks.fetch(in_files),
             "put to Redis": lambda: blocks.put(in_redis),
             "put to files": lambda: blocks.put(in_files),
+            LOOKUP: lambda: [one.exists(asked) for one in (directory, peer, in_redis, in_files)],
+            BARE_LOOKUP: lambda: [directory.exists(asked), client.ping()],
         }
         return take_turns(works, {"publish to the arena": arena.empty}, num_turns)
+
+
+def _unknown_key(number: int) -> BlockKey:
+    return BlockKey(hashlib.sha256(b"%d" % number).digest())
 
 
 RATIOS = {
     "publish to the arena over a copy": ("publish to the arena", "copy"),
     "verified fetch from the arena over a copy": ("fetch from the arena", "copy"),
     "verified fetch from another node over a TCP socket": ("fetch from another node", "plain TCP"),
+    "verified fetch over TLS over a TLS socket": ("fetch from another node over TLS", "plain TLS"),
     "fetch from Redis with MAC over redis-py's GET": ("fetch from Redis", "plain GET"),
     "fetch from files with MAC over plain reads": ("fetch from files", "plain read"),
     "MAC of a frame over a copy": ("MAC", "copy"),
+    "lookup of 500 keys in all tiers over a call of the directory and a PING": (LOOKUP, BARE_LOOKUP),
 }
 
 
@@ -235,14 +347,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--turns", type=int, default=31)
+    parser.add_argument("--directory-blocks", type=int, default=1_000_000)
+    parser.add_argument("--directory-turns", type=int, default=1000)
     parser.add_argument("--out", default="tiers", help="name of the result in benchmarks/results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         seconds = measure(options.blocks, options.turns, Path(folder))
     num_bytes = options.blocks * LAYOUT.payload_bytes
     figures = {name: seconds[peer] / seconds[own] for name, (own, peer) in RATIOS.items()}
-    rows = [("way", "GB/s"), *((name, num_bytes / each / 1e9) for name, each in seconds.items())]
-    write_result(options.out, figures, {"seconds": seconds, "block_bytes": LAYOUT.block_bytes}, rows)
+    of_directory, turns = measure_directory(options.directory_blocks, options.directory_turns)
+    lookups = [(name, seconds.pop(name) * 1e3, "ms") for name in (LOOKUP, BARE_LOOKUP)]
+    rates = [(name, num_bytes / each / 1e9, "GB/s") for name, each in seconds.items()]
+    details = {"seconds": seconds, "lookups_ms": lookups, "block_bytes": LAYOUT.block_bytes, "directory_turns": turns}
+    write_result(options.out, figures | of_directory, details, [("way", "", ""), *rates, *lookups])
 
 
 if __name__ == "__main__":

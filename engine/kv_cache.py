@@ -51,7 +51,7 @@ class KVCache:
 
         False, and nothing changed, if too few pages are free. Covers at most known - 1 tokens: the last is always run.
         """
-        names = sequence.cover(sequence.num_known - 1)
+        names = [] if sequence.request.computes_all else sequence.cover(sequence.num_known - 1)
         hits = self._ledger.find_longest([name.key for name in names if not name.is_tail])
         for page in hits:
             self._ledger.acquire(page)
@@ -108,12 +108,12 @@ class KVCache:
         self.free(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Makes the blocks of a sequence unfindable, here and in the store."""
+        """Makes the blocks of a sequence unfindable: here, in the store, and on nodes that it may have read from."""
         names = sequence.cover(sequence.num_computed)
         for page in sequence.pages[:]:
             self._ledger.withdraw(page)
         if names:
-            self._begin(Withdraw(names), None)
+            self._begin(Withdraw(names, sources=sequence.request.sources), None)
 
     @contextmanager
     def borrowed_page(self) -> Iterator[PageId | None]:

@@ -19,6 +19,8 @@ class ChoiceSoFar:
 class EngineRequest:
     """A prompt and its unfinished choices. sources: block ports of other nodes that may have blocks of it.
 
+    computes_all: it reads no cached KV.
+
     `HandOff`, a subclass, asks for one more token per choice only: the engine then publishes all blocks of the prompt,
     the partly filled last one included, and holds them for the request.
     """
@@ -29,6 +31,7 @@ class EngineRequest:
     sampling: SamplingParams
     choices: tuple[ChoiceSoFar, ...] = (ChoiceSoFar(0),)
     sources: tuple[str, ...] = ()
+    computes_all: bool = False
 
     @property
     def max_len(self) -> int:

@@ -17,8 +17,8 @@ from engine.model.batch import Batch, Model
 from engine.sampler import Draw, likeliest, sample
 from engine.sequence import Sequence
 from kernels.backend import KVPages
-from wire import incident
-from wire.errors import BatonError
+from wire import errors
+from wire.errors import BatonError, NoNumber
 from wire.ids import PageId
 from wire.sampling import Logprobs
 
@@ -126,7 +126,7 @@ class Runner:
             return self._run(work)
         except Exception as failure:  # as above
             sequence = work.chunks[0].sequence if work.chunks else self._rows.sequences[work.rows.start]
-            error = incident.report(failure, request_id=sequence.request.request_id)
+            error = errors.report(failure, request_id=sequence.request.request_id)
             return Gains(np.full(len(self._sampled(work)), -1), {}, {sequence: error})
 
     def _sampled(self, work: Work) -> list[Sequence]:
@@ -232,4 +232,4 @@ def _split(work: Work) -> list[Work]:
 
 
 def _no_number() -> BatonError:
-    return BatonError("the model's output is not a number")
+    return NoNumber("the model's output is not a number")

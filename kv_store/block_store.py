@@ -39,11 +39,11 @@ class BlockStore(Protocol):
         Returns how many of the blocks are in the host tier now, of whichever writer.
         """
 
-    def withdraw(self, names: Sequence[BlockName]) -> None:
-        """Makes blocks unfindable in every tier."""
+    def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
+        """Makes blocks unfindable in every tier, and on the nodes of these block ports."""
 
-    def renew(self, request_ids: Sequence[RequestId]) -> None:
-        """Prolongs the holds of requests."""
+    def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
+        """Prolongs the holds of requests; returns the requests that have none, or none any more."""
 
     def release_holds(self, request_ids: Sequence[RequestId]) -> None:
         """Ends the holds of requests."""

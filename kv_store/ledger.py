@@ -9,11 +9,13 @@ A page is given out only from FREE, or from CACHED while no transfer touches it.
 arena's slots alike.
 """
 
-from collections import Counter, OrderedDict
+from array import array
+from collections import Counter
 from collections.abc import Iterable
-from enum import Enum, IntEnum
-from itertools import islice, takewhile
+from enum import Enum
+from itertools import takewhile
 
+from kv_store.eviction_order import EvictionOrder, Worth
 from wire.errors import StoreError
 from wire.ids import BlockKey, PageId
 from wire.tier import BlockCounts
@@ -33,45 +35,38 @@ class PageState(Enum):
     DRAINING = "draining"
 
 
-class Worth(IntEnum):
-    """The cost of losing a cached page. The cheapest are evicted first, within a worth the least recently used."""
-
-    TAIL = 0
-    COPIED = 1
-    ONLY_COPY = 2
-
-
 class Ledger:
     """The books of `num_pages` pages. Not thread-safe.
 
-    A page joins the least-recently-used order when its last reference goes, so callers free the last page of a sequence
-    first: a prefix's end is then evicted before its start.
+    A page is used when it is published, when its last reference goes, and when it is touched. One with a parent is
+    evicted before that; of others, callers free the last page of a sequence first.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_evicted = 0
-        self._key_to_page: dict[BlockKey, PageId] = {}
+        self._key_to_page: dict[bytes, PageId] = {}
         self._keys: list[BlockKey | None] = [None] * num_pages
-        self._references = [0] * num_pages
-        self._transfers = [0] * num_pages
+        self._parents: list[bytes | None] = [None] * num_pages
+        self._references = array("i", bytes(4 * num_pages))
+        self._transfers = array("i", bytes(4 * num_pages))
         self._worth = [Worth.ONLY_COPY] * num_pages
         self._num = Counter({PageState.FREE: num_pages})
         self._free = [PageId(page) for page in reversed(range(num_pages))]
-        self._cached: dict[Worth, OrderedDict[PageId, None]] = {worth: OrderedDict() for worth in Worth}
-        self._busy: set[PageId] = set()
+        self._num_cached = Counter[Worth]()
+        self._order = EvictionOrder(num_pages, self._key_to_page.get)
 
     @property
     def num_allocatable(self) -> int:
         """Pages that `allocate` can give out now: free ones, and cached ones that no transfer touches."""
-        return self._num[PageState.FREE] + self._num[PageState.CACHED] - len(self._busy)
+        return len(self._free) + len(self._order)
 
     def allocate(self, num_pages: int) -> list[PageId]:
         """Gives out pages with one reference each: free ones, then evicted ones. OutOfBlocks if there are fewer."""
         if num_pages > self.num_allocatable:
             raise OutOfBlocks(f"{num_pages} pages wanted, {self.num_allocatable} to be had")
-        for page in self._victims(num_pages - len(self._free)):
-            self.withdraw(page)
+        while len(self._free) < num_pages and (victim := self._order.cheapest()) is not None:
+            self.withdraw(victim)
             self.num_evicted += 1
         pages = self._free[: -num_pages - 1 : -1]
         for page in pages:
@@ -90,8 +85,11 @@ class Ledger:
             raise ValueError(f"page {page} has no reference to give back")
         self._change(page, self._references, -1)
 
-    def publish(self, page: PageId, key: BlockKey, worth: Worth = Worth.ONLY_COPY) -> bool:
-        """Makes a page findable. False if another page is found under that key: this one then stays as it is."""
+    def publish(self, page: PageId, key: BlockKey, worth: Worth = Worth.ONLY_COPY, parent: bytes | None = None) -> bool:
+        """Makes a page findable. False if another page is found under that key: this one then stays as it is.
+
+        parent: the key of the block before it, which is evicted after it.
+        """
         before = self.state(page)
         if before is PageState.FREE:
             raise ValueError(f"page {page} is free: nothing to publish")
@@ -99,9 +97,12 @@ class Ledger:
             return self._key_to_page[key] == page
         if self._keys[page] is not None:
             raise ValueError(f"page {page} is indexed already")
+        above = None if parent is None else self._key_to_page.get(parent)
         self._key_to_page[key] = page
         self._keys[page] = key
+        self._parents[page] = parent if above is None else self._keys[above]  # equal, and no second copy
         self._worth[page] = worth
+        self._order.found(page, key)
         self._settle(page, before)
         return True
 
@@ -112,6 +113,8 @@ class Ledger:
             del self._key_to_page[key]
             self._keys[page] = None
             self._settle(page, before)
+            self._order.lost(page, key)
+            self._parents[page] = None
 
     def find(self, key: BlockKey) -> PageId | None:
         """Finds the page of a key, without a reference and without counting a use."""
@@ -123,6 +126,12 @@ class Ledger:
 
     def key_of(self, page: PageId) -> BlockKey | None:
         return self._keys[page]
+
+    def parent_of(self, page: PageId) -> bytes | None:
+        return self._parents[page]
+
+    def worth_of(self, page: PageId) -> Worth:
+        return self._worth[page]
 
     def begin_transfer(self, page: PageId) -> None:
         """Notes a copy to or from a page: even freed, the page is not given out before `end_transfer`."""
@@ -137,23 +146,31 @@ class Ledger:
         self._change(page, self._transfers, -1)
 
     def touch(self, page: PageId) -> None:
-        """Counts a use: a cached page becomes the last of its worth to be evicted."""
-        if self.state(page) is PageState.CACHED:
-            self._cached[self._worth[page]].move_to_end(page)
+        """Counts a use of a page and, once it goes, of its parent."""
+        self._order.touch(page)
 
     def revalue(self, page: PageId, worth: Worth) -> None:
         """Changes the worth of a findable page."""
+        if self._order.has(page, self._worth[page]):
+            self._order.remove(page, self._worth[page], self._parents[page])
+            self._order.add(page, worth, self._parents[page])
         if self.state(page) is PageState.CACHED:
-            del self._cached[self._worth[page]][page]
-            self._cached[worth][page] = None
+            self._num_cached[self._worth[page]] -= 1
+            self._num_cached[worth] += 1
         self._worth[page] = worth
 
     def oldest(self, worth: Worth, num_pages: int) -> list[PageId]:
-        """Lists up to `num_pages` cached pages of a worth that no transfer touches, least recently used first."""
-        return list(islice((page for page in self._cached[worth] if page not in self._busy), num_pages))
+        """Lists the up to `num_pages` pages of a worth that are to be evicted first."""
+        pages: list[PageId] = []
+        while len(pages) < num_pages and (page := self._order.first(worth)) is not None:
+            self._order.remove(page, worth, self._parents[page])  # its parent may be next
+            pages.append(page)
+        for page in pages:
+            self._order.add(page, worth, self._parents[page])
+        return pages
 
     def num_cached(self, worth: Worth) -> int:
-        return len(self._cached[worth])
+        return self._num_cached[worth]
 
     def num_references(self, page: PageId) -> int:
         return self._references[page]
@@ -177,51 +194,49 @@ class Ledger:
         """Recounts the books page by page and lists their faults; an empty list is a clean bill."""
         pages = [PageId(page) for page in range(self.num_pages)]
         states = {page: self.state(page) for page in pages}
-        cached = [page for order in self._cached.values() for page in order]
         found = {state: sorted(page for page in pages if states[page] is state) for state in PageState}
+        idle = {page for page in found[PageState.CACHED] if not self._transfers[page]}
         rules = {
-            "a count is negative": min(self._references + self._transfers, default=0) >= 0,
+            "a count is negative": min([*self._references, *self._transfers], default=0) >= 0,
             "the states do not sum to the pool": self._num.total() == self.num_pages,
             "the counts differ from the pages": all(self._num[state] == len(found[state]) for state in PageState),
+            "the counts of cached pages differ from the pages": +self._num_cached
+            == Counter(self._worth[page] for page in found[PageState.CACHED]),
             "the free list differs from the free pages": sorted(self._free) == found[PageState.FREE],
-            "the eviction order differs from the cached pages": sorted(cached) == found[PageState.CACHED],
-            "a page stands under a worth that is not its own": all(
-                self._worth[page] is worth for worth, order in self._cached.items() for page in order
-            ),
-            "a busy page is missing": self._busy == {page for page in cached if self._transfers[page]},
+            "the eviction order differs from the idle cached pages": len(self._order) == len(idle)
+            and all(self._order.has(page, self._worth[page]) for page in idle),
         }
-        return [problem for problem, holds in rules.items() if not holds]
+        problems = [problem for problem, holds in rules.items() if not holds]
+        return problems + self._order.check(self._keys, self._parents)
 
-    def _victims(self, num_pages: int) -> list[PageId]:
-        in_order = (page for worth in Worth for page in self._cached[worth] if page not in self._busy)
-        return list(islice(in_order, max(0, num_pages)))
-
-    def _change(self, page: PageId, count: list[int], by: int) -> None:
+    def _change(self, page: PageId, count: "array[int]", by: int) -> None:
         before = self.state(page)
         count[page] += by
         self._settle(page, before)
 
     def _settle(self, page: PageId, before: PageState) -> None:
         """Moves a page to where its state wants it."""
-        after = self.state(page)
+        after, worth = self.state(page), self._worth[page]
         if after is not before:
             self._leave(page, before)
             self._enter(page, after)
-        if after is PageState.CACHED and self._transfers[page]:
-            self._busy.add(page)
-        else:
-            self._busy.discard(page)
+        is_idle = after is PageState.CACHED and not self._transfers[page]
+        if is_idle and not self._order.has(page, worth):
+            self._order.add(page, worth, self._parents[page])
+        elif not is_idle and self._order.has(page, worth):
+            self._order.remove(page, worth, self._parents[page])
 
     def _leave(self, page: PageId, state: PageState) -> None:
         self._num[state] -= 1
         if state is PageState.CACHED:
-            del self._cached[self._worth[page]][page]
+            self._num_cached[self._worth[page]] -= 1
         elif state is PageState.FREE:
             self._free.pop()  # which is the page: free ones leave in the order of `allocate`
 
     def _enter(self, page: PageId, state: PageState) -> None:
         self._num[state] += 1
         if state is PageState.CACHED:
-            self._cached[self._worth[page]][page] = None
+            self._num_cached[self._worth[page]] += 1
+            self._order.touch(page)
         elif state is PageState.FREE:
             self._free.append(page)

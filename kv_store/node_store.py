@@ -82,13 +82,14 @@ class NodeStore:
     def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
         return self._or_else(0, lambda: self._publish(names, pages, hold))
 
-    def withdraw(self, names: Sequence[BlockName]) -> None:
-        self._or_else(None, lambda: self._withdraw(names))
-        for tier in self._cold:
-            tier.delete([name.key for name in names])
+    def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
+        keys = [name.key for name in names]
+        self._or_else(0, lambda: self._directory.forget(keys))
+        for source in (*self._peers_at(sources), *self._cold):
+            source.delete(keys)
 
-    def renew(self, request_ids: Sequence[RequestId]) -> None:
-        self._or_else(0, lambda: self._directory.renew(request_ids, HOLD_TTL_S))
+    def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
+        return self._or_else([], lambda: self._directory.renew(request_ids, HOLD_TTL_S))
 
     def release_holds(self, request_ids: Sequence[RequestId]) -> None:
         self._or_else(0, lambda: self._directory.release_holds(request_ids))
@@ -126,14 +127,6 @@ class NodeStore:
                 if slot is not None
             ]
             return reservation.num_resident + self._commit(blocks, hold)
-
-    def _withdraw(self, names: Sequence[BlockName]) -> None:
-        lease = self._lease(names)
-        try:
-            found = zip(names, lease.entries, strict=True)
-            self._directory.withdraw([Block(entry.slot, name, entry.checksum) for name, entry in found if entry])
-        finally:
-            self._directory.release(lease.lease_id)
 
     def _attach(self) -> None:
         """Maps the directory's arena anew if it has restarted. Comes before all that is done with slots."""

@@ -54,11 +54,14 @@ class Publish(Transfer):
         return Done(self, num_resident=store.publish(self.names, self.pages, self.hold))
 
 
+@dataclass(frozen=True, eq=False)
 class Withdraw(Transfer):
-    """An order to make blocks unfindable in the store."""
+    """An order to make blocks unfindable in the store. sources: as in `BlockStore.withdraw`."""
+
+    sources: Sequence[str] = ()
 
     def run(self, store: BlockStore) -> "Done":
-        store.withdraw(self.names)
+        store.withdraw(self.names, self.sources)
         return Done(self)
 
 

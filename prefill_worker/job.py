@@ -35,7 +35,7 @@ class PrefillJob:
             case HandedOff(num_held=num_held):
                 return self._hand_off(num_held, now_s)
             case Failed(error=error):
-                return self.withdraw(error)
+                return self.withdraw(error)._replace(prompt=self._prompt.tokens)
         return NOTHING_NEW
 
     def gain(self, tokens: ChoiceTokens, now_s: float) -> Update:

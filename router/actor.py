@@ -52,7 +52,7 @@ class RouterActor:
         codec = await asyncio.to_thread(Tokenizer.load, folder)
         template = Template.load(folder)
         renderer = None if template is None else TemplateProcesses(template)
-        connect = partial(GrpcTransport, token=config.cluster.token)
+        connect = partial(GrpcTransport, token=config.cluster.token, identity=config.cluster.identity)
         port = RayController(config.cluster.controller, config.cluster.ray_namespace)
         self._router = Router(config, codec, connect, port, renderer)
         self._server = RouterServer(self._router)

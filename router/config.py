@@ -3,8 +3,11 @@
 from dataclasses import dataclass, field
 
 from wire.errors import ConfigError, WireError
+from wire.identity import Identity
 from wire.layout import KVLayout
 from wire.settings import from_json, to_json
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,12 @@ class ServedModel:
 class Listeners:
     """Where the router listens. Port 0 takes a free one; without a port for metrics, there are none to scrape.
 
+    host: of the ports for clients and metrics; the operator's port is on this machine only.
     max_connections: that either of the gRPC ports takes; more are closed at once.
     reflection: whether these ports describe their services to clients.
     """
 
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     grpc_port: int = 0
     operator_port: int = 0
     metrics_port: int | None = None
@@ -46,12 +50,16 @@ class Listeners:
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """`token` opens workers and operator port; `secret_hex` keys the names of blocks. The controller is a Ray actor."""
+    """`token` opens workers and operator port; `secret_hex` keys the names of blocks. The controller is a Ray actor.
+
+    identity: the router's, towards workers; without it no line speaks TLS.
+    """
 
     token: str
     secret_hex: str
     controller: str = ""
     ray_namespace: str = ""
+    identity: Identity | None = None
 
     @property
     def secret(self) -> bytes:

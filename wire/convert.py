@@ -8,6 +8,7 @@ from wire.ids import AttemptId, RequestId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import FinishReason, Logprobs, SamplingParams
+from wire.tier import Tier
 
 _LISTS = ("stop", "stop_token_ids", "logit_bias")
 _SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _LISTS)
@@ -70,6 +71,12 @@ def error_from_pb(message: worker_pb2.Error) -> BatonError:
 def status_of(tier: str, statuses: Iterable[worker_pb2.TierStatus]) -> worker_pb2.TierStatus:
     """Finds the status of a tier; empty if there is none."""
     return next((status for status in statuses if status.tier == tier), worker_pb2.TierStatus(tier=tier))
+
+
+def arenas_of(workers: Iterable[worker_pb2.WorkerStatus]) -> dict[str, worker_pb2.TierStatus]:
+    """Returns the arena of each node that hosts workers, by the node's id, from a worker that knows it if there is."""
+    told = [(one.node_id, tier) for one in workers for tier in one.tiers if tier.tier == Tier.HOST]
+    return dict(sorted(told, key=lambda one: bool(one[1].epoch)))
 
 
 def logprobs_to_pb(tokens: Iterable[int], logprobs: Iterable[Logprobs]) -> list[pb.TokenLogprobs]:

@@ -17,6 +17,7 @@ BatonError                INTERNAL             500
 ├── Cancelled             CANCELLED            499
 ├── AttemptsExhausted     ABORTED              409   the request outlived as many workers as it may
 ├── Overtaken             ABORTED              409   a later order of the operator is in force
+├── NoNumber              INTERNAL             500   the model's output; cached KV may be why
 ├── WireError             INTERNAL             500   a message or frame of ours that cannot be what it claims
 │   └── ForgedFrame                                  a frame that no process with the secret has made
 ├── StoreError            INTERNAL             500   a tier failed; callers count a miss
@@ -24,7 +25,11 @@ BatonError                INTERNAL             500
     └── ModelError                                   a model folder that is not one
 """
 
+import logging
+import secrets
 from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,10 @@ class Overtaken(BatonError):
     status = Status("ABORTED", 409, False)
 
 
+class NoNumber(BatonError):
+    """The model's output is not a number, or infinite."""
+
+
 class WireError(BatonError):
     """Bytes that are not the message they claim to be."""
 
@@ -202,3 +211,10 @@ def rebuild(reason: str, message: str, ids: dict[str, str]) -> BatonError:
     if isinstance(error, Overloaded):
         error.retry_after_s = None
     return error
+
+
+def report(error: BaseException, **values: object) -> BatonError:
+    """Logs a bug of ours, with values that tell where; returns the error for a client, with a number to ask by."""
+    number = secrets.token_hex(8)
+    log.error("incident", exc_info=error, extra={"incident": number, **values})
+    return BatonError(f"internal error, incident {number}", incident=number)

@@ -37,7 +37,11 @@ class KVLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes a block takes in a pool or an arena: the payload, padded to 4 KiB."""
-        return -(-self.payload_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        return padded(self.payload_bytes)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Counts the blocks of so many tokens, the last one partly filled."""
+        return -(-num_tokens // self.block_size)
 
     def encode(self) -> bytes:
         """Encodes equal layouts as the same bytes on every machine."""
@@ -55,3 +59,8 @@ class KVLayout:
         if not is_one or any(type(size) is not int or size < 1 for size in sizes):
             raise WireError("a KV layout with an impossible field")
         return layout
+
+
+def padded(payload_bytes: int) -> int:
+    """Rounds bytes up to whole 4 KiB."""
+    return -(-payload_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT

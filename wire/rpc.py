@@ -1,16 +1,27 @@
-"""Options of every gRPC server and channel of ours, and the check of the cluster's token."""
+"""Options of every gRPC server and channel of ours, their TLS between nodes, and the check of the cluster's token."""
 
+import asyncio
 import hmac
+import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from wire.errors import ConfigError, Unauthenticated
+from wire.identity import NONCE_BYTES, ROUTER, Identity, is_proven, prove
+from wire.pb.worker_pb2 import ConnectRequest
 from wire.rpc_status import to_status
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
 TOKEN_METADATA = "baton-cluster-token"
+NONCE_METADATA = "baton-nonce-bin"
+MAX_PROOF_S = 10.0
+"""How long a line may take to prove the token."""
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_LINE_MESSAGE_BYTES = 64 << 20
 """Between a router and a worker: the tokens of many requests that a stopped router has not read."""
@@ -75,7 +86,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         self._token = token.encode()
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        if handler_call_details.method.startswith("/grpc.health.v1."):
+        if _asks_for_health(handler_call_details):
             return await continuation(handler_call_details)
         given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_METADATA, "")
         if hmac.compare_digest(str(given).encode(), self._token):
@@ -83,17 +94,98 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(_refuse)
 
 
-async def _refuse(_messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+class ProofInterceptor(grpc.aio.ServerInterceptor):
+    """An interceptor that refuses lines of any but a router that proves the token; health checks need no proof.
+
+    router ── metadata: nonce ───────────────────────────▶ worker
+           ◀─ metadata: nonce, HMAC("worker", nonces) ────
+           ── first message: HMAC("router", nonces) ─────▶
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if _asks_for_health(handler_call_details):
+            return handler
+        if handler is None or handler.stream_stream is None:
+            return grpc.stream_unary_rpc_method_handler(_refuse)
+
+        async def connect(requests: Any, context: Context) -> None:
+            if await self._is_proven(requests, context):
+                await handler.stream_stream(requests, context)
+            else:
+                await _refuse(requests, context)
+
+        return grpc.stream_stream_rpc_method_handler(connect, handler.request_deserializer, handler.response_serializer)
+
+    async def _is_proven(self, requests: Any, context: Context) -> bool:
+        theirs, ours = dict(context.invocation_metadata() or ()).get(NONCE_METADATA), secrets.token_bytes(NONCE_BYTES)
+        names = context.peer_identities()
+        if not isinstance(theirs, bytes) or len(theirs) != NONCE_BYTES or (names and ROUTER.encode() not in names):
+            return False
+        await context.send_initial_metadata(((NONCE_METADATA, ours + prove(self._token, b"worker", theirs, ours)),))
+        try:
+            async with asyncio.timeout(MAX_PROOF_S):
+                first = await anext(aiter(requests))
+        except (TimeoutError, StopAsyncIteration, DecodeError):
+            return False
+        return is_proven(first.proof, self._token, b"router", theirs, ours)
+
+
+async def first_of_line(call: Any, token: str, nonce: bytes) -> ConnectRequest:
+    """Returns the proof to send first on a line that was opened with this nonce, once its worker has proven the token.
+
+    Raises Unauthenticated if it has not, AioRpcError for a call that ends.
+    """
+    sent = dict(await call.initial_metadata()).get(NONCE_METADATA, b"")
+    if not sent:
+        await call.read()  # raises what has ended the call
+    theirs, proof = sent[:NONCE_BYTES], sent[NONCE_BYTES:]
+    if not is_proven(proof, token.encode(), b"worker", nonce, theirs):
+        raise Unauthenticated("the worker does not know the cluster's token")
+    return ConnectRequest(proof=prove(token.encode(), b"router", nonce, theirs))
+
+
+def _asks_for_health(details: Any) -> bool:
+    return str(details.method).startswith("/grpc.health.v1.")
+
+
+async def _refuse(_messages: Any, context: Context) -> None:
     error = Unauthenticated("the cluster's token is missing or wrong")
     await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
 
-def listen(server: grpc.aio.Server, host: str, port: int) -> str:
-    """Binds a server to a port, a free port for 0. Returns the address; raises ConfigError if the port is taken."""
+def listen(server: grpc.aio.Server, host: str, port: int, identity: Identity | None = None) -> str:
+    """Binds a server to a port, a free port for 0. Returns the address; raises ConfigError if the port is taken.
+
+    identity: the server's, which then asks each client for a certificate of the cluster; None without TLS.
+    """
+    asked = f"{host}:{port}"
     try:
-        return f"{host}:{server.add_insecure_port(f'{host}:{port}')}"
+        bound = _listen_securely(server, asked, identity) if identity else server.add_insecure_port(asked)
     except RuntimeError as error:
         raise port_taken(host, port) from error
+    return f"{host}:{bound}"
+
+
+def _listen_securely(server: grpc.aio.Server, address: str, identity: Identity) -> int:
+    pair = identity.key_pem.encode(), identity.certificate_pem.encode()
+    credentials = grpc.ssl_server_credentials([pair], identity.authority_pem.encode(), require_client_auth=True)
+    return server.add_secure_port(address, credentials)
+
+
+def open_channel(address: str, options: Sequence[tuple[str, Any]], identity: Identity | None) -> grpc.aio.Channel:
+    """Opens a channel to a server, which over TLS must show a certificate of the cluster for the host of its address.
+
+    identity: the client's; None without TLS.
+    """
+    if identity is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    parts = (identity.authority_pem, identity.key_pem, identity.certificate_pem)
+    credentials = grpc.ssl_channel_credentials(*(part.encode() for part in parts))
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def port_taken(host: str, port: int) -> ConfigError:

@@ -96,7 +96,7 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
     token, payload_bytes = config.server.token.encode(), model.layout.payload_bytes
 
     def peer(address: str) -> BlockSource:
-        return BlockReader(address, payload_bytes, token, PEER_TIMEOUT_S)
+        return BlockReader(address, payload_bytes, token, PEER_TIMEOUT_S, identity=config.server.identity)
 
     return assemble_on(model, Tiers(arena, directory, cold, peer), config, behaviour, on_broken)
 

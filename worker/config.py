@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from wire.errors import ConfigError
 from wire.frame import MAC_KEY_BYTES
+from wire.identity import Identity
 from wire.pools import Role
 from wire.settings import from_json, to_json
 from wire.tier import ColdSettings
@@ -69,11 +70,15 @@ class StoreSettings:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """The port of the worker, a free port for 0; `token` is the cluster's."""
+    """The port of the worker, a free port for 0; `token` is the cluster's.
+
+    identity: the worker's, towards routers and block ports of other nodes; without it none of them speaks TLS.
+    """
 
     token: str
     host: str = "127.0.0.1"
     port: int = 0
+    identity: Identity | None = None
 
     def __post_init__(self) -> None:
         _require(self.token, "server.token", "must not be empty")

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
-from wire.convert import attempt_of
+from wire.convert import attempt_of, attempt_to_pb
 from wire.errors import BatonError, InvalidRequest
 from wire.ids import AttemptId
 from wire.pb import worker_pb2
@@ -32,7 +32,7 @@ class Orders(Protocol):
 
     def abort(self, line: "WorkerLine", attempt: AttemptId) -> None: ...
 
-    def renew(self, attempts: list[AttemptId]) -> None: ...
+    def renew(self, line: "WorkerLine", attempts: list[AttemptId]) -> None: ...
 
     def release(self, attempts: list[AttemptId]) -> None: ...
 
@@ -74,7 +74,7 @@ class WorkerLine:
         self._orders = orders
         self._worker_id = worker_id
         self._updates: OrderedDict[AttemptId, Update] = OrderedDict()
-        self._answers: list[worker_pb2.Answer] = []
+        self._news = worker_pb2.ConnectResponse()
         self._partial: PartialBegin | None = None
         self._is_closed = False
         self._changed = asyncio.Event()
@@ -86,7 +86,7 @@ class WorkerLine:
         for message in request.aborts:
             self._abort(attempt_of(message))
         if request.renewals:
-            self._orders.renew([attempt_of(message) for message in request.renewals])
+            self._orders.renew(self, [attempt_of(message) for message in request.renewals])
         if request.releases:
             self._orders.release([attempt_of(message) for message in request.releases])
         for ask in request.asks:
@@ -105,18 +105,24 @@ class WorkerLine:
 
     def send_answer(self, answer: worker_pb2.Answer) -> None:
         if not self._is_closed:
-            self._answers.append(answer)
+            self._news.answers.append(answer)
+            self._changed.set()
+
+    def send_ended_holds(self, attempts: list[AttemptId]) -> None:
+        if attempts and not self._is_closed:
+            self._news.ended_holds.extend(map(attempt_to_pb, attempts))
             self._changed.set()
 
     async def next(self) -> worker_pb2.ConnectResponse | None:
-        """Returns all unsent updates, once there is an update or an answer; None after the end."""
-        while not (self._updates or self._answers or self._is_closed):
+        """Returns all unsent updates, answers and ends of holds, once there are any; None after the end."""
+        while not (self._updates or self._has_news or self._is_closed):
             self._changed.clear()
             await self._changed.wait()
-        if not (self._updates or self._answers):
+        if not (self._updates or self._has_news):
             return None
-        answers, self._answers = self._answers, []
-        return worker_pb2.ConnectResponse(updates=self._take_updates(), answers=answers)
+        news, self._news = self._news, worker_pb2.ConnectResponse()
+        news.updates.extend(self._take_updates())
+        return news
 
     def finish(self) -> None:
         """Ends the line after its unsent updates."""
@@ -127,8 +133,12 @@ class WorkerLine:
         """Ends the line at once, and aborts its attempts. A second call does nothing."""
         self.finish()
         self._updates.clear()
-        self._answers.clear()
+        self._news.Clear()
         self._orders.line_ended(self)
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._news.answers or self._news.ended_holds)
 
     def _take_updates(self) -> list[worker_pb2.Update]:
         updates, num_tokens = [], 0

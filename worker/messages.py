@@ -45,6 +45,7 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
         sampling_from_pb(message.sampling_params),
         choices,
         tuple(message.block_addresses),
+        message.computes_all,
     )
     _require_in_range(request, vocab_size)
     return request

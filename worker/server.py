@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 from wire.errors import BatonError, InvalidRequest
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from wire.rpc import WORKER_SERVER_OPTIONS, TokenInterceptor, listen
+from wire.rpc import WORKER_SERVER_OPTIONS, ProofInterceptor, listen
 from wire.rpc_status import to_status
 from worker.config import ServerSettings
 from worker.service import WorkerService
@@ -25,17 +25,17 @@ SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 
 class WorkerServer:
-    """The gRPC server of a worker, from `start` to `stop`. Lines need the cluster's token; health needs none."""
+    """The gRPC server of a worker, from `start` to `stop`. Lines prove the cluster's token; health needs none."""
 
     def __init__(self, service: WorkerService, settings: ServerSettings) -> None:
         self._service = service
         self._settings = settings
         self._health = health.HealthServicer()
-        self._server = grpc.aio.server(interceptors=[TokenInterceptor(settings.token)], options=WORKER_SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[ProofInterceptor(settings.token)], options=WORKER_SERVER_OPTIONS)
 
     async def start(self) -> str:
         """Opens the port and returns the address. Raises ConfigError if the port is taken."""
-        address = listen(self._server, self._settings.host, self._settings.port)
+        address = listen(self._server, self._settings.host, self._settings.port, self._settings.identity)
         add_WorkerServicer_to_server(WorkerApi(self._service), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self._server.start()

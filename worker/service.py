@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 
 from engine.core import EngineCore
 from kv_store.block_store import BlockStore
-from wire import incident
+from wire import errors
 from wire.convert import error_to_pb
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, Unavailable, Unsupported, WorkerLeaving
 from wire.ids import AttemptId, RequestId
@@ -130,9 +130,10 @@ class WorkerService:
         if call is not None and call.id == attempt and call.line is line:
             self._end(call, Cancelled("the router has aborted it", request_id=attempt.request_id))
 
-    def renew(self, attempts: list[AttemptId]) -> None:
-        """Lets the holds of these attempts live on."""
-        self._store.renew_soon([attempt.name for attempt in attempts])
+    def renew(self, line: WorkerLine, attempts: list[AttemptId]) -> None:
+        """Lets the holds of these attempts live on; the line hears of holds that have ended."""
+        by_name = {attempt.name: attempt for attempt in attempts}
+        self._store.renew_soon(list(by_name), lambda ended: line.send_ended_holds([by_name[name] for name in ended]))
 
     def release(self, attempts: list[AttemptId]) -> None:
         """Ends the holds of these attempts."""
@@ -224,7 +225,7 @@ class WorkerService:
         except BatonError as error:
             answer.error.CopyFrom(error_to_pb(error))
         except Exception as bug:  # the router waits for an answer
-            answer.error.CopyFrom(error_to_pb(incident.report(bug)))
+            answer.error.CopyFrom(error_to_pb(errors.report(bug)))
         line.send_answer(answer)
 
     async def _watch_engine(self) -> None:

@@ -31,27 +31,30 @@ class AsyncStore:
         """Lists the problems in the books of the host tier."""
         return await self._call(self._store.check)
 
-    def renew_soon(self, names: Sequence[RequestId]) -> None:
-        """Renews the holds of these attempts, in the background. Logs a failure: a later renewal may save them."""
-        self._begin(lambda: self._store.renew(names), "renewed")
+    def renew_soon(self, names: Sequence[RequestId], on_ended: Callable[[list[RequestId]], None]) -> None:
+        """Renews the holds of these attempts, in the background, and tells of attempts that have none.
+
+        Logs a failure: a later renewal may save them.
+        """
+        self._begin(lambda: self._store.renew(names), on_ended, "renewed")
 
     def release_soon(self, names: Sequence[RequestId]) -> None:
         """Ends the holds of these attempts, in the background. Logs a failure: they run out then."""
-        self._begin(lambda: self._store.release_holds(names), "released")
+        self._begin(lambda: self._store.release_holds(names), lambda _: None, "released")
 
     async def close(self) -> None:
         """Waits for calls under way, within the bound of each call."""
         await asyncio.gather(*self._tasks)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, work: Callable[[], None], what: str) -> None:
-        task = asyncio.create_task(self._do_or_log(work, what))
+    def _begin(self, work: Callable[[], T], then: Callable[[T], None], what: str) -> None:
+        task = asyncio.create_task(self._do_or_log(work, then, what))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _do_or_log(self, work: Callable[[], None], what: str) -> None:
+    async def _do_or_log(self, work: Callable[[], T], then: Callable[[T], None], what: str) -> None:
         try:
-            await self._call(work)
+            then(await self._call(work))
         except StoreError as error:
             log.warning("holds are not %s: %s", what, error)
 

@@ -90,6 +90,8 @@ class LocalHost:
         return self.places[name]
 
     async def inspect(self, name: str) -> Machine:
+        if name not in self.actors:
+            raise Unavailable(f"{name} is not there")
         return self.machine
 
     async def start(self, name: str, config_json: str, timeout_s: float) -> str:

@@ -107,7 +107,7 @@ def _make(config: NodeConfig) -> tuple[ExitStack, str]:
             parts.callback(writers[-1].stop)
         block_address = ""
         if config.block_address:
-            blocks = BlockServer(directory, arena, layout.payload_bytes, config.token.encode())
+            blocks = BlockServer(directory, arena, layout.payload_bytes, config.token.encode(), config.identity)
             block_address = _listen(blocks, config.block_address)
             parts.callback(blocks.stop)
         parts.callback(Path(config.arena_path).unlink, missing_ok=True)  # early: a slow tier may outlast the patience

@@ -9,10 +9,10 @@ from typing import Any
 from google.protobuf.message import Message
 
 from deploy.cli.command import Subparsers, add_command
-from deploy.cli.status_view import arenas_of, render_status
+from deploy.cli.status_view import render_status
 from deploy.local import run_dir
 from deploy.local.client import call_operator, find_cluster
-from wire.convert import tiers_from_pb
+from wire.convert import arenas_of, tiers_from_pb
 from wire.pb import cluster_pb2, worker_pb2
 from wire.tier import BLOCK_STATES, COLD_COUNTS, Tier
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from deploy.cli.table import NOT_KNOWN, render
 from deploy.plan.byte_size import format_bytes
-from wire.convert import status_of
+from wire.convert import arenas_of, status_of
 from wire.pb import cluster_pb2, worker_pb2
 from wire.tier import BLOCK_STATES, COLD_COUNTS, COLD_TIERS, FAR_TIERS, Tier
 
@@ -35,12 +35,6 @@ def render_status(status: cluster_pb2.ClusterStatus, http_address: str = "") -> 
         "\n".join(["problems", *(f"  {problem}" for problem in status.problems)]) if status.problems else "",
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def arenas_of(workers: Sequence[worker_pb2.WorkerStatus]) -> dict[str, worker_pb2.TierStatus]:
-    """Returns the arena of each node that hosts workers, by the node's id, as one of its workers tells of it."""
-    told = [worker for worker in _sorted(workers) if worker.HasField("blocks")]
-    return {worker.node_id: status_of(Tier.HOST, worker.tiers) for worker in reversed(told)}
 
 
 def _summary(status: cluster_pb2.ClusterStatus, http_address: str) -> Iterator[str]:

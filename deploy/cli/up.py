@@ -31,13 +31,16 @@ def _port_or_off(text: str) -> int | str:
 _MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)"
 _DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
 _WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a little less exact (default: auto)"
-_GRPC = "where clients connect, on 127.0.0.1; 0 is any free port (default: 50051)"
+_INSECURE = "allow settings that leave a port open to strangers: see docs/security.md"
+_HOST = "the address for clients and Prometheus; another one wants --insecure (default: 127.0.0.1)"
+_GRPC = "where clients connect; 0 is any free port (default: 50051)"
 _HTTP = "where clients of OpenAI's HTTP connect, on 127.0.0.1; 0 is any free port (default: 8000)"
-_METRICS = "where Prometheus scrapes, on 127.0.0.1; 0 is any free port, `off` is none (default: 0)"
+_METRICS = "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)"
 _REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"
 FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
     "model": {
         "--model": ("model.path", "PATH_OR_HUB_NAME", str, _MODEL),
+        "--served-model-name": ("model.served_name", "NAME", str, "what clients call it (default: its path)"),
         "--dtype": ("model.dtype", None, str, _DTYPE),
         "--weights": ("model.weights", None, str, _WEIGHTS),
         "--block-size": ("model.block_size", "TOKENS", int, "tokens per block of KV (default: 16)"),
@@ -50,6 +53,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--gpus": ("worker.num_gpus", "SHARE", float, "share of a GPU for each worker, 0 to 1"),
     },
     "services": {
+        "--host": ("router.host", "ADDRESS", str, _HOST),
         "--grpc-port": ("router.grpc_port", "PORT", int, _GRPC),
         "--http-port": ("http.port", "PORT", _port_or_off, _HTTP),
         "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
@@ -78,6 +82,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
     parser.add_argument("--name", help="name of the cluster (default: default)")
+    parser.add_argument("--insecure", action="store_true", help=_INSECURE)
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for flag, (setting, metavar, kind, text) in flags.items():

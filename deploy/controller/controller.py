@@ -20,6 +20,7 @@ from deploy.controller.nodes import Nodes
 from deploy.controller.pools import Pools, PoolsRecord
 from deploy.controller.singleton import Singleton
 from deploy.controller.tasks import Tasks, persist
+from deploy.plan.authority import Authority
 from deploy.plan.cluster_plan import CONTROLLER, ClusterPlan
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.logs import start_logging
@@ -40,9 +41,10 @@ class Controller:
     def __init__(self, plan_json: str) -> None:
         """Raises ConfigError."""
         start_logging(CONTROLLER)
-        self._plan = plan = from_json(ClusterPlan, plan_json, "plan")
-        self._events = EventLog(time.monotonic)
+        plan = from_json(ClusterPlan, plan_json, "plan")
         run_dir = Path(plan.run_dir)
+        self._plan = plan = plan.under(authority_of(run_dir)) if plan.wants_tls else plan
+        self._events = EventLog(time.monotonic)
         record_own(run_dir, CONTROLLER)
         self._host = RayHost(run_dir)
         self._nodes = Nodes(plan, self._host, self._events)
@@ -154,6 +156,13 @@ class Controller:
         await self._fleet.end()
         await asyncio.gather(self._nodes.end(), self._host.end("gateway"), self._host.end("router"))
         ray.kill(ray.get_runtime_context().current_actor)
+
+
+def authority_of(run_dir: Path) -> Authority:
+    """Returns the authority of a cluster; its first controller makes it, in a file that its user alone can read."""
+    record = AtomicFile(run_dir / "authority.json")
+    record.create(to_json(Authority.make()).encode())
+    return from_json(Authority, (record.read() or b"").decode(), "authority")
 
 
 def _port(address: str) -> int:

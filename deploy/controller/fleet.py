@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from operator import attrgetter
@@ -19,7 +19,7 @@ from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.resources import RayNode, require_node
 from deploy.plan.sizing import require_room
 from deploy.processes.atomic_file import AtomicFile
-from wire.errors import BatonError, DeadlineExceeded, Unavailable
+from wire.errors import BatonError, ConfigError, DeadlineExceeded, Unavailable
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
@@ -122,13 +122,14 @@ class Fleet:
 
         Raises InvalidRequest, or ConfigError for workers that would not fit, and then changes nothing.
         """
-        is_growing = sum(astuple(self.pools.resized(prefill, decode))) > sum(astuple(self.pools.sizes))
-        if is_growing and len(await self.host.nodes()) == 1:  # of several, Ray knows the one with room
-            machine = await asyncio.to_thread(self.inspect)
-            used_bytes = [self.host.memory_bytes(worker.id) for worker in self.pools]
-            after = self.pools.resized(prefill, decode)
-            num_gpus = sum(after[role] * self.plan.resources(role).num_gpus for role in Role)
-            require_room(self.pools.sizes, after, used_bytes, num_gpus, machine)
+        if sum(astuple(self.pools.resized(prefill, decode))) > sum(astuple(self.pools.sizes)):
+            nodes = await self.host.nodes()
+            if len(nodes) == 1:
+                machine = await asyncio.to_thread(self.inspect)
+                self._require_room_here(machine, self.pools.resized(prefill, decode))
+            else:
+                rooms = await asyncio.gather(*(self._room(node) for node in nodes))
+                self._require_room_on(rooms, self.pools.resized(prefill, decode))
         numbers = self.pools.resize(prefill, decode)
         self._tell_of_change()
         self.events.note(f"scaling to {self.pools.sizes.prefill} prefill, {self.pools.sizes.decode} decode")
@@ -176,6 +177,28 @@ class Fleet:
         for worker in self.pools:
             self._endings[worker.role].begin(self.host.end(worker.id))
         await asyncio.gather(*(endings.wait() for endings in self._endings.values()))
+
+    def _require_room_here(self, machine: Machine, after: PoolSizes) -> None:
+        used_bytes = [self.host.memory_bytes(worker.id) for worker in self.pools]
+        num_gpus = sum(after[role] * self.plan.resources(role).num_gpus for role in Role)
+        require_room(self.pools.sizes, after, used_bytes, num_gpus, machine)
+
+    def _require_room_on(self, rooms: Sequence[tuple[RayNode, Machine | None]], after: PoolSizes) -> None:
+        """Passes over a role for which a node without workers has the resources: its first one finds out."""
+        for role in Role:
+            machines = [machine for node, machine in rooms if node.has(self.plan.resources(role))]
+            known = [machine for machine in machines if machine is not None]
+            most, num_more = sum(self.plan.num_more(role, one) for one in known), after[role] - self.pools.sizes[role]
+            if machines and len(known) == len(machines) and num_more > most:
+                problem = f"{num_more} more {role.value} workers do not fit into the memory of {len(known)} nodes"
+                raise ConfigError(f"{problem}: at most {most} do")
+
+    async def _room(self, node: RayNode) -> tuple[RayNode, Machine | None]:
+        """Returns the node with its memory as its service sees it; None without a service."""
+        try:
+            return node, await self.host.inspect(node.service)
+        except Unavailable:
+            return node, None
 
     async def _step(self) -> None:
         self._wake.clear()

@@ -10,6 +10,8 @@ from contextlib import suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
+import grpc
+
 from deploy.local.run_dir import log_tail
 from deploy.plan.cluster_plan import ClusterPlan
 from deploy.processes.process import ProcessRef, spawn_leader
@@ -19,6 +21,9 @@ from wire.settings import to_json
 RAY_TIMEOUT_S = 120.0
 LAUNCH_TIMEOUT_S = 1860.0
 PROGRESS_EVERY_S = 0.2
+PROBE_TIMEOUT_S = 10.0
+RAY_TLS_FILES = ("CA_CERT", "SERVER_KEY", "SERVER_CERT")
+RAY_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 SOURCES = Path(__file__).resolve().parents[2]
 
 
@@ -64,6 +69,24 @@ class RayProcess:
         if "failure" in heard:
             raise ConfigError(heard["failure"])
         return heard
+
+
+def asks_for_token(ray_address: str) -> bool:
+    """Calls Ray's control service without a token; returns whether it asks for one."""
+    with _channel_to_ray(ray_address) as channel:
+        try:
+            channel.unary_unary(RAY_METHOD, bytes, bytes)(b"", timeout=PROBE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return error.code() is grpc.StatusCode.UNAUTHENTICATED
+    return False
+
+
+def _channel_to_ray(address: str) -> grpc.Channel:
+    """Speaks TLS where Ray does, by the same variables of the environment."""
+    if os.environ.get("RAY_USE_TLS", "").lower() not in ("1", "true"):
+        return grpc.insecure_channel(address)
+    root, key, certificate = (Path(os.environ[f"RAY_TLS_{one}"]).read_bytes() for one in RAY_TLS_FILES)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, certificate))
 
 
 def _env(ray_address: str | None) -> dict[str, str]:

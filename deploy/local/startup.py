@@ -1,5 +1,6 @@
 """The start of a cluster, from a configuration to a cluster that serves, or to nothing at all."""
 
+import errno
 import os
 import secrets
 import socket
@@ -9,21 +10,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deploy.local import redis_server, run_dir
-from deploy.local.ray_process import RayProcess
+from deploy.local.ray_process import RayProcess, asks_for_token
 from deploy.local.shutdown import connection_problem, tear_down
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line, load_secret
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.cluster_plan import ClusterPlan, Home, cold_settings, make_plan, namespace
-from deploy.plan.config import ClusterConfig
+from deploy.plan.config import ALLOW, ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.model import ModelFacts, inspect_model
 from deploy.plan.resources import RayNode
 from deploy.processes.interrupts import Interrupts
 from deploy.processes.process import ProcessRef
+from router.config import LOOPBACK
 from wire.errors import ConfigError
 from wire.pools import Role
-
-LOOPBACK = "127.0.0.1"
 
 
 class Reporter(Protocol):
@@ -76,9 +76,10 @@ class Startup:
 
     def _require_settings(self) -> None:
         """Raises ConfigError for a setting that cannot work on this machine, before anything is started."""
-        _require_free("--grpc-port", self._config.router.grpc_port)
-        _require_free("--metrics-port", self._config.router.metrics_port)
-        _require_free("--http-port", self._config.http_port)
+        router = self._config.router
+        _require_free("--grpc-port", router.host, router.grpc_port)
+        _require_free("--metrics-port", router.host, router.metrics_port)
+        _require_free("--http-port", LOOPBACK, self._config.http_port)
         if (problem := connection_problem(self._config.ray.address or "")) is not None:
             raise ConfigError(f"no Ray cluster answers at {self._config.ray.address} ({problem})")
         self._secret = load_secret(self._config.secret_file)
@@ -128,6 +129,7 @@ class Startup:
                 arena_bytes = self._size(plan)
                 ray_address = ray.wait_for_ray()
                 self._reporter.tell("ray", f"{'joined' if self._config.ray.address else 'started'} at {ray_address}")
+                self._require_guarded(ray_address)
             self._note(ray_address=ray_address)
             with self._interrupts.awaited():
                 addresses = self._launch(ray, plan, arena_bytes)
@@ -190,6 +192,12 @@ class Startup:
             self._reporter.tell("note", note)
         return sizes.num_arena_slots * block_bytes
 
+    def _require_guarded(self, ray_address: str) -> None:
+        """Raises ConfigError for a Ray cluster that asks for no token, where that is not allowed."""
+        if self._config.ray.address is not None and not self._config.insecure and not asks_for_token(ray_address):
+            problem = "any machine that reaches it may run code in it: start all of its nodes with RAY_AUTH_MODE=token"
+            raise ConfigError(f"the Ray cluster at {ray_address} asks for no token, and {problem} ({ALLOW})")
+
     def _launch(self, ray: RayProcess, plan: ClusterPlan, arena_bytes: int) -> dict[str, str]:
         if arena_bytes:
             self._reporter.tell("arena", f"{format_bytes(arena_bytes)} of shared memory")
@@ -214,14 +222,16 @@ def _require_folder(path: str) -> None:
     open_folder(path).close()
 
 
-def _require_free(flag: str, port: int | str | None) -> None:
+def _require_free(flag: str, host: str, port: int | str | None) -> None:
     """Raises ConfigError for a port in use: here in milliseconds, where the router would take seconds."""
     if not isinstance(port, int):
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((LOOPBACK, port))
+            probe.bind((host, port))
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(f"router.host {host} is no address of this machine") from error
             reason = f"port {port} cannot be had ({error.strerror})"
             raise ConfigError(f"{reason}: give another {flag}, or 0 for any free one") from error

@@ -4,15 +4,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deploy.plan.config import ClusterConfig, RouterSettings
+from deploy.plan.authority import Authority
+from deploy.plan.config import ClusterConfig, RouterSettings, is_within
 from deploy.plan.machine import SHARED_MEMORY, Machine
 from deploy.plan.model import ModelFacts
 from deploy.plan.resources import RayNode, Resources, num_fitting
-from deploy.plan.sizing import Sizes, size
+from deploy.plan.sizing import Sizes, num_more, size
 from gateway.config import GatewayConfig
-from router.config import AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
+from router.config import LOOPBACK, AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
 from wire.errors import ConfigError
 from wire.frame import mac_key_of
+from wire.identity import ROUTER, Identity
 from wire.layout import KVLayout
 from wire.pools import Role, Worker
 from wire.tier import ColdSettings, Tier, Write
@@ -29,7 +31,7 @@ class NodeConfig:
     """The configuration of a node's service. The workers of the node share `store`.
 
     model_folder: must be there. block_address: HOST:PORT from which other nodes read the arena, port 0 for any free
-    one; empty where there are none. token: the cluster's, which readers know.
+    one; empty where there are none. token: the cluster's, which readers know. identity: the service's, for TLS.
     """
 
     store: StoreSettings
@@ -39,6 +41,7 @@ class NodeConfig:
     model_folder: str = "/"
     block_address: str = ""
     token: str = ""
+    identity: Identity | None = None
 
     @property
     def layout(self) -> KVLayout:
@@ -62,7 +65,8 @@ class ClusterPlan:
     """All decisions of `baton up`.
 
     machine: that of the only node; None for a Ray cluster that was joined, whose nodes tell of theirs. cold: the tiers
-    of the head. run_dir: the cluster's folder on the head, with the controller's records for a successor.
+    of the head. run_dir: the cluster's folder on the head, with the controller's records for a successor. authority: it
+    certifies an identity for each configuration; None without TLS.
     """
 
     config: ClusterConfig
@@ -72,6 +76,7 @@ class ClusterPlan:
     cold: tuple[ColdSettings, ...]
     mac_key_hex: str
     run_dir: str
+    authority: Authority | None = None
     gateway: GatewayConfig | None = None
 
     @property
@@ -83,6 +88,15 @@ class ClusterPlan:
         """True where no node but the head can ever be."""
         return self.machine is not None
 
+    @property
+    def wants_tls(self) -> bool:
+        return not self.is_alone and self.config.ray.plain_network is None
+
+    def under(self, authority: Authority) -> "ClusterPlan":
+        """Returns the plan of the same cluster with TLS between its nodes."""
+        access = replace(self.router.cluster, identity=authority.issue(ROUTER, LOOPBACK))
+        return replace(self, authority=authority, router=replace(self.router, cluster=access))
+
     def resources(self, role: Role) -> Resources:
         """Returns the resources that each worker of a role asks Ray for."""
         worker = self.config.worker.of(role)
@@ -91,18 +105,25 @@ class ClusterPlan:
 
     def sizes(self, role: Role, home: Home) -> Sizes:
         """Returns the shares of a node's arena and of its workers of one role. Raises ConfigError, naming the node."""
-        worker = replace(self.config.worker.of(role), num_gpus=self.resources(role).num_gpus)
         every = [self.resources(one) for one in Role for _ in range(self.config.pools[one])]
         num_workers = len(every) if self.is_alone else num_fitting(home.node, every)
         try:
-            return size(replace(self.config, worker=worker), self.model, home.machine, num_workers)
+            return size(self._config_of(role), self.model, home.machine, num_workers)
         except ConfigError as error:
             if self.is_alone:
                 raise
             raise ConfigError(f"node {home.node.name}: {error.message}") from error
 
+    def num_more(self, role: Role, machine: Machine) -> int:
+        """Counts the further workers of a role for which a node, one of several, has memory now."""
+        return num_more(self._config_of(role), self.model, machine)
+
     def node_config(self, home: Home) -> NodeConfig:
-        """Returns the configuration of a node's service. Raises ConfigError for a node on which nothing fits."""
+        """Returns the configuration of a node's service.
+
+        Raises ConfigError for a node on which nothing fits, or that is not in the network for ports without TLS.
+        """
+        self._require_network(home.node)
         return NodeConfig(
             store=self._store(home),
             arena_path=str(SHARED_MEMORY / f"{Path(self.run_dir).name}.{home.node.label}"),
@@ -111,6 +132,7 @@ class ClusterPlan:
             model_folder=self.model.served.folder,
             block_address="" if self.is_alone else home.block_address or f"{home.node.host}:0",
             token=self.token,
+            identity=self._identity(home.node.service, home.node.host),
         )
 
     def worker_config(self, worker: Worker, home: Home) -> WorkerConfig:
@@ -118,20 +140,33 @@ class ClusterPlan:
         served, sizes = self.model.served, self.sizes(worker.role, home)
         # On a GPU only the first steps take more than a second, which compile kernels.
         default_silence_s = MAX_SILENCE_S if self.model.device == "cpu" else MAX_SILENCE_ON_GPU_S
-        server = ServerSettings(self.token) if home.node.is_head else ServerSettings(self.token, home.node.host)
+        host = LOOPBACK if home.node.is_head else home.node.host
         return WorkerConfig(
             model=CheckpointSettings(
                 served.folder, served.fingerprint_hex, served.dtype, self.model.device, self.model.kernels
             ),
             pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
             store=replace(self._store(home), node_id=home.node.name, block_address=home.block_address),
-            server=server,
+            server=ServerSettings(self.token, host, identity=self._identity(worker.id, host)),
             batch=self.config.batch,
             num_threads=sizes.num_threads,
             max_silence_s=self.config.worker.max_silence_s or default_silence_s,
             worker_id=worker.id,
             role=worker.role.value,
         )
+
+    def _require_network(self, node: RayNode) -> None:
+        network = self.config.ray.plain_network
+        if not self.is_alone and network is not None and not is_within(node.host, network):
+            raise ConfigError(f"node {node.name} is not in ray.plain_network, which is {network}")
+
+    def _identity(self, name: str, host: str) -> Identity | None:
+        return self.authority.issue(name, host) if self.authority else None
+
+    def _config_of(self, role: Role) -> ClusterConfig:
+        """Returns the settings as workers of a role have them."""
+        worker = replace(self.config.worker.of(role), num_gpus=self.resources(role).num_gpus)
+        return replace(self.config, worker=worker)
 
     def _store(self, home: Home) -> StoreSettings:
         """Names the socket of a node's directory, in a folder of its service's own, and the tiers in its reach."""

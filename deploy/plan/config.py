@@ -3,8 +3,9 @@
 import re
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from ipaddress import IPv4Address, ip_address, ip_network
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 
 from deploy.plan.byte_size import parse_bytes
 from deploy.plan.resources import RESERVED
-from router.config import AdmissionBounds, StreamBounds
+from router.config import LOOPBACK, AdmissionBounds, StreamBounds
 from wire.errors import ConfigError
 from wire.pools import PoolSizes, Role
 from wire.settings import from_object
@@ -25,6 +26,7 @@ WEIGHTS = ("auto", "int8")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DEFAULT_HTTP_PORT = 8000
 MAX_WORKERS = 64
+ALLOW = "--insecure allows it"
 WORKER_TABLES = ("worker", *(f"worker.{role.value}" for role in Role))
 MIB = 1 << 20
 MAX_FILE_BYTES = MIB
@@ -41,9 +43,10 @@ _RAY_ADDRESS = re.compile(r"auto|[^\s/]+:\d+")
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The model to serve. Without a path it is the demo model."""
+    """The model to serve. Without a path it is the demo model; without a served_name clients know it by its path."""
 
     path: str | None = None
+    served_name: str | None = None
     dtype: str = "auto"
     weights: str = "auto"
     block_size: int = 16
@@ -117,8 +120,9 @@ class FilesSettings:
 
 @dataclass(frozen=True)
 class PortSettings:
-    """The router's ports for clients and Prometheus, on 127.0.0.1: port 0 is any free one, `off` serves no metrics."""
+    """The router's ports for clients and Prometheus: port 0 is any free one, `off` serves no metrics."""
 
+    host: str = LOOPBACK
     grpc_port: int = 50051
     metrics_port: int | str = 0
     max_connections: int = 2048
@@ -142,9 +146,13 @@ class HttpSettings:
 
 @dataclass(frozen=True)
 class RaySettings:
-    """The Ray cluster to join. Without an address, one is started on this machine and belongs to the Baton cluster."""
+    """The Ray cluster to join. Without an address, one is started on this machine and belongs to the Baton cluster.
+
+    plain_network: in which the ports of all nodes are, and speak no TLS; None has them speak TLS.
+    """
 
     address: str | None = None
+    plain_network: str | None = None
 
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -175,9 +183,13 @@ RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The settings of a cluster: valid once made, and never changed afterwards."""
+    """The settings of a cluster: valid once made, and never changed afterwards.
+
+    insecure: allows settings that leave a port open to strangers.
+    """
 
     name: str = "default"
+    insecure: bool = False
     secret_file: str | None = None
     model: ModelSettings = field(default_factory=ModelSettings)
     pools: PoolSizes = field(default_factory=PoolSizes)
@@ -192,7 +204,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        for name in ("model.path", "redis.url", "ray.address", "files.folder", "secret_file"):
+        for name in ("model.path", "model.served_name", "redis.url", "ray.address", "files.folder", "secret_file"):
             value = attrgetter(name)(self)
             is_text = value is None or _TEXT.fullmatch(value)
             _require(is_text, name, "text without control characters, and not empty: leave it out for the default", "")
@@ -231,6 +243,10 @@ class ClusterConfig:
         _require(not isinstance(http, str) or http == "off", "http.port", "a port or `off`", str(http)[:16])
         is_other = http in (None, 0) or http not in (port, self.router.grpc_port)
         _require(is_other, "http.port", "another port than those of the router", http)
+        host, network = self.router.host, self.ray.plain_network
+        _require(_is_made(IPv4Address, host), "router.host", "an IPv4 address", host)
+        _require(network is None or _is_made(ip_network, network), "ray.plain_network", "like 10.0.0.0/24", network)
+        self._require_closed()
 
     @property
     def http_port(self) -> int | None:
@@ -239,6 +255,15 @@ class ClusterConfig:
             return None
         default = DEFAULT_HTTP_PORT if self.router.grpc_port else 0
         return default if self.http.port is None else self.http.port
+
+    def _require_closed(self) -> None:
+        """Raises ConfigError for a port that is open to strangers, where that is not allowed."""
+        host, network = self.router.host, self.ray.plain_network
+        if not self.insecure and not is_within(host, "127.0.0.0/8"):
+            problem = "clients prove nothing and nothing is encrypted, so any machine there may use the model"
+            raise ConfigError(f"router.host {host}: {problem} ({ALLOW})")
+        if not self.insecure and network is not None:
+            raise ConfigError(f"ray.plain_network {network}: KV and tokens cross it unencrypted ({ALLOW})")
 
     @classmethod
     def load(cls, file: Path | None, flags: Mapping[str, Any]) -> "ClusterConfig":
@@ -258,6 +283,19 @@ def check_name(name: str) -> str:
     """Returns the name of a cluster, which is part of paths. Raises ConfigError if it is none."""
     _require(_NAME.fullmatch(name), "name", "1 to 16 of a-z, 0-9 and -, beginning with a letter or digit", name[:64])
     return name
+
+
+def is_within(host: str, network: str) -> bool:
+    """Tells whether a host is an address of a network."""
+    return _is_made(ip_address, host) and ip_address(host) in ip_network(network)
+
+
+def _is_made(make: Callable[[str], object], text: str) -> bool:
+    try:
+        make(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _names_a_host(url: str) -> bool:

@@ -68,6 +68,17 @@ def require_room(
     _require_memory(num_after - num_before, "more workers", worker_bytes, free_bytes, "")
 
 
+def num_more(config: ClusterConfig, model: ModelFacts, machine: Machine) -> int:
+    """Counts the further workers for which a machine has memory now; a default of `worker.pool_bytes` shrinks with it.
+
+    config: with the role's settings. GPUs are Ray's to count.
+    """
+    worker = config.worker
+    pool_bytes = worker.pool_bytes or _default_pool_bytes(0.0, 1, model, machine)
+    worker_bytes = WORKER_BYTES + (0 if worker.num_gpus else pool_bytes + model.weight_bytes)
+    return machine.memory_bytes // worker_bytes
+
+
 def _default_pool_bytes(num_gpus: float, num_workers: int, model: ModelFacts, machine: Machine) -> int:
     """Takes what weights and activations leave of a GPU, and a small share of memory: a laptop stays usable."""
     if num_gpus:

@@ -7,17 +7,19 @@
     then, as often as wanted:
            ── verb (u8), count (u32), keys ──────────▶
            EXISTS ◀─ one byte a key
+           FORGET ◀─ one byte
            READ   ◀─ for each key 1, xxh3-128 and payload; 0 for the first that is missing, and the end
 
-Both sides prove that they know the cluster's token and never send it. A request is also its credit: the reader asks for
-the blocks that it has room for, and the server keeps nothing but what the socket holds. Every wait is bounded.
+Both sides prove that they know the cluster's token and never send it. With an identity all of it goes over TLS, where
+both show a certificate of the cluster. A request is also its credit: the reader asks for the blocks that it has room
+for, and the server keeps nothing but what the socket holds. Every wait is bounded.
 """
 
-import hashlib
-import hmac
 import logging
 import secrets
+import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -30,6 +32,7 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory_port import DirectoryPort
 from wire.errors import StoreError
 from wire.frame import CHECKSUM_BYTES, checksum_of
+from wire.identity import NONCE_BYTES, PROOF_BYTES, Identity, is_proven, prove
 from wire.ids import BlockKey
 from wire.keys import BlockName
 from wire.tier import ColdStatus, Tier
@@ -43,11 +46,11 @@ _STALL_TIMEOUT_S = 5.0
 _LEASE_TTL_S = 5.0
 _LEASE_TTL_PER_BLOCK_S = 0.05
 _READER = "block-port"
-_NONCE_BYTES = 16
-_PROOF_BYTES = 32
+_JOINED_BYTES = 8 << 10
+"""Of a payload, sent together with what stands before it: in one packet, and in one record of TLS."""
 _REQUEST = struct.Struct("<BI")
 _SIZE = struct.Struct("<Q")
-_EXISTS, _READ = 1, 2
+_EXISTS, _READ, _FORGET = 1, 2, 3
 _HERE, _MISSING = b"\1", b"\0"
 
 log = logging.getLogger(__name__)
@@ -65,12 +68,14 @@ class BlockServer:
         arena: Arena,
         payload_bytes: int,
         token: bytes,
+        identity: Identity | None = None,
         stall_timeout_s: float = _STALL_TIMEOUT_S,
     ) -> None:
         self._directory = directory
         self._arena = arena
         self._payload_bytes = payload_bytes
         self._token = token
+        self._tls = identity.server_context() if identity else None
         self._stall_timeout_s = stall_timeout_s
         self._readers: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
@@ -79,7 +84,9 @@ class BlockServer:
 
     def start(self, host: str, port: int = 0) -> str:
         """Listens, and returns the address. OSError if that cannot be."""
-        self._listener = socket.create_server((host, port), backlog=MAX_CONNECTIONS)
+        listener = socket.create_server((host, port), backlog=MAX_CONNECTIONS)
+        # A handshake takes as long as its client likes: it is made by the thread of its connection.
+        self._listener = self._tls.wrap_socket(listener, True, False) if self._tls else listener
         self._thread.start()
         return "{}:{}".format(*self._listener.getsockname()[:2])
 
@@ -94,7 +101,7 @@ class BlockServer:
             readers = dict(self._readers)
         for connection in readers:
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of TLS would go on in plain words
         for reader in readers.values():
             reader.join(_STALL_TIMEOUT_S)
 
@@ -141,12 +148,15 @@ class BlockServer:
         connection.settimeout(_IDLE_TIMEOUT_S)
         verb, count = _REQUEST.unpack(_receive(connection, _REQUEST.size))
         connection.settimeout(self._stall_timeout_s)
-        if verb not in (_EXISTS, _READ) or not 0 < count <= MAX_KEYS:
+        if verb not in (_EXISTS, _READ, _FORGET) or not 0 < count <= MAX_KEYS:
             raise StoreError("no request of a reader")
         data = _receive(connection, count * KEY_BYTES)
         keys = [BlockKey(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES)]
         if verb == _EXISTS:
             connection.sendall(bytes(self._directory.exists(keys)))
+        elif verb == _FORGET:
+            self._directory.forget(keys)
+            connection.sendall(_HERE)
         else:
             self._send_blocks(connection, keys)
 
@@ -179,11 +189,13 @@ class BlockReader:
         token: bytes,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        identity: Identity | None = None,
     ) -> None:
         self._counted = Counter[str]()
         self._address = address
         self._payload_bytes = payload_bytes
         self._token = token
+        self._tls = identity.client_context() if identity else None
         self._timeout_s = timeout_s
         self._breaker = Breaker(clock)
         self._connection: socket.socket | None = None
@@ -197,6 +209,13 @@ class BlockReader:
                 with self._asking(_EXISTS, asked) as connection:
                     found[start : start + len(asked)] = map(bool, _receive(connection, len(asked)))
         return found
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Makes blocks unfindable in the node's arena."""
+        with suppress(_Unanswered):
+            for start in range(0, len(keys), MAX_KEYS):
+                with self._asking(_FORGET, keys[start : start + MAX_KEYS]) as connection:
+                    _receive(connection, len(_HERE))
 
     def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
         """Fills a payload of `into` for each block, and yields its checksum once it is verified.
@@ -258,6 +277,8 @@ class BlockReader:
         except (ValueError, OverflowError) as error:
             raise StoreError(f"{self._address!r} is no address") from error
         try:
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, do_handshake_on_connect=False, server_hostname=host)
             _prepare(connection, self._timeout_s)
             _greet_server(connection, self._token, self._payload_bytes)
         except BaseException:
@@ -279,6 +300,9 @@ class LocalBlocks:
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
         return self._directory.exists(keys)
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        self._directory.forget(keys)
 
     def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
         lease = self._directory.lease(_READER, [name.key for name in names], _LEASE_TTL_S)
@@ -309,54 +333,42 @@ class _Unanswered(StoreError):
 
 def _has_ended(connection: socket.socket) -> bool:
     """Tells whether the server has ended a connection on which it owes nothing."""
-    timeout_s = connection.gettimeout()
-    connection.setblocking(False)
-    try:
-        connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        connection.settimeout(timeout_s)
-        return False
-    except OSError:
-        return True
-    return True
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _prepare(connection: socket.socket, timeout_s: float) -> None:
     connection.settimeout(timeout_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if isinstance(connection, ssl.SSLSocket):
+        connection.do_handshake()
 
 
 def _greet_reader(connection: socket.socket, token: bytes, payload_bytes: int) -> None:
     """Raises StoreError for a reader that does not know the token."""
-    theirs, ours = _receive(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(ours + _proof(token, b"server", theirs, ours))
-    if not hmac.compare_digest(_receive(connection, _PROOF_BYTES), _proof(token, b"reader", theirs, ours)):
+    theirs, ours = _receive(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(ours + prove(token, b"server", theirs, ours))
+    if not is_proven(_receive(connection, PROOF_BYTES), token, b"reader", theirs, ours):
         raise StoreError("a reader of the block port does not know the token")
     connection.sendall(_SIZE.pack(payload_bytes))
 
 
 def _greet_server(connection: socket.socket, token: bytes, payload_bytes: int) -> None:
     """Raises StoreError for a server that does not know the token, or has blocks of another size."""
-    ours = secrets.token_bytes(_NONCE_BYTES)
+    ours = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(ours)
-    theirs = _receive(connection, _NONCE_BYTES)
-    if not hmac.compare_digest(_receive(connection, _PROOF_BYTES), _proof(token, b"server", ours, theirs)):
+    theirs = _receive(connection, NONCE_BYTES)
+    if not is_proven(_receive(connection, PROOF_BYTES), token, b"server", ours, theirs):
         raise StoreError("it does not know the cluster's token")
-    connection.sendall(_proof(token, b"reader", ours, theirs))
+    connection.sendall(prove(token, b"reader", ours, theirs))
     if _SIZE.unpack(_receive(connection, _SIZE.size)) != (payload_bytes,):
         raise StoreError("its blocks have another size")
 
 
-def _proof(token: bytes, role: bytes, readers_nonce: bytes, servers_nonce: bytes) -> bytes:
-    return hmac.digest(token, role + readers_nonce + servers_nonce, hashlib.sha256)
-
-
 def _send(connection: socket.socket, front: bytes, payload: memoryview) -> None:
-    num_sent = connection.sendmsg([front, payload]) - len(front)
-    if num_sent < 0:
-        connection.sendall(front[num_sent:])
-        num_sent = 0
-    connection.sendall(payload[num_sent:])
+    connection.sendall(front + payload[:_JOINED_BYTES])
+    connection.sendall(payload[_JOINED_BYTES:])
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:

@@ -6,7 +6,7 @@ A lease or a reservation is a transfer on its slots, so that none is given out m
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -105,8 +105,16 @@ class Leases:
             self._stop(reading)
 
     def _stop(self, reading: _Reading) -> None:
-        for slot in reading.slots:
+        for slot in reversed(reading.slots):  # children before their parents, which costs the ledger less
             self._ledger.end_transfer(slot)
+
+
+@dataclass
+class _Held:
+    """The slots of a hold, in order, and the slots that are still to move if it is to end then."""
+
+    slots: dict[PageId, None] = field(default_factory=dict)
+    to_move: list[PageId] | None = None
 
 
 class Holds:
@@ -114,7 +122,7 @@ class Holds:
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
         self._ledger = ledger
-        self._held: Expiring[RequestId, dict[PageId, None]] = Expiring(clock)
+        self._held: Expiring[RequestId, _Held] = Expiring(clock)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -122,17 +130,33 @@ class Holds:
     @property
     def references(self) -> Counter[PageId]:
         """Holds on each slot."""
-        return Counter(slot for _, held in self._held.items() for slot in held)
+        return Counter(slot for _, held in self._held.items() for slot in held.slots)
 
     def keep(self, hold: Hold, slots: Iterable[PageId]) -> None:
         """Adds slots to a request's hold, and prolongs it."""
-        held = self._held.get(hold.request_id) or {}
+        held = self._held.get(hold.request_id) or _Held()
         for slot in slots:
-            if slot not in held:
+            if slot not in held.slots:
                 self._ledger.acquire(slot)
-                held[slot] = None
-        if held:
+                held.slots[slot] = None
+        if held.slots:
             self._held.put(hold.request_id, held, hold.ttl_s)
+
+    def move(self, request_id: RequestId) -> list[PageId]:
+        """Notes that a request's hold is to end once its blocks are elsewhere; returns its slots."""
+        held = self._held.get(request_id) or _Held()
+        held.to_move = list(held.slots)
+        return list(held.slots)
+
+    def end_if_moved(self, request_id: RequestId, is_safe: Callable[[PageId], bool]) -> None:
+        """Ends a hold that is to move, if all its slots are safe to lose by now."""
+        held = self._held.get(request_id)
+        if held is None or held.to_move is None:
+            return
+        while held.to_move and is_safe(held.to_move[-1]):
+            held.to_move.pop()
+        if not held.to_move:
+            self.release(request_id)
 
     def renew(self, request_id: RequestId, ttl_s: float) -> bool:
         """Prolongs a request's hold; False if there is none."""
@@ -144,15 +168,15 @@ class Holds:
     def release(self, request_id: RequestId) -> bool:
         """Ends a request's hold; False if there is none."""
         held = self._held.pop(request_id)
-        self._let_go(held or {})
+        self._let_go(held or _Held())
         return held is not None
 
     def expire(self) -> None:
         for held in self._held.expire():
             self._let_go(held)
 
-    def _let_go(self, held: dict[PageId, None]) -> None:
-        for slot in reversed(held):  # a prefix's end is evicted before its start
+    def _let_go(self, held: _Held) -> None:
+        for slot in reversed(held.slots):  # a prefix's end is evicted before its start
             self._ledger.free(slot)
 
 

@@ -8,6 +8,7 @@ Two writers of one block get a slot each; the first commit is found, and the oth
 """
 
 import secrets
+import struct
 import threading
 import time
 from collections import Counter
@@ -16,15 +17,19 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kv_store.ledger import Ledger, PageState, Worth
+from kv_store.eviction_order import Worth
+from kv_store.ledger import Ledger, PageState
 from kv_store.node.claims import Holds, Leases, Reservations
 from kv_store.node.copies import Copies
 from kv_store.node.directory_port import DirectoryPort
 from wire.directory import Block, DirectoryInfo, DirectoryStatus, Entry, Hold, Lease, Reservation
+from wire.frame import CHECKSUM_BYTES
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
-from wire.tier import ColdStatus, Tier, Write
+from wire.tier import COLD_TIERS, ColdStatus, Tier, Write
 
+_MAX_HELD_SHARE = 0.25
+"""Beyond this share of the slots, held blocks are moved to cold tiers; prefill waits at twice of it (`HoldBudget`)."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -71,10 +76,11 @@ class Directory(DirectoryPort):
         self._leases = Leases(self._ledger, clock)
         self._holds = Holds(self._ledger, clock)
         self._reservations = Reservations(self._ledger)
-        self._blocks: dict[PageId, Block] = {}
+        self._blocks = _Blocks(self._ledger)
         self._num_read = Counter[bool]()
         self._copies = Copies(self._ledger, writes or {}, high_water)
         self._cold: dict[Tier, ColdStatus] = {}
+        self._max_held = num_slots * _MAX_HELD_SHARE
         self._lock = threading.Lock()
 
     def info(self) -> DirectoryInfo:
@@ -91,7 +97,7 @@ class Directory(DirectoryPort):
     def reserve(self, writer: str, names: Sequence[BlockName], hold: Hold | None) -> Reservation:
         self._reservations.end_all_of(writer)
         resident = self._find(name.key for name in names)
-        self._touch(names)
+        self._touch(resident)
         self._keep(hold, resident)
         lease_id = self._leases.take(writer, resident, 1.0)  # a batch must not evict its own prefix
         missing = [name for name in names if self._ledger.find(name.key) is None]
@@ -105,11 +111,11 @@ class Directory(DirectoryPort):
 
     @_exclusive
     def commit(self, writer: str, blocks: Sequence[Block], hold: Hold | None) -> int:
-        for block in reversed(blocks):  # a prefix's end is evicted before its start
-            if self._reservations.name_of(writer, block.slot) == block.name:
-                self._publish(block)
-                self._reservations.end(writer, block.slot)
-        self._touch([block.name for block in blocks])
+        written = [block for block in blocks if self._reservations.name_of(writer, block.slot) == block.name]
+        for block in written:
+            self._publish(block)
+        for block in reversed(written):
+            self._reservations.end(writer, block.slot)
         resident = self._find(block.name.key for block in blocks)
         self._keep(hold, resident)
         return len(resident)
@@ -128,11 +134,10 @@ class Directory(DirectoryPort):
     def lease(self, reader: str, keys: Sequence[BlockKey], ttl_s: float) -> Lease:
         slots = [self._ledger.find(key) for key in keys]
         found = [slot for slot in slots if slot is not None]
-        for slot in reversed(found):
-            self._ledger.touch(slot)
+        self._touch(found)
         self._copies.note_reads(found)
         self._num_read.update({True: len(found), False: len(keys) - len(found)})
-        entries = [None if slot is None else Entry(slot, self._blocks[slot].checksum) for slot in slots]
+        entries = [None if slot is None else Entry(slot, self._blocks.checksum(slot)) for slot in slots]
         return Lease(self._leases.take(reader, found, ttl_s), entries)
 
     @_exclusive
@@ -141,15 +146,18 @@ class Directory(DirectoryPort):
 
     @_exclusive
     def withdraw(self, blocks: Sequence[Block]) -> int:
-        gone = [block for block in blocks if self._is_found(block)]
-        for block in gone:
-            self._ledger.withdraw(block.slot)
-            self._copies.end(block.slot)
-        return len(gone)
+        return self._withdraw([block.slot for block in blocks if self._is_found(block)])
 
     @_exclusive
-    def renew(self, request_ids: Sequence[RequestId], ttl_s: float) -> int:
-        return sum([self._holds.renew(request_id, ttl_s) for request_id in request_ids])
+    def forget(self, keys: Sequence[BlockKey]) -> int:
+        return self._withdraw(self._find(keys))
+
+    @_exclusive
+    def renew(self, request_ids: Sequence[RequestId], ttl_s: float) -> list[RequestId]:
+        tiers = self._tiers_up
+        for request_id in request_ids:
+            self._holds.end_if_moved(request_id, lambda slot: self._copies.is_safe(slot, tiers))
+        return [request_id for request_id in request_ids if not self._holds.renew(request_id, ttl_s)]
 
     @_exclusive
     def release_holds(self, request_ids: Sequence[RequestId]) -> int:
@@ -159,7 +167,7 @@ class Directory(DirectoryPort):
     def cold_candidates(self, tier: Tier, max_blocks: int, ttl_s: float) -> ColdBatch:
         """Leases blocks to be written to a tier, the oldest first."""
         slots = self._copies.wanted(tier, max_blocks)
-        return ColdBatch(self._leases.take("", slots, ttl_s), [self._blocks[slot] for slot in slots])
+        return ColdBatch(self._leases.take("", slots, ttl_s), [self._blocks.get(slot) for slot in slots])
 
     @_exclusive
     def mark_cold(self, tier: Tier, keys: Sequence[BlockKey]) -> int:
@@ -186,28 +194,26 @@ class Directory(DirectoryPort):
     @_exclusive
     def blocks(self) -> list[Block]:
         """Returns the blocks that are found."""
-        return [block for block in self._blocks.values() if self._is_found(block)]
+        return self._found()
 
     @_exclusive
     def visit_idle(self, visit: Callable[[list[Block]], None]) -> None:
         """Shows the found blocks that no process reads or writes; none begins to before `visit` returns."""
-        found = filter(self._is_found, self._blocks.values())
-        visit([block for block in found if not self._ledger.num_transfers(block.slot)])
+        visit([block for block in self._found() if not self._ledger.num_transfers(block.slot)])
 
     @_exclusive
     def check(self) -> list[str]:
         writing, references = self._reservations.transfers, self._holds.references
         transfers = writing + self._leases.transfers
-        keys = {slot: self._ledger.key_of(slot) for slot in map(PageId, range(self._info.num_slots))}
+        slots = [PageId(slot) for slot in range(self._info.num_slots)]
         rules = {
-            "references differ from holds": all(self._ledger.num_references(slot) == references[slot] for slot in keys),
-            "transfers differ from claims": all(self._ledger.num_transfers(slot) == transfers[slot] for slot in keys),
+            "references differ from holds": all(
+                self._ledger.num_references(slot) == references[slot] for slot in slots
+            ),
+            "transfers differ from claims": all(self._ledger.num_transfers(slot) == transfers[slot] for slot in slots),
             "a slot has two writers": all(num == 1 for num in writing.values()),
             "a slot that is written to does not drain": all(
                 self._ledger.state(slot) is PageState.DRAINING for slot in writing
-            ),
-            "a slot is found under another block's key": all(
-                key is None or self._blocks[slot].name.key == key for slot, key in keys.items()
             ),
         }
         return self._ledger.check() + self._copies.check() + [problem for problem, holds in rules.items() if not holds]
@@ -215,28 +221,67 @@ class Directory(DirectoryPort):
     def _find(self, keys: Iterable[BlockKey]) -> list[PageId]:
         return [slot for key in keys if (slot := self._ledger.find(key)) is not None]
 
+    def _withdraw(self, slots: Sequence[PageId]) -> int:
+        for slot in slots:
+            self._ledger.withdraw(slot)
+            self._copies.end(slot)
+        return len(slots)
+
+    def _found(self) -> list[Block]:
+        slots = map(PageId, range(self._info.num_slots))
+        return [self._blocks.get(slot) for slot in slots if self._ledger.key_of(slot) is not None]
+
     def _is_found(self, block: Block) -> bool:
-        return self._ledger.find(block.name.key) == block.slot and self._blocks[block.slot].checksum == block.checksum
+        return self._ledger.find(block.name.key) == block.slot and self._blocks.checksum(block.slot) == block.checksum
 
     def _keep(self, hold: Hold | None, slots: list[PageId]) -> None:
         if hold is not None:
             self._holds.keep(hold, slots)
+            if self._tiers_up and self._ledger.counts().published > self._max_held:
+                self._copies.want(self._holds.move(hold.request_id), self._tiers_up[0])
+
+    @property
+    def _tiers_up(self) -> list[Tier]:
+        """Cold tiers that answer, nearest first."""
+        return [tier for tier in COLD_TIERS if tier in self._cold and self._cold[tier].state != "broken"]
 
     def _publish(self, block: Block) -> None:
         worth = Worth.TAIL if block.name.is_tail else Worth.ONLY_COPY
-        if self._ledger.publish(block.slot, block.name.key, worth):
-            self._blocks[block.slot] = block
+        if self._ledger.publish(block.slot, block.name.key, worth, block.name.parent):
+            self._blocks.put(block)
             if not block.name.is_tail:
                 self._copies.begin(block.slot)
 
-    def _touch(self, names: Sequence[BlockName]) -> None:
-        """Counts a use of these blocks and of all before them: a prefix's start is more recent than its end."""
-        for slot in reversed(self._find(name.key for name in names)):
+    def _touch(self, slots: Sequence[PageId]) -> None:
+        for slot in reversed(slots):
             self._ledger.touch(slot)
-        before = names[0] if names else None
-        for _ in range(self._info.num_slots):  # bounded, should names form a circle
-            ancestor = None if before is None else self._ledger.find(BlockKey(before.parent))
-            if ancestor is None:
-                break
-            self._ledger.touch(ancestor)
-            before = self._blocks[ancestor].name
+
+
+class _Blocks:
+    """The blocks in slots, as far as the ledger does not know them, in flat memory.
+
+    An object each would take several times as much, and every collection of garbage would visit them all.
+    """
+
+    _PROOFS = struct.Struct("32s32s16s")
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._proofs = bytearray(ledger.num_pages * self._PROOFS.size)
+
+    def put(self, block: Block) -> None:
+        proofs = (block.name.tokens_digest, block.name.root_digest, block.checksum)
+        self._PROOFS.pack_into(self._proofs, block.slot * self._PROOFS.size, *proofs)
+
+    def get(self, slot: PageId) -> Block:
+        """Returns the block of a slot that is found."""
+        key, parent = self._ledger.key_of(slot), self._ledger.parent_of(slot)
+        assert key is not None, "no block is found there"
+        assert parent is not None, "no block is found there"
+        tokens_digest, root_digest, checksum = self._PROOFS.unpack_from(self._proofs, slot * self._PROOFS.size)
+        is_tail = self._ledger.worth_of(slot) is Worth.TAIL
+        return Block(slot, BlockName(key, parent, tokens_digest, root_digest, is_tail), checksum)
+
+    def checksum(self, slot: PageId) -> bytes:
+        end = (slot + 1) * self._PROOFS.size
+        return bytes(self._proofs[end - CHECKSUM_BYTES : end])

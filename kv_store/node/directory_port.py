@@ -89,8 +89,15 @@ class DirectoryPort:
         """Makes corrupt blocks unfindable if slot and checksum are still theirs, and counts them."""
 
     @_carried
-    def renew(self, request_ids: Sequence[RequestId], ttl_s: TtlS, /) -> int:
-        """Prolongs the holds of requests, and counts the requests that hold a block."""
+    def forget(self, keys: Sequence[BlockKey], /) -> int:
+        """Makes blocks unfindable, whatever their bytes, and counts them."""
+
+    @_carried
+    def renew(self, request_ids: Sequence[RequestId], ttl_s: TtlS, /) -> list[RequestId]:
+        """Prolongs the holds of requests, and lists the requests that hold no block.
+
+        A hold that was taken while holds had a quarter of the arena ends here, once all its blocks are in cold tiers.
+        """
 
     @_carried
     def release_holds(self, request_ids: Sequence[RequestId], /) -> int:
@@ -116,5 +123,5 @@ class Greeting:
 
 
 CALLS = ServiceCodec(DirectoryPort)
-CALLS_OF_ANY_EPOCH = frozenset(("attach", "exists", "renew", "release_holds", "mark_cold", "status", "check"))
+CALLS_OF_ANY_EPOCH = frozenset(("attach", "exists", "forget", "renew", "release_holds", "mark_cold", "status", "check"))
 GREETING = ServiceCodec(Greeting)

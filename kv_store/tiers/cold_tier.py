@@ -37,6 +37,9 @@ class BlockSource(Protocol):
         forged, its payload undefined. A payload is written to only between two answers, so several may be one memory.
         """
 
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forgets blocks, as far as the source can be reached."""
+
     def status(self) -> ColdStatus: ...
 
     def close(self) -> None: ...
@@ -47,9 +50,6 @@ class ColdTier(BlockSource, Protocol):
 
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
         """Stores a block; False if that failed."""
-
-    def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forgets blocks, as far as the tier can be reached."""
 
 
 class FramedTier(ABC):

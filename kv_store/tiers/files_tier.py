@@ -34,6 +34,7 @@ _REFUSALS = {
     errno.EACCES: "read-only",
     errno.EPERM: "read-only",
 }
+_PASSING = (errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT)
 T = TypeVar("T")
 
 
@@ -45,7 +46,8 @@ class FilesTier(FramedTier):
     answer that comes too late harms nothing.
 
     Several nodes may use one folder: one at a time makes room, and each further one may exceed `max_bytes` by a
-    twentieth. Raises ConfigError if files cannot be written to the folder, or too few blocks fit.
+    twentieth. Raises ConfigError if the folder is none that files can be written to, or too few blocks fit. A mount
+    that hangs, is read-only or out of reach just now is no hindrance to a start.
     """
 
     def __init__(
@@ -64,21 +66,40 @@ class FilesTier(FramedTier):
         self._timeout_s = timeout_s
         num_buffers = max(2, min(16, _BYTES_AHEAD // frame_bytes))
         self._buffers = [memoryview(mmap(-1, frame_bytes)) for _ in range(num_buffers)]  # on page boundaries: faster
-        self._folder = open_folder(folder, clock)
-        self._room = _Room(self._folder, max_bytes, frame_bytes, clock)
+        self._open = partial(Folder, folder, clock)
+        self._folder: Folder | None = None
+        self._room = _Room(self._opened, max_bytes, frame_bytes, clock)
         self._calls = _Calls("files")
         self._hanging: Future[Any] | None = None
+        self._begin_use(folder)
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return self._ask(lambda: [self._folder.has(key) for key in keys], [False] * len(keys))
+        return self._ask(lambda folder: [folder.has(key) for key in keys], [False] * len(keys))
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        self._ask(partial(self._folder.remove, keys), None)
+        self._ask(lambda folder: folder.remove(keys), None)
 
     def close(self) -> None:
         """Waits a while for calls under way; a thread whose call hangs keeps the folder open."""
-        if all([self._calls.close(), self._room.close()]):
+        if all([self._calls.close(), self._room.close()]) and self._folder is not None:
             self._folder.close()
+
+    def _begin_use(self, path: str) -> None:
+        """Opens the folder and tries to write there. Raises ConfigError for what will not pass by itself."""
+        opening = self._calls.begin(lambda: self._opened().try_to_write())
+        if not wait([opening], _OPEN_TIMEOUT_S).done:
+            self._hanging = opening
+            self._failed(TimeoutError(f"no answer within {_OPEN_TIMEOUT_S} s"))
+        elif isinstance(error := opening.exception(), OSError):
+            if error.errno not in _PASSING:
+                self.close()
+                raise _no_folder(path, error) from error
+            self._failed(error)
+
+    def _opened(self) -> Folder:
+        """Opens the folder unless it is open. On a thread that may hang; raises OSError."""
+        self._folder = self._folder or self._open()
+        return self._folder
 
     @property
     def _state(self) -> str:
@@ -90,7 +111,7 @@ class FilesTier(FramedTier):
 
     def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes | memoryview, None, None]:
         places = zip(keys, cycle(self._buffers), strict=False)
-        reads = (self._begin(partial(self._folder.read, key, buffer)) for key, buffer in places)
+        reads = (self._begin(partial(_read, key, buffer)) for key, buffer in places)
         ahead = deque(islice(reads, len(self._buffers) - 1))
         for payload, buffer in zip(into, cycle(self._buffers), strict=False):
             found = self._end(ahead.popleft(), self._timeout_s, Found.NOTHING)
@@ -101,6 +122,8 @@ class FilesTier(FramedTier):
             yield buffer[:FRONT_BYTES] if found is Found.FILE else b""
 
     def _write(self, key: BlockKey, front: bytes, payload: memoryview) -> bool:
+        if self._folder is None and not self._ask(lambda _: True, False):
+            return False
         try:
             has_room = self._room.take()
         except OSError as error:
@@ -109,10 +132,10 @@ class FilesTier(FramedTier):
         store = partial(self._store, key, front, payload)
         return has_room and self._end(self._begin(store), _WRITE_TIMEOUT_S, False)
 
-    def _store(self, key: BlockKey, front: bytes, payload: memoryview) -> bool:
+    def _store(self, key: BlockKey, front: bytes, payload: memoryview, folder: Folder) -> bool:
         """Writes a file; False if the folder takes none."""
         try:
-            self._folder.write(key, front, payload)
+            folder.write(key, front, payload)
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
@@ -121,12 +144,14 @@ class FilesTier(FramedTier):
         self._accepted()
         return True
 
-    def _ask(self, call: Callable[[], T], otherwise: T) -> T:
+    def _ask(self, call: Callable[[Folder], T], otherwise: T) -> T:
         return self._end(self._begin(call), self._timeout_s, otherwise)
 
-    def _begin(self, call: Callable[[], T]) -> Future[T] | None:
+    def _begin(self, call: Callable[[Folder], T]) -> Future[T] | None:
         """Begins a call, unless one hangs or all have failed of late."""
-        return self._calls.begin(call) if not self._is_hanging and self._breaker.allows() else None
+        if self._is_hanging or not self._breaker.allows():
+            return None
+        return self._calls.begin(lambda: call(self._opened()))
 
     def _end(self, begun: Future[T] | None, timeout_s: float, otherwise: T) -> T:
         """Returns the answer of a call, or `otherwise` if it was not begun, has failed, or hangs."""
@@ -151,7 +176,9 @@ class _Room:
     It counts on a thread of its own, since that takes long where there is much.
     """
 
-    def __init__(self, folder: Folder, max_bytes: int, frame_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, folder: Callable[[], Folder], max_bytes: int, frame_bytes: int, clock: Callable[[], float]
+    ) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._frame_bytes = frame_bytes
@@ -185,25 +212,26 @@ class _Room:
 
     def _make_room(self) -> int:
         """Removes the least recently used files if little room is left; returns the bytes that may be written."""
-        files = list(self._folder.files())
+        folder = self._folder()
+        files = list(folder.files())
         num_bytes = sum(file.num_bytes for file in files)
-        if num_bytes > self._max_bytes - self._step_bytes and self._folder.try_lock():
+        if num_bytes > self._max_bytes - self._step_bytes and folder.try_lock():
             try:
-                num_bytes -= self._evict(sorted(files), num_bytes - self._max_bytes + 2 * self._step_bytes)
+                num_bytes -= self._evict(folder, sorted(files), num_bytes - self._max_bytes + 2 * self._step_bytes)
             finally:
-                self._folder.unlock()
+                folder.unlock()
         return max(0, min(self._step_bytes, self._max_bytes - num_bytes))
 
-    def _evict(self, oldest: Sequence[StoredFile], num_bytes: int) -> int:
+    def _evict(self, folder: Folder, oldest: Sequence[StoredFile], num_bytes: int) -> int:
         """Removes files until so many bytes are free, and counts these."""
         num_freed = 0
         for number, file in enumerate(oldest):
             if num_freed >= num_bytes:
                 break
-            self._folder.remove_file(file)
+            folder.remove_file(file)
             num_freed += file.num_bytes
             if number % _RENEW_EVERY == 0:
-                self._folder.renew_lock()
+                folder.renew_lock()
         return num_freed
 
 
@@ -238,13 +266,23 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
         future.set_exception(error)
 
 
+def _read(key: BlockKey, into: memoryview, folder: Folder) -> Found:
+    return folder.read(key, into)
+
+
 def open_folder(path: str, clock: Callable[[], float] = time.monotonic) -> Folder:
     """Opens a folder that files can be written to. Raises ConfigError if it is none, or does not answer."""
     calls = _Calls("files-open")
     try:
-        return calls.begin(lambda: Folder(path, clock)).result(_OPEN_TIMEOUT_S)
+        folder = calls.begin(lambda: Folder(path, clock)).result(_OPEN_TIMEOUT_S)
+        calls.begin(folder.try_to_write).result(_OPEN_TIMEOUT_S)
+        return folder
     except OSError as error:
-        reason = error.strerror or "it does not answer"
-        raise ConfigError(f"files.folder: {path} takes no files ({reason}): give another, or none") from error
+        raise _no_folder(path, error) from error
     finally:
         calls.close()
+
+
+def _no_folder(path: str, error: OSError) -> ConfigError:
+    reason = error.strerror or "it does not answer"
+    return ConfigError(f"files.folder: {path} takes no files ({reason}): give another, or none")

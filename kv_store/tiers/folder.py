@@ -54,18 +54,20 @@ class Folder:
     """
 
     def __init__(self, path: str, clock: Callable[[], float]) -> None:
-        """Makes the folder if only it is missing, and tries to write there. `clock` is monotonic, in seconds."""
+        """Makes the folder if only it is missing. `clock` is monotonic, in seconds."""
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
         self._folder = os.open(path, _FOLDER_FLAGS & ~os.O_NOFOLLOW)
         self._clock = clock
         self._seen_lock = (0, 0.0)
+
+    def try_to_write(self) -> None:
+        """Raises OSError if files cannot be written; a full file system may pass, and is no hindrance to readers."""
         try:
             with _written_aside(self._folder, b"tried"):
                 pass
         except OSError as error:
-            if error.errno not in _FULL:  # which may pass, and is no hindrance to readers
-                self.close()
+            if error.errno not in _FULL:
                 raise
 
     def close(self) -> None:

@@ -30,6 +30,9 @@ _MAX_LINE_BYTES = 512
 _GREETING_TIMEOUT_S = 2.0
 _VALUE_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 2.0
+_EXISTS = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n"
+_GET = b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n$1\r\n0\r\n$%d\r\n%b\r\n"
+_NO, _YES = b":0\r\n", b":1\r\n"
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -79,10 +82,15 @@ class RedisTier(FramedTier):
         self._redis.close()
 
     def _exist(self, keys: Sequence[BlockKey]) -> list[bool]:
-        pipeline = self._redis.pipeline(transaction=False)
-        for key in keys:
-            pipeline.exists(_PREFIX + key)
-        return [bool(found) for found in pipeline.execute()]
+        commands = [_EXISTS % (len(_PREFIX) + len(key), _PREFIX + key) for key in keys]
+        with closing(_Exchange(self._redis.connection_pool, commands)) as exchange:
+            answers = memoryview(bytearray(len(_NO) * len(keys)))
+            exchange.fill(answers)
+            found = [bytes(answers[at : at + len(_NO)]) for at in range(0, len(answers), len(_NO))]
+            if not {_YES, _NO}.issuperset(found):
+                raise _error_of(exchange.finish_line(bytes(answers)))
+            exchange.num_left = 0
+            return [answer == _YES for answer in found]
 
     def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes | memoryview, None, None]:
         payloads = iter(into)
@@ -150,26 +158,61 @@ class RedisTier(FramedTier):
         return answer
 
 
-class _Replies:
-    """The values of some keys, asked for at once on a connection of their own, and received straight into place.
+class _Exchange:
+    """Commands sent at once on a connection of their own, whose answers are received straight into place.
+
+    num_left: answers that have not been received whole; if there are any at the end, the connection is closed.
+    """
+
+    def __init__(self, pool: Any, commands: Sequence[bytes]) -> None:
+        self._pool = pool
+        self.num_left = len(commands)
+        self._deadline = time.monotonic() + _VALUE_TIMEOUT_S
+        self._connection = pool.get_connection()
+        try:
+            self._connection.send_packed_command([b"".join(commands)])
+        except BaseException:
+            self.close()
+            raise
+
+    def fill(self, into: memoryview) -> None:
+        while into:
+            into = into[self._receive_some(into) :]
+
+    def finish_line(self, line: bytes) -> bytes:
+        """Receives the rest of a line, as far as it is of a sensible length."""
+        more = memoryview(bytearray(_MAX_LINE_BYTES))
+        while b"\r\n" not in line and len(line) < _MAX_LINE_BYTES:
+            line += bytes(more[: self._receive_some(more)])
+        return line
+
+    def close(self) -> None:
+        """Gives the connection back; closes it if an answer is left on it."""
+        if self.num_left:
+            self._connection.disconnect()
+        self._pool.release(self._connection)
+
+    def _receive_some(self, into: memoryview) -> int:
+        num_received: int = self._connection._sock.recv_into(into)  # its parser would copy what it receives
+        if not num_received:
+            raise ConnectionError("Redis has hung up")
+        if time.monotonic() > self._deadline:
+            raise TimeoutError("Redis sends too slowly")
+        return num_received
+
+
+class _Replies(_Exchange):
+    """The values of some keys.
 
     At most one byte more than a frame is asked for, so that an over-long value shows and is never read whole.
     """
 
     def __init__(self, pool: Any, keys: Sequence[BlockKey], frame_bytes: int) -> None:
-        self._pool = pool
-        self._num_left = len(keys)
-        self._deadline = 0.0
         self._start = b"$%d\r\n" % frame_bytes
         self._head = memoryview(bytearray(len(self._start) + FRONT_BYTES))
         self._end = memoryview(bytearray(2))
-        self._connection = pool.get_connection()
-        try:
-            commands = [("GETRANGE", _PREFIX + key, 0, frame_bytes) for key in keys]
-            self._connection.send_packed_command(self._connection.pack_commands(commands))
-        except BaseException:
-            self.close()
-            raise
+        end = b"%d" % frame_bytes
+        super().__init__(pool, [_GET % (len(_PREFIX) + len(key), _PREFIX + key, len(end), end) for key in keys])
 
     def receive(self, payload: memoryview) -> memoryview | bytes | None:
         """Fills the payload of the next value and returns its front; None if it is missing, b"" if it is no frame.
@@ -181,34 +224,22 @@ class _Replies:
             num_received += self._receive_some(self._head[num_received:])
             if bytes(self._head[:num_received])[: len(self._start)] != self._start[:num_received]:
                 return self._other_reply(bytes(self._head[:num_received]))
-        for part in (payload, self._end):
-            while part:
-                part = part[self._receive_some(part) :]
-        self._num_left -= 1
+        self.fill(payload)
+        self.fill(self._end)
+        self.num_left -= 1
         return self._head[len(self._start) :]
 
-    def close(self) -> None:
-        """Gives the connection back; closes it if an answer is left on it."""
-        if self._num_left:
-            self._connection.disconnect()
-        self._pool.release(self._connection)
-
     def _other_reply(self, line: bytes) -> bytes | None:
-        while b"\r\n" not in line and len(line) < _MAX_LINE_BYTES:
-            line += bytes(self._head[: self._receive_some(self._head)])
+        line = self.finish_line(line)
         if line.startswith((b"$0\r", b"$-1\r", b"_\r")):
             return None
         if line.startswith((b"$", b"-WRONGTYPE")):
             return b""
-        raise ResponseError(line.partition(b"\r")[0].decode(errors="replace")[:_MAX_LINE_BYTES])
+        raise _error_of(line)
 
-    def _receive_some(self, into: memoryview) -> int:
-        num_received: int = self._connection._sock.recv_into(into)  # its parser would copy what it receives
-        if not num_received:
-            raise ConnectionError("Redis has hung up")
-        if time.monotonic() > self._deadline:
-            raise TimeoutError("Redis sends too slowly")
-        return num_received
+
+def _error_of(line: bytes) -> ResponseError:
+    return ResponseError(line.partition(b"\r")[0].decode(errors="replace")[:_MAX_LINE_BYTES])
 
 
 def greet(url: str, timeout_s: float, on_refusal: Callable[[ResponseError], None] = lambda _: None) -> str | None:

@@ -2,16 +2,16 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from router.requests.dispatch import Dispatcher
 from router.workers.controller_port import ClusterEvent
 from router.workers.members import Member, Members
-from wire.convert import status_of
+from wire.convert import arenas_of, status_of
 from wire.errors import BatonError
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pools import Role, WorkerState
-from wire.tier import READ_COUNTS, WRITE_COUNTS, Tier
+from wire.tier import BLOCK_STATES, READ_COUNTS, WRITE_COUNTS, Tier
 
 ASK_TIMEOUT_S = 5.0
 TIER_STATES = {
@@ -79,25 +79,30 @@ def _shortage(pool: cluster_pb2.PoolStatus) -> str:
     return f"the {pool.role} pool has {pool.num_ready} of {pool.size} workers: the last events tell why"
 
 
-def _summed(tier: Tier, workers: Iterable[worker_pb2.WorkerStatus]) -> worker_pb2.TierStatus:
+def _summed(tier: Tier, workers: Sequence[worker_pb2.WorkerStatus]) -> worker_pb2.TierStatus:
     """Joins the workers' accounts of a tier into one.
 
-    Pages and holds are shared: the first account that has counts has them, too. Each worker's own counts are added up;
-    counts of the node's service are not. The tier's state is the worst that any worker finds.
+    Pages and holds are a node's, and so are counts of its service: they are taken once from each node, and added up,
+    as each worker's own counts are. The tier's state is the worst that any worker finds.
     """
-    told = [status for worker in workers for status in worker.tiers if status.tier == tier]
-    if not told:
+    told = [(worker.node_id, status) for worker in workers for status in worker.tiers if status.tier == tier]
+    # Of a node, the first account that has counts is taken; the newest of its service's counts is the largest.
+    told.sort(
+        key=lambda one: [bool(one[1].counts), *(one[1].counts.get(name, 0) for name in WRITE_COUNTS)], reverse=True
+    )
+    of_nodes = list(dict(reversed(told)).values())
+    if not of_nodes:
         return worker_pb2.TierStatus(tier=tier)
     summed = worker_pb2.TierStatus()
-    summed.CopyFrom(next((status for status in told if status.counts), told[0]))
-    states = {status.state for status in told}
+    summed.CopyFrom(of_nodes[-1])
+    states = {status.state for _, status in told}
     summed.state = next((state for state in (*TIER_STATES, "off") if state in states), "")
-    for name in READ_COUNTS:
-        if name in summed.counts:
-            summed.counts[name] = sum(status.counts[name] for status in told)
-    for name in WRITE_COUNTS:
-        if name in summed.counts:
-            summed.counts[name] = max(status.counts[name] for status in told)
+    for name in list(summed.counts):
+        accounts = [status for _, status in told] if name in READ_COUNTS else of_nodes
+        summed.counts[name] = sum(status.counts.get(name, 0) for status in accounts)
+    if summed.HasField("blocks"):
+        for name in (*BLOCK_STATES, "total"):
+            setattr(summed.blocks, name, sum(getattr(status.blocks, name) for status in of_nodes))
     return summed
 
 
@@ -143,10 +148,13 @@ def changes(before: cluster_pb2.ClusterStatus, after: cluster_pb2.ClusterStatus)
     for old, new in ((status_of(tier, before.tiers), status_of(tier, after.tiers)) for tier in Tier):
         if old.state in TIER_STATES and new.state in TIER_STATES and old.state != new.state:
             yield f"tier {new.tier} {TIER_STATES[new.state]}"
-        if old.epoch and new.epoch and old.epoch != new.epoch:
-            yield f"the directory of tier {old.tier} is a new one: every block in it is a miss"
         if old.state and (num_forged := new.counts["forged"] - old.counts["forged"]) > 0:
             yield f"tier {new.tier} had forged blocks ({num_forged}), not used: somebody writes there who must not"
+    arenas = arenas_of(before.workers)
+    for node_id, arena in arenas_of(after.workers).items():
+        if node_id in arenas and arenas[node_id].epoch and arena.epoch not in ("", arenas[node_id].epoch):
+            where = f" of node {node_id}" if node_id else ""
+            yield f"the directory of tier {arena.tier}{where} is a new one: every block in it is a miss"
     yield from _changes_of_silence(_silences(before), _silences(after))
 
 

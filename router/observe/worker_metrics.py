@@ -10,10 +10,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from router.observe.metrics import NAMESPACE
+from wire.convert import arenas_of
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import BLOCK_STATES, READ_COUNTS, Tier
+from wire.tier import BLOCK_STATES, COLD_TIERS, READ_COUNTS, Tier
 
 WORKER = ("role", "worker")
+PLACED = (*WORKER, "node", "tier")
 ROUTER = ("router", "router")
 NODE = ("node", "node")
 Row = tuple[Sequence[str], float]
@@ -29,8 +31,8 @@ class WorkerCollector(Collector):
         status = self._read_last()
         answering = [worker for worker in status.workers if worker.HasField("blocks")]
         yield from _of_requests(status, answering)
-        yield from _of_blocks(status, answering)
-        yield from _of_tiers(status, answering)
+        yield from _of_blocks(answering)
+        yield from _of_tiers(answering)
         for name, field, text in (
             ("pool_size", "size", "Workers that a pool is to have"),
             ("pool_ready", "num_ready", "Workers of a pool that take work now"),
@@ -74,50 +76,52 @@ def _of_requests(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2
         yield _counter(name, text, [(_ids(worker), getattr(worker, field)) for worker in workers])
 
 
-def _of_blocks(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
-    pools = [((*_ids(worker), str(Tier.DEVICE)), worker.blocks) for worker in workers]
-    pools += [((*NODE, tier.tier), tier.blocks) for tier in status.tiers if tier.blocks.total]
+def _of_blocks(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
+    pools = [((*_ids(worker), worker.node_id, str(Tier.DEVICE)), worker.blocks) for worker in workers]
+    arenas = {node_id: arena for node_id, arena in arenas_of(workers).items() if arena.blocks.total}
+    pools += [((*NODE, node_id, str(Tier.HOST)), arena.blocks) for node_id, arena in arenas.items()]
     yield _gauge(
         "kv_cache_usage_perc",
         "Share of KV blocks that nobody else can have now: 1 is all. Cached blocks can be had",
-        (*WORKER, "tier"),
+        PLACED,
         ((ids, _usage(blocks)) for ids, blocks in pools),
     )
     yield _gauge(
         "kv_blocks",
         "KV blocks by their state",
-        (*WORKER, "tier", "state"),
+        (*PLACED, "state"),
         (((*ids, state), getattr(blocks, state)) for ids, blocks in pools for state in BLOCK_STATES),
     )
     yield _gauge(
         "tier_holds",
         "Prompts that a tier keeps until decode has fetched them",
-        ("tier",),
-        [((tier.tier,), tier.counts["holds"]) for tier in status.tiers if "holds" in tier.counts],
+        ("node", "tier"),
+        [((node_id, str(Tier.HOST)), arena.counts["holds"]) for node_id, arena in arenas.items()],
     )
 
 
-def _of_tiers(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
+def _of_tiers(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
     """Of cold tiers; one that is switched off has no metrics."""
-    labels = (*WORKER, "tier")
-    told = [((*_ids(worker), tier.tier), tier) for worker in workers for tier in worker.tiers if _is_on(tier)]
+    told = [((*_ids(worker), worker.node_id, tier.tier), tier) for worker in workers for tier in worker.tiers]
+    told = [(ids, tier) for ids, tier in told if _is_on(tier)]
     if not told:
         return
     yield _gauge(
         "tier_up",
         "Whether a worker's tier answers; 0: its breaker is open",
-        labels,
+        PLACED,
         [(ids, float(tier.state != "broken")) for ids, tier in told],
     )
+    services = {(*NODE, node_id, name): tier for (_, _, node_id, name), tier in told if name in COLD_TIERS}
     for name, text in (
-        ("written", "Blocks that the node's service has written to a tier"),
-        ("refused", "Blocks that a tier has refused from the node's service, being full or read-only"),
+        ("written", "Blocks that a node's service has written to a tier"),
+        ("refused", "Blocks that a tier has refused from a node's service, being full or read-only"),
     ):
-        rows = [((*NODE, tier.tier), tier.counts[name]) for tier in status.tiers if _is_on(tier)]
-        yield _counter(f"tier_{name}", text, rows, labels)
+        rows = [(ids, tier.counts[name]) for ids, tier in services.items()]
+        yield _counter(f"tier_{name}", text, rows, PLACED)
     for name in READ_COUNTS:
         rows = [(ids, tier.counts[name]) for ids, tier in told]
-        yield _counter(f"tier_{name}", f"Blocks asked of a tier: {name}", rows, labels)
+        yield _counter(f"tier_{name}", f"Blocks asked of a tier: {name}", rows, PLACED)
 
 
 def _is_on(tier: worker_pb2.TierStatus) -> bool:

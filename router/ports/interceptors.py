@@ -14,7 +14,7 @@ import grpc.aio
 from grpc_status import rpc_status
 
 from router.ports.arrivals import Context, Pace, take_all, take_one
-from wire import incident
+from wire import errors
 from wire.errors import BatonError
 from wire.rpc_status import to_status
 
@@ -80,6 +80,6 @@ def _status_of(error: Exception) -> Any:
 
     The call keeps the status's own exception: raised within `except`, it would keep this error and these frames.
     """
-    told = error if isinstance(error, BatonError) else incident.report(error)
+    told = error if isinstance(error, BatonError) else errors.report(error)
     error.__traceback__ = None
     return rpc_status.to_status(to_status(told))

@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
+from router.config import LOOPBACK
 from router.ports.arrivals import ArrivalLimit
 from router.ports.inference import InferenceApi
 from router.ports.interceptors import ErrorInterceptor
@@ -85,7 +86,7 @@ class RouterServer:
             self._metrics = MetricsServer(self._router.metrics.registry, listeners.host, listeners.metrics_port)
         return Addresses(
             listen(self._public, listeners.host, listeners.grpc_port),
-            listen(self._operator, listeners.host, listeners.operator_port),
+            listen(self._operator, LOOPBACK, listeners.operator_port),
             self._metrics.address if self._metrics is not None else "",
         )
 

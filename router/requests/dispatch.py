@@ -14,7 +14,7 @@ from router.requests.flow import Flow, Order, Services
 from router.requests.outbox import Outbox
 from router.requests.validator import Limits, ValidPrompt, encode, require_known, require_may_fit, valid_text, validate
 from text.codec import TextCodec
-from wire import incident
+from wire import errors
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, Overloaded, RequestNotFound, Unavailable
 from wire.ids import NamespaceRoot, RequestId
 from wire.pb import inference_pb2 as pb
@@ -97,7 +97,7 @@ class OpenRequest:
         except BatonError as error:
             return error.with_traceback(None)
         except Exception as error:
-            return incident.report(error, request_id=self.request_id)
+            return errors.report(error, request_id=self.request_id)
         return None
 
     def _out_of_time(self) -> DeadlineExceeded:

@@ -5,9 +5,11 @@
                    └── another attempt, with all tokens so far ◀── its worker is lost
 
 Once the client has a token, an attempt goes straight to a decode worker, which fetches published blocks and computes
-the rest. When the client goes, the deadline passes or the request is aborted, `OpenRequest.stop` cancels `serve`, at
-any await. Nothing is waited for on the way out: hold, assigned work and a turn alone are given back, the worker is told
-to abort, and `Line` drops updates that come late. `OpenRequest` sends the last message.
+the rest. So does the one attempt that follows where cached KV may have led to no number: it reads none.
+
+When the client goes, the deadline passes or the request is aborted, `OpenRequest.stop` cancels `serve`, at any await.
+Nothing is waited for on the way out: hold, assigned work and a turn alone are given back, the worker is told to abort,
+and `Line` drops updates that come late. `OpenRequest` sends the last message.
 """
 
 import asyncio
@@ -32,7 +34,16 @@ from router.workers.membership import PROBE_TIMEOUT_S
 from text.chat import Chat, NoRenderer, Renderer
 from text.codec import TextCodec
 from wire.convert import attempt_to_pb, sampling_to_pb, tiers_from_pb, tiers_to_pb
-from wire.errors import AttemptsExhausted, BatonError, Cancelled, Overloaded, Unavailable, WireError, WorkerLeaving
+from wire.errors import (
+    AttemptsExhausted,
+    BatonError,
+    Cancelled,
+    NoNumber,
+    Overloaded,
+    Unavailable,
+    WireError,
+    WorkerLeaving,
+)
 from wire.ids import AttemptId, NamespaceRoot, RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
@@ -124,6 +135,7 @@ class Flow:
         self._prepared: Prepared | None = None
         self._answer: Answer | None = None
         self._cached: Mapping[str, int] | None = None
+        self._has_read_cache = False
         self._prefill_worker: WorkerId | None = None
         self._decode_worker: WorkerId | None = None
 
@@ -168,11 +180,13 @@ class Flow:
     async def _attempt(self) -> None:
         """Goes through prefill and decode; leaves prefill out where a token is out or decode is done sooner."""
         self._attempt_id = AttemptId(self._order.request_id, next(self._services.attempt_numbers))
+        self._has_read_cache = False
         if not self.answer.num_tokens:
             self._prefill_worker = self._cached = None
         keys, num_prompt = self.prepared.keys, len(self.prepared.prompt_ids)
         placement, holds = self._services.placement, self._services.holds
-        if self.answer.num_tokens or not placement.uses_prefill(keys, num_prompt):
+        is_fresh = self._attempts.reads_cache and not self.answer.num_tokens
+        if not is_fresh or not placement.uses_prefill(keys, num_prompt):
             await self._decode(None)
             return
         node_id = placement.prefill_node(keys, num_prompt, lambda node_id: holds.budgets[node_id].has_room)
@@ -242,6 +256,7 @@ class Flow:
             choices=self.answer.unfinished,
             time_left_s=max(self._order.deadline_s - self._loop.time(), 0.001),
             block_addresses=self._services.placement.sources(self.prepared.keys, member),
+            computes_all=not self._attempts.reads_cache,
         )
 
     def _take(self, on_prompt: Callable[[], None], spans: list[pb.Span]) -> Take:
@@ -249,8 +264,10 @@ class Flow:
 
         def take(update: worker_pb2.Update) -> bool:
             if update.HasField("prompt"):
+                cached = tiers_from_pb(update.prompt.cached_tokens)
+                self._has_read_cache |= bool(cached)
                 if self._cached is None:
-                    self._cached = tiers_from_pb(update.prompt.cached_tokens)
+                    self._cached = cached
                 on_prompt()
             for chunk in self.answer.accept(update.choices):
                 self._send(chunk)
@@ -271,6 +288,9 @@ class Flow:
     def _after(self, error: BatonError) -> NextStep:
         """Decides what follows a failed attempt. Raises the error that the request ends with, if it ends."""
         if self.answer.has_ended:
+            return NextStep.RETRY
+        if isinstance(error, NoNumber) and self._has_read_cache and self._attempts.reads_cache:
+            self._attempts = self._attempts.without_cache()
             return NextStep.RETRY
         following = self._attempts.after(error, self.answer.num_tokens)
         step = next_step(error, following)

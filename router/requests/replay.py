@@ -4,7 +4,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from wire.errors import BatonError, Cancelled, RequestExists, Unavailable, WireError, WorkerLeaving
@@ -33,6 +33,8 @@ class NextStep(Enum):
 class Attempts:
     """How often a request was tried, the attempt under way included, and how many of the last ones were in vain.
 
+    reads_cache: until an attempt that had read cached KV has ended without a number.
+
     An attempt that brought fewer than `MIN_PROGRESS` tokens was in vain. Several of these in a row say that the request
     itself may be what workers die of: a long request may outlive any number of them.
     """
@@ -40,6 +42,7 @@ class Attempts:
     number: int = 1
     num_in_vain: int = 0
     num_tokens_before: int = 0
+    reads_cache: bool = True
 
     def is_in_vain(self, num_tokens: int) -> bool:
         """Whether the attempt under way is, when the client has so many tokens."""
@@ -51,7 +54,11 @@ class Attempts:
         A worker that gives a request back because it leaves has not died of it.
         """
         num_in_vain = self.num_in_vain + (not isinstance(error, WorkerLeaving)) if self.is_in_vain(num_tokens) else 0
-        return Attempts(self.number + 1, num_in_vain, num_tokens)
+        return Attempts(self.number + 1, num_in_vain, num_tokens, self.reads_cache)
+
+    def without_cache(self) -> "Attempts":
+        """The next attempt, where this one had no number for a token, and cached KV may be why."""
+        return replace(self, number=self.number + 1, reads_cache=False)
 
 
 def next_step(error: BatonError, following: Attempts) -> NextStep:

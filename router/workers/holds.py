@@ -3,6 +3,8 @@
 Prefill leaves a prompt's blocks in its node's arena under a hold, where nothing evicts them. If holds took all of it,
 prefill would have nowhere to put the next prompt, and decode nothing left to fetch; so no prefill starts on a node
 while they take more than half.
+
+A node with a cold tier moves blocks there before that, and ends their holds: these no longer count.
 """
 
 import asyncio
@@ -19,6 +21,7 @@ from wire.pools import WorkerState
 log = logging.getLogger(__name__)
 
 RENEW_EVERY_S = 3.0
+LOOK_EVERY_S = 0.2
 _NO_BOUND = 1 << 62
 
 
@@ -155,6 +158,8 @@ class Holds:
         num_arena_blocks = self._members.num_arena_blocks
         for node_id in {*self.budgets, *num_arena_blocks}:
             self._let_start(self.budgets[node_id].resize(num_arena_blocks.get(node_id, _NO_BOUND)))
+            if node_id not in num_arena_blocks and not self.budgets[node_id].num_blocks:
+                del self.budgets[node_id]
 
     def check(self) -> list[str]:
         """Returns holds, and waits for one; none, once no request is open."""
@@ -173,16 +178,28 @@ class Holds:
                 turn.set_result(None)
 
     async def _renew_for_ever(self) -> None:
+        """Renews all holds in time, and at once where prefills wait for the end of some."""
+        clock = asyncio.get_running_loop().time
+        next_s = clock() + self._renew_every_s
         while True:
-            await asyncio.sleep(self._renew_every_s)
-            for node_id, budget in self.budgets.items():
-                kept, lines = budget.kept, self._lines(node_id)
-                if kept and not lines:
-                    log.warning("no worker can be told of holds; they will run out")
-                for line in lines if kept else ():
-                    line.renew(kept)
+            await asyncio.sleep(min(LOOK_EVERY_S, self._renew_every_s))
+            is_time = clock() >= next_s
+            next_s = clock() + self._renew_every_s if is_time else next_s
+            for node_id, budget in list(self.budgets.items()):
+                lines = self._lines(node_id)
+                for attempt in [attempt for line in lines for attempt in line.take_ended_holds()]:
+                    self._let_start(budget.release(attempt))
+                if is_time or budget.num_waiting:
+                    _renew(budget.kept, lines)
 
     def _lines(self, node_id: str) -> list[Line]:
         """Lists lines to workers of a node that are not lost."""
         here = (member for member in self._members if member.info.node_id == node_id)
         return [member.line for member in here if member.state is not WorkerState.LOST and member.line.is_open]
+
+
+def _renew(kept: Sequence[AttemptId], lines: Sequence[Line]) -> None:
+    if kept and not lines:
+        log.warning("no worker can be told of holds; they will run out")
+    for line in lines if kept else ():
+        line.renew(kept)

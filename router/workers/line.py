@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any, Protocol
 
-from wire import incident
+from wire import errors
 from wire.convert import attempt_of, attempt_to_pb, error_from_pb
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import AttemptId
@@ -121,6 +121,7 @@ class Line:
         self._outgoing = Outgoing()
         self._attempts: dict[AttemptId, _Attempt] = {}
         self._questions: dict[int, asyncio.Future[worker_pb2.Answer]] = {}
+        self._ended_holds: list[AttemptId] = []
         self._num_asked = 0
         self._ended_for: BatonError | None = None
         self._tasks = [asyncio.create_task(self._write_all()), asyncio.create_task(self._read_all())]
@@ -156,6 +157,11 @@ class Line:
     def renew(self, attempts: Sequence[AttemptId]) -> None:
         """Lets the holds of these attempts live on."""
         self._outgoing.renew(attempts)
+
+    def take_ended_holds(self) -> list[AttemptId]:
+        """Hands over the renewed attempts whose holds have ended, as the worker has told since the last call."""
+        ended, self._ended_holds = self._ended_holds, []
+        return ended
 
     def release(self, attempt: AttemptId) -> None:
         """Ends the hold of an attempt."""
@@ -207,6 +213,7 @@ class Line:
                     self._deliver(update)
                 for answer in response.answers:
                     self._answer(answer)
+                self._ended_holds += map(attempt_of, response.ended_holds)
             self._end(Unavailable("the worker has closed the line"))
         except Exception as error:
             self._end(_reason_of(error))
@@ -271,7 +278,7 @@ class _Attempt:
 
 def _reason_of(error: Exception) -> BatonError:
     """The reason that a line ends with. A bug ends it as a loss does, for a line that stood still would hold up all."""
-    return error if isinstance(error, BatonError) else Unavailable(incident.report(error).message)
+    return error if isinstance(error, BatonError) else Unavailable(errors.report(error).message)
 
 
 def _pieces_of(begin: worker_pb2.Begin) -> Iterator[worker_pb2.Piece]:

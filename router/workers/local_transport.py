@@ -72,7 +72,8 @@ class LocalTransport:
         self._require_alive()
         if response is None:
             return None
-        return worker_pb2.ConnectResponse(updates=self.survivors(response), answers=response.answers)
+        updates = self.survivors(response)
+        return worker_pb2.ConnectResponse(updates=updates, answers=response.answers, ended_holds=response.ended_holds)
 
     async def close(self) -> None:
         self._line.close()

@@ -5,25 +5,26 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 import pytest
 
-from tests.bad_input.ports import CLUSTER_TOKEN, GENERATE, MAX_CALL_S, Metadata, Ports
+from tests.bad_input.ports import GENERATE, MAX_CALL_S, Metadata, Ports
 from tests.bad_input.raw_http2 import raw_http2
 from tests.local_worker import TOKEN
 from wire.convert import error_from_pb, sampling_to_pb
 from wire.errors import InvalidRequest
+from wire.identity import NONCE_BYTES
 from wire.pb import inference_pb2, worker_pb2
-from wire.pb.worker_pb2_grpc import WorkerStub
-from wire.rpc import TOKEN_METADATA
+from wire.rpc import NONCE_METADATA, TOKEN_METADATA, first_of_line
 from wire.sampling import SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GET_STATUS = "/baton.v1.Cluster/GetStatus"
 CONNECT = "/baton.v1.Worker/Connect"
+NONCE = b"n" * NONCE_BYTES
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 GUARDED = {
@@ -124,13 +125,21 @@ WRONG = {
 }
 
 
+async def line_to(ports: Ports, worker: str) -> grpc.aio.StreamStreamCall[bytes, bytes]:
+    """A line of bytes, on which the token is proven."""
+    connect: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = ports.channels[worker].stream_stream(CONNECT)
+    line = connect(metadata=((NONCE_METADATA, NONCE),), timeout=MAX_CALL_S)
+    await line.write((await first_of_line(line, TOKEN, NONCE)).SerializeToString())
+    return line
+
+
 async def end_of(ports: Ports, worker: str, *requests: worker_pb2.ConnectRequest) -> worker_pb2.End:
     """What a worker says at the end of the attempt that these orders begin, on a line of their own."""
-    connect = WorkerStub(ports.channels[worker]).Connect(metadata=CLUSTER_TOKEN, timeout=MAX_CALL_S)
+    connect = await line_to(ports, worker)
     for request in requests:
-        await connect.write(request)
+        await connect.write(request.SerializeToString())
     async for response in connect:
-        for update in response.updates:
+        for update in worker_pb2.ConnectResponse.FromString(response).updates:
             if update.HasField("end"):
                 connect.cancel()
                 end: worker_pb2.End = update.end
@@ -152,11 +161,12 @@ async def test_a_line_outlives_the_attempts_that_it_refuses(ports: Ports) -> Non
     good = spoilt(id=worker_pb2.AttemptId(request_id="good", attempt=2))
     orders = worker_pb2.ConnectRequest(begins=[*WRONG.values(), good])
     async with asyncio.timeout(MAX_CALL_S):
-        connect = WorkerStub(ports.channels["d0"]).Connect(metadata=CLUSTER_TOKEN)
-        await connect.write(orders)
+        connect = await line_to(ports, "d0")
+        await connect.write(orders.SerializeToString())
         ends: dict[int, worker_pb2.End] = {}
         while not {1, 2} <= set(ends):
-            ends |= {one.id.attempt: one.end for one in (await connect.read()).updates if one.HasField("end")}
+            response = worker_pb2.ConnectResponse.FromString(cast(bytes, await connect.read()))
+            ends |= {one.id.attempt: one.end for one in response.updates if one.HasField("end")}
     connect.cancel()
     assert type(error_from_pb(ends[1].error)) is InvalidRequest
     assert not ends[2].HasField("error")
@@ -173,7 +183,7 @@ async def test_a_begin_in_pieces_that_make_no_message_is_refused(ports: Ports, d
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x04\x0a\x02\xff\xfe"], ids=["no message", "not UTF-8"])
 async def test_bytes_that_are_no_order_end_the_line_and_what_was_begun_on_it(ports: Ports, data: bytes) -> None:
-    connect = ports.channels["d0"].stream_stream(CONNECT, bytes, bytes)(metadata=CLUSTER_TOKEN, timeout=MAX_CALL_S)
+    connect = await line_to(ports, "d0")
     await connect.write(worker_pb2.ConnectRequest(begins=[begin()]).SerializeToString())
     await connect.write(data)
     with suppress(grpc.aio.AioRpcError):

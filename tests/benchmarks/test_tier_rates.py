@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tiers import RATIOS, measure
+from benchmarks.tiers import RATIOS, measure, measure_directory
 
 
 @pytest.mark.redis
@@ -12,3 +12,9 @@ def test_all_ways_are_measured(tmp_path: Path) -> None:
     seconds = measure(num_blocks=2, num_turns=2, folder=tmp_path)
     assert all(each > 0 for each in seconds.values())
     assert {way for ratio in RATIOS.values() for way in ratio} < set(seconds)
+
+
+def test_a_full_directory_takes_turns() -> None:
+    figures, turns = measure_directory(num_blocks=1280, num_turns=10)
+    assert [len(each) for each in turns] == [10] * 4
+    assert all(figure > 0 for figure in figures.values())

@@ -20,10 +20,11 @@ RUN_ROOT = Path("/tmp")
 
 
 class ServedCluster:
-    """`name` is short: it is part of paths. State and caches of the user stay out of it."""
+    """`name` is short: it is part of paths. State and caches of the user stay out of it. program: the command."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, program: Sequence[str] = (sys.executable, "-m", "deploy.cli")) -> None:
         self.name = name
+        self._program = program
         lend_kernels(folder / "cache")
         self._env = {
             **os.environ,
@@ -35,7 +36,7 @@ class ServedCluster:
 
     def start(self, command: str, *arguments: str) -> subprocess.Popen[str]:
         """A command, without waiting for it."""
-        whole = [sys.executable, "-m", "deploy.cli", command, "--name", self.name, *arguments]
+        whole = [*self._program, command, "--name", self.name, *arguments]
         return subprocess.Popen(whole, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def run(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,7 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from cryptography import x509
 
 from tests.checkpoints import choose_prompt
 from tests.cluster.served_cluster import SHARED_MEMORY, ServedCluster, wait_until
@@ -83,6 +85,17 @@ def up(served: ServedCluster, nodes: RayNodes, checkpoint: Path) -> "subprocess.
     )
 
 
+def require_tls(run_dir: Path) -> None:
+    """Asks the block port of each node for its certificate, which the cluster's own authority has signed."""
+    authority = json.loads((run_dir / "authority.json").read_text())["certificate_pem"]
+    homes = [json.loads(path.read_text()) for path in run_dir.glob("*.home")]
+    assert len(homes) == 2
+    for home in homes:
+        host, _, port = home["block_address"].rpartition(":")
+        shown = x509.load_pem_x509_certificate(ssl.get_server_certificate((host, int(port)), timeout=START_S).encode())
+        shown.verify_directly_issued_by(x509.load_pem_x509_certificate(authority.encode()))
+
+
 def require_right(served: ServedCluster, checkpoint: Path, num_prompt: int) -> dict[str, Any]:
     """Asks for a continuation that one process computes alike; returns the whole answer."""
     expected = choose_prompt(checkpoint, num_prompt, NUM_TOKENS)
@@ -101,6 +114,7 @@ def test_a_pool_on_each_of_two_nodes_one_that_dies_and_others_that_join(
 
     answer = require_right(served, checkpoint, 100)
     status = served.status()
+    require_tls(Path(served.state()["run_dir"]))
     ((prefill,), (decode,)) = (status["pools"][role] for role in ("prefill", "decode"))
     assert prefill["node"] != decode["node"]
     assert {node["id"]: node["workers"] for node in status["nodes"]} == {

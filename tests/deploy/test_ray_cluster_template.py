@@ -38,3 +38,11 @@ def test_it_has_nodes_for_each_role_and_names_files_that_exist(template: dict[st
     named = re.findall(r"~/baton/(deploy/\S+)|(deploy/\S+\.toml)", TEMPLATE.read_text())
     assert len(named) == 4
     assert all(Path(one or other).is_file() for one, other in named)
+
+
+def test_every_node_of_it_is_started_with_rays_token(template: dict[str, Any]) -> None:
+    for role in ("head", "worker"):
+        starts = [one for one in template[f"{role}_start_ray_commands"] if not one.endswith("ray stop")]
+        assert all(re.search(r"bash ~/baton/deploy/(head|ray_node)\.sh ", one) for one in starts)
+    assert "exec bash deploy/ray_node.sh" in Path("deploy/head.sh").read_text()
+    assert "export RAY_AUTH_MODE=token " in Path("deploy/ray_node.sh").read_text()

@@ -4,16 +4,21 @@ import pytest
 
 from tests.faults.answer import Reader, ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.faults.known_model import MODEL
+from tests.faults.faulty_model import SPOILT
+from tests.faults.known_model import LAYOUT, MODEL
 from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
-from wire.errors import BatonError
+from wire.directory import Block
+from wire.errors import BatonError, NoNumber
+from wire.frame import checksum_of
+from wire.keys import BlockName
 from worker.config import BatchSettings
 
 SIZES = Sizes(num_blocks=128, num_slots=256)
 SMALL_STEPS = BatchSettings(max_step_tokens=32, max_running=16, max_chunk_tokens=16)
 BAD = MODEL.vocab_size
 """A token that is in prompts only."""
+NO_TOKEN = -1
 NUM_MATES = 7
 
 
@@ -91,6 +96,50 @@ async def test_logits_that_are_no_numbers(num_prefill: int) -> None:
         with pytest.raises(BatonError, match="not a number"):
             await cluster.answer(ask((*prompt_of(50), BAD), 20))
         await expect_whole(cluster, mates, 100)
+        await at_rest(cluster)
+
+
+def poison(cluster: FaultyCluster, names: list[BlockName]) -> None:
+    """Has blocks in the arena and in the cold tier whose KV leads to no numbers, whatever their checksums."""
+    payload = memoryview(bytearray(SPOILT.to_bytes(8, "little", signed=True) * (LAYOUT.payload_bytes // 8)))
+    slots = cluster.directory.reserve("poisoner", names, None).slots
+    for slot, name in zip(slots, names, strict=True):
+        assert slot is not None
+        cluster.arena.slot(slot)[: len(payload)] = payload
+        cluster.directory.commit("poisoner", [Block(slot, name, checksum_of(payload))], None)
+        cluster.cold.put(name, payload, checksum_of(payload))
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_a_request_over_a_poisoned_block_is_computed_without_the_store(num_prefill: int) -> None:
+    async with faulty_cluster(MODEL, num_prefill, 1, SIZES) as cluster:
+        prompt, poisoned = prompt_of(50), cluster.names_of(prompt_of(50))[:2]
+        poison(cluster, poisoned)
+        for model in cluster.models.values():
+            model.spoilt_kv = NO_TOKEN
+        [choice] = await cluster.answer(ask(prompt, 20))
+        assert choice.token_ids == MODEL.oracle(prompt, 20)
+        await until(lambda: not any(worker.transfers.pending for worker in cluster.workers.values()))
+        assert cluster.cold.exists([name.key for name in poisoned]) == [False, False]
+        [choice] = await cluster.answer(ask(prompt, 20))
+        assert choice.token_ids == MODEL.oracle(prompt, 20), "of the blocks that took their place"
+        cached = sum(worker.engine.stats().cached_prompt_tokens for worker in cluster.workers.values())
+        assert cached > 2 * LAYOUT.block_size
+        await at_rest(cluster)
+
+
+async def test_a_request_without_numbers_is_computed_once_more_and_no_oftener() -> None:
+    """The prompt's beginning is cached, but its last token is at fault itself."""
+    async with faulty_cluster(MODEL, 0, 1, SIZES) as cluster:
+        await cluster.answer(ask(prompt_of(50), 1))
+        model = cluster.models["d0"]
+        model.spoilt, num_steps = BAD, model.num_steps
+        with pytest.raises(NoNumber, match="not a number"):
+            await cluster.answer(ask((*prompt_of(50), BAD), 20))
+        assert model.num_steps == num_steps + 2
+        with pytest.raises(NoNumber):
+            await cluster.answer(ask((*prompt_of(50), BAD), 20))
+        assert model.num_steps == num_steps + 3, "nothing was cached any more"
         await at_rest(cluster)
 
 

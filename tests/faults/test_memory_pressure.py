@@ -6,10 +6,11 @@ import pytest
 
 from engine.core import EngineCore
 from engine.request import EngineRequest
+from kv_store.node.cold_writer import ColdWriter
 from tests.faults.answer import ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.known_model import MODEL
-from tests.faults.rest import at_rest
+from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
 from wire.errors import InvalidRequest
 
@@ -80,6 +81,27 @@ async def test_an_arena_full_of_holds_that_are_never_released() -> None:
         assert cluster.directory.status().counts.published == 8
         await serve_all(cluster, 8, 20)
         await at_rest(cluster)
+
+
+async def test_prefill_does_not_wait_for_decode_where_held_blocks_can_move_to_a_cold_tier() -> None:
+    """Hand-offs fill half of the arena while decode stands still: the next prompts are prefilled all the same."""
+    prompts = [(number, *range(100)) for number in range(6)]
+    async with faulty_cluster(MODEL, 1, 1, Sizes(num_blocks=64, num_slots=10)) as cluster:
+        writer = ColdWriter(MODEL.layout, cluster.arena, cluster.directory, cluster.cold, interval_s=0.01)
+        writer.start()
+        cluster.models["d0"].pause()
+        first = cluster.open(ask(prompt_of(0), 8))
+        await until(lambda: cluster.models["d0"].num_steps)  # from here on it fetches nothing
+        readers = [cluster.open(ask(prompt, 8)) for prompt in prompts]
+        prefill = cluster.workers["p0"].engine
+        await until(lambda: prefill.stats().generated_tokens == len(prompts) + 1)
+        cluster.models["d0"].go_on()
+        await first.read_all()
+        for prompt, reader in zip(prompts, readers, strict=True):
+            [choice] = await reader.read_all()
+            assert choice.token_ids == MODEL.oracle(prompt, 8)
+        await at_rest(cluster)
+        writer.stop()
 
 
 async def test_what_never_fits_is_refused_and_what_just_fits_is_served() -> None:

@@ -2,14 +2,16 @@
 
 import hmac
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from deploy.plan.authority import Authority
 from kv_store.node import block_port
 from kv_store.node.arena import Arena
 from kv_store.node.block_port import BlockReader, BlockServer, LocalBlocks
@@ -17,11 +19,14 @@ from kv_store.node.directory import Directory
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.frame import checksum_of
+from wire.identity import Identity
 from wire.ids import BlockKey
 from wire.keys import BlockName
 
 TOKEN = b"the cluster's token"
 NUM_SLOTS = 16
+AUTHORITY = Authority.make()
+READER = AUTHORITY.issue("decode-0", "10.0.0.2")
 
 
 @dataclass
@@ -39,8 +44,8 @@ class Node:
             self.directory.commit("writer", [block], None)
 
 
-def serve(directory: Directory, arena: Arena, port: int = 0) -> Node:
-    server = BlockServer(directory, arena, LAYOUT.payload_bytes, TOKEN)
+def serve(directory: Directory, arena: Arena, port: int = 0, identity: Identity | None = None) -> Node:
+    server = BlockServer(directory, arena, LAYOUT.payload_bytes, TOKEN, identity)
     return Node(directory, arena, server, server.start("127.0.0.1", port))
 
 
@@ -53,10 +58,24 @@ def node() -> Iterator[Node]:
     assert node.directory.check() == []
 
 
+@pytest.fixture
+def tls_node() -> Iterator[Node]:
+    identity = AUTHORITY.issue("node-a", "127.0.0.1")
+    node = serve(Directory(NUM_SLOTS), Arena.anonymous(LAYOUT.block_bytes, NUM_SLOTS), identity=identity)
+    node.publish(names_of(20))
+    yield node
+    node.server.stop()
+    assert node.directory.status().num_leases == 0
+
+
 def reader_of(
-    address: str, token: bytes = TOKEN, payload_bytes: int = LAYOUT.payload_bytes, timeout_s: float = 5.0
+    address: str,
+    token: bytes = TOKEN,
+    payload_bytes: int = LAYOUT.payload_bytes,
+    timeout_s: float = 5.0,
+    identity: Identity | None = None,
 ) -> BlockReader:
-    return BlockReader(address, payload_bytes, token, timeout_s, FakeClock())
+    return BlockReader(address, payload_bytes, token, timeout_s, FakeClock(), identity)
 
 
 @pytest.fixture
@@ -114,6 +133,17 @@ def test_the_twin_reads_as_the_port_does(node: Node, reader: BlockReader) -> Non
         assert source.exists(keys(names)) == [index != 3 for index in range(10)]
         assert [len(read(source, names[start:])) for start in (0, 3, 4, 7)] == [3, 0, 2, 3]
         assert (source.status().hits, source.status().misses, source.status().corrupt) == (8, 2, 1)
+
+
+def test_blocks_are_forgotten_on_the_other_node(node: Node, reader: BlockReader) -> None:
+    names = names_of(20)
+    node.publish(names)
+    sources: list[BlockReader | LocalBlocks] = [reader, LocalBlocks(node.directory, node.arena, LAYOUT.payload_bytes)]
+    for number, source in enumerate(sources):
+        source.delete(keys(names[number : number + 1]))
+        assert node.directory.exists(keys(names)) == [index > number for index in range(5)]
+        assert read(source, names[2:]) == [payload_of(name) for name in names[2:]]
+    assert reader.status().errors == 0
 
 
 def test_reading_ends_at_the_first_hole_and_the_reader_goes_on(node: Node, reader: BlockReader) -> None:
@@ -256,3 +286,74 @@ def test_more_connections_than_the_most_are_turned_away(
     with closing(reader_of(node.address)) as second:
         assert second.exists(keys(names_of(4))) == [False]
     assert reader.exists(keys(names_of(4))) == [True]
+
+
+def test_blocks_come_over_tls_on_one_connection(tls_node: Node) -> None:
+    names = names_of(20)
+    with closing(reader_of(tls_node.address, identity=READER)) as reader:
+        assert reader.exists(keys(names)) == [True] * 5
+        for _ in range(3):
+            assert read(reader, names) == [payload_of(name) for name in names]
+        assert (reader.status().errors, tls_node.server.num_readers) == (0, 1)
+
+
+STRANGERS = {
+    "plain": None,
+    "of another cluster": Authority.make().issue("decode-0", "10.0.0.2"),
+    "of another cluster, with this one's authority": replace(
+        Authority.make().issue("decode-0", "10.0.0.2"), authority_pem=READER.authority_pem
+    ),
+}
+
+
+@pytest.mark.parametrize("identity", STRANGERS.values(), ids=STRANGERS)
+def test_a_tls_port_tells_a_stranger_nothing(tls_node: Node, identity: Identity | None) -> None:
+    with closing(reader_of(tls_node.address, identity=identity)) as reader:
+        assert reader.exists(keys(names_of(20))) == [False] * 5
+        assert reader.status().errors == 1
+    with closing(reader_of(tls_node.address, identity=READER)) as reader:
+        assert reader.exists(keys(names_of(20))) == [True] * 5
+
+
+def test_a_certificate_without_the_token_opens_nothing(tls_node: Node) -> None:
+    with closing(reader_of(tls_node.address, b"another token", identity=READER)) as reader:
+        assert reader.exists(keys(names_of(20))) == [False] * 5
+        assert reader.status().errors == 1
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_without_a_certificate_or_of_an_older_tls_is_hung_up_on(
+    tls_node: Node, version: ssl.TLSVersion
+) -> None:
+    context = READER.client_context() if version is ssl.TLSVersion.TLSv1_2 else ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.minimum_version = context.maximum_version = version
+    host, port = tls_node.address.split(":")
+
+    def say_something() -> None:
+        with socket.create_connection((host, int(port)), 5.0) as plain, context.wrap_socket(plain) as stranger:
+            stranger.sendall(bytes(16))
+            stranger.recv(1)
+
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        say_something()
+
+
+@pytest.mark.parametrize("identity", [AUTHORITY.issue("node-a", "127.0.0.2"), None], ids=["another host's", "none"])
+def test_a_reader_speaks_to_no_server_that_is_not_the_addressed_node(identity: Identity | None) -> None:
+    node = serve(Directory(NUM_SLOTS), Arena.anonymous(LAYOUT.block_bytes, NUM_SLOTS), identity=identity)
+    node.publish(names_of(4))
+    with closing(reader_of(node.address, identity=READER, timeout_s=1.0)) as reader:
+        assert reader.exists(keys(names_of(4))) == [False]
+        assert reader.status().errors == 1
+    node.server.stop()
+
+
+def test_a_client_that_never_ends_its_handshake_holds_up_no_other(tls_node: Node) -> None:
+    host, port = tls_node.address.split(":")
+    with (
+        socket.create_connection((host, int(port)), 5.0),
+        closing(reader_of(tls_node.address, identity=READER)) as reader,
+    ):
+        assert reader.exists(keys(names_of(4))) == [True]
+        assert tls_node.server.num_readers == 2

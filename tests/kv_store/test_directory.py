@@ -15,9 +15,10 @@ from tests.kv_store.names import committed, names_of
 from wire.directory import Block, Entry, Hold
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
-from wire.tier import Tier, Write
+from wire.tier import COLD_TIERS, ColdStatus, Tier, Write
 
 NUM_SLOTS = 8
+REQUEST = RequestId("request")
 
 
 @dataclass
@@ -225,13 +226,65 @@ def test_a_hold_ends_unless_it_is_renewed(served: Served) -> None:
     served.publish(names, hold("kept"))
     assert served.port.reserve("another", names, hold("left")).num_resident == 2
     served.clock.now += 9.0
-    assert served.port.renew([RequestId("kept"), RequestId("nobody")], 10.0) == 1
+    assert served.port.renew([RequestId("kept"), RequestId("nobody")], 10.0) == [RequestId("nobody")]
     served.clock.now += 1.0
     assert served.port.status().num_holds == 1
     assert served.port.status().counts.published == 2
     served.clock.now += 9.0
-    assert served.port.renew([RequestId("kept")], 10.0) == 0
+    assert served.port.renew([RequestId("kept")], 10.0) == [RequestId("kept")]
     assert served.port.status().counts.published == 0
+
+
+def crowded(tier_state: str = "up") -> tuple[Directory, list[BlockName]]:
+    """A directory with a hold of three blocks and a tail, of eight slots."""
+    directory = Directory(NUM_SLOTS, FakeClock())
+    directory.note_cold(ColdStatus(Tier.REDIS, tier_state))
+    names = names_of(14)
+    Served(directory, directory, FakeClock()).publish(names, hold())
+    return directory, names
+
+
+def test_a_hold_beyond_a_quarter_of_the_arena_ends_once_its_blocks_are_in_a_cold_tier() -> None:
+    directory, names = crowded()
+    assert written_next(directory, Tier.REDIS) == keys(names[:3])
+    directory.mark_cold(Tier.REDIS, keys(names[:2]))
+    assert directory.renew([REQUEST], 10.0) == []
+    assert written_next(directory, Tier.REDIS) == keys(names[2:3])
+    directory.mark_cold(Tier.REDIS, keys(names[2:3]))
+    assert directory.status().num_holds == 1, "it ends with a renewal, which tells the router"
+    assert directory.renew([REQUEST], 10.0) == [REQUEST] == directory.renew([REQUEST], 10.0)
+    assert (directory.status().num_holds, directory.exists(keys(names))) == (0, [True] * 4)
+    Served(directory, directory, FakeClock()).publish(names_of(4 * NUM_SLOTS, first=1000))
+    assert directory.exists(keys(names)) == [False] * 4
+    assert directory.check() == []
+
+
+def test_a_hold_stays_where_no_cold_tier_answers() -> None:
+    directory, names = crowded("broken")
+    assert written_next(directory, Tier.REDIS) == []
+    directory, names = crowded()
+    directory.mark_cold(Tier.REDIS, keys(names))
+    directory.note_cold(ColdStatus(Tier.REDIS, "broken"))
+    assert directory.renew([REQUEST], 10.0) == []
+
+
+def test_a_hold_of_a_quarter_of_the_arena_stays() -> None:
+    directory = Directory(NUM_SLOTS, FakeClock())
+    directory.note_cold(ColdStatus(Tier.REDIS, "up"))
+    names = names_of(8)
+    Served(directory, directory, FakeClock()).publish(names, hold())
+    assert written_next(directory, Tier.REDIS) == []
+    directory.mark_cold(Tier.REDIS, keys(names))
+    assert directory.renew([REQUEST], 10.0) == []
+
+
+def test_a_block_that_is_to_move_is_written_to_one_tier() -> None:
+    directory = Directory(NUM_SLOTS, FakeClock(), writes={Tier.FILES: Write.ALL})
+    for tier in COLD_TIERS:
+        directory.note_cold(ColdStatus(tier, "up"))
+    names = names_of(12)
+    Served(directory, directory, FakeClock()).publish(names, hold())
+    assert (written_next(directory, Tier.REDIS), set(written_next(directory, Tier.FILES))) == ([], set(keys(names)))
 
 
 def test_a_request_holds_a_block_once(served: Served) -> None:
@@ -253,6 +306,14 @@ def test_a_corrupt_block_is_found_no_more(served: Served) -> None:
     assert served.port.withdraw([replace(good, checksum=bytes(16)), bad]) == 1
     assert served.found(names) == [True, False]
     assert served.port.withdraw([bad]) == 0
+    assert served.port.status().counts.free == NUM_SLOTS - 1
+
+
+def test_blocks_are_forgotten_by_their_keys(served: Served) -> None:
+    names = names_of(10)
+    served.publish(names)
+    assert served.port.forget(keys([names[0], names[2], *names_of(4, first=1000)])) == 2
+    assert served.found(names) == [False, True, False]
     assert served.port.status().counts.free == NUM_SLOTS - 1
 
 
@@ -292,6 +353,13 @@ def test_names_in_a_circle_do_no_harm(served: Served) -> None:
     served.publish([replace(name, parent=other.key)])
     served.publish([replace(other, parent=name.key)])
     assert served.found([name, other]) == [True, True]
+    served.publish(names_of(4 * NUM_SLOTS, first=1000))
+    assert served.found([name, other]) == [False, False]
+
+
+def test_a_block_is_told_as_it_was_committed(served: Served) -> None:
+    blocks = served.publish(names_of(10))
+    assert sorted(served.directory.blocks(), key=lambda block: block.slot) == sorted(blocks, key=lambda b: b.slot)
 
 
 def test_what_the_cold_tier_has_is_evicted_first(served: Served) -> None:
@@ -345,6 +413,15 @@ def test_all_full_blocks_are_offered_to_a_tier_that_gets_all() -> None:
     assert directory.exists(keys(names)) == [False] * 4
     assert not set(written_next(directory, Tier.FILES)) & set(keys(names)), "what was evicted is offered no more"
     assert directory.check() == []
+
+
+def test_blocks_that_were_not_written_are_offered_after_the_others() -> None:
+    directory = Directory(NUM_SLOTS, FakeClock(), writes={Tier.FILES: Write.ALL})
+    names = names_of(16)
+    Served(directory, directory, FakeClock()).publish(names)
+    first, second, third = (written_next(directory, Tier.FILES, 2) for _ in range(3))
+    assert {*first, *second} == set(keys(names))
+    assert third == first
 
 
 def test_blocks_that_are_read_outside_of_a_hand_off_are_offered_to_a_tier_that_gets_reused_ones() -> None:

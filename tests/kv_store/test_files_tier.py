@@ -321,6 +321,61 @@ def test_a_folder_that_takes_no_files_is_told_at_the_start(tmp_path: Path, path:
         FilesTier(str(tmp_path / path), LAYOUT, MAC_KEY, AMPLE_S, 1 << 30)
 
 
+def test_a_mount_that_is_read_only_by_now_is_no_hindrance_to_a_start(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert put_one(opened(), NAME)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("kv_store.tiers.folder._written_aside", refuse)
+    tier = opened()
+    assert got_one(tier, NAME)
+    assert not any(put_one(tier, NAME) for _ in range(3))
+    assert tier.status().state == "read-only"
+
+
+def test_a_mount_that_hangs_at_the_start_is_a_miss_until_it_answers(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert put_one(opened(), NAME)
+    may_go, opens = threading.Event(), Folder.__init__
+
+    def hang(*arguments: object) -> None:
+        assert may_go.wait(60.0)
+        opens(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Folder, "__init__", hang)
+    monkeypatch.setattr("kv_store.tiers.files_tier._OPEN_TIMEOUT_S", 0.1)
+    tier = opened()
+    assert (tier.exists([NAME.key]), got_one(tier, NAME), put_one(tier, NAME)) == ([False], False, False)
+    assert tier.status().state == "broken"
+    may_go.set()
+    deadline = time.monotonic() + AMPLE_S
+    while not got_one(tier, NAME):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_mount_that_is_out_of_reach_at_the_start_is_opened_later(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, opens = FakeClock(), Folder.__init__
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Folder, "__init__", fail)
+    tier = opened(clock=clock)
+    assert not any(put_one(tier, NAME) for _ in range(3))
+    assert tier.status().state == "broken"
+    monkeypatch.setattr(Folder, "__init__", opens)
+    clock.now += 2.0
+    assert put_one(tier, NAME)
+    assert got_one(tier, NAME)
+
+
 def test_room_for_too_few_blocks_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"files\.max_bytes"):
         FilesTier(str(tmp_path / "kv"), LAYOUT, MAC_KEY, AMPLE_S, MIN_BLOCKS * FRAME_BYTES - 1)

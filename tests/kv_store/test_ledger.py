@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kv_store.ledger import Ledger, OutOfBlocks, PageState, Worth
+from kv_store.eviction_order import Worth
+from kv_store.ledger import Ledger, OutOfBlocks, PageState
 from wire.ids import BlockKey, PageId
 
 
@@ -13,10 +14,10 @@ def key(number: int) -> BlockKey:
     return BlockKey(number.to_bytes(32, "little"))
 
 
-def cached(ledger: Ledger, number: int, worth: Worth = Worth.ONLY_COPY) -> PageId:
+def cached(ledger: Ledger, number: int, worth: Worth = Worth.ONLY_COPY, parent: int | None = None) -> PageId:
     """A page that is cached under a key, as the most recently used one."""
     [page] = ledger.allocate(1)
-    assert ledger.publish(page, key(number), worth)
+    assert ledger.publish(page, key(number), worth, None if parent is None else key(parent))
     ledger.free(page)
     return page
 
@@ -117,6 +118,60 @@ def test_a_use_without_a_reference_counts() -> None:
     assert [*ledger.allocate(1), *ledger.allocate(1)] == [other, one]
 
 
+def evicted(ledger: Ledger, num_pages: int) -> list[PageId]:
+    return [ledger.allocate(1)[0] for _ in range(num_pages)]
+
+
+def test_a_page_goes_after_its_children_and_counts_their_last_use_as_its_own() -> None:
+    ledger = Ledger(6)
+    chain = [cached(ledger, 1), *(cached(ledger, number, parent=number - 1) for number in (2, 3))]
+    other = cached(ledger, 4)
+    fork = cached(ledger, 5, parent=1)
+    last = cached(ledger, 6)
+    ledger.touch(chain[2])
+    assert evicted(ledger, 6) == [other, fork, last, *reversed(chain)]
+
+
+def test_a_page_that_is_in_use_lets_its_parent_go_and_counts_again_later() -> None:
+    ledger = Ledger(3)
+    parent, other = cached(ledger, 1), cached(ledger, 2)
+    child = cached(ledger, 3, parent=1)
+    ledger.begin_transfer(child)
+    assert ledger.oldest(Worth.ONLY_COPY, 9) == [other, parent]
+    ledger.end_transfer(child)
+    assert ledger.oldest(Worth.ONLY_COPY, 9) == [other, child, parent]
+    assert ledger.check() == []
+
+
+def test_a_parent_that_comes_back_goes_after_the_children_that_stayed() -> None:
+    ledger = Ledger(3)
+    child, last = cached(ledger, 2, parent=1), cached(ledger, 3)
+    parent = cached(ledger, 1)
+    ledger.touch(child)
+    assert ledger.oldest(Worth.ONLY_COPY, 9) == [last, child, parent]
+    ledger.withdraw(parent)
+    assert cached(ledger, 1) == parent
+    ledger.touch(child)
+    assert evicted(ledger, 3) == [last, child, parent]
+
+
+def test_a_page_with_a_copy_does_not_wait_for_a_child_without_one() -> None:
+    ledger = Ledger(3)
+    parent, child, other = cached(ledger, 1), cached(ledger, 2, parent=1), cached(ledger, 3)
+    ledger.revalue(parent, Worth.COPIED)
+    assert ledger.oldest(Worth.ONLY_COPY, 9) == [child, other]
+    assert ledger.allocate(1) == [parent]
+    ledger.revalue(other, Worth.COPIED)
+    assert evicted(ledger, 2) == [other, child]
+
+
+def test_pages_that_are_one_anothers_parents_can_be_had() -> None:
+    ledger = Ledger(3)
+    pages = {cached(ledger, number, parent=parent) for number, parent in ((1, 2), (2, 1), (3, 3))}
+    assert set(evicted(ledger, 3)) == pages
+    assert ledger.check() == []
+
+
 def test_a_cached_page_with_a_transfer_is_not_given_out() -> None:
     ledger = Ledger(2)
     busy, idle = cached(ledger, 1), cached(ledger, 2)
@@ -204,12 +259,13 @@ class LedgerMachine(RuleBasedStateMachine):
         assert all(self.references[page] == 0 and self.transfers[page] == 0 for page in pages)
         self.references.update(pages)
 
-    @rule(data=st.data(), number=st.integers(0, 5), worth=st.sampled_from(Worth))
-    def publish(self, data: st.DataObject, number: int, worth: Worth) -> None:
+    @rule(data=st.data(), number=st.integers(0, 5), worth=st.sampled_from(Worth), parent=st.integers(0, 6))
+    def publish(self, data: st.DataObject, number: int, worth: Worth, parent: int) -> None:
+        """A parent of any number: chains, forks, circles, parents that come late or never."""
         page = self.choose(data, PageState.OWNED, PageState.DRAINING)
         if page is not None:
             known = self.ledger.find(key(number))
-            assert self.ledger.publish(page, key(number), worth) == (known is None)
+            assert self.ledger.publish(page, key(number), worth, key(parent)) == (known is None)
             assert self.ledger.find(key(number)) == (page if known is None else known)
 
     @rule(data=st.data())
@@ -244,6 +300,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def touch_and_revalue(self, page: int, worth: Worth) -> None:
         self.ledger.touch(PageId(page))
         self.ledger.revalue(PageId(page), worth)
+
+    @rule(worth=st.sampled_from(Worth), num_pages=st.integers(1, 6))
+    def list_oldest(self, worth: Worth, num_pages: int) -> None:
+        pages = self.ledger.oldest(worth, num_pages)
+        assert len(set(pages)) == len(pages) <= num_pages
+        assert self.ledger.oldest(worth, num_pages) == pages, "a list of them changes nothing"
 
     @rule(page=st.integers(0, 5))
     def withdraw(self, page: int) -> None:

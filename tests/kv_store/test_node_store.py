@@ -10,6 +10,7 @@ import torch
 
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
+from kv_store.node.block_port import LocalBlocks
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
@@ -346,6 +347,18 @@ def test_withdrawn_blocks_are_found_nowhere(node: Node) -> None:
     node.evict_all()
     assert node.fetch(names) == []
     assert node.directory.check() == []
+
+
+def test_blocks_are_withdrawn_from_the_nodes_that_may_have_them(node: Node) -> None:
+    names, (arena, port) = names_of(18), node.connect()
+    node.publish(names)
+    with closing(Arena.anonymous(LAYOUT.block_bytes, NUM_SLOTS)) as own:
+        peers = {"there": LocalBlocks(port, arena, LAYOUT.payload_bytes)}
+        store = NodeStore(LAYOUT, own, Directory(NUM_SLOTS), [], filled_pool([]), peer=peers.__getitem__)
+        assert store.fetch(names, pages_from(0, 5), ["there"]) == [Tier.PEERS] * 5
+        store.withdraw(names[1:], ["there"])
+        assert store.fetch(names, pages_from(0, 5), ["there"]) == [Tier.HOST]
+    assert node.directory.exists([name.key for name in names]) == [True] + [False] * 4
 
 
 def test_without_a_cold_tier(node: Node) -> None:

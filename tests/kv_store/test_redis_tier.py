@@ -263,6 +263,25 @@ def test_a_user_without_the_right_to_write_is_told_at_the_start(launch: Launch) 
         RedisTier(server.url.replace("unix://", "unix://reader:secret@"), LAYOUT, MAC_KEY, AMPLE_S)
 
 
+@pytest.mark.parametrize("num_keys", [1, 700])
+def test_a_lookup_that_is_refused_later_is_a_miss_and_its_reason_is_told(
+    launch: Launch, caplog: pytest.LogCaptureFixture, num_keys: int
+) -> None:
+    server = launch()
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "limited", "on", ">secret", "~*", "+@all")
+        tier = RedisTier(server.url.replace("unix://", "unix://limited:secret@"), LAYOUT, MAC_KEY, AMPLE_S, FakeClock())
+        assert put_one(tier, NAME)
+        keys = [NAME.key, *(name.key for name in names_of(4 * (num_keys - 1), first=1000))]
+        assert tier.exists(keys) == [True] + [False] * (num_keys - 1)
+        client.execute_command("ACL", "SETUSER", "limited", "-exists")
+        for _ in range(3):
+            assert tier.exists(keys) == [False] * num_keys
+        assert (tier.status().state, tier.status().errors) == ("broken", 3)
+        assert "no permissions to run the 'exists' command" in caplog.text
+    tier.close()
+
+
 def test_a_password_that_is_revoked_later_is_a_miss(launch: Launch) -> None:
     server, clock = launch(), FakeClock()
     tier = tier_of(server, clock)

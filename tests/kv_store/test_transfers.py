@@ -48,7 +48,7 @@ class FakeStore:
         self._work("publish", names, pages, hold)
         return len(names)
 
-    def withdraw(self, names: Sequence[BlockName]) -> None:
+    def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
         self._work("withdraw", names)
 
     def _work(self, *asked: object) -> None:
@@ -57,7 +57,8 @@ class FakeStore:
         if self.error is not None:
             raise self.error
 
-    def renew(self, request_ids: Sequence[RequestId]) -> None: ...
+    def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
+        return []
 
     def release_holds(self, request_ids: Sequence[RequestId]) -> None: ...
 

@@ -130,8 +130,8 @@ async def test_one_scrape_tells_of_the_whole_cluster() -> None:
     assert values["baton_num_requests_running", "router", "router"] == 0
     assert values["baton_worker_computed_prompt_tokens_total", "prefill", "p0"] == len(PROMPT) + len(PROMPT) % 16
     assert values["baton_worker_computed_prompt_tokens_total", "decode", "d0"] == 0
-    assert values["baton_kv_blocks", "prefill", "cached", "device", "p0"] == len(PROMPT) // 16
-    assert values["baton_kv_blocks", "node", "free", "host", "node"] > 0
+    assert values["baton_kv_blocks", "", "prefill", "cached", "device", "p0"] == len(PROMPT) // 16
+    assert values["baton_kv_blocks", "", "node", "free", "host", "node"] > 0
     assert values["baton_worker_up", "decode", "d1"] == 1
     assert {name for name in later if "d1" in name} == set()
 

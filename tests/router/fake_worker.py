@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from wire.convert import attempt_of, error_to_pb, tiers_to_pb
+from wire.convert import attempt_of, attempt_to_pb, error_to_pb, tiers_to_pb
 from wire.errors import BatonError, DeadlineExceeded
 from wire.ids import PROTOCOL_VERSION, AttemptId, WorkerId
 from wire.layout import KVLayout
@@ -177,6 +177,11 @@ class FakeLine:
     def say(self, update: worker_pb2.Update) -> None:
         """Sends an update, with its address."""
         self._news.updates.append(update)
+        self._changed.set()
+
+    def say_ended(self, hold: AttemptId) -> None:
+        """Tells that a hold has ended."""
+        self._news.ended_holds.append(attempt_to_pb(hold))
         self._changed.set()
 
     async def next(self) -> worker_pb2.ConnectResponse | None:

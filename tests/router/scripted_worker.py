@@ -27,7 +27,8 @@ class ScriptedWorker(FakeWorker):
         self._open: set[AttemptId] = set()
 
     def connect(self) -> "ScriptedLine":
-        return ScriptedLine(self)
+        self.line = ScriptedLine(self)
+        return self.line
 
     def begun(self, begin: worker_pb2.Begin, line: "ScriptedLine") -> None:
         """Notes an attempt that a router has begun on a line."""

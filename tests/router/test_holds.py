@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.workers.holds import HoldBudget, Holds
+from router.workers.holds import LOOK_EVERY_S, HoldBudget, Holds
 from router.workers.line import Line
 from router.workers.local_transport import LocalTransport
 from router.workers.members import Member, Members
@@ -192,6 +192,35 @@ async def test_holds_are_renewed_from_the_answer_until_the_release(pair: Pair) -
     assert first.releases == [A], "once, however often it is asked for"
 
 
+async def test_a_hold_whose_blocks_have_moved_makes_room_and_is_renewed_no_more(pair: Pair) -> None:
+    told = pair.workers[0]
+    tasks = [pair.begin(A, FIVE), pair.begin(B, keys(7))]
+    await until(lambda: len(told.renewed) >= 2)
+    assert pair.holds.budgets[""].num_waiting == 1
+    assert told.renewed[-1] == ["a"]
+    told.line.say_ended(A)
+    await until(lambda: told.renewed[-1] == ["b"])
+    assert (pair.holds.budgets[""].num_waiting, pair.holds.budgets[""].num_blocks) == (0, 1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def test_where_prefills_wait_holds_are_renewed_before_their_time(pair: Pair) -> None:
+    await pair.holds.stop()
+    pair.holds = Holds(pair.members, renew_every_s=1000.0)
+    pair.holds.resize()
+    pair.holds.start()
+    first = pair.begin(A, FIVE)
+    await asyncio.sleep(2 * LOOK_EVERY_S)
+    assert pair.workers[0].renewed == []
+    second = pair.begin(B, keys(7))
+    await until(lambda: pair.workers[0].renewed)
+    for task in (first, second):
+        task.cancel()
+    await asyncio.wait([first, second])
+
+
 async def test_a_hold_ends_with_its_context(pair: Pair) -> None:
     with pytest.raises(ZeroDivisionError):
         async with pair.holds.hold(A, FIVE, ""):
@@ -294,6 +323,14 @@ async def test_each_node_has_a_budget_and_hears_of_its_own_holds(pair: Pair) -> 
             await until(lambda: pair.workers[1].renewed)
     await until(lambda: [worker.releases for worker in pair.workers] == [[A], [B]])
     assert pair.workers[0].renewed == []
+
+
+async def test_the_budget_of_a_node_that_is_gone_goes_with_its_last_hold(pair: Pair) -> None:
+    async with pair.holds.hold(A, FIVE, "gone"):
+        pair.holds.resize()
+        assert set(pair.holds.budgets) == {"", "gone"}
+    pair.holds.resize()
+    assert set(pair.holds.budgets) == {""}
 
 
 async def test_on_a_node_that_has_lost_its_workers_nothing_waits(pair: Pair) -> None:

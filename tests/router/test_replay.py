@@ -198,3 +198,10 @@ class TestQuarantine:
         for number in (1, 2, 1, 3):
             quarantine.add(key(number), now_s=0.0)
         assert [quarantine.holds(key(number), now_s=1.0) for number in (1, 2, 3)] == [True, False, True]
+
+
+def test_an_attempt_without_cache_is_followed_by_others_without() -> None:
+    first = Attempts(number=2, num_in_vain=1, num_tokens_before=40)
+    again = first.without_cache()
+    assert (first.reads_cache, again) == (True, Attempts(3, 1, 40, reads_cache=False))
+    assert not again.after(Unavailable("it died"), 41).reads_cache

@@ -408,8 +408,11 @@ def scrape(address: str) -> str:
 
 async def test_events_of_router_and_controller_stand_in_their_order(service: Service) -> None:
     watch, port = service.cluster.router.watch, service.cluster.port
-    watch.last = cluster_pb2.ClusterStatus(tiers=[worker_pb2.TierStatus(tier="host", epoch="e1")])
-    service.cluster.workers["p0"].epoch = "e2"
+    before = worker_pb2.WorkerStatus(blocks=worker_pb2.BlockCounts(total=1))
+    before.tiers.add(tier="host", epoch="e1")
+    watch.last = cluster_pb2.ClusterStatus(workers=[before])
+    for worker in service.cluster.workers.values():
+        worker.epoch = "e2"
     await port.worker_lost(WorkerId("d9"))
     await watch.read()
     status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
@@ -629,3 +632,10 @@ async def test_long_messages_take_turns_and_short_ones_need_none(monkeypatch: py
     await asyncio.wait(following[:2])
     assert not following[2].done()
     await following[2]
+
+
+async def test_the_operators_port_stays_on_this_machine_wherever_clients_connect() -> None:
+    async with serving(replace(CONFIG, listeners=Listeners(host="127.0.0.2", metrics_port=0))) as service:
+        told = service.addresses
+        hosts = [address.rpartition(":")[0] for address in (told.public, told.operator, told.metrics)]
+    assert hosts == ["127.0.0.2", "127.0.0.1", "127.0.0.2"]

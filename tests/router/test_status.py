@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
-from router.observe.status import changes
+from router.observe.status import _summed, changes
 from router.workers.members import LONG_STEP_S
 from tests.router.fake_cluster import WAIT_S, FakeCluster, request, running, until
 from wire.errors import DeadlineExceeded
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import PoolSizes
+from wire.tier import Tier
 
 
 def status(
@@ -20,7 +21,8 @@ def status(
     made = cluster_pb2.ClusterStatus()
     made.workers.add(worker_id="decode-0", blocks=blocks, engine_silent_s=silent_s)
     made.workers.add(worker_id="decode-1", blocks=blocks, engine_silent_s=0.5)
-    made.tiers.add(tier="host", epoch=epoch)
+    for worker in made.workers:
+        worker.tiers.add(tier="host", epoch=epoch)
     made.tiers.add(tier="redis", state=redis, counts={"forged": num_forged})
     return made
 
@@ -72,6 +74,37 @@ async def test_the_last_status_is_there_without_asking_a_worker() -> None:
         assert [worker.worker_id for worker in watch.last.workers] == ["d0"]
 
 
+def account(node: str, tier: str, total: int = 0, **counts: int) -> worker_pb2.WorkerStatus:
+    """A worker's account of a tier."""
+    blocks = worker_pb2.BlockCounts(free=total, total=total) if total else None
+    told = worker_pb2.TierStatus(tier=tier, state="up", blocks=blocks, counts=counts)
+    return worker_pb2.WorkerStatus(worker_id="d0", node_id=node, tiers=[told], blocks=worker_pb2.BlockCounts(total=1))
+
+
+def test_arenas_of_nodes_are_added_up_each_once() -> None:
+    workers = [account(node, "host", 100, holds=holds) for node, holds in (("a", 2), ("a", 2), ("b", 3))]
+    summed = _summed(Tier.HOST, [account("b", "host"), *workers])
+    assert (summed.blocks.total, summed.blocks.free, summed.counts["holds"]) == (200, 200, 5)
+
+
+def test_reads_of_workers_and_writes_of_nodes_are_added_up() -> None:
+    told = (("a", 1, 10), ("a", 2, 11), ("b", 4, 5))
+    summed = _summed(Tier.REDIS, [account(node, "redis", hits=hits, written=written) for node, hits, written in told])
+    assert (summed.counts["hits"], summed.counts["written"]) == (7, 16)
+
+
+@pytest.mark.parametrize("node", ["", "b"])
+def test_a_new_directory_is_told_with_its_node(node: str) -> None:
+    before = cluster_pb2.ClusterStatus(workers=[account("a", "host", 1), account(node, "host", 1)])
+    for worker in before.workers:
+        worker.tiers[0].epoch = "e1"
+    after = cluster_pb2.ClusterStatus()
+    after.CopyFrom(before)
+    after.workers[1].tiers[0].epoch = "e2"
+    (event,) = changes(before, after)
+    assert event.startswith(f"the directory of tier host{' of node b' if node else ''} is a new one")
+
+
 @pytest.mark.parametrize(
     ("sizes", "draining", "told"),
     [
@@ -97,7 +130,8 @@ async def test_changes_are_remembered_with_their_age() -> None:
     async with running(1, 1) as cluster:
         watch = cluster.router.watch
         watch.last = status(epoch="e1")
-        cluster.workers["p0"].epoch = "e2"
+        for worker in cluster.workers.values():
+            worker.epoch = "e2"
         async with asyncio.timeout(WAIT_S):
             await watch.read()
         (event,) = watch.events

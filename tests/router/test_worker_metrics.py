@@ -7,7 +7,11 @@ from wire.pb import cluster_pb2, worker_pb2
 BLOCKS = worker_pb2.BlockCounts(free=50, owned=10, published=10, cached=25, draining=5, total=100)
 
 
-def worker(name: str, role: str = "decode", redis: str = "up") -> worker_pb2.WorkerStatus:
+ARENA = worker_pb2.BlockCounts(free=60, published=20, cached=20, total=100)
+ON_A = {"node": "a", "tier": "host"}
+
+
+def worker(name: str, role: str = "decode", redis: str = "up", node: str = "a") -> worker_pb2.WorkerStatus:
     return worker_pb2.WorkerStatus(
         worker_id=name,
         role=role,
@@ -20,7 +24,15 @@ def worker(name: str, role: str = "decode", redis: str = "up") -> worker_pb2.Wor
         cached_prompt_tokens=12,
         generated_tokens=13,
         engine_silent_s=0.5,
-        tiers=[worker_pb2.TierStatus(tier="redis", state=redis, counts={"hits": 4, "misses": 5, "errors": 6})],
+        node_id=node,
+        tiers=[
+            worker_pb2.TierStatus(tier="host", blocks=ARENA, counts={"holds": 6}),
+            worker_pb2.TierStatus(
+                tier="redis",
+                state=redis,
+                counts={"hits": 4, "misses": 5, "errors": 6, "written": 10, "refused": 3},
+            ),
+        ],
     )
 
 
@@ -29,9 +41,6 @@ class Cluster:
 
     def __init__(self, *workers: worker_pb2.WorkerStatus) -> None:
         self.status = cluster_pb2.ClusterStatus(num_running=8, num_queued=9, workers=workers)
-        blocks = worker_pb2.BlockCounts(free=60, published=20, cached=20, total=100)
-        self.status.tiers.add(tier="host", blocks=blocks, counts={"holds": 6})
-        self.redis = self.status.tiers.add(tier="redis", state="up", counts={"written": 10, "refused": 3})
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(WorkerCollector(lambda: self.status))
 
@@ -56,10 +65,23 @@ def test_requests_are_told_by_role_and_worker() -> None:
 
 def test_cached_blocks_can_be_had_and_do_not_count_as_used() -> None:
     cluster = Cluster(worker("d0"))
-    assert cluster.value("kv_cache_usage_perc", role="decode", worker="d0", tier="device") == 0.25
-    assert cluster.value("kv_cache_usage_perc", role="node", worker="node", tier="host") == 0.2
-    assert cluster.value("kv_blocks", role="decode", worker="d0", tier="device", state="draining") == 5
-    assert cluster.value("tier_holds", tier="host") == 6
+    assert cluster.value("kv_cache_usage_perc", role="decode", worker="d0", node="a", tier="device") == 0.25
+    assert cluster.value("kv_cache_usage_perc", role="node", worker="node", **ON_A) == 0.2
+    assert cluster.value("kv_blocks", role="decode", worker="d0", node="a", tier="device", state="draining") == 5
+    assert cluster.value("tier_holds", **ON_A) == 6
+
+
+def test_each_node_has_its_own_arena_and_writer() -> None:
+    cluster = Cluster(worker("d0"), worker("d1"), worker("d2", node="b"))
+    cluster.status.workers[2].tiers[0].counts["holds"] = 7
+    cluster.status.workers[2].tiers[1].counts["written"] = 11
+    assert [cluster.value("tier_holds", node=node, tier="host") for node in "ab"] == [6, 7]
+    written = [
+        cluster.value("tier_written_total", role="node", worker="node", node=node, tier="redis") for node in "ab"
+    ]
+    assert written == [10, 11]
+    arenas = [line for line in cluster.text().splitlines() if line.startswith("baton_kv_cache_usage_perc{")]
+    assert sum('tier="host"' in line for line in arenas) == 2
 
 
 def test_a_worker_that_does_not_answer_is_down_and_tells_nothing_else() -> None:
@@ -88,16 +110,15 @@ def test_a_worker_that_is_gone_is_gone_from_here() -> None:
 @pytest.mark.parametrize(("state", "up"), [("up", 1.0), ("full", 1.0), ("broken", 0.0)])
 def test_each_worker_has_its_own_line_to_redis(state: str, up: float) -> None:
     cluster = Cluster(worker("d0", redis=state))
-    assert cluster.value("tier_up", role="decode", worker="d0", tier="redis") == up
-    assert cluster.value("tier_hits_total", role="decode", worker="d0", tier="redis") == 4
-    assert cluster.value("tier_errors_total", role="decode", worker="d0", tier="redis") == 6
-    assert cluster.value("tier_written_total", role="node", worker="node", tier="redis") == 10
-    assert cluster.value("tier_refused_total", role="node", worker="node", tier="redis") == 3
+    assert cluster.value("tier_up", role="decode", worker="d0", node="a", tier="redis") == up
+    assert cluster.value("tier_hits_total", role="decode", worker="d0", node="a", tier="redis") == 4
+    assert cluster.value("tier_errors_total", role="decode", worker="d0", node="a", tier="redis") == 6
+    assert cluster.value("tier_written_total", role="node", worker="node", node="a", tier="redis") == 10
+    assert cluster.value("tier_refused_total", role="node", worker="node", node="a", tier="redis") == 3
 
 
 def test_without_redis_nothing_is_said_of_it() -> None:
     cluster = Cluster(worker("d0", redis="off"))
-    cluster.redis.state = "off"
     assert "redis" not in cluster.text()
 
 

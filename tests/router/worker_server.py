@@ -14,7 +14,7 @@ from tests.router.fake_worker import FakeWorker
 from wire.ids import WorkerId
 from wire.pb.worker_pb2_grpc import add_WorkerServicer_to_server
 from wire.pools import Role
-from wire.rpc import WORKER_SERVER_OPTIONS, TokenInterceptor, listen
+from wire.rpc import WORKER_SERVER_OPTIONS, ProofInterceptor, listen
 from worker.server import WorkerApi
 
 
@@ -23,7 +23,7 @@ async def served(
     worker: FakeWorker, token: str, address: str = "127.0.0.1:0"
 ) -> AsyncIterator[tuple[grpc.aio.Server, str]]:
     """The server and its address."""
-    server = grpc.aio.server(interceptors=[TokenInterceptor(token)], options=WORKER_SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[ProofInterceptor(token)], options=WORKER_SERVER_OPTIONS)
     add_WorkerServicer_to_server(WorkerApi(worker), server)
     host, _, port = address.rpartition(":")
     bound = listen(server, host, int(port))

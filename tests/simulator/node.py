@@ -15,9 +15,9 @@ from tests.faults import cold_gate
 from tests.simulator.invariants import Watch
 from tests.simulator.virtual_time import Process
 from wire.codec import LENGTH, Refused, ServiceCodec
-from wire.directory import Block, ClientName, DirectoryInfo, Lease, Reservation
+from wire.directory import Block, ClientName, DirectoryInfo, Hold, Lease, Reservation
 from wire.errors import StoreError
-from wire.ids import BlockKey
+from wire.ids import BlockKey, RequestId
 from wire.keys import BlockName
 from wire.layout import KVLayout
 
@@ -52,7 +52,7 @@ class SharedArena(Arena):
 class Node:
     """An arena and its directory, of one epoch after another. `ahead_s`: by how much claims have run out early."""
 
-    def __init__(self, name: str, layout: KVLayout, num_slots: int, cold: MemoryTier, watch: Watch) -> None:
+    def __init__(self, name: str, layout: KVLayout, num_slots: int, cold: "SimColdTier", watch: Watch) -> None:
         self.name = name
         self.ahead_s = 0.0
         self.away_until_s = 0.0
@@ -70,6 +70,7 @@ class Node:
         if self._memory is not None:
             self._memory[:] = bytes(len(self._memory))
         block_bytes = self._layout.block_bytes
+        self._held: dict[RequestId, tuple[set[BlockKey], float]] = {}
         self._num_epochs += 1
         self._memory = mmap.mmap(-1, block_bytes * self._num_slots)
         self.path = f"{self.name}/{self._num_epochs}"
@@ -79,6 +80,11 @@ class Node:
 
     def clock(self) -> float:
         return self._loop.time() + self.ahead_s
+
+    def evict(self) -> None:
+        """Loses all blocks, held ones too."""
+        self.directory.withdraw(self.directory.blocks())
+        self._held.clear()
 
     def map(self, path: str) -> Arena:
         """Maps the arena of the directory. Raises StoreError if that is another one by now."""
@@ -102,6 +108,9 @@ class Node:
     def call(self, caller: Caller, directory: Directory, method: str, arguments: Sequence[Any]) -> Any:
         """Carries out a call, and sees to what it says of slots in use."""
         watch, process = self._watch, caller.process.name
+        if method == "release_holds":
+            for request_id in arguments[0]:
+                self._held.pop(request_id, None)
         if method in ("reserve", "abandon"):
             watch.end(("writer", arguments[0]))
         if method == "release":
@@ -120,7 +129,32 @@ class Node:
             case "commit", _:
                 watch.end(("writer", arguments[0]), {block.slot for block in arguments[1]})
                 self._check_commit(arguments[1])
+            case "withdraw", _:
+                for keys, _ in self._held.values():
+                    keys.difference_update(block.name.key for block in arguments[0])
+            case "renew", ended:
+                self._check_renewed(arguments[0], ended, arguments[1])
+        if method in ("reserve", "commit") and arguments[2] is not None:
+            names = [getattr(one, "name", one) for one in arguments[1]]
+            self._note_hold(arguments[2], [name.key for name in names if not name.is_tail])
         return answer
+
+    def _note_hold(self, hold: Hold, keys: Sequence[BlockKey]) -> None:
+        found = {key for key, is_there in zip(keys, self.directory.exists(keys), strict=True) if is_there}
+        self._held[hold.request_id] = (
+            self._held.get(hold.request_id, (set(), 0))[0] | found,
+            self.clock() + hold.ttl_s,
+        )
+
+    def _check_renewed(self, asked: Sequence[RequestId], ended: Sequence[RequestId], ttl_s: float) -> None:
+        """I11: when a hold ends before its time, the cold tier has had all blocks of it that are still found."""
+        for request_id in filter(self._held.__contains__, asked):
+            keys, end_s = self._held[request_id]
+            there = {key for key in keys if self.directory.exists([key]) == [True]}
+            if request_id not in ended:
+                self._held[request_id] = (keys, max(end_s, self.clock() + ttl_s))
+            elif self.clock() < end_s and not there <= self._cold.written:
+                self._watch.violated("I11", f"the hold of {request_id} has ended, and its blocks have no copy")
 
     def _check_commit(self, blocks: Sequence[Block]) -> None:
         """I3: what can be found from now on is there, and is what it should be."""
@@ -217,6 +251,7 @@ class SimColdTier(MemoryTier):
 
     def __init__(self, layout: KVLayout) -> None:
         super().__init__(layout)
+        self.written: set[BlockKey] = set()
         self.down_until_s = self.full_until_s = self.slow_until_s = 0.0
         self._loop = asyncio.get_running_loop()
 
@@ -236,7 +271,10 @@ class SimColdTier(MemoryTier):
             yield from super()._read(keys, into)
 
     def _write(self, key: BlockKey, front: bytes, payload: memoryview) -> bool:
-        return not self._is_down and self._loop.time() >= self.full_until_s and super()._write(key, front, payload)
+        is_there = not self._is_down and self._loop.time() >= self.full_until_s
+        if is_there:
+            self.written.add(key)
+        return is_there and super()._write(key, front, payload)
 
     @property
     def _is_down(self) -> bool:

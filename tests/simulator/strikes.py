@@ -91,7 +91,7 @@ def _grow(world: World, worker: SimWorker, amount: float) -> None:
 
 
 def _evict(world: World, worker: SimWorker, amount: float) -> None:
-    worker.node.directory.withdraw(worker.node.directory.blocks())
+    worker.node.evict()
 
 
 def _move(world: World, worker: SimWorker, amount: float) -> None:

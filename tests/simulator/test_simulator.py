@@ -10,6 +10,7 @@ import pytest
 
 from kv_store import node_store
 from kv_store.ledger import Ledger, PageState
+from kv_store.node.copies import Copies
 from kv_store.node.directory import Directory
 from router.requests import dispatch
 from router.requests.admission import Admission
@@ -95,6 +96,7 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "tokens are taken twice": (ChoiceStream, "accept", repeated_tokens, {"I6"}),
     "a deadline is late": (dispatch, "LAST_WORD_S", -5.0, {"I8"}),
     "a hold has no end": (Holds, "end", lambda *_: None, {"I10"}),
+    "a hold ends before its blocks are elsewhere": (Copies, "is_safe", lambda *_: True, {"I11"}),
     "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
 }
 """The place of what is planted, its name there, what is planted, and the invariants of which any must be named."""

@@ -30,7 +30,7 @@ from tests.simulator.plan import POISON, Fault, Kind, Plan, request_of
 from tests.simulator.strikes import strike
 from tests.simulator.virtual_time import Died, VirtualLoop
 from tests.simulator.worker import SimWorker
-from wire import incident
+from wire import errors
 from wire.errors import BatonError, StoreError
 from wire.frame import checksum_of
 from wire.ids import PageId, WorkerId
@@ -331,7 +331,7 @@ async def _simulate(run: Run) -> None:
         world = World(run)
         patches.enter_context(patch("time.time", lambda: world.wall_s + loop.time()))
         patches.enter_context(patch.object(Arena, "open", staticmethod(world.node.map)))
-        patches.enter_context(patch.object(incident, "report", lambda error, **_: _bug(world, error)))
+        patches.enter_context(patch.object(errors, "report", lambda error, **_: _bug(world, error)))
         patches.enter_context(world.watch.on_ledgers())
         patches.enter_context(_logs_to(world))
         loop.set_exception_handler(lambda _, context: _unhandled(world, context))

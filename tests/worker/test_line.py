@@ -32,7 +32,7 @@ class Worker:
     def abort(self, line: WorkerLine, attempt: AttemptId) -> None:
         self.orders.append(("abort", attempt))
 
-    def renew(self, attempts: list[AttemptId]) -> None:
+    def renew(self, line: WorkerLine, attempts: list[AttemptId]) -> None:
         self.orders.append(("renew", attempts))
 
     def release(self, attempts: list[AttemptId]) -> None:

@@ -117,7 +117,10 @@ def test_no_field_of_an_attempt_may_be_out_of_its_range(param: str) -> None:
 def test_every_field_of_an_attempt_has_a_range() -> None:
     """But for booleans, and a prompt's and an attempt's parts, which the table names by themselves."""
     fields = [*worker_pb2.Begin.DESCRIPTOR.fields_by_name, *inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name]
-    assert set(fields) - {"id", "sampling_params", "ignore_eos"} == set(OUT_OF_RANGE) - {"request_id", "attempt"}
+    assert set(fields) - {"id", "sampling_params", "ignore_eos", "computes_all"} == set(OUT_OF_RANGE) - {
+        "request_id",
+        "attempt",
+    }
 
 
 def test_tokens_come_with_their_logprobs_and_the_stop_token() -> None:

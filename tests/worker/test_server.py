@@ -1,7 +1,10 @@
 """A worker behind a real gRPC server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -9,6 +12,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from deploy.plan.authority import Authority
 from engine.model.hash_model import HashModel
 from router.workers.grpc_transport import GrpcTransport
 from router.workers.line import Line
@@ -25,20 +29,22 @@ from tests.worker.workers import (
     serving,
     tokens_of,
 )
+from wire import rpc
 from wire.convert import status_of
 from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable
+from wire.identity import NONCE_BYTES, Identity, prove
 from wire.ids import AttemptId, RequestId
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerStub
 from wire.pools import Role
-from wire.rpc import LINE_OPTIONS, TOKEN_METADATA
+from wire.rpc import LINE_OPTIONS, NONCE_METADATA, first_of_line
 from wire.rpc_status import from_rpc_error
 from worker.config import ServerSettings
 from worker.server import SERVICE_NAME, WorkerServer
 
 Call = grpc.aio.StreamStreamCall[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse]
 SECRET = "the cluster's"
-TOKEN = ((TOKEN_METADATA, SECRET),)
+NONCE = b"n" * NONCE_BYTES
 CONNECT = "/baton.v1.Worker/Connect"
 ORACLE = HashModel(LAYOUT, VOCAB_SIZE)
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -76,8 +82,11 @@ async def channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
-def connect(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]] = TOKEN) -> Call:
-    return cast(Call, WorkerStub(channel).Connect(metadata=metadata, timeout=TIMEOUT_S))
+async def connect(channel: grpc.aio.Channel) -> Call:
+    """A call on which both sides have proven the token."""
+    call = cast(Call, WorkerStub(channel).Connect(metadata=((NONCE_METADATA, NONCE),), timeout=TIMEOUT_S))
+    await call.write(await first_of_line(call, SECRET, NONCE))
+    return call
 
 
 async def health(channel: grpc.aio.Channel) -> int:
@@ -120,15 +129,132 @@ async def test_answers_what_it_is_and_how_it_is(line: Line) -> None:
     assert status_of("host", status.tiers).blocks.total == 512
 
 
-@pytest.mark.parametrize("metadata", [(), ((TOKEN_METADATA, "another's"),)], ids=["no token", "wrong token"])
-async def test_refuses_a_line_without_the_clusters_token(
-    channel: grpc.aio.Channel, decode: Worker, metadata: tuple[tuple[str, str], ...]
-) -> None:
-    call = connect(channel, metadata)
+NONCES: dict[str, tuple[tuple[str, str | bytes], ...]] = {
+    "none": (),
+    "the token in its place": (("baton-cluster-token", SECRET),),
+    "short": ((NONCE_METADATA, NONCE[1:]),),
+    "long": ((NONCE_METADATA, NONCE + b"n"),),
+}
+
+
+async def require_refused(call: Call, decode: Worker) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await call.read()
-    assert isinstance(from_rpc_error(raised.value), Unauthenticated)
+        await read_to_the_end(call)
+    assert type(from_rpc_error(raised.value)) is Unauthenticated
     assert decode.service.check() == []
+
+
+@pytest.mark.parametrize("metadata", NONCES.values(), ids=NONCES)
+async def test_refuses_a_line_without_a_nonce(
+    channel: grpc.aio.Channel, decode: Worker, metadata: tuple[tuple[str, str | bytes], ...]
+) -> None:
+    await require_refused(cast(Call, WorkerStub(channel).Connect(metadata=metadata, timeout=TIMEOUT_S)), decode)
+
+
+UNPROVEN = {
+    "an order": worker_pb2.ConnectRequest(begins=[begin_of()]),
+    "the token": worker_pb2.ConnectRequest(proof=SECRET.encode()),
+    "a proof to other nonces": worker_pb2.ConnectRequest(proof=prove(SECRET.encode(), b"router", NONCE, NONCE)),
+}
+
+
+@pytest.mark.parametrize("first", UNPROVEN.values(), ids=UNPROVEN)
+async def test_refuses_a_line_whose_first_message_proves_nothing(
+    channel: grpc.aio.Channel, decode: Worker, first: worker_pb2.ConnectRequest
+) -> None:
+    call = cast(Call, WorkerStub(channel).Connect(metadata=((NONCE_METADATA, NONCE),), timeout=TIMEOUT_S))
+    await call.write(first)
+    await require_refused(call, decode)
+
+
+async def test_refuses_the_workers_own_proof_sent_back(channel: grpc.aio.Channel, decode: Worker) -> None:
+    call = cast(Call, WorkerStub(channel).Connect(metadata=((NONCE_METADATA, NONCE),), timeout=TIMEOUT_S))
+    sent = cast(bytes, dict(await call.initial_metadata())[NONCE_METADATA])
+    await call.write(worker_pb2.ConnectRequest(proof=sent[NONCE_BYTES:]))
+    await require_refused(call, decode)
+
+
+async def test_a_line_that_says_nothing_is_ended(
+    channel: grpc.aio.Channel, decode: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc, "MAX_PROOF_S", 0.02)
+    call = cast(Call, WorkerStub(channel).Connect(metadata=((NONCE_METADATA, NONCE),), timeout=TIMEOUT_S))
+    await require_refused(call, decode)
+
+
+async def test_bytes_that_are_no_message_prove_nothing(channel: grpc.aio.Channel, decode: Worker) -> None:
+    connect = channel.stream_stream(CONNECT, bytes, worker_pb2.ConnectResponse.FromString)
+    call = connect(metadata=((NONCE_METADATA, NONCE),), timeout=TIMEOUT_S)
+    await call.write(b"\xff\xff\xff")
+    await require_refused(cast(Call, call), decode)
+
+
+AUTHORITY = Authority.make()
+ROUTER = AUTHORITY.issue("router", "127.0.0.1")
+ANOTHER = Authority.make().issue("router", "127.0.0.1")
+STRANGERS = {
+    "plain": (SECRET, None),
+    "of another cluster": (SECRET, ANOTHER),
+    "of another cluster, with this one's authority": (SECRET, replace(ANOTHER, authority_pem=ROUTER.authority_pem)),
+    "without the token": ("another's", ROUTER),
+    "a worker": (SECRET, AUTHORITY.issue("prefill-0", "127.0.0.1")),
+}
+
+
+@asynccontextmanager
+async def tls_port(decode: Worker, host: str = "127.0.0.1") -> AsyncIterator[str]:
+    """The port of a worker with a certificate for that host."""
+    server = WorkerServer(decode.service, ServerSettings(SECRET, identity=AUTHORITY.issue("decode-0", host)))
+    yield await server.start()
+    await server.stop()
+
+
+async def require_unavailable(line: Line) -> None:
+    with pytest.raises(Unavailable):
+        await line.info(TIMEOUT_S)
+    await line.close(Unavailable("the test is over"))
+
+
+async def test_a_line_over_tls_carries_requests(decode: Worker) -> None:
+    async with tls_port(decode) as address:
+        line = Line(GrpcTransport(address, SECRET, ROUTER))
+        assert tokens_of(await Attempt(line, begin_of()).end()) == ORACLE.oracle(PROMPT, 40)
+        await line.close(Unavailable("the test is over"))
+
+
+@pytest.mark.parametrize(("token", "identity"), STRANGERS.values(), ids=STRANGERS)
+async def test_a_tls_port_takes_no_line_of_a_stranger(decode: Worker, token: str, identity: Identity | None) -> None:
+    async with tls_port(decode) as address:
+        await require_unavailable(Line(GrpcTransport(address, token, identity)))
+        assert decode.service.check() == []
+
+
+async def test_a_tls_port_takes_no_client_without_a_certificate(decode: Worker) -> None:
+    credentials = grpc.ssl_channel_credentials(ROUTER.authority_pem.encode())
+    async with tls_port(decode) as address, grpc.aio.secure_channel(address, credentials) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await health(channel)
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_router_speaks_to_no_worker_that_is_not_the_addressed_one(decode: Worker, address: str) -> None:
+    async with tls_port(decode, host="127.0.0.2") as elsewhere:
+        await require_unavailable(Line(GrpcTransport(elsewhere, SECRET, ROUTER)))
+    await require_unavailable(Line(GrpcTransport(address, SECRET, ROUTER)))
+
+
+async def test_lines_speak_tls_1_3(decode: Worker) -> None:
+    def version(address: str) -> str | None:
+        host, port = address.split(":")
+        context = ROUTER.client_context()
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["h2"])
+        plain = socket.create_connection((host, int(port)), TIMEOUT_S)
+        with context.wrap_socket(plain, server_hostname=host) as connection:
+            return connection.version()
+
+    async with tls_port(decode) as address:
+        assert await asyncio.to_thread(version, address) == "TLSv1.3"
 
 
 async def test_errors_arrive_as_what_they_are(line: Line) -> None:
@@ -147,7 +273,7 @@ async def test_the_workers_own_timer_ends_an_attempt(line: Line, decode: Worker)
 async def test_the_end_of_a_line_takes_its_attempts_out_of_the_engine(
     channel: grpc.aio.Channel, line: Line, decode: Worker
 ) -> None:
-    call = connect(channel)
+    call = await connect(channel)
     await call.write(worker_pb2.ConnectRequest(begins=[begin_of(sampling=greedy(3000), request_id="lost")]))
     await call.read()
     kept = Attempt(line, begin_of())
@@ -157,7 +283,7 @@ async def test_the_end_of_a_line_takes_its_attempts_out_of_the_engine(
 
 
 async def test_a_router_that_has_no_more_orders_has_ended_its_line(channel: grpc.aio.Channel, decode: Worker) -> None:
-    call = connect(channel)
+    call = await connect(channel)
     await call.write(worker_pb2.ConnectRequest(begins=[begin_of(sampling=greedy(3000))]))
     await call.read()
     await call.done_writing()
@@ -169,8 +295,9 @@ async def test_a_message_that_is_none_ends_the_line_and_aborts_its_attempts(
     channel: grpc.aio.Channel, decode: Worker
 ) -> None:
     call = channel.stream_stream(CONNECT, bytes, worker_pb2.ConnectResponse.FromString)(
-        metadata=TOKEN, timeout=TIMEOUT_S
+        metadata=((NONCE_METADATA, NONCE),), timeout=TIMEOUT_S
     )
+    await call.write((await first_of_line(call, SECRET, NONCE)).SerializeToString())
     begin = worker_pb2.ConnectRequest(begins=[begin_of(sampling=greedy(3000))])
     await call.write(begin.SerializeToString())
     await call.read()
@@ -187,7 +314,7 @@ async def test_an_order_at_which_the_worker_fails_ends_its_line_alone(
     kept = Attempt(line, begin_of())
     await kept.first()
     monkeypatch.setattr(decode.service, "renew", lambda _: 1 // 0)
-    call = connect(channel)
+    call = await connect(channel)
     await call.write(worker_pb2.ConnectRequest(renewals=[worker_pb2.AttemptId(request_id="r", attempt=1)]))
     with pytest.raises(grpc.aio.AioRpcError):
         await call.read()
@@ -197,7 +324,7 @@ async def test_an_order_at_which_the_worker_fails_ends_its_line_alone(
 async def test_a_router_that_does_not_read_holds_up_no_step(channel: grpc.aio.Channel, decode: Worker) -> None:
     """What the connection does not take joins, so that a router that goes on finds few messages."""
     num_tokens = 1000
-    call = connect(channel)
+    call = await connect(channel)
     sampling = replace(greedy(num_tokens), logprobs=20)
     await call.write(worker_pb2.ConnectRequest(begins=[begin_of(sampling=sampling)]))
     await decode.at_work()

@@ -395,8 +395,12 @@ async def test_refuses_what_would_upset_the_engine(prefill: Worker, begin: worke
 
 async def test_renewed_holds_are_kept_and_released_ones_are_not(prefill: Worker) -> None:
     await prefill.caller.prefill(begin_of())
-    prefill.caller.line.renew([ATTEMPT])
+    other = AttemptId(ATTEMPT.request_id, 99)
+    prefill.caller.line.renew([ATTEMPT, other])
     assert await prefill.num_holds() == 1
+    while not (ended := prefill.caller.line.take_ended_holds()):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert ended == [other]
     prefill.caller.line.release(ATTEMPT)
     await prefill.at_rest()
 

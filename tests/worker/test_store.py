@@ -30,9 +30,10 @@ class SlowStore:
     def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
         return 0
 
-    def withdraw(self, names: Sequence[BlockName]) -> None: ...
+    def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None: ...
 
-    def renew(self, request_ids: Sequence[RequestId]) -> None: ...
+    def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
+        return []
 
     def release_holds(self, request_ids: Sequence[RequestId]) -> None:
         assert self.may_answer.wait(20.0)

@@ -240,13 +240,24 @@ async def test_a_resource_that_no_node_has_is_an_error_that_names_it_and_a_node_
         assert {worker.id: world.host.places[worker.id] for worker in world.pools} == {P0: "head", D1: "b"}
 
 
-async def test_of_several_nodes_ray_knows_the_one_with_room() -> None:
+async def test_of_several_nodes_each_that_hosts_workers_tells_its_room() -> None:
     async with World(1, 1).running() as world:
         await world.settled()
         world.machine = replace(world.machine, memory_bytes=0)
         await world.refused(None, 2)
-        world.host.ray_nodes.append(RayNode("b", "10.0.0.2"))
+        other = RayNode("b", "10.0.0.2")
+        world.host.ray_nodes.append(other)
+        for node in world.host.ray_nodes:
+            world.host.actors[node.service] = Liveness.ANSWERING
+        world.host.machine = replace(MACHINE, memory_bytes=0)
+        with pytest.raises(ConfigError, match="2 more decode workers do not fit into the memory of 2 nodes: at most 0"):
+            await world.fleet.resize(None, 3)
+        world.host.machine = replace(MACHINE, memory_bytes=1 << 30)
+        assert await world.scaled(None, 3) == PoolSizes(1, 3)
+        world.host.machine = replace(MACHINE, memory_bytes=0)
         assert await world.scaled(None, 2) == PoolSizes(1, 2)
+        del world.host.actors[other.service]
+        assert await world.scaled(None, 3) == PoolSizes(1, 3), "of a node without workers nothing is known"
 
 
 async def test_a_start_that_fails_is_tried_again() -> None:

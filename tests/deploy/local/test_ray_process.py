@@ -2,16 +2,22 @@
 
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from deploy.local import ray_process
 from deploy.local.ray_process import RayProcess
+from deploy.plan.authority import Authority
 from deploy.plan.config import ClusterConfig
 from deploy.processes.process import ProcessRef, end_session, spawn_leader
 from tests.deploy.plan.test_cluster_plan import planned
 from wire.errors import ConfigError
+from wire.identity import Identity
 from wire.settings import to_json
 
 PLAN = planned(ClusterConfig())
@@ -84,3 +90,57 @@ def test_a_silent_process_is_not_waited_for_without_end(
     processes.append("line.recv_bytes()")
     with pytest.raises(ConfigError, match="did not answer in time"):
         RayProcess(tmp_path, "baton-x", None).wait_for_ray()
+
+
+@contextmanager
+def control_service(status: grpc.StatusCode | None, identity: Identity | None = None) -> Iterator[str]:
+    """The address of a service that answers each call so; None answers well."""
+
+    def answer(_request: bytes, context: grpc.ServicerContext) -> bytes:
+        return b"" if status is None else context.abort(status, "")
+
+    class Service(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Service()])
+    if identity is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        pair = identity.key_pem.encode(), identity.certificate_pem.encode()
+        credentials = grpc.ssl_server_credentials([pair], identity.authority_pem.encode(), True)
+        port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+UNAUTHENTICATED, UNIMPLEMENTED = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED
+ANSWERS: list[tuple[grpc.StatusCode | None, bool]] = [(None, False), (UNAUTHENTICATED, True), (UNIMPLEMENTED, False)]
+
+
+@pytest.mark.parametrize(("status", "asks"), ANSWERS)
+def test_a_control_service_asks_for_a_token_or_not(status: grpc.StatusCode | None, asks: bool) -> None:
+    with control_service(status) as address:
+        assert ray_process.asks_for_token(address) is asks
+
+
+@pytest.mark.parametrize(("status", "asks"), ANSWERS)
+def test_a_control_service_behind_tls_is_asked_as_ray_would_ask_it(
+    status: grpc.StatusCode | None, asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = Authority.make().issue("ray", "127.0.0.1")
+    texts = {"CA_CERT": identity.authority_pem, "SERVER_KEY": identity.key_pem, "SERVER_CERT": identity.certificate_pem}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.setenv(f"RAY_TLS_{name}", str(tmp_path / name))
+    with control_service(status, identity) as address:
+        assert not ray_process.asks_for_token(address), "it does not answer without TLS"
+        monkeypatch.setenv("RAY_USE_TLS", "1")
+        assert ray_process.asks_for_token(address) is asks
+
+
+def test_a_control_service_that_does_not_answer_asks_for_nothing() -> None:
+    assert not ray_process.asks_for_token("127.0.0.1:1")

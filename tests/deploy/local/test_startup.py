@@ -314,6 +314,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_started(checkp
         ({}, "secret must hold 32 bytes"),
         ({"router": {"grpc_port": taken_port}}, f"port {taken_port} cannot be had .*give another --grpc-port"),
         ({"router": {"metrics_port": taken_port, "grpc_port": 0}}, "give another --metrics-port"),
+        ({"insecure": True, "router": {"host": "192.0.2.9", "grpc_port": 0}}, "no address of this machine"),
         ({"ray": {"address": "127.0.0.1:1"}}, "no Ray cluster answers at 127.0.0.1:1"),
         ({"secret_file": "/no/secret"}, "/no/secret cannot be read .*make one with"),
     ]
@@ -331,6 +332,21 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_started(checkp
         Startup(_config(checkpoint, files={"folder": "/proc/none"}), Silent()).run()
     assert FakeHead.processes == []
     assert StateFile(NAME).read() is None
+    assert _left_behind() == []
+
+
+@pytest.mark.parametrize(("is_guarded", "insecure"), [(False, False), (False, True), (True, False)])
+def test_a_ray_cluster_that_asks_for_no_token_is_refused_unless_that_is_allowed(
+    checkpoint: Path, taken_port: int, monkeypatch: pytest.MonkeyPatch, is_guarded: bool, insecure: bool
+) -> None:
+    monkeypatch.setattr(startup, "asks_for_token", lambda address: is_guarded)
+    start = Startup(_config(checkpoint, insecure=insecure, ray={"address": f"127.0.0.1:{taken_port}"}), Silent())
+    if is_guarded or insecure:
+        _end(dataclasses.replace(start.run(), ray_address=""))
+        return
+    with pytest.raises(ConfigError, match=r"Ray cluster at ray:1 asks for no token.*\(--insecure allows it\)"):
+        start.run()
+    assert FakeHead.plans == []
     assert _left_behind() == []
 
 

@@ -2,7 +2,9 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
+from cryptography import x509
 
+from deploy.plan.authority import Authority
 from deploy.plan.cluster_plan import ClusterPlan, Home, cold_settings, make_plan
 from deploy.plan.config import ClusterConfig, RouterSettings
 from deploy.plan.machine import Machine
@@ -11,6 +13,7 @@ from deploy.plan.resources import RayNode
 from router.config import AdmissionBounds, ServedModel, StreamBounds
 from tests.kv_store.names import LAYOUT
 from wire.errors import ConfigError
+from wire.identity import Identity
 from wire.ids import WorkerId
 from wire.pools import Role, Worker
 from wire.tier import ColdSettings, Tier, Write
@@ -35,7 +38,7 @@ BOUNDS = {
     "max_worker_wait_s": 18.0,
     "decode_slowdown": 18.5,
 }
-LISTENERS = {"grpc_port": 19, "metrics_port": 20, "max_connections": 21, "reflection": False}
+LISTENERS = {"host": "127.0.0.2", "grpc_port": 19, "metrics_port": 20, "max_connections": 21, "reflection": False}
 
 
 def planned(config: ClusterConfig, model: ModelFacts = MODEL, machine: Machine | None = MACHINE) -> ClusterPlan:
@@ -119,6 +122,56 @@ def test_a_node_on_which_nothing_fits_is_named() -> None:
     small = replace(OTHER, machine=replace(MACHINE, shared_bytes=0))
     with pytest.raises(ConfigError, match=r"^node bbbbbbbb@10.0.0.2: arena.size_bytes: 0 B is too little"):
         planned(ClusterConfig(), machine=None).node_config(small)
+
+
+def names_of(identity: Identity | None) -> list[str]:
+    assert identity is not None
+    certificate = x509.load_pem_x509_certificate(identity.certificate_pem.encode())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in names]
+
+
+def test_each_process_of_several_nodes_has_a_certificate_for_its_address() -> None:
+    plan = planned(ClusterConfig(), machine=None)
+    assert plan.wants_tls
+    authority = Authority.make()
+    encrypted = plan.under(authority)
+    identities = [
+        encrypted.router.cluster.identity,
+        encrypted.node_config(HEAD).identity,
+        worker_of(encrypted).server.identity,
+        worker_of(encrypted, OTHER).server.identity,
+    ]
+    assert [names_of(identity) for identity in identities] == [
+        ["router", "127.0.0.1"],
+        ["node-aaaaaaaa", "10.0.0.1"],
+        ["decode-0", "127.0.0.1"],
+        ["decode-0", "10.0.0.2"],
+    ]
+    keys = {authority.key_pem, *(identity.key_pem for identity in identities if identity)}
+    assert len(keys) == 5
+    assert not any(key in repr((encrypted, identities)) for key in keys)
+
+
+def test_a_host_that_is_no_address_is_certified_by_its_name() -> None:
+    assert names_of(Authority.make().issue("decode-0", "node-2.local")) == ["decode-0", "node-2.local"]
+
+
+@pytest.mark.parametrize("machine", [MACHINE, None])
+def test_one_machine_and_a_plain_network_want_no_certificates(machine: Machine | None) -> None:
+    config = ClusterConfig.load(None, {"insecure": True, "ray": {"plain_network": "10.0.0.0/24"}})
+    plan = planned(config, machine=machine)
+    assert not plan.wants_tls
+    assert plan.node_config(OTHER).identity is None
+
+
+def test_a_node_outside_of_the_plain_network_is_refused() -> None:
+    config = ClusterConfig.load(None, {"insecure": True, "ray": {"plain_network": "10.0.0.0/31"}})
+    plan = planned(config, machine=None)
+    assert plan.node_config(HEAD).block_address == "10.0.0.1:0"
+    for host in ("10.0.0.2", "node-2.local"):
+        with pytest.raises(ConfigError, match=r"^node bbbbbbbb@\S+ is not in ray.plain_network, which is 10.0.0.0/31"):
+            plan.node_config(replace(OTHER, node=replace(OTHER.node, host=host)))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_the_example_names_every_setting(tmp_path: Path) -> None:
 def test_the_example_loads_with_all_its_settings(tmp_path: Path) -> None:
     file = tmp_path / "all.toml"
     file.write_text(re.sub(r"^# (\w+ = )", r"\1", EXAMPLE.read_text(), flags=re.M))
-    config = ClusterConfig.load(file, {})
+    config = ClusterConfig.load(file, {"insecure": True})
     assert config.arena.size_bytes == 1 << 30
     assert config.worker.num_gpus == 1.0
     assert config.ray.address == "auto"
@@ -108,6 +108,11 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[router]\nmax_stall_s = inf", "router.max_stall_s must be between"),
         ("[router]\nmax_connections = 0", "router.max_connections must be between"),
         ("[router]\nreflection = 1", "router.reflection: must be bool"),
+        ("[router]\nhost = '0.0.0.0'", "router.host 0.0.0.0: clients prove nothing and nothing is encrypted, so any"),
+        ("insecure = true\n[router]\nhost = 'localhost'", "router.host must be an IPv4 address, not 'localhost'"),
+        ("[ray]\nplain_network = '10.0.0.0/24'", "ray.plain_network 10.0.0.0/24: KV and tokens cross it unencrypted"),
+        ("insecure = true\n[ray]\nplain_network = '10.0.0.1/24'", "ray.plain_network must be like 10.0.0.0/24"),
+        ("insecure = 1", "insecure: must be bool"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
@@ -115,6 +120,13 @@ def test_wrong_settings_are_refused_by_name(tmp_path: Path, text: str, named: st
     file.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(named)):
         ClusterConfig.load(file, {})
+
+
+def test_ports_are_opened_to_strangers_where_that_is_allowed() -> None:
+    opened = {"router": {"host": "0.0.0.0"}, "ray": {"plain_network": "10.0.0.0/24"}}
+    config = ClusterConfig.load(None, {"insecure": True, **opened})
+    assert (config.router.host, config.ray.plain_network) == ("0.0.0.0", "10.0.0.0/24")
+    assert ClusterConfig.load(None, {"router": {"host": "127.0.0.2"}}).router.host == "127.0.0.2"
 
 
 def test_a_wrong_value_is_told_in_64_characters(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""Attention over pages beside the same attention over contiguous KV: the cost of block tables."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from benchmarks.claim_families.caching import one_thread
+from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report, Stopwatch, spread
+from kernels.backend import AttentionVariant, Backend, KVPages, Tables, select_backend
+
+NUM_SEQUENCES, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 4, 32, 8, 128, 4
+CONTEXT_LENS = (512, 1024, 2048, 4096)
+BLOCK_SIZE = 16
+NUM_ROUNDS = 9
+VARIANT = AttentionVariant(HEAD_DIM**-0.5, None)
+
+
+def make_way(backend: Backend, query: torch.Tensor, context_len: int, block_size: int) -> Callable[[], object]:
+    """Makes attention of all layers over blocks of one size, at random places of a pool; one block a request: none."""
+    num_blocks = context_len // block_size
+    shape = (NUM_SEQUENCES * num_blocks, NUM_LAYERS, 2, NUM_KV_HEADS, block_size, HEAD_DIM)
+    kv = KVPages(torch.randn(shape).bfloat16())
+    places = torch.randperm(NUM_SEQUENCES * num_blocks, generator=torch.Generator().manual_seed(0))
+    tables = Tables(
+        places.view(NUM_SEQUENCES, num_blocks).int(),
+        torch.full((NUM_SEQUENCES,), context_len, dtype=torch.int32),
+        torch.arange(NUM_SEQUENCES + 1, dtype=torch.int32),
+        NUM_SEQUENCES,
+    )
+
+    def attend() -> None:
+        for layer in range(NUM_LAYERS):
+            backend.attend(query, kv.layer(layer), tables, VARIANT)
+
+    return attend
+
+
+def measure(inputs: Inputs) -> Report:
+    with one_thread():
+        backend = select_backend(torch.device("cpu"))
+        watches = {context_len: _time(backend, context_len) for context_len in CONTEXT_LENS}
+    ratios = {length: watch.ratios("pages", "contiguous") for length, watch in watches.items()}
+    costs = {length: [100 * (one - 1) for one in each] for length, each in ratios.items()}
+    setting = (
+        f"Attention alone: {NUM_SEQUENCES} decoding requests, {NUM_HEADS} heads on {NUM_KV_HEADS} KV heads of "
+        f"{HEAD_DIM}, "
+        f"{NUM_LAYERS} layers, bf16, one thread, {backend.version.rsplit('-', 1)[0]}. Baseline: the same kernel "
+        "with each "
+        f"request's KV in one block. Pages of {BLOCK_SIZE} tokens lie in random order."
+    )
+    finding = Finding(
+        f"a number of 4 bytes for each {BLOCK_SIZE} tokens; keys of one head in runs of "
+        f"{BLOCK_SIZE * HEAD_DIM * 2 >> 10} KiB",
+        ", ".join(
+            f"{length} tokens: {spread([100 * (one - 1) for one in each], ' %')}" for length, each in ratios.items()
+        ),
+        all(median(each) <= 20 for each in costs.values()) and any(median(each) >= 10 for each in costs.values()),
+    )
+    chart = Chart(
+        "Attention over pages, over contiguous KV taking 100",
+        "tokens of context",
+        "%",
+        {"pages": _points(ratios)},
+    )
+    return Report(setting, {"block_tables": finding}, chart)
+
+
+def _time(backend: Backend, context_len: int) -> Stopwatch:
+    query = torch.randn(NUM_SEQUENCES, NUM_HEADS, HEAD_DIM).bfloat16()
+    ways = {
+        "contiguous": make_way(backend, query, context_len, context_len),
+        "pages": make_way(backend, query, context_len, BLOCK_SIZE),
+    }
+    for way in ways.values():
+        way()
+    return Stopwatch().take_turns(ways, NUM_ROUNDS)
+
+
+def _points(ratios: dict[int, list[float]]) -> Sequence[tuple[float | str, float]]:
+    return [(length, 100 * median(each)) for length, each in ratios.items()]
+
+
+FAMILY = Family("Block tables", {"block_tables": "block tables cost attention 10-20 %"}, measure)

@@ -1,0 +1,116 @@
+"""KV of requests, and how many fit on a device beside a model's weights. Pure.
+
+Blocks are counted as the pools of `deploy.plan.sizing` have them: whole ones, padded, after weights and reserve.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from deploy.plan.shape import BITS, ModelShape
+from deploy.plan.sizing import GPU_RESERVE_BYTES
+from wire.layout import KVLayout, padded
+
+COMMON_WINDOW = 4096
+
+
+@dataclass(frozen=True)
+class RequestKV:
+    """KV of one request. `bits` of a number; `window`: tokens that are kept, all without one."""
+
+    layout: KVLayout
+    num_tokens: int
+    bits: int
+    window: int | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._payload_bytes // self.layout.block_size
+
+    @property
+    def bytes_per_token_per_layer(self) -> int:
+        return self.bytes_per_token // self.layout.num_layers
+
+    @property
+    def block_bytes(self) -> int:
+        return padded(self._payload_bytes)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks at the request's end; a window begins and ends amid a block."""
+        num_blocks = self.layout.num_blocks(self.num_tokens)
+        return num_blocks if self.window is None else min(num_blocks, self.layout.num_blocks(self.window) + 1)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def _payload_bytes(self) -> int:
+        return self.layout.payload_bytes * self.bits // (8 * self.layout.item_bytes)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Requests on one device. `num_shared_blocks` of each are the same ones."""
+
+    device_bytes: int
+    weight_bytes: int
+    kv: RequestKV
+    num_shared_blocks: int = 0
+
+    @property
+    def kv_room_bytes(self) -> int:
+        return max(0, self.device_bytes - self.weight_bytes - GPU_RESERVE_BYTES)
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes that a further request takes."""
+        return (self.kv.num_blocks - self.num_shared_blocks) * self.kv.block_bytes
+
+    @property
+    def max_requests(self) -> int:
+        room_bytes = self.kv_room_bytes - self.num_shared_blocks * self.kv.block_bytes
+        return max(0, room_bytes) // self.request_bytes
+
+    @property
+    def limited_by(self) -> str:
+        """The first of weights, activations and KV that the device has no more room for."""
+        if self.weight_bytes > self.device_bytes:
+            return "weights"
+        return "activations" if self.weight_bytes + GPU_RESERVE_BYTES > self.device_bytes else "kv"
+
+    def total_bytes(self, num_requests: int) -> int:
+        """Sums weights, reserve and the KV of so many requests."""
+        return self.weight_bytes + GPU_RESERVE_BYTES + num_requests * self.kv.num_bytes
+
+
+@dataclass(frozen=True)
+class Technique:
+    """A change, and what fits with it. `status`: whether Baton has it."""
+
+    name: str
+    fit: Fit
+    status: str
+
+
+def techniques(shape: ModelShape, fit: Fit) -> Iterator[Technique]:
+    """Yields each technique that changes something, alone."""
+    kv = fit.kv
+    for dtype in ("int8", "int4"):
+        if BITS[dtype] < kv.bits:
+            yield Technique(
+                f"KV in {dtype}", replace(fit, kv=replace(kv, bits=BITS[dtype])), "not yet (scales left out)"
+            )
+    window = shape.window or COMMON_WINDOW
+    if kv.window is None and window < kv.num_tokens:
+        windowed = replace(fit, kv=replace(kv, window=window))
+        yield Technique(f"only the last {window:,} tokens kept", windowed, "not yet")
+    if kv.window is None and kv.num_blocks > 1:
+        yield Technique("first half of all prompts the same", replace(fit, num_shared_blocks=kv.num_blocks // 2), "yes")
+    if shape.weight_bits > BITS["int8"]:
+        yield Technique("weights in int8", replace(fit, weight_bytes=shape.weight_bytes(BITS["int8"])), "on a CPU")
+    if not shape.is_latent:
+        for num_heads, name in ((shape.num_heads, "a KV head for each query head"), (1, "a single KV head")):
+            if num_heads != shape.num_kv_heads:
+                other = replace(kv, layout=replace(kv.layout, num_kv_heads=num_heads))
+                yield Technique(name, replace(fit, kv=other), "another model")

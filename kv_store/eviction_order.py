@@ -1,0 +1,161 @@
+"""The order in which a pool gives up its cached pages: children before parents, and else the least recently used first.
+
+A page is counted at its parent as long as both may be evicted, so no chain of parents is ever walked: a page whose last
+child goes takes over that child's last use, and stands in the order from then on.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from heapq import heappop, heappush, heapreplace
+
+from wire.ids import BlockKey, PageId
+
+
+class Worth(IntEnum):
+    """The cost of losing a cached page. The cheapest are evicted first."""
+
+    TAIL = 0
+    COPIED = 1
+    ONLY_COPY = 2
+
+
+class EvictionOrder:
+    """Pages by worth, and the last use of every page. Each call costs a logarithm of the number of pages, amortised.
+
+    find: the page of a key, if it is findable.
+    """
+
+    def __init__(self, num_pages: int, find: Callable[[bytes], PageId | None]) -> None:
+        self._find = find
+        self._num_uses = 0
+        self._last_use = array("Q", bytes(8 * num_pages))
+        self._ranks = [_Rank(self._last_use) for _ in Worth]
+
+    def __len__(self) -> int:
+        return sum([rank.num_pages for rank in self._ranks])
+
+    def has(self, page: PageId, worth: Worth) -> bool:
+        return bool(self._ranks[worth].has[page])
+
+    def touch(self, page: PageId) -> None:
+        """Counts a use of a page, whether it may be evicted or not."""
+        self._num_uses += 1
+        self._last_use[page] = self._num_uses
+
+    def found(self, page: PageId, key: BlockKey) -> None:
+        """Notes that a page is findable from now on, as the parent of the pages that name its key."""
+        for rank in self._ranks:
+            rank.num_children[page] = rank.orphans.pop(key, 0)
+
+    def lost(self, page: PageId, key: BlockKey) -> None:
+        """Notes that a page is findable no more."""
+        for rank in self._ranks:
+            if rank.num_children[page]:
+                rank.count_child(None, key, rank.num_children[page])
+                rank.num_children[page] = 0
+
+    def add(self, page: PageId, worth: Worth, parent: bytes | None) -> None:
+        """Adds a page that may be evicted from now on."""
+        rank = self._ranks[worth]
+        if parent is not None:
+            rank.count_child(self._handed_on(page, parent), parent, 1)
+        rank.add(page)
+
+    def remove(self, page: PageId, worth: Worth, parent: bytes | None) -> None:
+        rank = self._ranks[worth]
+        rank.remove(page)
+        if parent is not None:
+            rank.count_child(self._handed_on(page, parent), parent, -1)
+
+    def first(self, worth: Worth) -> PageId | None:
+        """Returns the page of a worth that is to go first; None if there is no page."""
+        return self._ranks[worth].first()
+
+    def cheapest(self) -> PageId | None:
+        """Returns the page that is to go first of all."""
+        return next((page for rank in self._ranks if (page := rank.first()) is not None), None)
+
+    def check(self, keys: Sequence[BlockKey | None], parents: Sequence[bytes | None]) -> list[str]:
+        """Lists the faults of the books, given the keys of all pages; an empty list is a clean bill."""
+        return [problem for rank in self._ranks for problem in rank.check(keys, parents)]
+
+    def _handed_on(self, page: PageId, parent: bytes) -> PageId | None:
+        """Counts the last use of a page as one of its parent, and returns that."""
+        above = self._find(parent)
+        if above is not None and self._last_use[above] < self._last_use[page]:
+            self._last_use[above] = self._last_use[page]
+        return above
+
+
+class _Rank:
+    """The pages of one worth.
+
+    num_children: for each page, its children in this rank. orphans: the same by key, for parents that are not findable.
+    The queue has every page without children, and may have others; an entry is a last use times the number of all
+    pages, plus the page. An entry that is out of date is put right when it comes first.
+    """
+
+    def __init__(self, last_use: "array[int]") -> None:
+        self.num_pages = 0
+        self.has = bytearray(len(last_use))
+        self.num_children = array("I", bytes(4 * len(last_use)))
+        self.orphans = Counter[bytes]()
+        self._last_use = last_use
+        self._queue: list[int] = []
+        self._is_queued = bytearray(len(last_use))
+
+    def add(self, page: PageId) -> None:
+        self.has[page] = 1
+        self.num_pages += 1
+        if not self.num_children[page]:
+            self._enqueue(page)
+
+    def remove(self, page: PageId) -> None:
+        self.has[page] = 0
+        self.num_pages -= 1
+
+    def count_child(self, parent: PageId | None, key: bytes, by: int) -> None:
+        if parent is None:
+            self.orphans[key] += by
+            if not self.orphans[key]:
+                del self.orphans[key]
+            return
+        self.num_children[parent] += by
+        if self.has[parent] and not self.num_children[parent]:
+            self._enqueue(parent)
+
+    def first(self) -> PageId | None:
+        while self._queue:
+            used, number = divmod(self._queue[0], len(self.has))
+            page = PageId(number)
+            if not self.has[page] or self.num_children[page]:
+                self._is_queued[page] = 0
+                heappop(self._queue)
+            elif used != self._last_use[page]:
+                heapreplace(self._queue, self._entry(page))
+            else:
+                return page
+        return PageId(self.has.find(1)) if self.num_pages else None  # keys in a circle: all have children
+
+    def check(self, keys: Sequence[BlockKey | None], parents: Sequence[bytes | None]) -> Iterable[str]:
+        pages = [page for page, is_here in enumerate(self.has) if is_here]
+        children = Counter(parent for page in pages if (parent := parents[page]) is not None)
+        known = {key: num for key, num in zip(keys, self.num_children, strict=True) if num and key is not None}
+        if children != self.orphans + Counter(known) or sum(self.num_children) != sum(known.values()):
+            yield "pages have other children than are counted"
+        if not all(self.num_children[page] or self._is_queued[page] for page in pages):
+            yield "a page that may be evicted is not in the queue"
+        if sorted(entry % len(self.has) for entry in self._queue) != [
+            page for page, is_queued in enumerate(self._is_queued) if is_queued
+        ]:
+            yield "the queue differs from what is noted of it"
+
+    def _enqueue(self, page: PageId) -> None:
+        if not self._is_queued[page]:
+            self._is_queued[page] = 1
+            heappush(self._queue, self._entry(page))
+
+    def _entry(self, page: PageId) -> int:
+        return self._last_use[page] * len(self.has) + page

@@ -1,0 +1,134 @@
+"""Claims: allocators on traces worked out by hand, the choice of claims, and the page that results make."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.claim_families.arithmetic import FAMILY as ARITHMETIC
+from benchmarks.claim_families.batching import MAX_RUNNING, StaticBatcher, static_steps
+from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report, Stopwatch, spread
+from benchmarks.claim_families.page import Kept, write_page
+from benchmarks.claim_families.reservation import BLOCK_SIZE, Contiguous, Memory, Moment, Paged, Run, Usage, simulate
+from benchmarks.claims import FAMILIES, choose, measure, rows_of
+from benchmarks.request_trace import TraceRow
+from engine.schedule.batcher import Candidate, Pages, Phase
+
+NOTHING = Inputs(None, Path())
+
+
+def rows(*lengths: tuple[int, int]) -> list[TraceRow]:
+    return [TraceRow(0.0, input_len, output_len) for input_len, output_len in lengths]
+
+
+def test_a_reservation_holds_its_room_from_first_to_last() -> None:
+    """Two of 50 tokens at a time. The first ends after 2 steps, and the third takes its place; then none waits."""
+    memory = Contiguous(100, lambda row: 50)
+    assert list(simulate(rows((10, 2), (20, 4), (30, 1), (30, 1)), memory)) == [
+        Moment(num_running=2, num_tokens=30 + 22, num_allocated=100)
+    ]
+
+
+def test_a_gap_between_extents_is_too_small_for_a_longer_request() -> None:
+    memory = Contiguous(100, lambda row: row.input_len + row.output_len)
+    running: list[Run] = []
+    waiting = [Run(row, row.input_len) for row in rows((30, 1), (30, 1), (30, 1), (60, 1))]
+    memory.step(waiting, running)
+    assert [one.start for one in running] == [0, 31, 62]
+    memory.free(running[0])
+    memory.free(running[2])  # 31 at the start and 38 at the end
+    memory.step(waiting, running)
+    assert len(waiting) == 1
+    memory.free(running[1])
+    memory.step(waiting, running)
+    assert waiting == []
+
+
+def test_pages_grow_with_the_answer_and_the_youngest_yields() -> None:
+    """Three pages of 16 tokens for two requests of 15: the younger waits for a second page, then yields its first."""
+    memory, running = Paged(3 * BLOCK_SIZE), list[Run]()
+    waiting = [Run(row, row.input_len) for row in rows((15, 40), (15, 40))]
+    seen = []
+    for _ in range(20):
+        for one in memory.step(waiting, running):
+            one.advance()
+        seen.append((tuple(len(one.pages) for one in running), len(waiting)))
+    assert list(dict.fromkeys(seen)) == [((1, 1), 0), ((2, 1), 0), ((3,), 1)]
+    assert [one.num_computed for one in waiting] == [0]
+    assert memory.num_allocated(running) == 3 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("memory", [Paged(640), Contiguous(640, lambda row: 128)], ids=["pages", "contiguous"])
+def test_every_request_ends_and_memory_never_overflows(memory: Memory) -> None:
+    trace = rows(*((10 + 7 * n % 60, 1 + 5 * n % 40) for n in range(60)))
+    moments = list(simulate(trace, memory))
+    assert all(one.num_tokens <= one.num_allocated <= 640 for one in moments)
+    assert 0 < Usage.of(moments, 640).used <= Usage.of(moments, 640).allocated <= 1
+
+
+def test_a_static_batch_lasts_as_long_as_its_longest_answer() -> None:
+    assert static_steps([*[1] * (MAX_RUNNING - 1), 9, 2, 3]) == 9 + 3
+    waiting, pages = [Candidate(1, Phase.WAITING, 4, 0, 0)], Pages(10, 0, 16)
+    assert StaticBatcher(4).plan(waiting, [Candidate(0, Phase.DECODE, 5, 4, 1)], pages).admit == ()
+    assert StaticBatcher(4).plan(waiting, [], pages).admit == (1,)
+
+
+def test_rounds_begin_with_each_way_in_turn() -> None:
+    order: list[str] = []
+    watch = Stopwatch().take_turns({name: lambda name=name: order.append(name) for name in "ab"}, 2)  # type: ignore[misc]
+    assert order == ["a", "b", "b", "a"]
+    assert len(watch.ratios("a", "b")) == 2
+
+
+def test_a_spread_is_the_median_between_least_and_greatest() -> None:
+    assert spread([3.0, 1.0, 2.0]) == "2x (1 .. 3)"
+    assert spread([7.25]) == "7.25x"
+
+
+def test_names_choose_claims_and_families() -> None:
+    assert choose("cache_speed", has_trace=False) == choose("caching", has_trace=False) == ["caching"]
+    assert set(choose(None, has_trace=True)) - set(choose(None, has_trace=False)) == {"reservation", "batching"}
+    with pytest.raises(SystemExit, match="no claim and no family is named nothing"):
+        choose("nothing", has_trace=True)
+    with pytest.raises(SystemExit, match="needs a published trace"):
+        choose("utilization", has_trace=False)
+
+
+def test_every_claim_has_a_name_of_its_own() -> None:
+    names = [claim for family in FAMILIES.values() for claim in family.claims]
+    assert len(names) == len(set(names)) >= 30
+
+
+def test_worked_examples_and_waiting_claims_need_no_machine() -> None:
+    found = rows_of(measure(["arithmetic", "speculation", "smaller_caches"], None), None)
+    assert found["llama_2_70b"]["arithmetic"] == (
+        "1.3 GB with its 8 KV heads, 43 GB for 32; its weights alone take 138 GB"
+    )
+    assert found["growth_of_7b"]["arithmetic"] == "1 GiB and 16 GiB, 1.3x the 12.6 GiB of parameters; 16x for 16x"
+    assert [found[name]["holds"] for name in ("token_of_32_heads", "32_to_8_heads", "int8")] == [True, False, None]
+    assert set(found["int8"]) == {"said", "arithmetic", "measured", "holds"}
+    assert rows_of(measure(["speculation"], None), "speculation_speed").keys() == {"speculation_speed"}
+    assert set(ARITHMETIC.measure(NOTHING).findings) == set(ARITHMETIC.claims)
+
+
+def test_the_page_has_each_claim_and_the_chart_of_its_family(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = Chart("Speed", "batch", "x", {"a": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]})
+    bars = Chart("Memory", "", "%", {"a": [("pages", 3.0), ("none", 4.0)]})
+    finding = Finding("2x", "1.9x (1.8 .. 2)", True)
+    families = {
+        name: Family(name.title(), {f"{name}_claim": "twice as fast"}, lambda inputs: Report("", {}))
+        for name in ("lines", "bars")
+    }
+    kept = {
+        name: Kept.of(family, Report("A setting.", {f"{name}_claim": finding}, chart), "a machine", "2026-01-01")
+        for (name, family), chart in zip(families.items(), (lines, bars), strict=True)
+    }
+    page = tmp_path / "claims.md"
+    write_page(page, families, kept)
+    text = page.read_text()
+    assert "| `lines_claim` | twice as fast | 2x | 1.9x (1.8 .. 2) | yes |" in text
+    assert "A setting. Machine: a machine, 2026-01-01." in text
+    assert "![Speed](claims/lines.svg)" in text
+    first = (tmp_path / "claims" / "bars.svg").read_bytes()
+    write_page(page, families, kept)
+    assert (tmp_path / "claims" / "bars.svg").read_bytes() == first
