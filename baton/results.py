@@ -42,11 +42,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request. `cached_tokens` counts prompt tokens by the tier that had their KV; no tier has 0."""
+    """Tokens of a request. `cached_tokens` counts prompt tokens by the tier that had their KV; no tier has 0.
+
+    guessed_tokens: of the answer, by speculation; accepted_tokens: the guesses that came true.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: Mapping[str, int]
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,13 @@ class Draft:
     def _complete(self, request_id: str, complete: pb.Complete) -> Completion:
         choices = tuple(self._choice(choice) for choice in complete.choices)
         read = complete.usage
-        usage = Usage(read.prompt_tokens, read.completion_tokens, tiers_from_pb(read.cached_tokens))
+        usage = Usage(
+            read.prompt_tokens,
+            read.completion_tokens,
+            tiers_from_pb(read.cached_tokens),
+            read.guessed_tokens,
+            read.accepted_tokens,
+        )
         return Completion(request_id, choices, usage, complete.seed, _read_timeline(complete.timeline))
 
     def _choice(self, choice: pb.Choice) -> Choice:

@@ -9,7 +9,7 @@ from wire.sampling import FinishReason
 from wire.tier import BlockCounts
 
 _TOKEN = ord("a")
-_STATS = EngineStats(BlockCounts(0, 0, 0, 0, 0, 0), 0, 0, 0, 0, 0, 0)
+_STATS = EngineStats(BlockCounts(0, 0, 0, 0, 0, 0), *[0] * 9)
 
 
 class PacedEngine:

@@ -4,7 +4,7 @@ queue -> wait -> fetch -> wait -> compute -> generate -> ended
                               \\-> generate, if no KV of the prompt was missing
 """
 
-from engine.events import Event, Failed, Fetched, Finished
+from engine.events import Drafted, Event, Failed, Fetched, Finished
 from engine.request import EngineRequest
 from wire.errors import BatonError
 from wire.pools import Role
@@ -33,6 +33,8 @@ class DecodeJob:
         match event:
             case Fetched(choice=choice):
                 return self._fetched(choice)
+            case Drafted(num_guessed=num_guessed, num_accepted=num_accepted):
+                self._stopwatch.count(tokens_guessed=num_guessed, tokens_accepted=num_accepted)
             case Finished():
                 return self._finished(event, now_s)
             case Failed(error=error):

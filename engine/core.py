@@ -10,6 +10,7 @@ A sequence has a row of `DecodeRows` from its first turn in DECODE on. While all
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 from engine.decode_rows import DecodeRows
 from engine.events import (
@@ -33,6 +34,7 @@ from engine.roster import Roster
 from engine.runner import Chunk, Gains, Runner, Work
 from engine.schedule.batcher import Batcher, Gate, Phase, Plan
 from engine.sequence import Sequence
+from engine.speculation import Speculator
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
 from wire.errors import BatonError, InvalidRequest, RequestExists
@@ -45,13 +47,21 @@ class EngineCore:
     Not thread-safe: one thread calls it. `transfers` may work on others; `step` polls it.
     """
 
-    def __init__(self, model: Model, pool: DevicePool, batcher: Batcher, transfers: Transfers) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: DevicePool,
+        batcher: Batcher,
+        transfers: Transfers,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.model = model
         self.pool = pool
         self._cache = KVCache(pool, transfers)
         self._batcher = batcher
         self._rows = DecodeRows(model, pool.ledger.num_pages)
         self._runner = Runner(model, pool.kv, self._cache, self._rows)
+        self._speculator = speculator or Speculator()
         self._roster = Roster()
         self._num_held: dict[RequestId, int] = {}
         self._events: list[Event] = []
@@ -92,6 +102,8 @@ class EngineCore:
             return output
         work = self._decode_all() or self._carry_out(self._plan())
         if work is not None:
+            drafts = self._speculator.draft(self._rows, work.num_rows, work.num_tokens)
+            work = replace(work, drafts=drafts) if drafts else work
             gains = self._runner.run(work)
             self._events = output.after
             self._collect(work, gains, output)
@@ -108,6 +120,9 @@ class EngineCore:
             cached_prompt_tokens=self._num["cached"],
             generated_tokens=self._num["generated"],
             num_preemptions=self._num["preempted"],
+            num_drafts=self._speculator.num_drafts,
+            num_guessed_tokens=self._speculator.num_guessed,
+            num_accepted_tokens=self._speculator.num_accepted,
         )
 
     def check(self) -> list[str]:
@@ -206,7 +221,7 @@ class EngineCore:
             self._events.append(Started(sequence.choice.request_id, sequence.choice.index))
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._rows.remove(sequence)
+        self._leave_rows(sequence)
         self._cache.set_aside(sequence)
         sequence.phase = Phase.WAITING
         self._num["preempted"] += 1
@@ -215,37 +230,38 @@ class EngineCore:
     def _collect(self, work: Work, gains: Gains, output: StepOutput) -> None:
         """Takes the gains of a run: first the failures, then the tokens, then the blocks they filled and the ends."""
         rows = self._rows
-        gaining = [*rows.sequences[work.rows], *(chunk.sequence for chunk in work.chunks if chunk.num_samples)]
-        rows.advance(gains.token_ids[: work.num_rows])
+        gains.advance(rows, work.num_rows)
+        if work.drafts:
+            self._events += self._speculator.learn(rows, work.drafts, gains.num_gained)
         filled = [rows.sequences[row] for row in rows.full(work.num_rows)]
         for sequence, error in gains.failed.items():
             self._fail(sequence, error)
         if gains.failed:
-            ended = {place for place, sequence in enumerate(gaining) if sequence.phase is Phase.ENDED}
-            gaining, gains = [one for one in gaining if one.phase is not Phase.ENDED], gains.without(ended)
-        ending = self._emit(gaining, gains, output)
+            ended = {place for place, sequence in enumerate(gains.sequences) if sequence.phase is Phase.ENDED}
+            gains = gains.without(ended)
+        ending = self._emit(gains, output)
         starts = {one: one.num_computed - 1 for one in filled if one.phase is not Phase.ENDED}
         computed = [chunk for chunk in work.chunks if chunk.sequence.phase is not Phase.ENDED]
         self._cache.publish_filled(starts | self._advance(computed))
         for sequence in ending:
             self._finish(sequence)
         for chunk in computed:
-            if chunk.num_samples and chunk.sequence.phase is not Phase.ENDED:
+            if chunk.is_sampled and chunk.sequence.phase is not Phase.ENDED:
                 self._go_on(chunk.sequence)
 
-    def _emit(self, gaining: list[Sequence], gains: Gains, output: StepOutput) -> list[Sequence]:
-        """Appends a token to each sequence; returns the sequences that end with theirs."""
+    def _emit(self, gains: Gains, output: StepOutput) -> list[Sequence]:
+        """Appends tokens to their sequences; returns the sequences that end with theirs."""
         ending = []
-        output.choices = [sequence.choice for sequence in gaining]
+        output.choices = [sequence.choice for sequence in gains.sequences]
         output.token_ids = gains.token_ids.tolist()
         output.logprobs = gains.logprobs
-        for sequence, token_id in zip(gaining, output.token_ids, strict=True):
+        for sequence, token_id in zip(gains.sequences, output.token_ids, strict=True):
             output_ids = sequence.output_ids
             output.positions.append(len(output_ids))
             output_ids.append(token_id)
             if token_id in sequence.end_ids or len(output_ids) >= sequence.max_output:
                 ending.append(sequence)
-        self._num["generated"] += len(gaining)
+        self._num["generated"] += len(output.token_ids)
         return ending
 
     def _advance(self, chunks: list[Chunk]) -> dict[Sequence, int]:
@@ -301,8 +317,12 @@ class EngineCore:
         for sequence in self._roster.remove(request_id):
             self._end(sequence)
 
-    def _end(self, sequence: Sequence) -> None:
+    def _leave_rows(self, sequence: Sequence) -> None:
         self._rows.remove(sequence)
+        self._speculator.forget(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        self._leave_rows(sequence)
         self._cache.free(sequence)
         self._roster.retire(sequence)
         sequence.phase = Phase.ENDED

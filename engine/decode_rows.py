@@ -27,7 +27,8 @@ _DTYPES = {
 class DecodeRows:
     """A row for each decoding sequence, in any order; it changes as its sequence joins, gains a page or leaves.
 
-    A step runs the first so many rows, as a rule all, a token each, and `advance` takes them on. R rows, N pages:
+    A step runs the first so many rows, as a rule all, a token each or more with guesses, and `advance` takes them on.
+    R rows, N pages:
 
     token_ids: int64 [R], the last known token, which runs next. positions: int64 [R], its position.
     slots: int64 [R], where its KV goes. context_lens: int32 [R], tokens with KV once it has run; apart from the
@@ -87,14 +88,14 @@ class DecodeRows:
         self.slots[rows] = np.multiply(pages, self._block_size)
         self.room[rows] = self._block_size
 
-    def advance(self, token_ids: Ints) -> None:
-        """Notes the next tokens of the first rows, whose KV is now one longer."""
+    def advance(self, token_ids: Ints, num_gained: Ints | int = 1) -> None:
+        """Notes the newest tokens of the first rows, whose KV is now longer by so many; no row passes its last page."""
         num_rows = len(token_ids)
         self.token_ids[:num_rows] = token_ids
-        self.positions[:num_rows] += 1
-        self.slots[:num_rows] += 1
-        self.context_lens[:num_rows] += 1
-        self.room[:num_rows] -= 1
+        self.positions[:num_rows] += num_gained
+        self.slots[:num_rows] += num_gained
+        self.context_lens[:num_rows] += num_gained
+        self.room[:num_rows] -= num_gained
 
     def check(self) -> list[str]:
         """Lists the rows that differ from their sequences."""

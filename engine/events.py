@@ -74,6 +74,14 @@ class Finished(ChoiceEvent):
     stop_token_id: int | None = None
 
 
+@dataclass(frozen=True)
+class Drafted(ChoiceEvent):
+    """A step had guesses of a choice's next tokens; the accepted ones are among the step's tokens."""
+
+    num_guessed: int
+    num_accepted: int
+
+
 class Preempted(ChoiceEvent):
     """A choice lost its pages to an older one and went back to the queue."""
 
@@ -107,7 +115,7 @@ class Failed:
     error: BatonError
 
 
-Event = HeldUp | Scheduled | Fetched | Started | Finished | HandedOff | Abandoned | Preempted | Failed
+Event = HeldUp | Scheduled | Fetched | Started | Drafted | Finished | HandedOff | Abandoned | Preempted | Failed
 
 
 @dataclass
@@ -145,3 +153,6 @@ class EngineStats:
     cached_prompt_tokens: int
     generated_tokens: int
     num_preemptions: int
+    num_drafts: int
+    num_guessed_tokens: int
+    num_accepted_tokens: int

@@ -1,9 +1,9 @@
 """A step's plan, run: the model on the tensors of a batch, then the sampler. A sequence's fault fails that one only."""
 
 import logging
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import accumulate
 
@@ -16,6 +16,7 @@ from engine.kv_cache import KVCache
 from engine.model.batch import Batch, Model
 from engine.sampler import Draw, likeliest, sample
 from engine.sequence import Sequence
+from engine.speculation import NO_DRAFTS, Drafts
 from kernels.backend import KVPages
 from wire import errors
 from wire.errors import BatonError, NoNumber
@@ -29,17 +30,16 @@ log = logging.getLogger(__name__)
 class Chunk:
     """The next `num_tokens` known tokens of a sequence; they have pages, and no KV yet.
 
-    num_samples: so many of its last rows are sampled, for the tokens that follow them.
+    is_sampled: it ends with the last known token, and brings the next.
     """
 
     sequence: Sequence
     num_tokens: int
-    num_samples: int
+    is_sampled: bool
 
     @classmethod
     def of(cls, sequence: Sequence, num_tokens: int) -> "Chunk":
-        """Makes a chunk that brings the next token if it ends with the last known one."""
-        return cls(sequence, num_tokens, int(sequence.num_computed + num_tokens == sequence.num_known))
+        return cls(sequence, num_tokens, sequence.num_computed + num_tokens == sequence.num_known)
 
     @property
     def context_len(self) -> int:
@@ -48,38 +48,58 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one step: a token of each of these decoding rows, and chunks, the ones of one token first."""
+    """The work of one step: a token of each of these decoding rows, and chunks, the ones of one token first.
+
+    drafts: guesses that follow the tokens of rows; the rows are then the first ones.
+    """
 
     rows: slice
     chunks: Seq[Chunk] = ()
+    drafts: Drafts = NO_DRAFTS
 
     @property
     def num_rows(self) -> int:
         return int(self.rows.stop - self.rows.start)
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows + len(self.drafts) + sum(chunk.num_tokens for chunk in self.chunks)
+
 
 @dataclass(frozen=True)
 class Gains:
-    """The outcome of a run. Samples are the decoding rows, then the sampled rows of each chunk.
+    """The outcome of a run: samples of the decoding rows, row by row, then of the chunks.
 
-    token_ids: int64 [samples], -1 where the sequence failed. logprobs: by sample, where they are asked for.
+    sequences: of each sample. token_ids: int64 [samples], -1 where the sequence failed. logprobs: by sample, where they
+    are asked for. num_gained: tokens of each decoding row, or of all alike.
     """
 
+    sequences: list[Sequence]
     token_ids: Ints
-    logprobs: dict[int, Logprobs]
-    failed: dict[Sequence, BatonError]
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    failed: dict[Sequence, BatonError] = field(default_factory=dict)
+    num_gained: Ints | int = 1
 
     def without(self, samples: Container[int]) -> "Gains":
         """Leaves samples out."""
         kept = [sample for sample in range(len(self.token_ids)) if sample not in samples]
         logprobs = {place: self.logprobs[one] for place, one in enumerate(kept) if one in self.logprobs}
-        return Gains(self.token_ids[kept], logprobs, self.failed)
+        sequences = [self.sequences[one] for one in kept]
+        return replace(self, sequences=sequences, token_ids=self.token_ids[kept], logprobs=logprobs)
 
     def followed_by(self, later: "Gains") -> "Gains":
-        """Joins the gains of two runs."""
+        """Joins the gains of two runs without drafts."""
         num = len(self.token_ids)
         logprobs = self.logprobs | {num + sample: one for sample, one in later.logprobs.items()}
-        return Gains(np.concatenate([self.token_ids, later.token_ids]), logprobs, self.failed | later.failed)
+        token_ids = np.concatenate([self.token_ids, later.token_ids])
+        return Gains([*self.sequences, *later.sequences], token_ids, logprobs, self.failed | later.failed)
+
+    def advance(self, rows: DecodeRows, num_rows: int) -> None:
+        """Takes the first rows on."""
+        if isinstance(self.num_gained, int):
+            rows.advance(self.token_ids[:num_rows])
+        else:
+            rows.advance(self.token_ids[self.num_gained.cumsum() - 1], self.num_gained)
 
 
 NO_ROWS = slice(0, 0)
@@ -114,11 +134,21 @@ class Runner:
     @torch.inference_mode()
     def _run(self, work: Work) -> Gains:
         logits = self._model.forward(self._batch(work), self._kv)
-        token_ids, logprobs = self._sample(logits, self._careful_draws(work))
-        if token_ids.min(initial=0) >= 0:
-            return Gains(token_ids, logprobs, {})
-        sampled = self._sampled(work)
-        return Gains(token_ids, logprobs, {sampled[one]: _no_number() for one in np.flatnonzero(token_ids < 0)})
+        gains = Gains(self._sampled(work), *self._sample(logits, self._careful_draws(work)))
+        if work.drafts:
+            gains = self._accept(work.drafts, gains)
+        if gains.token_ids.min(initial=0) >= 0:
+            return gains
+        faulty = [gains.sequences[one] for one in np.flatnonzero(gains.token_ids < 0)]
+        return replace(gains, failed={sequence: _no_number() for sequence in faulty})
+
+    def _accept(self, drafts: Drafts, gains: Gains) -> Gains:
+        """Leaves out what was drawn after guesses that did not come true."""
+        num_rows, num_tokens = len(drafts.lengths), len(drafts.rows)
+        end_ids = [sequence.end_ids for sequence in self._rows.sequences[:num_rows]]
+        kept = drafts.true_places(self._rows.token_ids[:num_rows], gains.token_ids[:num_tokens], end_ids)
+        num_gained = np.bincount(drafts.rows[kept], minlength=num_rows)
+        return replace(gains.without(set(range(num_tokens)).difference(kept)), num_gained=num_gained)
 
     def _run_alone(self, work: Work) -> Gains:
         """Runs the work of one sequence."""
@@ -127,19 +157,31 @@ class Runner:
         except Exception as failure:  # as above
             sequence = work.chunks[0].sequence if work.chunks else self._rows.sequences[work.rows.start]
             error = errors.report(failure, request_id=sequence.request.request_id)
-            return Gains(np.full(len(self._sampled(work)), -1), {}, {sequence: error})
+            sampled = self._sampled(work)
+            return Gains(sampled, np.full(len(sampled), -1), failed={sequence: error})
 
     def _sampled(self, work: Work) -> list[Sequence]:
-        chunks = [chunk.sequence for chunk in work.chunks for _ in range(chunk.num_samples)]
-        return [*self._rows.sequences[work.rows], *chunks]
+        rows = self._rows.sequences[work.rows]
+        of_rows = [rows[row] for row in work.drafts.rows] if work.drafts else rows
+        return [*of_rows, *(chunk.sequence for chunk in work.chunks if chunk.is_sampled)]
 
     def _careful_draws(self, work: Work) -> dict[int, Draw]:
         """Tells how to choose the samples of which the likeliest token is not the whole answer."""
         careful = (~self._rows.is_plain[work.rows]).nonzero()[0].tolist()
-        draws: dict[int, Draw] = {row: self._rows.sequences[work.rows.start + row].draw() for row in careful}
-        ahead = [(chunk, num) for chunk in work.chunks for num in reversed(range(chunk.num_samples))]
-        of_chunks = [chunk.sequence.draw(num) for chunk, num in ahead]
-        return draws | {work.num_rows + index: draw for index, draw in enumerate(of_chunks) if not draw.is_plain}
+        if work.drafts:
+            draws = dict(self._draft_draws(work.drafts, {*careful}))
+        else:
+            draws = {row: self._rows.sequences[work.rows.start + row].draw() for row in careful}
+        of_chunks = [chunk.sequence.draw() for chunk in work.chunks if chunk.is_sampled]
+        num_before = work.num_rows + len(work.drafts)
+        return draws | {num_before + index: draw for index, draw in enumerate(of_chunks) if not draw.is_plain}
+
+    def _draft_draws(self, drafts: Drafts, careful: Container[int]) -> Iterator[tuple[int, Draw]]:
+        """Yields, for careful rows, how to choose the token after each guess, as if all up to it had come true."""
+        token_ids = drafts.token_ids(self._rows.token_ids)
+        for place, (row, ahead) in enumerate(zip(drafts.rows, drafts.ahead, strict=True)):
+            if row in careful:
+                yield place, self._rows.sequences[row].draw(token_ids[place + 1 - ahead : place + 1].tolist())
 
     def _sample(self, logits: torch.Tensor, careful: dict[int, Draw]) -> tuple[Ints, dict[int, Logprobs]]:
         if not careful:
@@ -168,7 +210,7 @@ class Runner:
 
     def _batch(self, work: Work) -> Batch:
         """Makes the batch; on a CPU keeps it while the same rows run alone: its views change in place with them."""
-        if work.chunks or self._model.device.type != "cpu":
+        if work.chunks or work.drafts or self._model.device.type != "cpu":
             return self._make_batch(work)
         width, num_reserved = self._num_blocks(work.rows), len(self._rows.token_ids)
         key = (work.rows.start, work.rows.stop, width, num_reserved)
@@ -178,23 +220,30 @@ class Runner:
         return self._views
 
     def _make_batch(self, work: Work) -> Batch:
-        """Puts the slices of the decoding rows first, and the chunks behind them."""
-        rows, chunks, num_rows = self._rows, work.chunks, work.num_rows
-        block_size = self._model.layout.block_size
+        """Puts the decoding rows first, each with its guesses, and the chunks behind them."""
+        rows, chunks, drafts, block_size = self._rows, work.chunks, work.drafts, self._model.layout.block_size
+
+        def column(values: Ints) -> Ints:
+            return values[drafts.rows] + drafts.ahead if drafts else values[work.rows]
+
+        num_tokens = work.num_rows + len(drafts)
         spans = [(chunk.sequence, chunk.sequence.num_computed, chunk.context_len) for chunk in chunks]
         known = [one.tokens(start, end - start) for one, start, end in spans]
         slots = [one.pages.slots(start, end, block_size) for one, start, end in spans]
-        ends = [*accumulate((chunk.num_tokens for chunk in chunks), initial=num_rows)][1:]
-        samples = [range(end - chunk.num_samples, end) for end, chunk in zip(ends, chunks, strict=True)]
+        ends = [*accumulate((chunk.num_tokens for chunk in chunks), initial=num_tokens)][1:]
+        samples = [[end - 1] for end, chunk in zip(ends, chunks, strict=True) if chunk.is_sampled]
+        context_lens = rows.context_lens[work.rows] + drafts.lengths - 1 if drafts else rows.context_lens[work.rows]
+        starts = np.append(0, drafts.lengths.cumsum()) if drafts else np.arange(num_tokens + 1)
+        num_single = sum(chunk.num_tokens == 1 for chunk in chunks)
         return Batch(
-            token_ids=self._join(rows.token_ids[work.rows], known),
-            positions=self._join(rows.positions[work.rows], [range(start, end) for _, start, end in spans]),
-            slot_mapping=self._join(rows.slots[work.rows], slots),
+            token_ids=self._join(drafts.token_ids(rows.token_ids) if drafts else rows.token_ids[work.rows], known),
+            positions=self._join(column(rows.positions), [range(start, end) for _, start, end in spans]),
+            slot_mapping=self._join(column(rows.slots), slots),
             block_tables=self._tables(work),
-            context_lens=self._join(rows.context_lens[work.rows], [[end] for _, _, end in spans]),
-            cu_query_lens=self._join(np.arange(num_rows + 1, dtype=np.int32), [[end] for end in ends]),
-            num_decodes=num_rows + sum(chunk.num_tokens == 1 for chunk in chunks),
-            sample_rows=self._join(np.arange(num_rows), samples),
+            context_lens=self._join(context_lens, [[end] for _, _, end in spans]),
+            cu_query_lens=self._join(starts.astype(np.int32), [[end] for end in ends]),
+            num_decodes=int((drafts.lengths > 1).argmax()) if drafts else num_tokens + num_single,
+            sample_rows=self._join(np.arange(num_tokens), samples),
         )
 
     def _tables(self, work: Work) -> torch.Tensor:

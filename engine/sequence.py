@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import cast
 
@@ -103,11 +104,11 @@ class Sequence:
         self.pages = BlockTable()
         self._num_computed = 0
 
-    def draw(self, num_ahead: int = 0) -> Draw:
-        """Tells how to choose the token that follows all known tokens but the last `num_ahead`."""
-        sampling, num_output = self.request.sampling, len(self.output_ids) - num_ahead
-        output_ids = self.output_ids[:num_output] if num_ahead else self.output_ids
-        banned = () if num_output >= sampling.min_tokens else self._early_ids
+    def draw(self, guesses: Seq[int] = ()) -> Draw:
+        """Tells how to choose the token that follows the known ones, and guesses of the next ones."""
+        sampling = self.request.sampling
+        output_ids = [*self.output_ids, *guesses] if guesses else self.output_ids
+        banned = () if len(output_ids) >= sampling.min_tokens else self._early_ids
         return Draw(sampling, self.choice.index, self.request.prompt_ids, output_ids, banned)
 
     @property

@@ -100,8 +100,8 @@ class AttentionVariant:
 class Program(Protocol):
     """Operations that were recorded."""
 
-    def run(self, num_rows: int) -> None:
-        """Does them all, on the first `num_rows` rows of the tensors that they were recorded with."""
+    def run(self, num_rows: int, num_sequences: int, num_decodes: int) -> None:
+        """Does them all, on the first rows and sequences of the tensors that they were recorded with."""
         ...
 
 

@@ -12,6 +12,7 @@ from worker.config import (
     CheckpointSettings,
     PageSettings,
     ServerSettings,
+    SpeculationSettings,
     StoreSettings,
     WorkerConfig,
 )
@@ -33,6 +34,7 @@ def local_worker(
     on_broken: Callable[[], None] = lambda: None,
     threads: Threads = THREADS,
     node_id: str = "",
+    proposer: str = "off",
 ) -> Assembly:
     """Its service is not started. Folder and socket in its configuration are nowhere; a node is its own address."""
     config = WorkerConfig(
@@ -43,6 +45,7 @@ def local_worker(
         store=StoreSettings("nowhere", "00" * 32, node_id=node_id, block_address=node_id),
         server=ServerSettings(TOKEN),
         batch=batch or BatchSettings(),
+        speculation=SpeculationSettings(proposer),
         max_silence_s=max_silence_s,
     )
     behaviour = _BEHAVIOURS[role](config.batch, config.pool.block_size)

@@ -10,6 +10,7 @@ from engine.model.batch import Model
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.schedule.batcher import Batcher
 from engine.schedule.continuous_batcher import ContinuousBatcher
+from engine.speculation import Speculator
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
 from kv_store.node.cold_writer import ColdWriter
@@ -73,10 +74,15 @@ class Node:
 
 
 def make_core(
-    model: Model, node: Node | None = None, num_blocks: int = 256, batcher: Batcher | None = None
+    model: Model,
+    node: Node | None = None,
+    num_blocks: int = 256,
+    batcher: Batcher | None = None,
+    speculator: Speculator | None = None,
 ) -> EngineCore:
     pool = DevicePool(model.layout, num_blocks, model.device)
-    return EngineCore(model, pool, batcher or ContinuousBatcher(), node.transfers(pool) if node else NoStore())
+    transfers = node.transfers(pool) if node else NoStore()
+    return EngineCore(model, pool, batcher or ContinuousBatcher(), transfers, speculator)
 
 
 def gained(output: StepOutput) -> list[tuple[ChoiceId, int, int]]:

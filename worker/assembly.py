@@ -14,6 +14,7 @@ from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.core import EngineCore
 from engine.model.batch import Model
 from engine.model.decoder import Decoder
+from engine.speculation import NgramProposer, Proposer, Speculator
 from kernels.backend import select_backend
 from kernels.cpu.library import NoKernels
 from kv_store.block_store import BlockStore
@@ -37,6 +38,8 @@ from worker.service import WorkerService
 
 PEER_TIMEOUT_S = 1.0
 """For each part of an answer of another node: computing a block is quicker."""
+
+_PROPOSERS: dict[str, Callable[[], Proposer | None]] = {"off": lambda: None, "ngram": NgramProposer}
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ def assemble_on(
     inbox = threads.new_inbox()
     transfers = threads.new_transfers(store, inbox.ring)
     transfers.start()
-    engine = EngineCore(model, pool, behaviour.batcher, transfers)
+    speculator = Speculator(_PROPOSERS[config.speculation.proposer](), config.speculation.max_draft_len)
+    engine = EngineCore(model, pool, behaviour.batcher, transfers, speculator)
     info = _describe(config, model, tiers.arena.num_slots)
     service = WorkerService(
         info, behaviour, engine, inbox, store, on_broken, config.max_silence_s, threads.clock, threads.new_loop

@@ -11,6 +11,8 @@ from wire.tier import ColdSettings
 from worker.engine_watch import MAX_SILENCE_S
 
 FINGERPRINT_BYTES = 32
+PROPOSERS = ("off", "ngram")
+MAX_DRAFT_LEN = 15
 MIN_SILENCE_S = 3.0
 """An engine without work is silent for a second at a time."""
 
@@ -102,6 +104,20 @@ class BatchSettings:
             raise ConfigError("batch.max_step_tokens must be at least batch.max_running + batch.max_chunk_tokens")
 
 
+@dataclass(frozen=True)
+class SpeculationSettings:
+    """Guesses of next tokens. proposer: of PROPOSERS. max_draft_len: guesses of one choice in one step."""
+
+    proposer: str = "off"
+    max_draft_len: int = 7
+
+    def __post_init__(self) -> None:
+        if self.proposer not in PROPOSERS:
+            raise ConfigError(f"speculation.proposer must be one of {', '.join(PROPOSERS)}")
+        if not 1 <= self.max_draft_len <= MAX_DRAFT_LEN:
+            raise ConfigError(f"speculation.max_draft_len must be between 1 and {MAX_DRAFT_LEN}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
     """The configuration of one worker.
@@ -116,6 +132,7 @@ class WorkerConfig:
     store: StoreSettings
     server: ServerSettings
     batch: BatchSettings = field(default_factory=BatchSettings)
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     num_threads: int = 1
     max_silence_s: float = MAX_SILENCE_S
 

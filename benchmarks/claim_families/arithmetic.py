@@ -41,8 +41,7 @@ def measure(inputs: Inputs) -> Report:
         "32_to_8_heads": _finding(f"{kv(LAYOUT, 1).num_bytes / kv(SHARED, 1).num_bytes:.0f}x", False),
         "llama_2_70b": _finding(
             f"{of_70b.num_bytes / GB:.1f} GB with its 8 KV heads, {32 * of_70b.num_bytes / GB:.0f} GB for 32; its "
-            "weights "
-            f"alone take {weights_70b / GB:.0f} GB",
+            f"weights alone take {weights_70b / GB:.0f} GB",
             False,
         ),
         "blocks_of_16k": _finding("16 tokens, 2 MiB at 128 KiB a token", False),

@@ -8,22 +8,23 @@ from statistics import fmean, median
 
 from benchmarks.cache_cost import no_cache
 from benchmarks.claim_families.caching import one_thread
-from benchmarks.claim_families.engines import Asked, load, make_core, random_model, run
+from benchmarks.claim_families.engines import POOL_TOKENS, Asked, load, make_core, random_model, run, run_afresh
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report, Stopwatch, spread
 from benchmarks.request_trace import read_trace
 from engine.model.decoder import Decoder
 from engine.schedule.batcher import Batcher, Candidate, Pages, Plan
 from engine.schedule.continuous_batcher import ContinuousBatcher
 
-HIDDEN_SIZE, NUM_LAYERS = 512, 6
+BATCHED_SHAPE, SHARING_SHAPE = (1024, 8), (512, 6)
+"""Hidden size and layers: of a model whose steps are mostly reads of weights, and of a quick one."""
+BATCH = 8
+NUM_REQUESTS = 48
 MAX_RUNNING = 16
-NUM_REQUESTS = 64
 LENGTH_DIVISOR = 4
 PROMPT_LEN = 16
-POOL_TOKENS = 1 << 15
 NUM_ROUNDS = 3
-SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
-SHARED_PROMPT_LEN, SHARED_OUTPUT_LEN = 512, 64
+SHARES = (0.0, 0.5, 0.75, 0.9)
+SHARED_PROMPT_LEN, SHARED_OUTPUT_LEN = 256, 32
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class StaticBatcher:
 
 def static_steps(lengths: Sequence[int]) -> int:
     """Sums the steps of static batches: each lasts as long as its longest answer."""
-    return sum(max(lengths[at : at + MAX_RUNNING]) for at in range(0, len(lengths), MAX_RUNNING))
+    return sum(max(lengths[at : at + BATCH]) for at in range(0, len(lengths), BATCH))
 
 
 def measure_batching(inputs: Inputs) -> Report:
@@ -47,25 +48,25 @@ def measure_batching(inputs: Inputs) -> Report:
     lengths = [max(1, row.output_len // LENGTH_DIVISOR) for row in read_trace(inputs.trace)[:NUM_REQUESTS]]
     asked = [Asked(_tokens(PROMPT_LEN, seed), length) for seed, length in enumerate(lengths)]
     with one_thread():
-        model = load(random_model(inputs.scratch, HIDDEN_SIZE, NUM_LAYERS), "bfloat16")
+        model = load(random_model(inputs.scratch, *BATCHED_SHAPE), "bfloat16")
         batchers: dict[str, Batcher] = {
-            "static": StaticBatcher(MAX_RUNNING),
-            "continuous": ContinuousBatcher(max_running=MAX_RUNNING),
+            "static": StaticBatcher(BATCH),
+            "continuous": ContinuousBatcher(max_running=BATCH),
         }
         ways: dict[str, Callable[[], object]] = {
-            name: partial(_fresh_run, model, batcher, asked) for name, batcher in batchers.items()
+            name: partial(run_afresh, model, batcher, asked) for name, batcher in batchers.items()
         }
         ways["static"]()
         watch = Stopwatch().take_turns(ways, NUM_ROUNDS)
     rows = sum(lengths)
-    by_steps = static_steps(lengths) / (rows / MAX_RUNNING)
+    by_steps = static_steps(lengths) / (rows / BATCH)
     ratios = watch.ratios("static", "continuous")
     speeds = {name: [(name, rows / median(seconds))] for name, seconds in watch.seconds.items()}
     setting = (
         f"{NUM_REQUESTS} requests at once, answers as long as in {inputs.trace.stem} over {LENGTH_DIVISOR} (mean "
-        f"{fmean(lengths):.0f}, longest {max(lengths)}), at most {MAX_RUNNING} running; {_model_words('bfloat16')}. "
+        f"{fmean(lengths):.0f}, longest {max(lengths)}), at most {BATCH} running; {_words(BATCHED_SHAPE)}. "
         "Baseline: the same engine that admits a batch only when the last one has ended. Rows that have ended are not "
-        "computed on, which is kind to it: on a CPU a smaller batch is a faster step."
+        "computed on, which is kind to it: a smaller batch is a faster step."
     )
     finding = Finding(
         f"{by_steps:.1f}x fewer steps, if a step took as long at any batch", spread(ratios), median(ratios) >= 3
@@ -76,16 +77,15 @@ def measure_batching(inputs: Inputs) -> Report:
 
 def measure_sharing(inputs: Inputs) -> Report:
     with one_thread():
-        model = load(random_model(inputs.scratch, HIDDEN_SIZE, NUM_LAYERS), "bfloat16")
+        model = load(random_model(inputs.scratch, *SHARING_SHAPE), "bfloat16")
         watches = {share: _time_sharing(model, share) for share in SHARES}
     ratios = {share: watch.ratios("none", "shared") for share, watch in watches.items()}
     half = _prompt_tokens(0.5)
     told = ", ".join(f"{share:.0%} shared: {spread(each)}" for share, each in ratios.items() if share)
     setting = (
         f"{MAX_RUNNING} requests at a time of {2 * MAX_RUNNING}, prompts of {SHARED_PROMPT_LEN} tokens with a common "
-        f"beginning, answers of {SHARED_OUTPUT_LEN}; {_model_words('bfloat16')}. Baseline: the same engine, whose "
-        "blocks "
-        "have no names, so that none is found."
+        f"beginning, answers of {SHARED_OUTPUT_LEN}; {_words(SHARING_SHAPE)}. Baseline: the same engine, whose "
+        "blocks have no names, so that none is found."
     )
     finding = Finding(
         f"{half[0] / half[1]:.1f}x fewer prompt tokens with half of each prompt shared; no fewer tokens to decode",
@@ -126,16 +126,12 @@ def _prompt_tokens(share: float) -> tuple[int, int]:
     return num * SHARED_PROMPT_LEN, common + num * (SHARED_PROMPT_LEN - common)
 
 
-def _fresh_run(model: Decoder, batcher: Batcher, asked: Sequence[Asked]) -> int:
-    return run(make_core(model, batcher, POOL_TOKENS), asked)
-
-
 def _tokens(length: int, seed: int) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(32, 256), k=length))
 
 
-def _model_words(dtype: str) -> str:
-    return f"random weights, hidden size {HIDDEN_SIZE}, {NUM_LAYERS} layers, {dtype}, one thread"
+def _words(shape: tuple[int, int]) -> str:
+    return f"random weights, hidden size {shape[0]}, {shape[1]} layers, bf16, one thread"
 
 
 BATCHING = Family(

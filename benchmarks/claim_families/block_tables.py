@@ -44,21 +44,18 @@ def measure(inputs: Inputs) -> Report:
     costs = {length: [100 * (one - 1) for one in each] for length, each in ratios.items()}
     setting = (
         f"Attention alone: {NUM_SEQUENCES} decoding requests, {NUM_HEADS} heads on {NUM_KV_HEADS} KV heads of "
-        f"{HEAD_DIM}, "
-        f"{NUM_LAYERS} layers, bf16, one thread, {backend.version.rsplit('-', 1)[0]}. Baseline: the same kernel "
-        "with each "
-        f"request's KV in one block. Pages of {BLOCK_SIZE} tokens lie in random order."
+        f"{HEAD_DIM}, {NUM_LAYERS} layers, bf16, one thread, {backend.version.rsplit('-', 1)[0]}. Baseline: the same "
+        f"kernel with each request's KV in one block. Pages of {BLOCK_SIZE} tokens lie in random order."
     )
     finding = Finding(
-        f"a number of 4 bytes for each {BLOCK_SIZE} tokens; keys of one head in runs of "
-        f"{BLOCK_SIZE * HEAD_DIM * 2 >> 10} KiB",
+        f"4 bytes for each {BLOCK_SIZE} tokens, and reads in runs of {BLOCK_SIZE * HEAD_DIM * 2 >> 10} KiB",
         ", ".join(
             f"{length} tokens: {spread([100 * (one - 1) for one in each], ' %')}" for length, each in ratios.items()
         ),
         all(median(each) <= 20 for each in costs.values()) and any(median(each) >= 10 for each in costs.values()),
     )
     chart = Chart(
-        "Attention over pages, over contiguous KV taking 100",
+        "Time of attention over pages, % of contiguous KV",
         "tokens of context",
         "%",
         {"pages": _points(ratios)},

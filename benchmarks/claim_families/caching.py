@@ -4,12 +4,13 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import transformers
 
-from benchmarks.claim_families.engines import Asked, load, make_core, random_model, run
+from benchmarks.claim_families.engines import Asked, load, random_model, run_afresh
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report, Stopwatch, spread
 from engine.schedule.continuous_batcher import ContinuousBatcher
 
@@ -64,7 +65,7 @@ def one_thread() -> Iterator[None]:
 def measure(inputs: Inputs) -> Report:
     folder = random_model(inputs.scratch, HIDDEN_SIZE, NUM_LAYERS)
     with one_thread():
-        core = make_core(load(folder, "float32"), ContinuousBatcher(), 1 << 14)
+        model = load(folder, "float32")
         peer = WithoutBaton(str(folder))
         prompt = tuple(random.Random(0).choices(range(32, 256), k=PROMPT_LEN))
         watches: dict[int, Stopwatch] = {}
@@ -72,22 +73,18 @@ def measure(inputs: Inputs) -> Report:
             ways: dict[str, Callable[[], object]] = {
                 "none": partial(peer.generate, prompt, num_tokens, use_cache=False),
                 "transformers": partial(peer.generate, prompt, num_tokens, use_cache=True),
-                "Baton": partial(run, core, [Asked(prompt, num_tokens)]),
+                "Baton": partial(run_afresh, model, ContinuousBatcher(), [Asked(prompt, num_tokens)]),
             }
             ways["Baton"]()
             watches[num_tokens] = Stopwatch().take_turns(ways, num_rounds)
         counts = [peer.computations(NUM_COUNTED, use_cache) for use_cache in (False, True)]
     setting = (
         f"Random weights, hidden size {HIDDEN_SIZE}, {NUM_LAYERS} layers, float32, one thread; one request, a "
-        "prompt of "
-        f"{PROMPT_LEN} tokens. Baseline: transformers on the same weights with `use_cache=False`. Baton's engine is "
-        "faster for other reasons, too: transformers with its cache shows the part of the cache."
+        f"prompt of {PROMPT_LEN} tokens. Baseline: transformers on the same weights with `use_cache=False`. Baton's "
+        "engine is faster for other reasons, too: transformers with its cache shows the part of the cache."
     )
     series: dict[str, list[tuple[float | str, float]]] = {
-        f"{name}": [
-            (num_tokens, sorted(watch.ratios("none", name))[len(watch.ratios("none", name)) // 2])
-            for num_tokens, watch in watches.items()
-        ]
+        name: [(num_tokens, median(watch.ratios("none", name))) for num_tokens, watch in watches.items()]
         for name in ("transformers", "Baton")
     }
     chart = Chart("Times faster than without a cache", "tokens generated", "x", series)

@@ -19,6 +19,7 @@ from wire.ids import NamespaceRoot, RequestId
 from wire.sampling import SamplingParams
 
 BLOCK_SIZE = 16
+POOL_TOKENS = 1 << 15
 _ROOT = NamespaceRoot(bytes(32))
 _numbers = count()
 
@@ -61,3 +62,8 @@ def run(core: EngineCore, asked: Sequence[Asked]) -> int:
             if isinstance(event, Failed):
                 raise event.error
     return num_tokens
+
+
+def run_afresh(model: Decoder, batcher: Batcher, asked: Sequence[Asked]) -> int:
+    """Runs requests through an engine that has seen none before; returns the number of tokens generated."""
+    return run(make_core(model, batcher, POOL_TOKENS), asked)

@@ -87,9 +87,10 @@ def draw(chart: Chart, path: Path) -> None:
         for name, points in chart.series.items():
             axes.plot(*zip(*points, strict=True), marker="o", label=name)
         axes.set_xlabel(chart.x_label)
-    axes.set(title=chart.title, ylabel=chart.y_label, ylim=(0, None))
+    most = max(y for points in chart.series.values() for _, y in points)
+    axes.set(title=chart.title, ylabel=chart.y_label, ylim=(0, 1.1 * most))
     if len(chart.series) > 1:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
     pyplot.close(figure)

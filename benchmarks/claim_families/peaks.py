@@ -83,13 +83,11 @@ def measure(inputs: Inputs) -> Report:
         f"Random weights, hidden size {HIDDEN_SIZE}, {NUM_LAYERS} layers, bf16, one thread; prompts of {PREFILL_LEN}, "
         f"contexts of {CONTEXT_LEN}. Peaks of the same run: {peaks.flops / 1e9:.0f} GFLOP/s in torch's product of "
         f"{PEAK_SIZE} x {PEAK_SIZE} bf16 matrices, {peaks.read_bytes / 1e9:.1f} GB/s read. Counted are the products "
-        "with "
-        "the matrices of the layers."
+        "with the matrices of the layers."
     )
     findings = {
         "prefill_peak": Finding(
-            f"{PREFILL_LEN} rows a weight, {PREFILL_LEN / peaks.balance:.0f}x what balances reads: compute is the "
-            "limit",
+            f"{PREFILL_LEN} rows a weight, {PREFILL_LEN / peaks.balance:.0f}x what balances a read: compute limits",
             f"{prefill:.0%} of the peak",
             0.5 <= prefill <= 0.7,
         ),

@@ -160,11 +160,11 @@ def simulate(rows: Sequence[TraceRow], memory: Memory) -> Iterator[Moment]:
 
 
 POLICIES: dict[str, Callable[[int], Memory]] = {
-    "reserve the context": lambda capacity: Contiguous(capacity, lambda row: CONTEXT_LEN),
-    "reserve a power of two": lambda capacity: Contiguous(
+    "context": lambda capacity: Contiguous(capacity, lambda row: CONTEXT_LEN),
+    "power of two": lambda capacity: Contiguous(
         capacity, lambda row: row.input_len + (1 << (row.output_len - 1).bit_length())
     ),
-    "reserve what is needed": lambda capacity: Contiguous(capacity, lambda row: row.input_len + row.output_len),
+    "exact": lambda capacity: Contiguous(capacity, lambda row: row.input_len + row.output_len),
     "pages": Paged,
 }
 
@@ -202,10 +202,11 @@ def measure(inputs: Inputs) -> Report:
         f"{len(trace.rows)} requests of {inputs.trace.stem} ({trace.num_clipped or 'none'} cut to {CONTEXT_LEN:,} "
         f"tokens), all waiting from the start; KV of Llama-3-8B on a GPU of 24 GiB: {capacity:,} tokens. Baseline: a "
         "contiguous first-fit allocator that reserves the context, the prompt and the next power of two of the answer, "
-        "or exactly the final length. Three figures in a row are of these three; averages of steps in which requests "
-        "wait. Pages: Baton's ledger and batcher."
+        "or exactly the final length. Three figures in a row are of these three. The claims are judged against whole "
+        "contexts: a server cannot know how long an answer will be. Pages: Baton's ledger and batcher. Averages of the "
+        "steps in which requests wait."
     )
-    chart = Chart("KV memory that holds tokens", "", "% of KV memory", _bars(usage))
+    chart = Chart("KV memory by what is reserved", "", "% of KV memory", _bars(usage))
     return Report(setting, _findings(usage, capacity, mean_len), chart)
 
 

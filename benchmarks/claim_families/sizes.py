@@ -71,8 +71,8 @@ def measure(inputs: Inputs) -> Report:
     kv = RequestKV(shape.kv_layout(BLOCK_SIZE), REQUEST_LEN, BITS["bfloat16"]).num_bytes * NUM_REQUESTS
     setting = (
         f"Random weights, hidden size {HIDDEN_SIZE}, {NUM_LAYERS} layers, bf16; {NUM_REQUESTS} requests of "
-        f"{REQUEST_LEN} "
-        f"tokens, in blocks of {BLOCK_SIZE}. Measured is the resident memory of the engine's process that is no file's."
+        f"{REQUEST_LEN} tokens, in blocks of {BLOCK_SIZE}. Measured is the memory of the engine's process that is "
+        "resident and no file's."
     )
     findings = {
         "size_kv": _compare(kv, found["kv"]),

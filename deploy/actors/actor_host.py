@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Protocol
 
 from deploy.actors.liveness import Liveness
@@ -19,10 +20,12 @@ class ActorHost(Protocol):
     def adopt(self, name: str) -> bool:
         """Takes over an actor that an earlier controller has left, started or not; returns whether it is there."""
 
-    def launch(self, name: str, target: str, resources: Resources, node_id: str | None = None) -> None:
+    def launch(
+        self, name: str, target: str, resources: Resources, node_id: str | None = None, not_on: Sequence[str] = ()
+    ) -> None:
         """Begins an actor's process, unless there is one; `start` makes it work. `target` is MODULE:CLASS.
 
-        node_id: the only node for it; None lets Ray choose one that has the resources.
+        node_id: the only node for it; None lets Ray choose one that has the resources, but none of `not_on`.
         """
 
     async def where(self, name: str, timeout_s: float) -> str:
@@ -79,12 +82,16 @@ class LocalHost:
         await asyncio.sleep(0)
         return list(self.ray_nodes)
 
-    def launch(self, name: str, target: str, resources: Resources, node_id: str | None = None) -> None:
+    def launch(
+        self, name: str, target: str, resources: Resources, node_id: str | None = None, not_on: Sequence[str] = ()
+    ) -> None:
         """Places an actor on the first node that has the resources."""
         if name not in self.actors:
             self.actors[name] = Liveness.ANSWERING
             self.launched.append(name)
-            self.places[name] = node_id or next(node.id for node in self.ray_nodes if node.has(resources))
+            self.places[name] = node_id or next(
+                node.id for node in self.ray_nodes if node.has(resources) and node.id not in not_on
+            )
 
     async def where(self, name: str, timeout_s: float) -> str:
         return self.places[name]

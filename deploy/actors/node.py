@@ -16,10 +16,11 @@ from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_server import DirectoryServer
 from kv_store.tiers.cold_tiers import open_tiers
-from wire.errors import ConfigError
+from wire.errors import ConfigError, Unavailable
 from wire.settings import from_json
 
 LOOK_EVERY_S = 1.0
+DRAIN_EVERY_S = 0.1
 FINISH_S = 3.0
 """For blocks that are not yet written to a cold tier when the service stops."""
 
@@ -37,6 +38,7 @@ class NodeActor:
         """Raises ConfigError."""
         self._config = from_json(NodeConfig, config_json, "node")
         self._parts = ExitStack()
+        self._directory: Directory | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -44,9 +46,26 @@ class NodeActor:
 
         The address is empty where no other node reads the arena. Raises ConfigError.
         """
-        self._parts, address = await asyncio.to_thread(_make, self._config)
+        self._parts, self._directory, address = await asyncio.to_thread(_make, self._config)
         self._watch = asyncio.create_task(self._end_unless_found(_files(self._config)))
         return json.dumps({"block_address": address})
+
+    async def drain(self, grace_s: int) -> str:
+        """Waits until no request holds blocks here, and each block has a copy in a cold tier where there are any.
+
+        Returns `{"unfetched", "unwritten"}`: holds, and blocks without a copy, that are left when the grace is over.
+        """
+        if self._directory is None:
+            raise Unavailable("the node's service has not started")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while any(self._left(self._directory).values()):  # noqa: ASYNC110
+                    await asyncio.sleep(DRAIN_EVERY_S)
+        return json.dumps(self._left(self._directory))
+
+    def _left(self, directory: Directory) -> dict[str, int]:
+        unwritten = directory.leave() if self._config.store.cold else 0
+        return {"unfetched": directory.status().num_holds, "unwritten": unwritten}
 
     async def stop(self) -> str:
         """Removes the arena's file and frees its memory; processes that map it read zeros. Returns `{}`."""
@@ -78,8 +97,8 @@ def _require_own(folder: Path) -> None:
         raise ConfigError(f"the node's folder {folder} is not this user's own")
 
 
-def _make(config: NodeConfig) -> tuple[ExitStack, str]:
-    """Returns the parts, and the address of the block port."""
+def _make(config: NodeConfig) -> tuple[ExitStack, Directory, str]:
+    """Returns the parts to close, the directory, and the address of the block port."""
     layout, store = config.layout, config.store
     if not Path(config.model_folder).is_dir():
         raise ConfigError(f"the node at {socket.gethostname()} has no model folder {config.model_folder}")
@@ -113,7 +132,7 @@ def _make(config: NodeConfig) -> tuple[ExitStack, str]:
         parts.callback(Path(config.arena_path).unlink, missing_ok=True)  # early: a slow tier may outlast the patience
         for writer in writers:  # called before all stops, so that they finish side by side
             parts.callback(writer.finish, FINISH_S)
-        return parts.pop_all(), block_address
+        return parts.pop_all(), directory, block_address
 
 
 def _remove(folder: Path) -> None:
@@ -123,8 +142,13 @@ def _remove(folder: Path) -> None:
 
 
 def _listen(blocks: BlockServer, address: str) -> str:
+    """Listens at an address, or at any free port of its host if that one, of an earlier service, is taken by now."""
     host, _, port = address.rpartition(":")
     try:
-        return blocks.start(host, int(port))
+        try:
+            return blocks.start(host, int(port))
+        except OSError as error:
+            log.warning("the block port %s cannot be had (%s): any free one is taken", address, error.strerror)
+            return blocks.start(host)
     except OSError as error:
         raise ConfigError(f"the block port {address} cannot be had: {error.strerror}") from error

@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import pkgutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+from ray._private.state import state as ray_state
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, NodeLabelSchedulingStrategy, NotIn
 
 from deploy.actors.liveness import Liveness
 from deploy.plan.machine import Machine, inspect_machine
@@ -20,6 +22,7 @@ from deploy.processes.process import record_own, recorded, wait_or_kill
 from wire.errors import BatonError, ConfigError, Unavailable
 from wire.settings import from_json, to_json
 
+NODE_ID_LABEL = "ray.io/node-id"
 STOP_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 1.0
@@ -90,20 +93,31 @@ class RayHost:
         try:
             async with asyncio.timeout(NODES_TIMEOUT_S):
                 listed = await asyncio.to_thread(ray.nodes)
+                leaving = await asyncio.to_thread(ray_state.get_draining_nodes)
         except (RayError, TimeoutError) as error:
             raise Unavailable("Ray does not tell its nodes") from error
         head = ray.get_runtime_context().get_node_id()
         return [
-            RayNode(one["NodeID"], one["NodeManagerAddress"], one["Resources"], one["NodeID"] == head)
+            RayNode(
+                one["NodeID"],
+                one["NodeManagerAddress"],
+                one["Resources"],
+                one["NodeID"] == head,
+                one["NodeID"] in leaving,
+            )
             for one in listed
             if one["Alive"]
         ]
 
-    def launch(self, name: str, target: str, resources: Resources, node_id: str | None = None) -> None:
+    def launch(
+        self, name: str, target: str, resources: Resources, node_id: str | None = None, not_on: Sequence[str] = ()
+    ) -> None:
         if name in self._handles:
             return
         shell = type(target.partition(":")[2], (ActorShell,), {})  # for the name under which `ps` shows the process
         options = actor_options(name, resources, node_id)
+        if not_on:
+            options["scheduling_strategy"] = NodeLabelSchedulingStrategy({NODE_ID_LABEL: NotIn(*not_on)})
         self._handles[name] = ray.remote(shell).options(**options).remote(name, target, str(self._run_dir))
 
     async def where(self, name: str, timeout_s: float) -> str:

@@ -151,10 +151,11 @@ def _gpus(fit: Fit) -> str:
 
 
 def _techniques(shape: ModelShape, fit: Fit) -> str:
-    rows = [Technique("as above", fit, "yes"), *techniques(shape, fit)]
-    return render(
-        ("with", "KV of a token", "of a request", "requests at once", "in Baton"), [_row(one) for one in rows]
-    )
+    is_served = fit.kv.window is None and fit.kv.bits >= BITS["bfloat16"]
+    rows = [Technique("none", fit, "yes" if is_served else "not yet"), *techniques(shape, fit)]
+    gpu = format_bytes(fit.device_bytes)
+    head = ("change", "KV of a token", "of a request", f"requests on {gpu}", "in Baton")
+    return render(head, [_row(one) for one in rows])
 
 
 def _row(one: Technique) -> tuple[str, ...]:

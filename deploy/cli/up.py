@@ -13,6 +13,7 @@ from deploy.local.state import ClusterState, command_line
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.config import DTYPES, WEIGHTS, ClusterConfig
 from deploy.plan.model import DEMO_MODEL
+from worker.config import PROPOSERS
 
 DESCRIPTION = """\
 Starts a cluster on this machine and returns when it serves: Ray (or joins yours), Redis (or uses yours), a router,
@@ -31,6 +32,7 @@ def _port_or_off(text: str) -> int | str:
 _MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)"
 _DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
 _WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a little less exact (default: auto)"
+_SPECULATE = "ngram: guess next tokens by what followed the same ones before; no token changes (default: off)"
 _INSECURE = "allow settings that leave a port open to strangers: see docs/security.md"
 _HOST = "the address for clients and Prometheus; another one wants --insecure (default: 127.0.0.1)"
 _GRPC = "where clients connect; 0 is any free port (default: 50051)"
@@ -46,6 +48,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--block-size": ("model.block_size", "TOKENS", int, "tokens per block of KV (default: 16)"),
     },
     "workers": {
+        "--speculate": ("speculation.proposer", None, str, _SPECULATE),
         "--prefill": ("pools.prefill", "N", int, "prefill workers, 0 for none (default: 1)"),
         "--decode": ("pools.decode", "M", int, "decode workers (default: 1)"),
         "--pool-bytes": ("worker.pool_bytes", "SIZE", str, "KV pages of each worker, like 512MiB"),
@@ -69,6 +72,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
     },
 }
 """Flags by group: the setting of the file that each one is, too, and its value."""
+CHOICES = {"model.dtype": DTYPES, "model.weights": WEIGHTS, "speculation.proposer": PROPOSERS}
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -86,7 +90,7 @@ def add_parser(commands: Subparsers) -> None:
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for flag, (setting, metavar, kind, text) in flags.items():
-            choices = {"model.dtype": DTYPES, "model.weights": WEIGHTS}.get(setting)
+            choices = CHOICES.get(setting)
             group.add_argument(flag, dest=setting, metavar=metavar, type=kind, choices=choices, help=text)
         if title == "services":
             help_text = "start no HTTP gateway: gRPC only"

@@ -22,9 +22,11 @@ from deploy.controller.singleton import Singleton
 from deploy.controller.tasks import Tasks, persist
 from deploy.plan.authority import Authority
 from deploy.plan.cluster_plan import CONTROLLER, ClusterPlan
+from deploy.plan.resources import RayNode
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.logs import start_logging
 from deploy.processes.process import record_own
+from wire.errors import BatonError
 from wire.ids import WorkerId
 from wire.settings import from_json, to_json
 
@@ -47,7 +49,7 @@ class Controller:
         self._events = EventLog(time.monotonic)
         record_own(run_dir, CONTROLLER)
         self._host = RayHost(run_dir)
-        self._nodes = Nodes(plan, self._host, self._events)
+        self._nodes = Nodes(plan, self._host, self._events, self._ray_drains)
         here = ray.get_runtime_context().get_node_id()
         self._router = Singleton("router", ROUTER, to_json(plan.router), here, self._host, run_dir, self._events)
         self._gateway: Singleton | None = None
@@ -84,14 +86,26 @@ class Controller:
         """Returns `{"prefill", "decode"}`, the workers there are, when the order is carried out."""
         return json.dumps(asdict(await self._fleet.scaled(json.loads(order_json), SCALE_TIMEOUT_S)))
 
-    async def drain(self, worker_id: str) -> str:
-        """Begins to take a worker out; no other takes its place. Returns `{}`."""
-        await self._fleet.drain(WorkerId(worker_id))
+    async def drain(self, name: str) -> str:
+        """Begins to take out a worker, by its id, or all of a node, by its name; no others take their place.
+
+        Returns `{}`.
+        """
+        node = await self._nodes.find(name)
+        await (self._fleet.drain(WorkerId(name)) if node is None else self._fleet.drain_node(node))
         return "{}"
 
-    async def drained(self, worker_id: str) -> str:
-        """Returns `{}` when the worker has finished its requests and is gone."""
-        await self._fleet.drained(WorkerId(worker_id), SCALE_TIMEOUT_S)
+    async def drained(self, name: str) -> str:
+        """Returns `{}` when the worker, or every worker of the node, has finished its requests and is gone.
+
+        A node's service goes last.
+        """
+        node = await self._nodes.find(name)
+        if node is None:
+            await self._fleet.drained(WorkerId(name), SCALE_TIMEOUT_S)
+        else:
+            await self._fleet.drained_node(node, SCALE_TIMEOUT_S)
+            await self._nodes.close(node)
         return "{}"
 
     async def worker_lost(self, worker_id: str) -> str:
@@ -135,6 +149,17 @@ class Controller:
             self._tasks.begin(self._gateway.watch(on_restart=lambda: None))
         if not self._plan.is_alone:
             self._tasks.begin(self._nodes.watch())
+
+    async def _ray_drains(self, node: RayNode) -> None:
+        """Drains a node beside all else; if its workers cannot be spared, it is lost later as any node may be."""
+        self._tasks.begin(self._drain_or_note(node.name))
+
+    async def _drain_or_note(self, name: str) -> None:
+        try:
+            await self.drain(name)
+            await self.drained(name)
+        except BatonError as error:
+            self._events.note(f"node {name} is not drained: {error.message}")
 
     def _keep_ports(self) -> None:
         """Gives the next router, and the next gateway, the ports of the ones before; the gateway the router's too."""

@@ -19,7 +19,7 @@ from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.resources import RayNode, require_node
 from deploy.plan.sizing import require_room
 from deploy.processes.atomic_file import AtomicFile
-from wire.errors import BatonError, ConfigError, DeadlineExceeded, Unavailable
+from wire.errors import BatonError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
@@ -28,6 +28,7 @@ PLACE_TIMEOUT_S = 180.0
 START_TIMEOUT_S = 900.0
 DRAIN_MARGIN_S = 10.0
 TELL_TIMEOUT_S = 20.0
+WHERE_TIMEOUT_S = 10.0
 NOT_YET = "the pools do not have the size asked for yet"
 TARGETS = {Role.PREFILL: "prefill_worker.actor:PrefillActor", Role.DECODE: "decode_worker.actor:DecodeActor"}
 
@@ -88,6 +89,8 @@ class Fleet:
         self._failures: list[str] = []
         self._tasks = Tasks()
         self._endings = {role: Tasks() for role in Role}  # of processes; only a start of the same role waits for them
+        self._leaving: set[str] = set()  # ids of nodes that drain
+        self._services: dict[WorkerId, str] = {}  # of these nodes, for each of their workers
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
 
@@ -123,8 +126,8 @@ class Fleet:
         Raises InvalidRequest, or ConfigError for workers that would not fit, and then changes nothing.
         """
         if sum(astuple(self.pools.resized(prefill, decode))) > sum(astuple(self.pools.sizes)):
-            nodes = await self.host.nodes()
-            if len(nodes) == 1:
+            nodes = await self._nodes()
+            if len(nodes) == 1 and nodes[0].is_head:
                 machine = await asyncio.to_thread(self.inspect)
                 self._require_room_here(machine, self.pools.resized(prefill, decode))
             else:
@@ -160,6 +163,38 @@ class Fleet:
     async def drained(self, worker_id: WorkerId, timeout_s: float) -> None:
         """Returns when the worker is gone. Raises DeadlineExceeded."""
         await self._wait_for(lambda: worker_id not in self.pools, timeout_s, f"worker {worker_id} is still draining")
+
+    async def drain_node(self, node: RayNode) -> None:
+        """Begins to take out all workers of a node, which gets no others.
+
+        Raises InvalidRequest where no decode worker would stay on another node.
+        """
+        here = await self._workers_on(node)
+        others = [one for one in self.pools if one.role is Role.DECODE and one.id not in here]
+        if not any(one.state is WorkerState.READY for one in others):
+            raise InvalidRequest("worker_id", "at least one decode worker must stay, on another node")
+        self._leaving.add(node.id)
+        for worker_id in here:
+            self._services[worker_id] = node.service
+            await self.drain(worker_id)
+
+    async def drained_node(self, node: RayNode, timeout_s: float) -> None:
+        """Returns when no worker is on the node. Raises DeadlineExceeded."""
+        known = [worker_id for worker_id, service in self._services.items() if service == node.service]
+        for worker_id in {*known, *await self._workers_on(node)}:
+            await self.drained(worker_id, timeout_s)
+
+    async def _workers_on(self, node: RayNode) -> list[WorkerId]:
+        workers = [worker.id for worker in self.pools]
+        places = await asyncio.gather(*(self._place_of(worker_id) for worker_id in workers))
+        return [worker_id for worker_id, place in zip(workers, places, strict=True) if place == node.id]
+
+    async def _place_of(self, worker_id: WorkerId) -> str:
+        """Returns the id of a worker's node; nothing where the worker does not tell."""
+        try:
+            return await self.host.where(worker_id, WHERE_TIMEOUT_S)
+        except BatonError:
+            return ""
 
     async def suspect(self, worker_id: WorkerId) -> None:
         """Probes a worker that the router cannot reach."""
@@ -249,24 +284,31 @@ class Fleet:
     async def _place(self, worker: Worker) -> RayNode:
         """Begins a worker's process; returns the node that Ray has chosen for it."""
         resources = self.plan.resources(worker.role)
-        require_node(resources, await self.host.nodes())
-        self.host.launch(worker.id, TARGETS[worker.role], resources)
+        require_node(resources, await self._nodes())
+        self.host.launch(worker.id, TARGETS[worker.role], resources, not_on=tuple(self._leaving))
         node_id = await self.host.where(worker.id, PLACE_TIMEOUT_S)
         for node in await self.host.nodes():
             if node.id == node_id:
                 return node
         raise Unavailable("its node was lost")
 
+    async def _nodes(self) -> list[RayNode]:
+        """Lists the nodes that do not drain."""
+        return [one for one in await self.host.nodes() if not (one.is_leaving or one.id in self._leaving)]
+
     async def _dismiss(self, worker: Worker) -> None:
         """Lets a worker finish its requests, if it serves, and ends it."""
         if worker.address:
             await self._member_list.announce()
+            began_s = self.clock()
             await self._let_finish(worker.id)
+            await self._let_fetch(worker.id, self.clock() - began_s)
             self.pools.finished(worker.id)
             await self._member_list.announce()
         await self.host.end(worker.id)
         self.pools.forget(worker.id)
         self._detectors.pop(worker.id, None)
+        self._services.pop(worker.id, None)
         self._tell_of_change()
         self.events.note(f"worker {worker.id} has left")
 
@@ -279,6 +321,23 @@ class Fleet:
             return
         if num_unfinished := json.loads(answer)["unfinished"]:
             self.events.note(f"worker {worker_id} handed over {num_unfinished} requests")
+
+    async def _let_fetch(self, worker_id: WorkerId, gone_s: float) -> None:
+        """Keeps a worker of a node that drains, by which decode finds its blocks, until they are fetched or copied.
+
+        gone_s: the part of the grace that is over.
+        """
+        service = self._services.get(worker_id)
+        if service is None:
+            return
+        try:
+            grace_s = max(0, self.plan.config.worker.drain_grace_s - int(gone_s))
+            left = json.loads(await self.host.call(service, "drain", grace_s, timeout_s=grace_s + DRAIN_MARGIN_S))
+        except BatonError as error:
+            self.events.note(f"the arena of {service} was lost while draining: {error.message}")
+            return
+        if any(left.values()):
+            self.events.note(f"{service} goes with {left['unfetched']} prompts and {left['unwritten']} blocks")
 
     async def _probe(self, worker_id: WorkerId) -> None:
         """Probes a READY worker; STARTING and DRAINING ones report through their own task."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +25,21 @@ TARGET = "deploy.actors.node:NodeActor"
 class Nodes:
     """The services of nodes. A task for each makes another in its place when it dies."""
 
-    def __init__(self, plan: ClusterPlan, host: ActorHost, events: EventLog) -> None:
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        host: ActorHost,
+        events: EventLog,
+        on_leaving: Callable[[RayNode], Awaitable[None]] | None = None,
+    ) -> None:
+        """on_leaving: called once for a node with a service that Ray was told to drain."""
+        self._on_leaving = on_leaving
+        self._leaving: set[str] = set()
         self._plan = plan
         self._host = host
         self._events = events
         self._run_dir = Path(plan.run_dir)
-        self._homes: dict[str, asyncio.Task[Home]] = {}
+        self._homes: dict[str, asyncio.Future[Home]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
 
     async def join(self, node: RayNode) -> Home:
@@ -44,6 +54,19 @@ class Nodes:
         if opening.cancelled():
             raise Unavailable(f"node {node.name} was lost")
         return opening.result()
+
+    async def find(self, name: str) -> RayNode | None:
+        """Finds a node that has a service by its name, which has an `@`; waits for services that are about to start."""
+        if "@" not in name or not self._homes:
+            return None
+        done, _ = await asyncio.wait(self._homes.values())
+        nodes = (one.result().node for one in done if not (one.cancelled() or one.exception()))
+        return next((node for node in nodes if node.name == name), None)
+
+    async def close(self, node: RayNode) -> None:
+        """Ends the service of a node that hosts no worker any more."""
+        await self._forget(node.id)
+        self._events.note(f"node {node.name} is drained: its Ray can be stopped")
 
     def take_over(self) -> None:
         """Goes on with the services that an earlier controller has left."""
@@ -87,8 +110,15 @@ class Nodes:
         return Singleton(node.service, TARGET, "", node.id, self._host, self._run_dir, self._events)
 
     def _begin_watch(self, home: Home, service: Singleton) -> None:
+        def is_back() -> None:
+            """Lets workers to come know the port of the service, which may be another one."""
+            answer = json.loads(service.answer or "{}")
+            self._homes[home.node.id] = opened = asyncio.get_running_loop().create_future()
+            opened.set_result(replace(home, block_address=answer.get("block_address", home.block_address)))
+            self._record(home.node.id).try_write(to_json(opened.result()).encode())
+
         service.config_json = to_json(self._plan.node_config(home))  # with the address that workers know
-        self._watches[home.node.id] = asyncio.create_task(service.watch(on_restart=lambda: None))
+        self._watches[home.node.id] = asyncio.create_task(service.watch(on_restart=is_back))
 
     def _record(self, node_id: str) -> AtomicFile:
         return AtomicFile(self._run_dir / f"{service_of(node_id)}{SUFFIX}")
@@ -96,13 +126,23 @@ class Nodes:
     async def _look(self) -> None:
         await asyncio.sleep(LOOK_EVERY_S)
         try:
-            alive = {node.id for node in await self._host.nodes()}
+            nodes = await self._host.nodes()
         except Unavailable:  # then nothing is known of any
             return
-        for node_id in self._homes.keys() - alive:
+        for node_id in self._homes.keys() - {node.id for node in nodes}:
             self._events.note(f"the node of {service_of(node_id)} was lost")
-            self._homes.pop(node_id).cancel()
-            if node_id in self._watches:
-                self._watches.pop(node_id).cancel()
-            self._record(node_id).path.unlink(missing_ok=True)
-            await self._host.end(service_of(node_id))
+            await self._forget(node_id)
+        for node in nodes:
+            if node.is_leaving and node.id in self._homes and node.id not in self._leaving and self._on_leaving:
+                self._leaving.add(node.id)
+                self._events.note(f"Ray drains node {node.name}")
+                await self._on_leaving(node)
+
+    async def _forget(self, node_id: str) -> None:
+        if node_id not in self._homes:
+            return
+        self._homes.pop(node_id).cancel()
+        if node_id in self._watches:
+            self._watches.pop(node_id).cancel()
+        self._record(node_id).path.unlink(missing_ok=True)
+        await self._host.end(service_of(node_id))

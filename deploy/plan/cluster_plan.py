@@ -149,6 +149,7 @@ class ClusterPlan:
             store=replace(self._store(home), node_id=home.node.name, block_address=home.block_address),
             server=ServerSettings(self.token, host, identity=self._identity(worker.id, host)),
             batch=self.config.batch,
+            speculation=self.config.speculation,
             num_threads=sizes.num_threads,
             max_silence_s=self.config.worker.max_silence_s or default_silence_s,
             worker_id=worker.id,

@@ -18,7 +18,7 @@ from wire.errors import ConfigError
 from wire.pools import PoolSizes, Role
 from wire.settings import from_object
 from wire.tier import Write
-from worker.config import MIN_SILENCE_S, BatchSettings
+from worker.config import MAX_DRAFT_LEN, MIN_SILENCE_S, PROPOSERS, BatchSettings, SpeculationSettings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_KERNELS = ("auto", "avx512", "avx2", "portable", "torch")
@@ -166,6 +166,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "worker.drain_grace_s": (0, 3600),
     "worker.max_silence_s": (MIN_SILENCE_S, 3600),
     **{f"batch.{each.name}": (1, 1 << 20) for each in fields(BatchSettings)},
+    "speculation.max_draft_len": (1, MAX_DRAFT_LEN),
     "arena.size_bytes": (MIB, 1 << 50),
     "redis.max_bytes": (16 * MIB, 1 << 50),
     "files.max_bytes": (16 * MIB, 1 << 60),
@@ -195,6 +196,7 @@ class ClusterConfig:
     pools: PoolSizes = field(default_factory=PoolSizes)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     arena: ArenaSettings = field(default_factory=ArenaSettings)
     redis: RedisSettings = field(default_factory=RedisSettings)
     files: FilesSettings = field(default_factory=FilesSettings)
@@ -213,6 +215,7 @@ class ClusterConfig:
             "model.weights": WEIGHTS,
             "model.block_size": BLOCK_SIZES,
             "worker.cpu_kernels": CPU_KERNELS,
+            "speculation.proposer": PROPOSERS,
             "redis.write": tuple(Write),
             "files.write": tuple(Write),
         }

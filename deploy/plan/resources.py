@@ -30,12 +30,16 @@ class Resources:
 
 @dataclass(frozen=True)
 class RayNode:
-    """A living node of the Ray cluster: its id, its address, all its resources. The head has controller and router."""
+    """A living node of the Ray cluster: its id, its address, all its resources. The head has controller and router.
+
+    is_leaving: Ray was told to drain it, as `ray drain-node` and autoscalers do.
+    """
 
     id: str
     host: str
     resources: dict[str, float] = field(default_factory=dict)
     is_head: bool = False
+    is_leaving: bool = False
 
     @property
     def label(self) -> str:

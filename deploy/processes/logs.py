@@ -11,6 +11,7 @@ import atexit
 import json
 import logging
 import logging.handlers
+import os
 import queue
 import sys
 import time
@@ -23,7 +24,8 @@ _OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 def start_logging(process: str) -> None:
-    """Sends all records of this process at INFO and above to its stderr from now on, as lines."""
+    """Sends all records of this process at INFO and above to its stderr from now on, as lines. Comes before gRPC."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else each handshake of a stranger is a line of no JSON
     handler = LineHandler(process, sys.stderr)
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -115,7 +115,7 @@ class Decoder:
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Does as `Model.forward`. Returns an inference tensor of the caller's until the next call. For one thread."""
         angles = self._angles_within(len(kv.data) * self.layout.block_size)
-        if batch.num_decodes == len(batch.token_ids) == len(batch.sample_rows):
+        if len(batch.token_ids) == len(batch.sample_rows):
             program = self._program_for(batch, kv)
             if program is not None:
                 return program.run(batch, angles)
@@ -140,7 +140,7 @@ class Decoder:
         return do.logits(do.rms_norm(sampled, self.weights.norm, eps, to.normed), self.weights.head, to.logits)
 
     def _program_for(self, batch: Batch, kv: KVPages) -> "DecodeProgram | None":
-        """Finds or records the program for so many decoding rows, of the pool that was used last."""
+        """Finds or records the program for so many rows, of the pool that was used last."""
         if kv.data.data_ptr() != self._programs_kv:
             self._programs, self._programs_kv = {}, kv.data.data_ptr()
         num_rows = max(MIN_PROGRAM_ROWS, 1 << (len(batch.token_ids) - 1).bit_length())
@@ -158,7 +158,7 @@ class Decoder:
 
 
 class DecodeProgram:
-    """A forward pass of decoding rows only, recorded once: Python between kernels takes longer than some of them.
+    """A forward pass of rows that are all sampled, recorded once: Python between kernels is slower than some of them.
 
     It is to a CPU what a CUDA graph is to a GPU: inputs are copied to where the recording has them.
     """
@@ -178,15 +178,16 @@ class DecodeProgram:
 
     def run(self, batch: Batch, angles: Angles) -> torch.Tensor:
         """Runs a batch of at most as many rows and blocks; returns logits that the next run overwrites."""
-        num_rows, num_blocks = batch.block_tables.shape
+        num_rows, (num_sequences, num_blocks) = len(batch.token_ids), batch.block_tables.shape
         own = self._batch
         own.token_ids[:num_rows] = batch.token_ids
         own.slot_mapping[:num_rows] = batch.slot_mapping
-        own.context_lens[:num_rows] = batch.context_lens
-        own.block_tables[:num_rows, :num_blocks] = batch.block_tables
+        own.context_lens[:num_sequences] = batch.context_lens
+        own.cu_query_lens[: num_sequences + 1] = batch.cu_query_lens
+        own.block_tables[:num_sequences, :num_blocks] = batch.block_tables
         torch.index_select(angles.cosines, 0, batch.positions, out=self._angles.cosines[:num_rows])
         torch.index_select(angles.sines, 0, batch.positions, out=self._angles.sines[:num_rows])
-        self._program.run(num_rows)
+        self._program.run(num_rows, num_sequences, batch.num_decodes)
         return self._logits[:num_rows]
 
 

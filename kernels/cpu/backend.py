@@ -20,6 +20,14 @@ class ROWS(ctypes.c_int64):
     """A number of rows, which a program takes anew at each run."""
 
 
+class SEQUENCES(ctypes.c_int64):
+    """A number of sequences, taken likewise."""
+
+
+class DECODES(ctypes.c_int64):
+    """A number of sequences of one row, taken likewise."""
+
+
 Argument = Tensor | int | float | None
 
 DTYPE_TO_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -38,7 +46,7 @@ KERNELS: dict[str, list[type]] = {
     ],
     "attention": [
         *[CODE, POINTER, SIZE, POINTER, *[SIZE] * 4, POINTER, SIZE, POINTER, POINTER],
-        *[ROWS, ROWS, *[SIZE] * 3, REAL, SIZE, REAL, POINTER, POINTER],
+        *[SEQUENCES, DECODES, *[SIZE] * 3, REAL, SIZE, REAL, POINTER, POINTER],
     ],
 }
 """Kernels that a program can have. Each is there as baton_NAME, and as baton_NAME_from_words for programs."""
@@ -209,21 +217,22 @@ class Program:
         self._num_calls = len(calls)
         expected = _next_weights(calls)
         words: list[int] = []
-        rows_at: list[int] = []
+        self._at: dict[type, list[int]] = {ROWS: [], SEQUENCES: [], DECODES: []}
         for (kernel, arguments), weight in zip(calls, expected, strict=True):
             function = getattr(library, f"baton_{kernel}_from_words")
             address = ctypes.cast(function, POINTER).value or 0
             words += [address, len(arguments), weight.data_ptr(), weight.nbytes]
-            kinds = KERNELS[kernel]
-            rows_at += [len(words) + index for index, kind in enumerate(kinds) if kind is ROWS]
+            for index, kind in enumerate(KERNELS[kernel], len(words)):
+                if kind in self._at:
+                    self._at[kind].append(index)
             words += [_word(argument) for argument in arguments]
         self._words = np.array(words, dtype=np.int64)
-        self._rows_at = np.array(rows_at)
         self._address = self._words.ctypes.data
 
-    def run(self, num_rows: int) -> None:
-        """Does all calls, on the first `num_rows` rows of their tensors."""
-        self._words[self._rows_at] = num_rows
+    def run(self, num_rows: int, num_sequences: int, num_decodes: int) -> None:
+        """Does all calls, on so many rows and sequences of their tensors."""
+        for kind, number in ((ROWS, num_rows), (SEQUENCES, num_sequences), (DECODES, num_decodes)):
+            self._words[self._at[kind]] = number
         self._replay(self._address, self._num_calls)
 
 

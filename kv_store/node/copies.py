@@ -81,6 +81,11 @@ class Copies:
         num_short = self._num_wanted_lossless - self._ledger.counts().free - num_cheap
         return self._ledger.oldest(Worth.ONLY_COPY, min(max_blocks, max(0, num_short)))
 
+    def want_all(self) -> int:
+        """Wants a copy, from now on, of each block that has none; counts blocks without."""
+        self._writes, self._num_wanted_lossless = {}, self._ledger.num_pages
+        return self._ledger.num_cached(Worth.ONLY_COPY)
+
     def check(self) -> list[str]:
         """Lists the faults of the books; an empty list is a clean bill."""
         slots = {PageId(slot) for slot, flags in enumerate(self._flags) if flags}.union(*self._to_write.values())

@@ -174,6 +174,11 @@ class Directory(DirectoryPort):
         return sum([self._copies.add(tier, slot) for slot in self._find(keys)])
 
     @_exclusive
+    def leave(self) -> int:
+        """Has each block that only this arena has written to a cold tier, from now on; counts such blocks."""
+        return self._copies.want_all()
+
+    @_exclusive
     def note_cold(self, cold: ColdStatus) -> None:
         """Notes a cold tier as its writer finds it, for the processes that only read there."""
         self._cold[cold.tier] = cold

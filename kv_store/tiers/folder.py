@@ -74,12 +74,8 @@ class Folder:
         os.close(self._folder)
 
     def has(self, key: BlockKey) -> bool:
-        """Tells whether there is anything under a key."""
-        try:
-            os.stat(_path_of(key), dir_fd=self._folder, follow_symlinks=False)
-        except _NO_ENTRY:
-            return False
-        return True
+        """Tells whether there is anything under a key, as far as the file system tells."""
+        return os.access(_path_of(key), os.F_OK, dir_fd=self._folder, follow_symlinks=False)
 
     def read(self, key: BlockKey, into: memoryview) -> Found:
         """Fills `into` from a regular file of exactly that size; from anything else nothing is read."""
@@ -192,4 +188,5 @@ def _shard_of(key: BlockKey) -> str:
 
 
 def _path_of(key: BlockKey) -> str:
-    return f"{_shard_of(key)}/{key.hex()}"
+    name = key.hex()
+    return f"{name[:2]}/{name}"

@@ -30,7 +30,7 @@ _MAX_LINE_BYTES = 512
 _GREETING_TIMEOUT_S = 2.0
 _VALUE_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 2.0
-_EXISTS = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n"
+_EXISTS = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n"
 _GET = b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n$1\r\n0\r\n$%d\r\n%b\r\n"
 _NO, _YES = b":0\r\n", b":1\r\n"
 T = TypeVar("T")
@@ -82,15 +82,15 @@ class RedisTier(FramedTier):
         self._redis.close()
 
     def _exist(self, keys: Sequence[BlockKey]) -> list[bool]:
-        commands = [_EXISTS % (len(_PREFIX) + len(key), _PREFIX + key) for key in keys]
-        with closing(_Exchange(self._redis.connection_pool, commands)) as exchange:
-            answers = memoryview(bytearray(len(_NO) * len(keys)))
-            exchange.fill(answers)
-            found = [bytes(answers[at : at + len(_NO)]) for at in range(0, len(answers), len(_NO))]
-            if not {_YES, _NO}.issuperset(found):
+        front = _EXISTS % len(_PREFIX + keys[0]) + _PREFIX  # all are of one length
+        commands = front + (b"\r\n" + front).join(keys) + b"\r\n"
+        with closing(_Exchange(self._redis.connection_pool, commands, len(keys))) as exchange:
+            answers = bytearray(len(_NO) * len(keys))
+            exchange.fill(memoryview(answers))
+            if answers.replace(_NO, b"").replace(_YES, b""):
                 raise _error_of(exchange.finish_line(bytes(answers)))
             exchange.num_left = 0
-            return [answer == _YES for answer in found]
+            return [digit == _YES[1] for digit in answers[1 :: len(_NO)]]
 
     def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes | memoryview, None, None]:
         payloads = iter(into)
@@ -164,13 +164,13 @@ class _Exchange:
     num_left: answers that have not been received whole; if there are any at the end, the connection is closed.
     """
 
-    def __init__(self, pool: Any, commands: Sequence[bytes]) -> None:
+    def __init__(self, pool: Any, commands: bytes, num_answers: int) -> None:
         self._pool = pool
-        self.num_left = len(commands)
+        self.num_left = num_answers
         self._deadline = time.monotonic() + _VALUE_TIMEOUT_S
         self._connection = pool.get_connection()
         try:
-            self._connection.send_packed_command([b"".join(commands)])
+            self._connection.send_packed_command([commands])
         except BaseException:
             self.close()
             raise
@@ -212,7 +212,8 @@ class _Replies(_Exchange):
         self._head = memoryview(bytearray(len(self._start) + FRONT_BYTES))
         self._end = memoryview(bytearray(2))
         end = b"%d" % frame_bytes
-        super().__init__(pool, [_GET % (len(_PREFIX) + len(key), _PREFIX + key, len(end), end) for key in keys])
+        commands = [_GET % (len(_PREFIX) + len(key), _PREFIX + key, len(end), end) for key in keys]
+        super().__init__(pool, b"".join(commands), len(keys))
 
     def receive(self, payload: memoryview) -> memoryview | bytes | None:
         """Fills the payload of the next value and returns its front; None if it is missing, b"" if it is no frame.

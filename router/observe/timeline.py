@@ -64,6 +64,10 @@ class Timeline:
             call.ended_ms = self._last_ms = self._ms(now_s)
             call.spans = spans
 
+    def count(self, name: str) -> int:
+        """Adds a count up over the spans of workers, as far as they have told them."""
+        return sum(span.counts.get(name, 0) for call in self._calls for span in call.spans)
+
     def finish(self, now_s: float) -> pb.Timeline:
         """Spans in order of start, without a gap from 0 to `total_ms`. Calls that are still open end now."""
         total_ms = self._ms(now_s)

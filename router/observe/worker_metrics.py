@@ -72,6 +72,9 @@ def _of_requests(status: cluster_pb2.ClusterStatus, workers: Sequence[worker_pb2
         ("worker_computed_prompt_tokens", "computed_prompt_tokens", "Tokens of prompts that a worker has computed"),
         ("worker_cached_prompt_tokens", "cached_prompt_tokens", "Tokens of prompts that a worker has found in a tier"),
         ("worker_generated_tokens", "generated_tokens", "Tokens that a worker has sampled"),
+        ("spec_decode_num_drafts", "num_drafts", "Drafts: guesses of one choice in one step"),
+        ("spec_decode_num_draft_tokens", "num_guessed_tokens", "Tokens that were guessed"),
+        ("spec_decode_num_accepted_tokens", "num_accepted_tokens", "Guesses that came true"),
     ):
         yield _counter(name, text, [(_ids(worker), getattr(worker, field)) for worker in workers])
 

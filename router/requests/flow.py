@@ -321,6 +321,8 @@ class Flow:
                 prompt_tokens=len(self.prepared.prompt_ids),
                 completion_tokens=self.answer.num_tokens,
                 cached_tokens=tiers_to_pb(self._cached or {}),
+                guessed_tokens=self.timeline.count("tokens_guessed"),
+                accepted_tokens=self.timeline.count("tokens_accepted"),
             ),
             seed=self.prepared.sampling.seed,
         )

@@ -5,11 +5,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.claim_families.arithmetic import FAMILY as ARITHMETIC
-from benchmarks.claim_families.batching import MAX_RUNNING, StaticBatcher, static_steps
+from benchmarks.claim_families.batching import BATCH, StaticBatcher, static_steps
+from benchmarks.claim_families.caching import WithoutBaton
+from benchmarks.claim_families.disaggregating import compare, judge
+from benchmarks.claim_families.engines import random_model
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report, Stopwatch, spread
 from benchmarks.claim_families.page import Kept, write_page
 from benchmarks.claim_families.reservation import BLOCK_SIZE, Contiguous, Memory, Moment, Paged, Run, Usage, simulate
 from benchmarks.claims import FAMILIES, choose, measure, rows_of
+from benchmarks.disaggregation import Mode
+from benchmarks.latency import Record
 from benchmarks.request_trace import TraceRow
 from engine.schedule.batcher import Candidate, Pages, Phase
 
@@ -66,10 +71,28 @@ def test_every_request_ends_and_memory_never_overflows(memory: Memory) -> None:
 
 
 def test_a_static_batch_lasts_as_long_as_its_longest_answer() -> None:
-    assert static_steps([*[1] * (MAX_RUNNING - 1), 9, 2, 3]) == 9 + 3
+    assert static_steps([*[1] * (BATCH - 1), 9, 2, 3]) == 9 + 3
     waiting, pages = [Candidate(1, Phase.WAITING, 4, 0, 0)], Pages(10, 0, 16)
     assert StaticBatcher(4).plan(waiting, [Candidate(0, Phase.DECODE, 5, 4, 1)], pages).admit == ()
     assert StaticBatcher(4).plan(waiting, [], pages).admit == (1,)
+
+
+def test_without_a_cache_every_token_is_computed_again(tmp_path: Path) -> None:
+    peer = WithoutBaton(str(random_model(tmp_path, 64, 1)))
+    assert peer.computations(5, use_cache=False) == 1 + 2 + 3 + 4 + 5
+    assert peer.computations(5, use_cache=True) == 5
+
+
+def test_below_2k_disaggregation_must_not_shorten_requests_and_above_8k_it_must() -> None:
+    def mode(ended_s: float) -> Mode:
+        chunks = ((0.5, 1), (0.7, 1), (0.9, 1))
+        return Mode([[Record(0.0, 0.0, chunks, ended_s, prompt_len=8, cached_len=0)]])
+
+    for other_s, holds in ((1.1, (True, False)), (0.9, (False, True))):
+        ratios = compare({"co-located": mode(1.0), "disaggregated": mode(other_s)}, 0)
+        assert list(ratios.values()) == pytest.approx([other_s, 1.0, 1.0])
+        found = [judge(name, ratios).holds for name in ("disaggregation_short", "disaggregation_long")]
+        assert tuple(found) == holds
 
 
 def test_rounds_begin_with_each_way_in_turn() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from baton import AsyncClient
+from baton.request import Message
 from gateway.actor import GatewayActor
 from gateway.config import GatewayConfig
 from router.ports.server import RouterServer
@@ -51,7 +52,7 @@ async def served() -> AsyncIterator[Served]:
     actor = GatewayActor(GatewayConfig(addresses.public).to_json())
     address = json.loads(await actor.start())["http_address"]
     async with AsyncClient(addresses.public) as client:
-        chat = await client.generate([{"role": "user", "content": "hello"}], max_tokens=6, seed=1)
+        chat = await client.generate([Message(role="user", content="hello")], max_tokens=6, seed=1)
         text = await client.generate("hello", max_tokens=6, seed=1)
     yield Served(address, chat.text, text.text)
     await actor.stop()

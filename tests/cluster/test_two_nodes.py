@@ -2,66 +2,23 @@
 
 import json
 import os
-import secrets
-import signal
-import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from cryptography import x509
 
 from tests.checkpoints import choose_prompt
+from tests.cluster.ray_nodes import START_S, RayNodes, kill_raylet
 from tests.cluster.served_cluster import SHARED_MEMORY, ServedCluster, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 NUM_TOKENS = 64
-START_S = 60.0
 SETTINGS = "deploy/two-pools.example.toml"
-
-
-class RayNodes:
-    """Ray's nodes, as the scripts of deploy start them; each has a process that ends all of its own."""
-
-    def __init__(self, folder: Path, ended: ExitStack) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.address = f"127.0.0.1:{listener.getsockname()[1]}"
-        self.env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self._folder = folder
-        self._ended = ended
-
-    def head(self, **resources: int) -> psutil.Process:
-        port = self.address.rpartition(":")[2]
-        return self._start("head", "deploy/head.sh", "--port", port, "--resources", json.dumps(resources))
-
-    def join(self, role: str) -> psutil.Process:
-        return self._start(role, "deploy/join.sh", self.address, "--role", role)
-
-    def _start(self, name: str, *command: str) -> psutil.Process:
-        log = self._folder / f"{name}.log"
-        whole = ["bash", *command, "--node-ip-address", "127.0.0.1", "--block"]
-        with log.open("w") as output:
-            process = psutil.Popen(whole, env={**os.environ, **self.env}, stdout=output, stderr=output)
-        self._ended.callback(_end, process)
-        wait_until(lambda: "Ray runtime started" in log.read_text() or process.poll() is not None, name, START_S)
-        assert process.poll() is None, log.read_text()
-        return process
-
-
-def _end(process: Any) -> None:
-    """Lets Ray end the processes of a node, and ends those that stay."""
-    with suppress(psutil.NoSuchProcess):
-        children = process.children(recursive=True)
-        process.terminate()
-        _, alive = psutil.wait_procs([process, *children], timeout=20)
-        for one in alive:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
 
 
 @pytest.fixture
@@ -127,9 +84,7 @@ def test_a_pool_on_each_of_two_nodes_one_that_dies_and_others_that_join(
     assert status["tiers"]["peers"]["hits"] == 7, "the prompt's blocks, its tail among them"
     assert len(list(SHARED_MEMORY.glob(f"baton-{served.name}-*"))) == 2
 
-    for child in decode_node.children(recursive=True):
-        if child.name() == "raylet":
-            child.send_signal(signal.SIGKILL)
+    kill_raylet(decode_node)
     nodes.join("decode")
     require_right(served, checkpoint, 17)
     after = served.workers("decode")
@@ -139,6 +94,15 @@ def test_a_pool_on_each_of_two_nodes_one_that_dies_and_others_that_join(
     nodes.join("decode")
     served.do("scale", "--decode", "2")
     assert len({worker["node"] for worker in served.workers("decode").values()}) == 2
+    require_right(served, checkpoint, 100)
+
+    drained = next(iter(served.workers("decode").values()))["node"]
+    served.do("drain", drained)
+    assert [worker["node"] == drained for worker in served.workers("decode").values()] == [False]
+    assert len(list(SHARED_MEMORY.glob(f"baton-{served.name}-*"))) == 2, "its arena is gone"
+    nodes.join("decode")
+    served.do("scale", "--decode", "2")
+    assert drained not in {worker["node"] for worker in served.workers("decode").values()}
     require_right(served, checkpoint, 100)
 
     wait_until(lambda: served.run("status", "--check").returncode == 0, "all invariants hold")

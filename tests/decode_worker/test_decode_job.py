@@ -1,7 +1,7 @@
 from hypothesis import given
 
 from decode_worker.job import DecodeJob
-from engine.events import Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
+from engine.events import Drafted, Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.batcher import Gate
 from tests.worker.engine_events import ID, News, Script, Withdrawn, assert_spans_tile, decodes, end_of, outputs, run
@@ -71,6 +71,18 @@ def test_tells_that_all_is_fetched_once_and_then_releases_the_hold() -> None:
         [Preempted(ID, 1), Scheduled(ID, 1), Fetched(ID, 1, FETCHED)],
     ]
     assert run(job(2), steps) == [Update(prompt=LACKING, releases_hold=True)]
+
+
+def test_counts_what_was_guessed_and_what_of_it_came_true() -> None:
+    tokens = ChoiceTokens(0, 1, (7, 8))
+    steps: list[list[News]] = [
+        [Scheduled(ID, 0), Fetched(ID, 0, FETCHED), Started(ID, 0)],
+        [ChoiceTokens(0, 0, (6,)), tokens, Drafted(ID, 0, 5, 1), Drafted(ID, 0, 2, 2)],
+        [Finished(ID, 0, FinishReason.LENGTH)],
+    ]
+    end = run(job(), steps)[-1].end
+    assert end is not None
+    assert (end.spans[-1].counts["tokens_guessed"], end.spans[-1].counts["tokens_accepted"]) == (7, 3)
 
 
 def test_a_withdrawn_request_leaves_its_hold_to_the_router() -> None:

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -7,6 +8,7 @@ from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.runner import NO_ROWS, Chunk, Runner, Work
 from engine.sequence import Sequence
+from engine.speculation import Drafts
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.pair import ROOT
@@ -40,21 +42,31 @@ class Bench:
         assert self.cache.grow(sequence, sequence.num_known)
         return sequence
 
+    def decoding(self, prompt: tuple[int, ...], output: tuple[int], sampling: SamplingParams = GREEDY) -> Sequence:
+        """A sequence with a row of its own."""
+        sequence = self.make(prompt, output, sampling)
+        self.runner.run(Work(NO_ROWS, [Chunk.of(sequence, len(prompt))]))
+        sequence.begin_run(len(prompt))
+        self.rows.put(sequence)
+        return sequence
+
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_two_samples_of_a_chunk_equal_the_samples_of_two_runs(sampling: SamplingParams) -> None:
+def test_samples_after_guesses_equal_the_samples_of_runs_one_by_one(sampling: SamplingParams) -> None:
     bench = Bench()
-    shorter, longer = bench.make(PROMPT, (), sampling), bench.make((*PROMPT, 3), (), sampling)
-    [first, second] = [bench.runner.run(Work(NO_ROWS, [Chunk.of(one, one.num_known)])) for one in (shorter, longer)]
-    both = bench.make(PROMPT, (3,), sampling)
-    gains = bench.runner.run(Work(NO_ROWS, [Chunk(both, both.num_known, num_samples=2)]))
-    if sampling is GREEDY:
-        assert gains.token_ids.tolist() == [*first.token_ids, *second.token_ids]
-    else:  # the output differs from a prompt's end in its penalties: compare with a run of each length of output
-        again = bench.make(PROMPT, (3,), sampling)
-        alone = bench.runner.run(Work(NO_ROWS, [Chunk.of(again, again.num_known)]))
-        assert gains.token_ids.tolist() == [*first.token_ids, *alone.token_ids]
-        assert gains.logprobs == {0: first.logprobs[0], 1: alone.logprobs[0]}
+    one_by_one = bench.decoding(PROMPT, (3,), sampling)
+    runs = []
+    for _ in range(4):
+        runs.append(bench.runner.run(Work(slice(0, 1))))
+        one_by_one.output_ids += runs[-1].token_ids.tolist()
+        bench.rows.advance(runs[-1].token_ids)
+    bench.rows.remove(one_by_one)
+    bench.decoding(PROMPT, (3,), sampling)
+    drafts = Drafts.of(1, {0: [*one_by_one.output_ids[1:4], 0]})
+    gains = bench.runner.run(Work(slice(0, 1), drafts=drafts))
+    assert gains.token_ids.tolist() == one_by_one.output_ids[1:]
+    assert np.array_equal(gains.num_gained, [4])
+    assert gains.logprobs == {place: one for place, run in enumerate(runs) for one in run.logprobs.values()}
 
 
 def test_a_chunk_within_the_known_tokens_has_no_sample() -> None:
@@ -67,10 +79,7 @@ def test_a_chunk_within_the_known_tokens_has_no_sample() -> None:
 def test_rows_and_chunks_run_together_as_alone() -> None:
     bench = Bench()
     expected = bench.model.oracle(PROMPT, 2)
-    decoding = bench.make(PROMPT, (expected[0],))
-    bench.runner.run(Work(NO_ROWS, [Chunk(decoding, len(PROMPT), 0)]))
-    decoding.begin_run(len(PROMPT))
-    bench.rows.put(decoding)
+    bench.decoding(PROMPT, (expected[0],))
     chunks = [Chunk.of(bench.make((5,), ()), 1), Chunk.of(bench.make(PROMPT[3:], ()), len(PROMPT) - 3)]
     gains = bench.runner.run(Work(slice(0, 1), chunks))
     assert gains.token_ids.tolist() == [

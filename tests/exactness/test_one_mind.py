@@ -16,11 +16,13 @@ from engine.events import Failed, Fetched, Preempted
 from engine.model.decoder import Decoder
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
+from engine.speculation import NgramProposer, Speculator
 from kernels.cpu.library import best_isa
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.kernels.backends import make_backend
 from tests.pair import Node, make_core, prefill, request, rest_of
+from tests.proposers import seer
 from wire.ids import RequestId
 from wire.sampling import Logprobs, SamplingParams
 
@@ -85,6 +87,7 @@ class Mix:
     num_seen: int
     chunk_len: int
     num_blocks: int
+    max_draft_len: int = 0
 
     @classmethod
     def drawn(cls, draw: random.Random, num_streams: int, params: Sequence[SamplingParams]) -> "Mix":
@@ -94,6 +97,7 @@ class Mix:
             num_seen=draw.choice([0, 0, 1, num_streams]),
             chunk_len=draw.choice([16, 50, 100, 512]),
             num_blocks=draw.choice([24, 40, 512]),
+            max_draft_len=draw.choice([0, 0, 2, 7, 15]),
         )
 
     def run(self, model: Decoder) -> tuple[Crowd, list[Tokens]]:
@@ -101,7 +105,8 @@ class Mix:
         node, requests = Node(model), [request(prompt(index), params) for index, params in self.keys]
         Crowd(make_core(model, node, 512)).run([request(prompt(key[0]), key[1]) for key in self.keys[: self.num_seen]])
         batcher = ContinuousBatcher(max_step_tokens=self.chunk_len + 16, max_running=16)
-        crowd = Crowd(make_core(model, node, self.num_blocks, batcher))
+        speculator = Speculator(NgramProposer(), self.max_draft_len) if self.max_draft_len else None
+        crowd = Crowd(make_core(model, node, self.num_blocks, batcher, speculator))
         return crowd, crowd.run(requests, self.steps)
 
 
@@ -149,6 +154,20 @@ def test_preempted(model: Decoder, alone: Alone) -> None:
     crowd = Crowd(make_core(model, num_blocks=24))
     assert crowd.run(requests) == [alone[key] for key in keys]
     assert crowd.num_preempted > 0
+
+
+@pytest.mark.parametrize("error_rate", [0.0, 0.2, 1.0])
+def test_with_guesses(model: Decoder, alone: Alone, error_rate: float) -> None:
+    """One by one, so that drafts are long, then among seven; with a fifth of the guesses wrong."""
+    outputs = {prompt(key[0]): [[token_id for token_id, _ in alone[key]]] for key in alone if key[1] is SEEDED}
+    keys, requests = asked(range(7))
+    for size in (1, 7):
+        core = make_core(model, num_blocks=512, speculator=seer(outputs, error_rate))
+        for place in range(0, 7, size):
+            found = Crowd(core).run(requests[place : place + size])
+            assert found == [alone[key] for key in keys[place : place + size]]
+        assert core.stats().num_guessed_tokens > 0
+        assert (core.stats().num_accepted_tokens > 0) is (error_rate < 1)
 
 
 def test_hit_in_each_tier(model: Decoder, alone: Alone) -> None:

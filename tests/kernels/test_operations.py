@@ -181,7 +181,7 @@ def test_a_program_attends_as_its_variant_says(name: str) -> None:
     assert recorder is not None
     recorder.attend(query, KVPages(batch.kv_layer), tables, variant, attended)
     recorder.logits(attended.flatten(1), packed, logits)
-    recorder.finish().run(2)
+    recorder.finish().run(2, 2, 2)
     assert torch.equal(attended, backend.attend(query, KVPages(batch.kv_layer), tables, variant))
     assert torch.equal(logits, backend.logits(attended.flatten(1), packed))
 

@@ -30,7 +30,7 @@ from worker.engine_watch import MAX_SILENCE_S
 
 @dataclass(frozen=True)
 class Sizes:
-    """Pages of a worker, slots of the arena, the bounds of a step and those of the router, the longest step."""
+    """Pages of a worker, slots of the arena, the bounds of a step and of the router, the longest step, the guesses."""
 
     num_blocks: int = 256
     num_slots: int = 512
@@ -38,6 +38,7 @@ class Sizes:
     admission: AdmissionBounds = field(default_factory=AdmissionBounds)
     streams: StreamBounds = field(default_factory=StreamBounds)
     max_silence_s: float = MAX_SILENCE_S
+    proposer: str = "off"
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class LocalCluster:
             sizes.max_silence_s,
             lambda: self._broke(name),
             node_id=parts.node_id,
+            proposer=sizes.proposer,
         )
         await worker.service.start()
         return worker

@@ -10,12 +10,13 @@ from kv_store.node.arena import Arena
 from kv_store.node.block_port import BlockReader, BlockServer, LocalBlocks
 from kv_store.node.directory import Directory
 from kv_store.tiers.cold_tier import BlockSource
+from tests.faults.toxic_proxy import Line, toxic_proxy
 from tests.local_cluster.cluster import LocalCluster, Parts, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask, worker
 from tests.local_worker import TOKEN
 from tests.router.fake_cluster import until
 from wire.convert import tiers_from_pb
-from worker.assembly import Tiers
+from worker.assembly import PEER_TIMEOUT_S, Tiers
 
 MODEL = HashModel(LAYOUT, vocab_size=300)
 SIZES = Sizes()
@@ -50,7 +51,7 @@ class Nodes(LocalCluster):
     def _source(self, address: str) -> BlockSource:
         [node] = [node for name, node in self.nodes.items() if self.addresses[name] == address]
         if node.server is not None:
-            return BlockReader(address, LAYOUT.payload_bytes, TOKEN.encode(), timeout_s=5.0)
+            return BlockReader(address, LAYOUT.payload_bytes, TOKEN.encode(), PEER_TIMEOUT_S)
         return LocalBlocks(node.directory, node.arena, LAYOUT.payload_bytes)
 
     async def stop(self) -> None:
@@ -119,3 +120,30 @@ async def test_a_node_whose_port_is_gone_is_a_miss() -> None:
     nodes.nodes["a"].server = None
     await until(lambda: not nodes.is_held)
     await nodes.stop()
+
+
+LINES: dict[str, tuple[Line, bool]] = {
+    "30 ms late": (Line(delay_s=(0.03, 0.03)), True),
+    "jitter": (Line(delay_s=(0.0, 0.02)), True),
+    "seven bytes at a time": (Line(max_piece_bytes=7), True),
+    "2 kB a second": (Line(bytes_per_s=2000.0), False),
+    "half a second late": (Line(delay_s=(0.5, 0.5)), False),
+    "reset in the midst of a block": (Line(bytes_to_reset=1500), False),
+    "cut one way": (Line(loses_answers=True), False),
+}
+
+
+@pytest.mark.parametrize(("line", "is_read"), LINES.values(), ids=LINES)
+async def test_a_bad_line_between_nodes_costs_time_only(line: Line, is_read: bool) -> None:
+    """Where the prompt does not come in time, decode computes it."""
+    nodes = Nodes(MODEL, over_tcp=True)
+    async with toxic_proxy(nodes.addresses["a"], line) as address:
+        nodes.addresses["a"] = address
+        await nodes.start(1, 1)
+        output = await nodes.generate(ask())
+        status = await nodes.status()
+        assert output.token_ids[0] == MODEL.oracle(PROMPT, 40)
+        assert (worker(status, "d0").computed_prompt_tokens == 0) is is_read
+        assert (worker(status, "p0").computed_prompt_tokens, worker(status, "d0").generated_tokens) == (len(PROMPT), 39)
+        await until(lambda: not nodes.is_held)
+        await nodes.stop()

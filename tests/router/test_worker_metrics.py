@@ -20,6 +20,9 @@ def worker(name: str, role: str = "decode", redis: str = "up", node: str = "a") 
         num_running=3,
         num_waiting=2,
         num_preemptions=7,
+        num_drafts=14,
+        num_guessed_tokens=16,
+        num_accepted_tokens=15,
         computed_prompt_tokens=11,
         cached_prompt_tokens=12,
         generated_tokens=13,
@@ -61,6 +64,9 @@ def test_requests_are_told_by_role_and_worker() -> None:
     assert cluster.value("worker_computed_prompt_tokens_total", role="decode", worker="d0") == 11
     assert cluster.value("worker_cached_prompt_tokens_total", role="decode", worker="d0") == 12
     assert cluster.value("worker_generated_tokens_total", role="decode", worker="d0") == 13
+    assert cluster.value("spec_decode_num_drafts_total", role="decode", worker="d0") == 14
+    assert cluster.value("spec_decode_num_accepted_tokens_total", role="decode", worker="d0") == 15
+    assert cluster.value("spec_decode_num_draft_tokens_total", role="decode", worker="d0") == 16
 
 
 def test_cached_blocks_can_be_had_and_do_not_count_as_used() -> None:

@@ -28,6 +28,9 @@ STATS = EngineStats(
     computed_prompt_tokens=0,
     cached_prompt_tokens=0,
     generated_tokens=0,
+    num_drafts=2,
+    num_guessed_tokens=7,
+    num_accepted_tokens=5,
     num_preemptions=0,
 )
 DIRECTORY = DirectoryStatus(
@@ -176,6 +179,7 @@ def test_status_shows_every_tier() -> None:
     store = StoreStatus(DIRECTORY, [ColdStatus(Tier.REDIS, "up", hits=4)], block_bytes=4096)
     status = status_to_pb(worker_pb2.WorkerInfo(worker_id="w"), "ready", 1.5, STATS, store, ["a"])
     assert (status.blocks.cached, status.blocks.total, status.num_running) == (4, 15, 6)
+    assert (status.num_drafts, status.num_guessed_tokens, status.num_accepted_tokens) == (2, 7, 5)
     host, peers, redis, files = status.tiers
     assert (peers.state, files.state) == ("off", "off")
     assert (host.blocks.published, host.counts["holds"], host.block_bytes) == (3, 3, 4096)

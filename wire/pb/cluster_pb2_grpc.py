@@ -73,7 +73,7 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Answers when the worker has finished or handed over its requests and is gone.
+        """Answers when the worker, or each of the node, has finished or handed over its requests and is gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

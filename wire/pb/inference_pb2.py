@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0finference.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x0c\x43onversation\x12#\n\x08messages\x18\x01 \x03(\x0b\x32\x11.baton.v1.Message\"\xaa\x02\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08messages\x18\x05 \x01(\x0b\x32\x16.baton.v1.ConversationH\x00\x12\x31\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParamsB\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_modelJ\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\t\x10\nR\x07\x61\x64\x61pterR\ncache_saltR\x08priority\"\xb0\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x02H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\x05H\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\r \x01(\x05H\x0c\x88\x01\x01\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0f \x03(\r\x12;\n\nlogit_bias\x18\x10 \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x04\n\x02_nJ\x04\x08\x11\x10\x12R\x0fresponse_format\"y\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x0f.baton.v1.ChunkH\x00\x12&\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x12.baton.v1.CompleteH\x00\x42\x07\n\x05\x65vent\"b\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"d\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12!\n\x03top\x18\x03 \x03(\x0b\x32\x14.baton.v1.TopLogprob\x12\r\n\x05token\x18\x04 \x01(\x0c\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05token\x18\x03 \x01(\x0c\"\x86\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x42\x0e\n\x0cmatched_stop\"\x81\x01\n\x08\x43omplete\x12!\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x10.baton.v1.Choice\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12$\n\x08timeline\x18\x04 \x01(\x0b\x32\x12.baton.v1.Timeline\"l\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12+\n\rcached_tokens\x18\x04 \x03(\x0b\x32\x14.baton.v1.TierTokensJ\x04\x08\x03\x10\x04\"*\n\nTierTokens\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\"j\n\x08Timeline\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1d\n\x05spans\x18\x03 \x03(\x0b\x32\x0e.baton.v1.Span\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\"\xa6\x01\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x10\n\x08start_ms\x18\x03 \x01(\x01\x12\x13\n\x0b\x64uration_ms\x18\x04 \x01(\x01\x12*\n\x06\x63ounts\x18\x05 \x03(\x0b\x32\x1a.baton.v1.Span.CountsEntry\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"R\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0fmax_context_len\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\"W\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\x08messages\x18\x02 \x01(\x0b\x32\x16.baton.v1.ConversationH\x00\x42\x08\n\x06prompt\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x0c\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xdf\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponse\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0finference.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x0c\x43onversation\x12#\n\x08messages\x18\x01 \x03(\x0b\x32\x11.baton.v1.Message\"\xaa\x02\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08messages\x18\x05 \x01(\x0b\x32\x16.baton.v1.ConversationH\x00\x12\x31\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParamsB\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_modelJ\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\t\x10\nR\x07\x61\x64\x61pterR\ncache_saltR\x08priority\"\xb0\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x02H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\x05H\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\r \x01(\x05H\x0c\x88\x01\x01\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0f \x03(\r\x12;\n\nlogit_bias\x18\x10 \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x04\n\x02_nJ\x04\x08\x11\x10\x12R\x0fresponse_format\"y\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x0f.baton.v1.ChunkH\x00\x12&\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x12.baton.v1.CompleteH\x00\x42\x07\n\x05\x65vent\"b\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"d\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12!\n\x03top\x18\x03 \x03(\x0b\x32\x14.baton.v1.TopLogprob\x12\r\n\x05token\x18\x04 \x01(\x0c\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05token\x18\x03 \x01(\x0c\"\x86\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x42\x0e\n\x0cmatched_stop\"\x81\x01\n\x08\x43omplete\x12!\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x10.baton.v1.Choice\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12$\n\x08timeline\x18\x04 \x01(\x0b\x32\x12.baton.v1.Timeline\"\x9d\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12+\n\rcached_tokens\x18\x04 \x03(\x0b\x32\x14.baton.v1.TierTokens\x12\x16\n\x0eguessed_tokens\x18\x05 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x06 \x01(\rJ\x04\x08\x03\x10\x04\"*\n\nTierTokens\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\"j\n\x08Timeline\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1d\n\x05spans\x18\x03 \x03(\x0b\x32\x0e.baton.v1.Span\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\"\xa6\x01\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x10\n\x08start_ms\x18\x03 \x01(\x01\x12\x13\n\x0b\x64uration_ms\x18\x04 \x01(\x01\x12*\n\x06\x63ounts\x18\x05 \x03(\x0b\x32\x1a.baton.v1.Span.CountsEntry\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"R\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0fmax_context_len\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\"W\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\x08messages\x18\x02 \x01(\x0b\x32\x16.baton.v1.ConversationH\x00\x42\x08\n\x06prompt\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x0c\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xdf\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponse\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_SPAN_COUNTSENTRY']._loaded_options = None
   _globals['_SPAN_COUNTSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2663
-  _globals['_FINISHREASON']._serialized_end=2758
+  _globals['_FINISHREASON']._serialized_start=2713
+  _globals['_FINISHREASON']._serialized_end=2808
   _globals['_TOKENIDS']._serialized_start=29
   _globals['_TOKENIDS']._serialized_end=52
   _globals['_MESSAGE']._serialized_start=54
@@ -61,34 +61,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHOICE']._serialized_end=1665
   _globals['_COMPLETE']._serialized_start=1668
   _globals['_COMPLETE']._serialized_end=1797
-  _globals['_USAGE']._serialized_start=1799
-  _globals['_USAGE']._serialized_end=1907
-  _globals['_TIERTOKENS']._serialized_start=1909
-  _globals['_TIERTOKENS']._serialized_end=1951
-  _globals['_TIMELINE']._serialized_start=1953
-  _globals['_TIMELINE']._serialized_end=2059
-  _globals['_SPAN']._serialized_start=2062
-  _globals['_SPAN']._serialized_end=2228
-  _globals['_SPAN_COUNTSENTRY']._serialized_start=2183
-  _globals['_SPAN_COUNTSENTRY']._serialized_end=2228
-  _globals['_ABORTREQUEST']._serialized_start=2230
-  _globals['_ABORTREQUEST']._serialized_end=2264
-  _globals['_ABORTRESPONSE']._serialized_start=2266
-  _globals['_ABORTRESPONSE']._serialized_end=2281
-  _globals['_LISTMODELSREQUEST']._serialized_start=2283
-  _globals['_LISTMODELSREQUEST']._serialized_end=2302
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2304
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2357
-  _globals['_MODEL']._serialized_start=2359
-  _globals['_MODEL']._serialized_end=2441
-  _globals['_TOKENIZEREQUEST']._serialized_start=2443
-  _globals['_TOKENIZEREQUEST']._serialized_end=2530
-  _globals['_TOKENIZERESPONSE']._serialized_start=2532
-  _globals['_TOKENIZERESPONSE']._serialized_end=2585
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2587
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2625
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2627
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2661
-  _globals['_INFERENCE']._serialized_start=2761
-  _globals['_INFERENCE']._serialized_end=3112
+  _globals['_USAGE']._serialized_start=1800
+  _globals['_USAGE']._serialized_end=1957
+  _globals['_TIERTOKENS']._serialized_start=1959
+  _globals['_TIERTOKENS']._serialized_end=2001
+  _globals['_TIMELINE']._serialized_start=2003
+  _globals['_TIMELINE']._serialized_end=2109
+  _globals['_SPAN']._serialized_start=2112
+  _globals['_SPAN']._serialized_end=2278
+  _globals['_SPAN_COUNTSENTRY']._serialized_start=2233
+  _globals['_SPAN_COUNTSENTRY']._serialized_end=2278
+  _globals['_ABORTREQUEST']._serialized_start=2280
+  _globals['_ABORTREQUEST']._serialized_end=2314
+  _globals['_ABORTRESPONSE']._serialized_start=2316
+  _globals['_ABORTRESPONSE']._serialized_end=2331
+  _globals['_LISTMODELSREQUEST']._serialized_start=2333
+  _globals['_LISTMODELSREQUEST']._serialized_end=2352
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2354
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2407
+  _globals['_MODEL']._serialized_start=2409
+  _globals['_MODEL']._serialized_end=2491
+  _globals['_TOKENIZEREQUEST']._serialized_start=2493
+  _globals['_TOKENIZEREQUEST']._serialized_end=2580
+  _globals['_TOKENIZERESPONSE']._serialized_start=2582
+  _globals['_TOKENIZERESPONSE']._serialized_end=2635
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2637
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2675
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2677
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2711
+  _globals['_INFERENCE']._serialized_start=2811
+  _globals['_INFERENCE']._serialized_end=3162
 # @@protoc_insertion_point(module_scope)

@@ -225,7 +225,7 @@ class BlockCounts(_message.Message):
     def __init__(self, free: _Optional[int] = ..., owned: _Optional[int] = ..., published: _Optional[int] = ..., cached: _Optional[int] = ..., draining: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "tiers", "problems", "engine_silent_s", "node_id")
+    __slots__ = ("worker_id", "role", "pid", "state", "blocks", "computed_prompt_tokens", "cached_prompt_tokens", "generated_tokens", "num_running", "num_waiting", "num_preemptions", "num_drafts", "num_guessed_tokens", "num_accepted_tokens", "tiers", "problems", "engine_silent_s", "node_id")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +237,9 @@ class WorkerStatus(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GUESSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_SILENT_S_FIELD_NUMBER: _ClassVar[int]
@@ -252,11 +255,14 @@ class WorkerStatus(_message.Message):
     num_running: int
     num_waiting: int
     num_preemptions: int
+    num_drafts: int
+    num_guessed_tokens: int
+    num_accepted_tokens: int
     tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
     problems: _containers.RepeatedScalarFieldContainer[str]
     engine_silent_s: float
     node_id: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., engine_silent_s: _Optional[float] = ..., node_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_guessed_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., engine_silent_s: _Optional[float] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("tier", "state", "epoch", "blocks", "block_bytes", "counts")

@@ -19,9 +19,11 @@ from kv_store.node.block_port import BlockReader
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tiers import open_tiers
-from tests.kv_store.names import LAYOUT, got_one, names_of
+from tests.kv_store.names import LAYOUT, committed, got_one, names_of
 from tests.kv_store.pools import filled_pool, pages_from
-from wire.errors import ConfigError
+from wire.directory import Hold
+from wire.errors import ConfigError, Unavailable
+from wire.ids import RequestId
 from wire.keys import BlockName
 from wire.settings import to_json
 from wire.tier import ColdSettings, Tier, Write
@@ -240,3 +242,50 @@ def test_a_node_whose_folder_takes_no_files_says_so(config: NodeConfig, tmp_path
     with pytest.raises(ConfigError, match=r"files\.folder"):
         asyncio.run(node.start())
     assert not os.path.exists(config.arena_path)
+
+
+def test_a_node_whose_port_is_taken_takes_another_one(config: NodeConfig) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = "{}:{}".format(*other.getsockname())
+        node = NodeActor(to_json(replace(config, block_address=taken, token="t")))
+        address = json.loads(asyncio.run(node.start()))["block_address"]
+        assert address.startswith("127.0.0.1:")
+        assert address != taken
+        reader = BlockReader(address, LAYOUT.payload_bytes, b"t", timeout_s=5.0)
+        assert reader.exists([names_of(12)[0].key]) == [False]
+        assert reader.status().errors == 0
+        reader.close()
+        asyncio.run(node.stop())
+
+
+async def test_a_node_that_drains_waits_for_its_holds(config: NodeConfig) -> None:
+    node = NodeActor(to_json(config))
+    with pytest.raises(Unavailable):
+        await node.drain(1)
+    await node.start()
+    client = DirectoryClient(config.store.directory_path)
+    names = names_of(12)
+    hold = Hold(RequestId("r"), 60.0)
+    client.commit("w", committed(client.reserve("w", names, hold).slots, names), hold)
+    assert json.loads(await node.drain(0)) == {"unfetched": 1, "unwritten": 0}
+    draining = asyncio.create_task(node.drain(20))
+    client.release_holds([RequestId("r")])
+    assert json.loads(await draining) == {"unfetched": 0, "unwritten": 0}
+    client.close()
+    await node.stop()
+
+
+async def test_a_node_that_drains_has_copies_made_of_what_only_it_has(config: NodeConfig, tmp_path: Path) -> None:
+    cold = ColdSettings(Tier.FILES, str(tmp_path / "files"), Write.REUSED, 5.0, 1 << 30)
+    config = replace(config, store=replace(config.store, cold=(cold,)))
+    node = NodeActor(to_json(config))
+    await node.start()
+    client = DirectoryClient(config.store.directory_path)
+    names = names_of(NUM_SLOTS * LAYOUT.block_size)
+    assert publish(NodeStore(LAYOUT, Arena.open(config.arena_path), client, [], filled_pool(names)), names) == NUM_SLOTS
+    assert json.loads(await node.drain(20)) == {"unfetched": 0, "unwritten": 0}
+    [files] = open_tiers(config.store.cold, LAYOUT, config.store.mac_key)
+    assert files.exists([name.key for name in names]) == [True] * NUM_SLOTS
+    files.close()
+    client.close()
+    await node.stop()

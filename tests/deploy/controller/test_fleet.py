@@ -1,7 +1,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from deploy.controller.pools import Pools, PoolsRecord
 from deploy.plan.cluster_plan import Home
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine
-from deploy.plan.resources import RayNode
+from deploy.plan.resources import RayNode, Resources
 from deploy.processes.atomic_file import AtomicFile
 from tests.deploy.plan.test_cluster_plan import MACHINE, planned
 from wire.errors import (
@@ -642,3 +642,53 @@ async def test_a_worker_that_has_left_is_not_missed_after_a_takeover() -> None:
         world.controller_dies()
         await world.fleet.take_over()
         assert "was lost" not in world.events.encode()
+
+
+OTHER = RayNode("b" * 8, "10.0.0.2")
+
+
+class SpreadHost(FleetHost):
+    """A host on two nodes: prefill workers and the first decode worker begin on the second. `left`: at its service."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ray_nodes.append(OTHER)
+        self.left = {"unfetched": 0, "unwritten": 0}
+        self.asked: list[str] = []
+
+    def launch(
+        self, name: str, target: str, resources: Resources, node_id: str | None = None, not_on: Sequence[str] = ()
+    ) -> None:
+        super().launch(name, target, resources, None if name == D1 or not_on else OTHER.id, not_on)
+
+    async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
+        if name != OTHER.service:
+            return await super().call(name, method, *arguments, timeout_s=timeout_s)
+        assert method == "drain"
+        assert {"prefill-0", "decode-0"} & self.router.known, "decode finds the node by its workers"
+        self.asked.append(name)
+        return json.dumps(self.left)
+
+
+async def test_a_node_is_drained_with_all_of_its_workers_and_gets_no_others() -> None:
+    host = SpreadHost()
+    async with World(1, 2, host).running() as world:
+        await world.settled()
+        host.left = {"unfetched": 2, "unwritten": 3}
+        await world.fleet.drain_node(OTHER)
+        await world.fleet.drained_node(OTHER, 5)
+        assert world.pools.sizes == PoolSizes(0, 1)
+        await until(lambda: world.router.known == {D1})
+        assert host.asked == [OTHER.service] * 2
+        assert f"{OTHER.service} goes with 2 prompts and 3 blocks" in world.events.encode()
+        assert await world.scaled(1, None) == PoolSizes(1, 1)
+        assert host.places[P1] == "head"
+
+
+async def test_a_node_with_all_decode_workers_stays() -> None:
+    host = SpreadHost()
+    async with World(1, 1, host).running() as world:
+        await world.settled()
+        with pytest.raises(InvalidRequest, match="at least one decode worker must stay, on another node"):
+            await world.fleet.drain_node(OTHER)
+        assert (world.pools.sizes, host.asked) == (PoolSizes(1, 1), [])

@@ -30,6 +30,7 @@ class ServiceHost(LocalHost):
         self.configs: list[str] = []
         self.refusals: list[Exception] = []
         self.gate: asyncio.Event | None = None
+        self.taken_port = ""
 
     def launch(self, name: str, target: str, *place: Any) -> None:
         if self.refusals:
@@ -40,7 +41,7 @@ class ServiceHost(LocalHost):
         if self.gate is not None:
             await self.gate.wait()
         await super().start(name, config_json, timeout_s)
-        address = json.loads(config_json)["block_address"].removesuffix(":0")
+        address = json.loads(config_json)["block_address"].removesuffix(":0").removesuffix(self.taken_port)
         self.configs.append(config_json)
         return json.dumps({"block_address": address if ":" in address else f"{address}:7"})
 
@@ -125,6 +126,45 @@ async def test_a_service_that_dies_comes_back_on_its_node_at_the_address_that_wo
     first, second = map(json.loads, world.host.configs)
     assert (first["block_address"], second["block_address"]) == ("10.0.0.2:0", "10.0.0.2:7")
     assert {**first, "block_address": ""} == {**second, "block_address": ""}
+
+
+async def test_a_node_that_is_closed_has_no_service_and_its_next_worker_makes_one(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await asyncio.gather(*(world.nodes.join(node) for node in (A, B)))
+    assert await world.nodes.find(B.name) == B
+    await world.nodes.close(B)
+    assert await world.nodes.find(B.name) is None
+    assert list(world.host.actors) == ["node-aaaaaaaa"]
+    assert (await world.nodes.join(B)).node == B
+
+
+async def test_a_node_that_ray_drains_is_told_once(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    leaving: list[RayNode] = []
+
+    async def note(node: RayNode) -> None:
+        leaving.append(node)
+
+    nodes = Nodes(world.plan, world.host, world.events, note)
+    await nodes.join(B)
+    world.host.ray_nodes = [replace(A, is_leaving=True), replace(B, is_leaving=True)]
+    watch = asyncio.create_task(nodes.watch())
+    await world.until("Ray drains node bbbbbbbb@10.0.0.2")
+    await asyncio.sleep(0.02)
+    watch.cancel()
+    assert [node.id for node in leaving] == [B.id], "A hosts no worker"
+
+
+async def test_a_service_whose_port_is_taken_tells_later_workers_another_one(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    assert (await world.nodes.join(B)).block_address == "10.0.0.2:7"
+    world.host.taken_port = "2:7"
+    world.host.actors["node-bbbbbbbb"] = Liveness.DEAD
+    await world.until("the node-bbbbbbbb is back")
+    await asyncio.sleep(0)
+    assert (await world.nodes.join(B)).block_address == "10.0.0.:7"
+    world.controller_dies()
+    assert (await world.nodes.join(B)).block_address == "10.0.0.:7"
 
 
 async def test_a_lost_node_is_forgotten_though_its_service_cannot_come_back(tmp_path: Path) -> None:

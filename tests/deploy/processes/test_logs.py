@@ -26,6 +26,29 @@ for number in range(10_000):
 print("served", flush=True)
 """
 
+MEET_A_STRANGER = """
+import asyncio, socket
+from deploy.processes.logs import start_logging
+
+start_logging("decode-0")
+
+import grpc.aio
+from deploy.plan.authority import Authority
+from wire.rpc import listen
+
+async def meet():
+    server = grpc.aio.server()
+    host, port = listen(server, "127.0.0.1", 0, Authority.make().issue("decode-0", "127.0.0.1")).split(":")
+    await server.start()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET / HTTP/1.1\\r\\n\\r\\n")
+    await reader.read()
+    writer.close()
+    await server.stop(None)
+
+asyncio.run(meet())
+"""
+
 
 class Gate(io.StringIO):
     """A stream that takes nothing until it is opened."""
@@ -162,6 +185,11 @@ def test_a_process_whose_disk_is_full_goes_on() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", LOG_A_LOT], stdout=subprocess.PIPE, stderr=full, timeout=60)
     assert done.stdout == b"served\n"
+
+
+def test_a_stranger_at_a_tls_port_writes_no_line() -> None:
+    done = subprocess.run([sys.executable, "-c", MEET_A_STRANGER], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_everything_a_process_logs_goes_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,166 @@
+"""Tokens a second with speculation over without, on the same weights and requests, the engines in turns.
+
+    python benchmarks/speculation.py --rounds 9
+    python benchmarks/speculation.py --checkpoint /path/to/a/checkpoint --context 512
+
+Prompts are a sentence again and again, which the demo model goes on repeating, or tokens that do not repeat, with
+answers at so high a temperature that they do not either. Both engines must give the same tokens, or the run ends.
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.result_file import write_result
+from demo_model.corpus import Split, make_sentence
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.core import EngineCore
+from engine.model.decoder import Decoder
+from engine.request import EngineRequest
+from engine.schedule.continuous_batcher import ContinuousBatcher
+from engine.speculation import NgramProposer, Speculator
+from kv_store.device_pool import DevicePool
+from kv_store.transfers import NoStore
+from text.tokenizer import Tokenizer
+from wire.ids import NamespaceRoot, RequestId
+from wire.sampling import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO_MODEL = ROOT / "demo_model" / "checkpoint"
+BLOCK_SIZE = 16
+BATCHES = (1, 4, 8, 32)
+FLAT = 20.0
+"""A temperature at which all tokens are nearly as likely."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that run together."""
+
+    name: str
+    prompts: Sequence[Sequence[int]]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds of decoding, the tokens of each request, and the guesses that came true of all."""
+
+    seconds: float
+    outputs: dict[str, list[int]]
+    num_guessed: int
+    num_accepted: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.outputs.values())) / self.seconds
+
+
+class Contender:
+    """An engine that is made anew for each load, on weights that all share."""
+
+    def __init__(self, model: Decoder, num_blocks: int, speculator: Callable[[], Speculator]) -> None:
+        self._model = model
+        self._pool_blocks = num_blocks
+        self._speculator = speculator
+
+    def run(self, load: Load) -> Outcome:
+        """Times steps from the one after which all requests have a token."""
+        pool = DevicePool(self._model.layout, self._pool_blocks, self._model.device)
+        batcher = ContinuousBatcher(max_step_tokens=4096, max_running=len(load.prompts))
+        core = EngineCore(self._model, pool, batcher, NoStore(), self._speculator())
+        outputs: dict[str, list[int]] = {}
+        for number, prompt in enumerate(load.prompts):
+            request_id = RequestId(str(number))
+            outputs[request_id] = []
+            core.add(EngineRequest(request_id, NamespaceRoot(bytes(32)), tuple(prompt), load.sampling))
+        before = 0
+        began_s = time.perf_counter()
+        while core.has_requests:
+            output = core.step()
+            for choice, token_id in zip(output.choices, output.token_ids, strict=True):
+                outputs[choice.request_id].append(token_id)
+            if not before and all(outputs.values()):
+                before, began_s = sum(map(len, outputs.values())), time.perf_counter()
+        seconds = time.perf_counter() - began_s
+        stats = core.stats()
+        share = 1 - before / sum(map(len, outputs.values()))
+        return Outcome(seconds / share, outputs, stats.num_guessed_tokens, stats.num_accepted_tokens)
+
+
+def make_loads(
+    tokenizer: Tokenizer, vocab_size: int, context_len: int, num_tokens: int, batches: Sequence[int]
+) -> list[Load]:
+    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    flat = SamplingParams(temperature=FLAT, seed=1, max_tokens=num_tokens, ignore_eos=True)
+    draw = random.Random(1)
+    loads = []
+    for batch in batches:
+        sentences = [tokenizer.encode(f" {make_sentence(draw, Split.HELD_OUT)}") for _ in range(batch)]
+        repeats = [[*islice(cycle(sentence), context_len)] for sentence in sentences]
+        loads.append(Load(f"{batch} x text that repeats itself", repeats, greedy))
+        fresh = [draw.choices(range(1, vocab_size), k=context_len) for _ in range(batch)]
+        loads.append(Load(f"{batch} x text that never repeats", fresh, flat))
+    return loads
+
+
+def compare(contenders: dict[str, Contender], load: Load, num_rounds: int) -> dict[str, float]:
+    """Runs a load on all contenders in turns; returns the median ratio of each over the first, and its acceptance."""
+    ratios: dict[str, list[float]] = {name: [] for name in contenders}
+    outcomes: dict[str, Outcome] = {}
+    for number in range(num_rounds + 1):
+        outcomes = {name: contender.run(load) for name, contender in contenders.items()}
+        first = next(iter(outcomes.values()))
+        for name, outcome in outcomes.items():
+            if outcome.outputs != first.outputs:
+                raise SystemExit(f"{name} gives other tokens: {load.name}")
+            if number:  # the first round only warms up
+                ratios[name].append(outcome.tokens_per_s / first.tokens_per_s)
+    figures = {}
+    for name, outcome in [*outcomes.items()][1:]:
+        figures[f"{load.name}: {name}"] = median(ratios[name])
+        figures[f"{load.name}: {name}, guesses accepted"] = outcome.num_accepted / max(1, outcome.num_guessed)
+    return figures
+
+
+def main() -> None:
+    options = _parse(sys.argv[1:])
+    torch.set_num_threads(options.threads)
+    model = Decoder.load(options.checkpoint, options.dtype, torch.device("cpu"), BLOCK_SIZE)
+    num_blocks = max(options.batches) * (-(-(options.context + options.tokens) // BLOCK_SIZE) + 1)
+    contenders = {
+        "none": Contender(model, num_blocks, Speculator),
+        "n-gram": Contender(model, num_blocks, lambda: Speculator(NgramProposer())),
+    }
+    figures: dict[str, float] = {}
+    tokenizer = Checkpoint(options.checkpoint).load_tokenizer()
+    for load in make_loads(tokenizer, model.vocab_size, options.context, options.tokens, options.batches):
+        figures |= compare(contenders, load, options.rounds)
+    write_result(options.out, figures, {})
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=DEMO_MODEL, help="a folder (default: the demo model)")
+    parser.add_argument("--dtype", help="what it computes in (default: its own)")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--context", type=int, default=192, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=int, default=192, help="tokens of each answer")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", default="speculation", help="name of the results in benchmarks/results")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Speculation: a proposer guesses the next tokens of decoding sequences; the run that draws one verifies them.
+
+    known    a b c
+    guessed       d e f    further rows of the step, with position, slot and context of their tokens
+    drawn         d e x    a guess is accepted that equals the token drawn before it: d, e and x are gained
+
+Every token is drawn from (seed, choice, position), as without speculation, and with the penalties, min_tokens and
+log-probabilities after the accepted tokens before it. So tokens are the same, bit by bit where rows do not depend on
+their batch. A draft stays within the last page of its sequence: it takes no page, and the KV of rejected tokens is
+written over. Only accepted tokens are counted, published, or seen by any other part of the engine.
+
+Sources: Leviathan et al., "Fast inference from transformers via speculative decoding" (ICML '23); prompt look-up of
+Saxena (2023).
+"""
+
+from collections.abc import Container, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, islice
+from typing import Protocol
+
+import numpy as np
+
+from engine.decode_rows import DecodeRows, Ints
+from engine.events import Drafted
+from engine.sequence import Sequence
+
+MAX_ROWS = 16
+"""Of a step with guesses, in all: further rows cost nearly as much as tokens."""
+DEFAULT_DRAFT_LEN = 7
+MISS_PAUSE, MAX_PAUSE = 3, 32
+"""Steps without a draft after one without a guess, and at most after drafts of which nothing came true."""
+NGRAM_LENGTHS = (3, 2)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The tokens of the first rows in a step, each row's own and its guesses. R rows, D guesses, T = R + D tokens.
+
+    lengths: int64 [R], tokens of each row. guesses: int64 [D], row by row.
+    """
+
+    lengths: Ints
+    guesses: Ints
+
+    @classmethod
+    def of(cls, num_rows: int, row_to_guesses: Mapping[int, Seq[int]]) -> "Drafts":
+        """Makes drafts of guesses; rows are in order."""
+        lengths = np.ones(num_rows, dtype=np.int64)
+        for row, guesses in row_to_guesses.items():
+            lengths[row] += len(guesses)
+        return cls(lengths, np.array([*chain.from_iterable(row_to_guesses.values())], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.guesses)
+
+    @cached_property
+    def rows(self) -> Ints:
+        """The row of each token, int64 [T]."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    @cached_property
+    def ahead(self) -> Ints:
+        """The distance of each token from its row's own, int64 [T]."""
+        return np.arange(len(self.rows)) - (self.lengths.cumsum() - self.lengths)[self.rows]
+
+    def token_ids(self, own: Ints) -> Ints:
+        """Joins each row's own token and its guesses, int64 [T]."""
+        token_ids = own[self.rows]
+        token_ids[self.ahead > 0] = self.guesses
+        return token_ids
+
+    def true_places(self, own: Ints, drawn: Ints, end_ids: Seq[Container[int]]) -> list[int]:
+        """Lists the places, of T, up to which the guesses of each row came true; its own token always counts.
+
+        own: int64 [R]. drawn: int64 [T], after each token, negative for none. end_ids: of each row.
+        """
+        places: list[int] = []
+        token_ids, next_ids = self.token_ids(own).tolist(), drawn.tolist()
+        for place, (row, ahead) in enumerate(zip(self.rows.tolist(), self.ahead.tolist(), strict=True)):
+            token, is_after_true = token_ids[place], places[-1:] == [place - 1]
+            if not ahead or (
+                is_after_true and token == next_ids[place - 1] and token not in end_ids[row] and next_ids[place] >= 0
+            ):
+                places.append(place)
+        return places
+
+
+NO_DRAFTS = Drafts.of(0, {})
+
+
+class Proposer(Protocol):
+    """A source of guesses. It may be wrong, and say nothing; it must be quick."""
+
+    def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
+        """Guesses at most so many of the tokens that follow the known ones of each sequence."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drops what is kept of a sequence that decodes no more. Does nothing for an unknown one."""
+        ...
+
+
+class NgramProposer:
+    """A Proposer that repeats what followed the last few tokens of a sequence when it had them before."""
+
+    def __init__(self) -> None:
+        self._texts: dict[Sequence, NgramText] = {}
+
+    def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
+        return {sequence: self._text(sequence).guess(num_tokens) for sequence, num_tokens in wanted.items()}
+
+    def forget(self, sequence: Sequence) -> None:
+        self._texts.pop(sequence, None)
+
+    def _text(self, sequence: Sequence) -> "NgramText":
+        text = self._texts.get(sequence)
+        if text is None:
+            text = self._texts[sequence] = NgramText()
+        text.extend(sequence.tokens(len(text.token_ids), sequence.num_known - len(text.token_ids)))
+        return text
+
+
+class NgramText:
+    """Tokens, and the place after the latest occurrence of each of their n-grams."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}
+
+    def extend(self, token_ids: Seq[int]) -> None:
+        known, after = self.token_ids, self._after
+        for token in token_ids:
+            for length in NGRAM_LENGTHS:
+                after[tuple(known[-length:])] = len(known)
+            known.append(token)
+
+    def guess(self, num_tokens: int) -> list[int]:
+        """Repeats what followed the last n-gram before, and repeats that again where it comes to the end."""
+        known = self.token_ids
+        for length in NGRAM_LENGTHS:
+            place = self._after.get(tuple(known[-length:]))
+            if place is not None:
+                period = len(known) - place
+                return [known[place + ahead % period] for ahead in range(num_tokens)]
+        return []
+
+
+class Pace:
+    """The length of a sequence's next draft: twice that of one that came true, and none for a while after failures."""
+
+    def __init__(self) -> None:
+        self.length = 2
+        self._pause = 1
+        self._num_to_skip = 0
+
+    def is_due(self) -> bool:
+        """Counts a step; tells whether it is to have a draft."""
+        self._num_to_skip -= 1
+        return self._num_to_skip < 0
+
+    def rest(self, num_steps: int) -> None:
+        """Leaves so many steps out."""
+        self._num_to_skip = num_steps
+
+    def learn(self, num_guessed: int, num_accepted: int) -> None:
+        if num_accepted:
+            self._pause = 1
+            self.length = max(self.length, 2 * num_guessed) if num_accepted == num_guessed else num_accepted + 1
+        else:
+            self.length = 1
+            self.rest(self._pause)
+            self._pause = min(2 * self._pause, MAX_PAUSE)
+
+
+class Speculator:
+    """The drafts of an engine's steps: how long, for which rows, and how they fared. None without a proposer.
+
+    max_draft_len: guesses of one row in one step. num_drafts, num_guessed, num_accepted: so far.
+    """
+
+    def __init__(self, proposer: Proposer | None = None, max_draft_len: int = DEFAULT_DRAFT_LEN) -> None:
+        self.num_drafts = self.num_guessed = self.num_accepted = 0
+        self._proposer = proposer
+        self._max_draft_len = max_draft_len
+        self._paces: dict[Sequence, Pace] = {}
+
+    def draft(self, rows: DecodeRows, num_rows: int, num_tokens: int) -> Drafts:
+        """Makes drafts for the first rows of a step that runs `num_tokens` tokens anyway; none where it is loaded."""
+        budget = MAX_ROWS - num_tokens
+        if self._proposer is None or budget <= 0:
+            return NO_DRAFTS
+        rooms = rows.room[:num_rows].tolist()
+        wanted = {
+            sequence: min(length, budget)
+            for sequence, room in zip(rows.sequences, rooms, strict=False)
+            if room > 1 and (length := min(self._length(sequence), room - 1)) > 0
+        }
+        guesses = self._proposer.propose(wanted) if wanted else {}
+        for sequence in wanted:
+            if not guesses.get(sequence):
+                self._paces[sequence].rest(MISS_PAUSE)
+        if not any(guesses.values()):
+            return NO_DRAFTS
+        some = {row: guesses[one] for row, one in enumerate(rows.sequences[:num_rows]) if guesses.get(one)}
+        return Drafts.of(num_rows, _share(budget, some))
+
+    def learn(self, rows: DecodeRows, drafts: Drafts, num_gained: Ints | int) -> list[Drafted]:
+        """Takes the tokens that each row of a step with drafts has gained; returns an event for each draft."""
+        events = []
+        all_gained = np.broadcast_to(num_gained, drafts.lengths.shape).tolist()
+        for row in (drafts.lengths > 1).nonzero()[0].tolist():
+            sequence = rows.sequences[row]
+            num_guessed, num_accepted = int(drafts.lengths[row]) - 1, all_gained[row] - 1
+            self._paces[sequence].learn(num_guessed, num_accepted)
+            events.append(Drafted(sequence.choice.request_id, sequence.choice.index, num_guessed, num_accepted))
+            self.num_accepted += num_accepted
+        self.num_drafts += len(events)
+        self.num_guessed += len(drafts)
+        return events
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drops what is kept of a sequence that decodes no more. Does nothing for an unknown one."""
+        if self._paces.pop(sequence, None) is not None and self._proposer is not None:
+            self._proposer.forget(sequence)
+
+    def _length(self, sequence: Sequence) -> int:
+        """Tells how many tokens to guess: the run gains one more than come true."""
+        pace = self._paces.get(sequence)
+        if pace is None:
+            pace = self._paces[sequence] = Pace()
+        if not pace.is_due():
+            return 0
+        return min(pace.length, self._max_draft_len, sequence.max_output - len(sequence.output_ids) - 1)
+
+
+def _share(budget: int, row_to_guesses: Mapping[int, Seq[int]]) -> dict[int, Seq[int]]:
+    """Cuts guesses so that there are at most `budget`."""
+    length = max(1, budget // len(row_to_guesses))
+    return {row: guesses[:length] for row, guesses in islice(row_to_guesses.items(), budget)}

@@ -1,0 +1,301 @@
+import random
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core import EngineCore
+from engine.events import Drafted, Failed, Finished
+from engine.model.batch import Batch
+from engine.model.hash_model import HashModel
+from engine.request import EngineRequest
+from engine.schedule.continuous_batcher import ContinuousBatcher
+from engine.speculation import MAX_PAUSE, MAX_ROWS, Drafts, NgramProposer, NgramText, Pace, Speculator
+from kernels.backend import KVPages
+from kv_store.tiers.memory_tier import MemoryTier
+from tests.pair import Node, drive, gained, make_core, prefill, request, resume, serve
+from tests.proposers import Seer, seer
+from wire.layout import KVLayout
+from wire.sampling import FinishReason, Logprobs, SamplingParams
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+MODEL = HashModel(LAYOUT, 997)
+FEW = HashModel(LAYOUT, 4, eos_token_ids=(3,))
+"""So few tokens that every n-gram was there before, and is often followed by another token."""
+PROMPT = tuple(range(1, 40))
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+    "logprobs": SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2),
+    "seeded": SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, logprobs=2),
+    "penalties": SamplingParams(
+        temperature=0.7, seed=4, max_tokens=40, ignore_eos=True, presence_penalty=0.5, frequency_penalty=0.3
+    ),
+    "repetition": SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, repetition_penalty=1.5),
+    "min_tokens": SamplingParams(temperature=0.7, seed=5, max_tokens=40, min_tokens=9),
+    "stops": SamplingParams(temperature=1.0, seed=6, max_tokens=40, stop_token_ids=(2,), min_tokens=5),
+    "four": SamplingParams(temperature=1.0, seed=7, max_tokens=40, n=4, top_p=0.9, logprobs=1),
+}
+Told = dict[tuple[str, int], list[tuple[int, Logprobs | None]]]
+
+
+def ngram() -> Speculator:
+    return Speculator(NgramProposer())
+
+
+def told(core: EngineCore, requests: Seq[EngineRequest]) -> Told:
+    """Runs requests to their end, and checks the books; returns each choice's tokens with their log-probabilities."""
+    outputs: Told = {}
+    for one in requests:
+        core.add(one)
+    while core.has_requests:
+        output = core.step()
+        for place, (choice, position, token_id) in enumerate(gained(output)):
+            tokens = outputs.setdefault((choice.request_id, choice.index), [])
+            assert position == len(tokens)
+            tokens.append((token_id, output.logprobs.get(place)))
+        assert not any(isinstance(event, Failed) for event in output.after)
+        assert core.check() == []
+    return outputs
+
+
+def sixteen(length: int = 20) -> list[EngineRequest]:
+    """Requests of all kinds, two each, with prompts of their own."""
+    draw = random.Random(length)
+    kinds = [*PARAMS.values()] * 2
+    return [request([draw.randrange(4) for _ in range(length + number)], one) for number, one in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_tokens_and_log_probabilities_are_as_without(kind: str) -> None:
+    core = make_core(FEW, speculator=ngram())
+    for number in range(6):
+        asked = request([number % 3, 1, 2, 0, 1, 1, 2, 0, 3, 3, 1], PARAMS[kind])
+        assert told(core, [asked]) == told(make_core(FEW), [asked])
+    stats = core.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_guessed_tokens
+    assert stats.num_drafts < stats.num_guessed_tokens
+
+
+def test_among_sixteen_and_preempted() -> None:
+    asked = sixteen()
+    expected = told(make_core(FEW), asked)
+    for num_blocks in (256, 20):
+        core = make_core(FEW, num_blocks=num_blocks, speculator=ngram())
+        assert told(core, asked) == expected
+        assert core.stats().num_accepted_tokens > 0
+    assert core.stats().num_preemptions > 0
+
+
+def test_after_a_hand_off_and_from_each_tier() -> None:
+    sampling = PARAMS["four"]
+    prompts = [tuple(random.Random(number).choices(range(4), k=50 + number)) for number in range(4)]
+    expected = [serve(make_core(FEW), prompt, sampling).outputs for prompt in prompts]
+    cold = MemoryTier(LAYOUT)
+    node = Node(FEW, cold=cold)
+    first = make_core(FEW, node)
+    held = []
+    for core in (first, first, make_core(FEW, node)):  # computed, hit on the device, hit in the arena
+        decode = make_core(FEW, node, speculator=ngram())
+        handed = prefill(core, prompts, sampling)
+        assert [run.outputs for run in resume(decode, handed)] == expected
+        assert decode.stats().num_accepted_tokens > 0
+        held += handed
+    node.release(held)
+    node.write_all_cold()
+    restarted = Node(FEW, cold=cold)
+    handed = prefill(make_core(FEW, restarted), prompts, sampling)
+    assert {*handed[0].fetched[0].found} == {"redis"}
+    assert [run.outputs for run in resume(make_core(FEW, restarted, speculator=ngram()), handed)] == expected
+
+
+def test_blocks_that_decode_filled_with_guesses_are_right() -> None:
+    """Another engine goes on from them with other tokens than a spoilt block would give."""
+    node = Node(MODEL)
+    outputs = {PROMPT: [MODEL.oracle(PROMPT, 70)]}
+    first = serve(make_core(MODEL, node, speculator=seer(outputs, 0.3)), PROMPT, greedy(70))
+    prompt = (*PROMPT, *first.outputs[0], 7)
+    second = serve(make_core(MODEL, node), prompt, greedy(20))
+    assert second.outputs[0] == MODEL.oracle(prompt, 20)
+    assert second.fetched[0].found == {"host": (len(PROMPT) + 69) // 16 * 16}
+
+
+@settings(max_examples=30, deadline=None)
+@given(draw=st.randoms(use_true_random=False))
+def test_in_any_mix(draw: random.Random) -> None:
+    asked = [one for one in sixteen(draw.randint(1, 40)) if draw.random() < 0.6]
+    batcher = ContinuousBatcher(max_step_tokens=draw.choice([20, 40, 200]), max_running=16)
+    core = make_core(FEW, num_blocks=draw.choice([16, 30, 256]), batcher=batcher, speculator=ngram())
+    assert told(core, asked) == told(make_core(FEW), asked)
+
+
+@pytest.mark.parametrize("max_draft_len", [1, 3, 7, 15])
+def test_a_seer_saves_runs(max_draft_len: int) -> None:
+    core = make_core(MODEL, speculator=seer({PROMPT: [MODEL.oracle(PROMPT, 200)]}, 0.0, max_draft_len))
+    core.add(request(PROMPT, greedy(200)))
+    num_steps = 0
+    while core.has_requests:
+        core.step()
+        num_steps += 1
+    stats = core.stats()
+    assert stats.num_accepted_tokens == stats.num_guessed_tokens
+    assert stats.num_drafts + stats.num_accepted_tokens <= 200
+    assert num_steps < 200 / (max_draft_len + 1) + 20
+
+
+def test_events_tell_of_each_draft_before_the_end() -> None:
+    outputs = {PROMPT: [MODEL.oracle(PROMPT, 30)]}
+    core = make_core(MODEL, speculator=seer(outputs, 0.2))
+    asked = request(PROMPT, greedy(30))
+    core.add(asked)
+    steps = [core.step() for _ in range(40)]
+    drafted = [event for step in steps for event in step.after if isinstance(event, Drafted)]
+    stats = core.stats()
+    assert sum(event.num_guessed for event in drafted) == stats.num_guessed_tokens
+    assert sum(event.num_accepted for event in drafted) == stats.num_accepted_tokens > 0
+    assert len(drafted) == stats.num_drafts
+    for step in steps:
+        told_of = sum(event.num_accepted for event in step.after if isinstance(event, Drafted))
+        assert len(step.token_ids) <= 1 + told_of
+    assert isinstance(next(step for step in reversed(steps) if step.after).after[-1], Finished)
+
+
+def test_a_draft_takes_no_page() -> None:
+    core = make_core(MODEL, speculator=seer({PROMPT: [MODEL.oracle(PROMPT, 100)]}, 0.5))
+    core.add(request(PROMPT, greedy(100)))
+    num_known = len(PROMPT)
+    while core.has_requests:
+        num_known += len(core.step().token_ids)
+        counts = core.stats().blocks
+        if core.has_requests and num_known > len(PROMPT):
+            assert counts.owned + counts.published == -(-(num_known - 1) // 16)
+    assert core.stats().num_accepted_tokens < core.stats().num_guessed_tokens
+
+
+def test_a_stop_token_within_a_draft_ends_the_choice() -> None:
+    expected = MODEL.oracle(PROMPT, 30)
+    for place in range(1, 20):
+        core = make_core(MODEL, speculator=seer({PROMPT: [expected]}, 0.0))
+        core.add(request(PROMPT, greedy(30, stop_token_ids=(expected[place],))))
+        outputs = [core.step() for _ in range(40)]
+        assert [token for output in outputs for token in output.token_ids] == expected[: place + 1]
+        (finished,) = [event for output in outputs for event in output.after if isinstance(event, Finished)]
+        assert (finished.reason, finished.stop_token_id) == (FinishReason.STOP, expected[place])
+        assert core.check() == []
+
+
+def test_a_full_context_is_reached_and_not_passed() -> None:
+    model = HashModel(LAYOUT, 997, max_context_len=64)
+    expected = model.oracle(PROMPT, 64 - len(PROMPT))
+    core = make_core(model, speculator=seer({PROMPT: [[*expected, *range(20)]]}, 0.0))
+    assert serve(core, PROMPT, greedy(64 - len(PROMPT))).outputs[0] == expected
+
+
+def test_no_drafts_where_a_step_is_full() -> None:
+    prompts = [(number, *PROMPT) for number in range(MAX_ROWS)]
+    outputs = {prompt: [MODEL.oracle(prompt, 30)] for prompt in prompts}
+    core = make_core(MODEL, speculator=seer(outputs, 0.0))
+    asked = [request(prompt, greedy(30)) for prompt in prompts]
+    for one in asked:
+        core.add(one)
+    while core.stats().generated_tokens < MAX_ROWS * 20:
+        core.step()
+    assert core.stats().num_drafts == 0
+    for one in asked[4:]:
+        core.abort(one.request_id)
+    for _ in range(3):
+        assert len(core.step().token_ids) <= MAX_ROWS
+    assert core.stats().num_accepted_tokens > 4
+
+
+def test_what_is_kept_of_a_sequence_goes_with_it() -> None:
+    proposer = Seer({}, 0.0)
+    core = make_core(MODEL, num_blocks=12, speculator=Speculator(proposer))
+    asked = [request((9, number, *PROMPT), greedy(60)) for number in range(4)]
+    drive(core, asked)
+    assert core.stats().num_preemptions > 0
+    assert {one.request.request_id for one in proposer.forgotten} == {one.request_id for one in asked}
+    assert len(proposer.forgotten) > len(asked), "a preempted sequence is forgotten, too"
+
+
+class Fallible(HashModel):
+    """Fails a run with more rows than one, or has no number for each row but the first."""
+
+    fails = False
+
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
+        is_draft = len(batch.sample_rows) > 1
+        if self.fails and is_draft:
+            raise RuntimeError("no such kernel")
+        logits = super().forward(batch, kv)
+        if is_draft:
+            logits[1:] = torch.nan
+        return logits
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_draft_that_fails_costs_no_request(fails: bool) -> None:
+    model = Fallible(LAYOUT, 997)
+    model.fails = fails
+    expected = model.oracle(PROMPT, 30)
+    core = make_core(model, speculator=seer({PROMPT: [expected]}, 0.0))
+    assert serve(core, PROMPT, greedy(30)).outputs[0] == expected
+    assert (core.stats().num_drafts, core.stats().num_accepted_tokens) != (0, 0)
+    assert core.stats().num_accepted_tokens == 0
+
+
+def greedy(max_tokens: int, **values: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **values})
+
+
+@pytest.mark.parametrize(
+    ("drawn", "places"),
+    [
+        ([1, 2, 3, 9, 6, 4, 5, 7], [0, 1, 2, 3, 4, 5, 6, 7]),
+        ([1, 2, 9, 9, 6, 4, 5, 7], [0, 1, 2, 4, 5, 6, 7]),
+        ([2, 2, 3, 9, 6, 4, 5, 7], [0, 4, 5, 6, 7]),
+        ([1, 2, 3, 9, 6, 5, 5, 7], [0, 1, 2, 3, 4, 5]),
+        ([1, -1, 3, 9, -1, 4, -1, 7], [0, 4, 5]),
+    ],
+    ids=["all", "gap", "first", "other", "no number"],
+)
+def test_guesses_are_true_up_to_the_first_that_is_not(drawn: list[int], places: list[int]) -> None:
+    drafts = Drafts.of(3, {0: [1, 2, 3], 2: [4, 5]})
+    assert drafts.token_ids(np.array([7, 8, 9])).tolist() == [7, 1, 2, 3, 8, 9, 4, 5]
+    assert drafts.true_places(np.array([7, 8, 9]), np.array(drawn), [(), (), ()]) == places
+
+
+def test_no_guess_is_true_after_an_end() -> None:
+    drafts = Drafts.of(1, {0: [1, 2, 3]})
+    assert drafts.true_places(np.array([7]), np.array([1, 2, 3, 4]), [{2}]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "guess"),
+    [("", ""), ("abc", ""), ("abcab", "cabcab"), ("xabyabzab", "zabzab"), ("aaaa", "aaaaaa"), ("abcdebcd", "ebcdeb")],
+)
+def test_guesses_what_followed_the_latest_occurrence(text: str, guess: str) -> None:
+    for cut in range(len(text) + 1):
+        one = NgramText()
+        one.extend([*text[:cut].encode()])
+        one.extend([*text[cut:].encode()])
+        assert bytes(one.guess(6)).decode() == guess
+
+
+def test_pace_grows_with_success_and_pauses_after_failures() -> None:
+    pace = Pace()
+    pace.learn(2, 2)
+    pace.learn(4, 4)
+    assert pace.length == 8
+    pace.learn(3, 3)
+    assert pace.length == 8, "a draft that was cut short says nothing of longer ones"
+    pace.learn(8, 3)
+    assert pace.length == 4
+    waits = []
+    for _ in range(8):
+        pace.learn(pace.length, 0)
+        waits.append(next(step for step in range(100) if pace.is_due()))
+    assert waits == [1, 2, 4, 8, 16, MAX_PAUSE, MAX_PAUSE, MAX_PAUSE]
