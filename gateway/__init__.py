@@ -8,7 +8,7 @@ client ──HTTP/1.1──▶ connections ──ASGI──▶ app ──▶ com
 
 - `actor`: start and stop of the process; `config`: its settings.
 - `connections`: uvicorn's server on one port, and bounds on connections, heads of requests and slow readers.
-- `app`: routes, bodies, answers, errors; a client that goes cancels its request.
+- `app`: routes; a client that goes cancels its request. `exchange`: a request's body in, its answer out.
 - `fields`: strict JSON, and each field by name: read, only with one value, ignored, or refused.
 - `generation`: the prompts of a request under way, whole or as events; `completions` and `chat` are its two dialects.
 - `errors`: each error as status and OpenAI's envelope.

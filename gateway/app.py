@@ -4,10 +4,8 @@ import asyncio
 import itertools
 import json
 import logging
-import re
-import secrets
 import urllib.request
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from http import HTTPStatus
@@ -23,88 +21,23 @@ from baton.results import Model
 from gateway import fields
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
-from gateway.errors import HttpError, envelope, headers
+from gateway.errors import HttpError
+from gateway.exchange import ClientGone, Events, Receive, Reply, Request, Scope, Send
 from gateway.generation import Dialect, Generation, answer, events
 from wire import errors
-from wire.errors import BatonError, Cancelled, InvalidRequest, ModelNotFound, Overloaded, Unavailable
-from wire.ids import REQUEST_ID
+from wire.errors import BatonError, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
 
-MAX_BODY_S = 10.0
 MAX_READING = 64
 """Bodies on their way: each may take as much memory as a body may have bytes."""
 READY_TIMEOUT_S = 2.0
 METRICS_TIMEOUT_S = 5.0
 OWNER = "baton"
 MODEL_PATH = "/v1/models/"
-_JSON = re.compile(r"application/json\s*(;.*)?", re.IGNORECASE)
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Events = AsyncGenerator[bytes, None]
 Handler = Callable[["Request"], Awaitable["bytes | Events"]]
 
 log = logging.getLogger(__name__)
-
-
-class Request:
-    """A request: its head, and its body once it is asked for."""
-
-    def __init__(self, scope: Scope, receive: Receive) -> None:
-        self.method: str = scope["method"]
-        self.path: str = scope["raw_path"].decode("latin-1")
-        self._headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
-        self._receive = receive
-        self.id = self.header("x-request-id") or secrets.token_hex(12)
-        self.is_read = self.header("content-length") in (None, "0") and self.header("transfer-encoding") is None
-        self.body: dict[str, Any] = {}
-
-    def header(self, name: str) -> str | None:
-        """Returns the first header of that name."""
-        found = (value for key, value in self._headers if key == name.encode())
-        return next((value.decode("latin-1") for value in found), None)
-
-    async def read(self) -> None:
-        """Reads the body, an object. Raises HttpError or InvalidRequest."""
-        if not REQUEST_ID.fullmatch(self.id):
-            self.id = secrets.token_hex(12)
-            raise InvalidRequest("x-request-id", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
-        if not _JSON.fullmatch(self.header("content-type") or ""):
-            raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type must be application/json")
-        if (self.header("content-encoding") or "identity") != "identity":
-            raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-encoding must be identity")
-        try:
-            async with asyncio.timeout(MAX_BODY_S):
-                body = await self._read()
-        except TimeoutError as error:
-            raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "the body has not come in time") from error
-        self.is_read = True
-        self.body = fields.parse(body)
-
-    async def gone(self) -> None:
-        """Returns when the client has gone. The body must have been read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
-    async def _read(self) -> bytes:
-        self._require_short(int(self.header("content-length") or 0))
-        pieces: list[bytes] = []
-        num_bytes, more = 0, True
-        while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise Cancelled("the client went away")
-            pieces.append(message["body"])
-            num_bytes += len(message["body"])
-            self._require_short(num_bytes)
-            more = message["more_body"]
-        return b"".join(pieces)
-
-    def _require_short(self, num_bytes: int) -> None:
-        if num_bytes > MAX_MESSAGE_BYTES:
-            told = f"the body may have at most {MAX_MESSAGE_BYTES} bytes"
-            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, told)
 
 
 class Gateway:
@@ -176,7 +109,7 @@ class Gateway:
         generation = Generation(request.id, model, prompts, cast(Options, taken), bool(usage))
         if not is_streamed:
             return await answer(generation, maker, client)
-        return await _begun(events(generation, maker, client))
+        return events(generation, maker, client)
 
     async def _tokenize(self, request: Request) -> bytes:
         client, taken = next(self._clients), fields.take(request.body, fields.TOKENIZE)
@@ -236,57 +169,14 @@ class Gateway:
         return own
 
 
-class Reply:
-    """The answer to one request, on its way out. `status` is 499 if its client has gone."""
-
-    def __init__(self, request: Request, send: Send) -> None:
-        self.status = 0
-        self._request = request
-        self._send = send
-
-    async def whole(self, body: bytes) -> None:
-        kind = b"text/plain; version=0.0.4" if self._request.path == "/metrics" else b"application/json"
-        await self._put(HTTPStatus.OK, kind, body)
-
-    async def stream(self, pieces: Events) -> None:
-        """Sends events. A failure among them is the last one, and the connection is closed without an end."""
-        await self._begin(HTTPStatus.OK, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")])
-        try:
-            async for piece in pieces:
-                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-        except BatonError as error:
-            event = b"data: " + envelope(error) + b"\n\n"
-            await self._send({"type": "http.response.body", "body": event, "more_body": True})
-            raise
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def fail(self, error: BatonError) -> None:
-        """Tells the client, unless the answer has begun or the client has gone."""
-        if isinstance(error, Cancelled) and not self.status:
-            self.status = error.status.http
-        elif not self.status:
-            more = headers(error)
-            if not self._request.is_read:
-                more.append((b"connection", b"close"))
-            await self._put(error.status.http, b"application/json", envelope(error), more)
-
-    async def _put(self, status: int, kind: bytes, body: bytes, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        await self._begin(status, [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more])
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def _begin(self, status: int, told: list[tuple[bytes, bytes]]) -> None:
-        self.status = int(status)
-        told.append((b"x-request-id", self._request.id.encode()))
-        await self._send({"type": "http.response.start", "status": self.status, "headers": told})
-
-
 async def _answer(handler: Handler, request: Request, reply: Reply) -> None:
     answered = await handler(request)
     if isinstance(answered, bytes):
         await reply.whole(answered)
         return
     async with aclosing(answered):
-        await reply.stream(answered)
+        first = await anext(answered)  # what fails before it is answered with a status
+        await reply.stream(first, answered)
 
 
 async def _while_there(request: Request, answering: Coroutine[Any, Any, None]) -> None:
@@ -295,25 +185,12 @@ async def _while_there(request: Request, answering: Coroutine[Any, Any, None]) -
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
-            raise Cancelled("the client went away")
+            raise ClientGone("the client went away")
         tasks[0].result()
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-async def _begun(pieces: Events) -> Events:
-    """Waits for the first event, so that what fails before it is an answer with a status. Raises BatonError."""
-    first = await anext(pieces)
-
-    async def all_of_them() -> Events:
-        async with aclosing(pieces):
-            yield first
-            async for piece in pieces:
-                yield piece
-
-    return all_of_them()
 
 
 def _describe(model: Model) -> dict[str, Any]:

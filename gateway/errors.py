@@ -15,6 +15,8 @@ from wire.errors import (
 
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_PARAMS = {"text": "prompt", "token_ids": "prompt"}
+"""Names of OpenAI's for fields that gRPC calls otherwise."""
 _CODES: dict[type[BatonError], str] = {
     ContextLengthExceeded: "context_length_exceeded",
     InvalidRequest: "invalid_value",
@@ -36,7 +38,8 @@ def envelope(error: BatonError) -> bytes:
     code = error.code if isinstance(error, HttpError) else _CODES.get(type(error), error.reason.lower())
     status = error.status.http
     kind = _TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
-    told = {"message": error.message, "type": kind, "param": error.ids.get("param"), "code": code}
+    param = error.ids.get("param", "")
+    told = {"message": error.message, "type": kind, "param": _PARAMS.get(param, param) or None, "code": code}
     return json.dumps({"error": told}).encode()
 
 

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,8 +69,9 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient) 
     """Returns the whole answer. Raises BatonError; a prompt that fails ends the others."""
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
-        async for _ in _gained(streams):
-            pass
+        async with aclosing(_gained(streams)) as gained:
+            async for _ in gained:
+                pass
     completions = [stream.completion for stream in streams]
     body = _head(generation, dialect, dialect.object_name) | {
         "choices": [
@@ -90,7 +91,8 @@ async def events(generation: Generation, dialect: Dialect, client: AsyncClient) 
     start = b"data: " + head + b',"choices":['
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
-        async for place, chunk in _gained(streams):
+        gained = await stack.enter_async_context(aclosing(_gained(streams)))
+        async for place, chunk in gained:
             number = place * generation.num_choices + chunk.index
             yield start + dialect.event(chunk, number).encode() + tail
     completions = [stream.completion for stream in streams]
@@ -124,7 +126,7 @@ def _head(generation: Generation, dialect: Dialect, name: str) -> dict[str, Any]
     }
 
 
-async def _gained(streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[int, Chunk]]:
+async def _gained(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Yields the chunks of all streams as they come, each with the place of its stream. Raises BatonError."""
     if len(streams) == 1:
         async for chunk in streams[0]:

@@ -42,6 +42,7 @@ _REDIS = "a Redis server of yours, `off` for none, or `own` to start one (defaul
 FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
     "model": {
         "--model": ("model.path", "PATH_OR_HUB_NAME", str, _MODEL),
+        "--served-model-name": ("model.served_name", "NAME", str, "what clients call it (default: its path)"),
         "--dtype": ("model.dtype", None, str, _DTYPE),
         "--weights": ("model.weights", None, str, _WEIGHTS),
         "--block-size": ("model.block_size", "TOKENS", int, "tokens per block of KV (default: 16)"),

@@ -43,9 +43,10 @@ _RAY_ADDRESS = re.compile(r"auto|[^\s/]+:\d+")
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The model to serve. Without a path it is the demo model."""
+    """The model to serve. Without a path it is the demo model; without a served_name clients know it by its path."""
 
     path: str | None = None
+    served_name: str | None = None
     dtype: str = "auto"
     weights: str = "auto"
     block_size: int = 16
@@ -205,7 +206,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        for name in ("model.path", "redis.url", "ray.address", "files.folder", "secret_file"):
+        for name in ("model.path", "model.served_name", "redis.url", "ray.address", "files.folder", "secret_file"):
             value = attrgetter(name)(self)
             is_text = value is None or _TEXT.fullmatch(value)
             _require(is_text, name, "text without control characters, and not empty: leave it out for the default", "")

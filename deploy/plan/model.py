@@ -53,7 +53,7 @@ def inspect_model(settings: ModelSettings, device: str, cpu_kernels: str = "auto
     asked = None if settings.dtype == "auto" else settings.dtype
     dtype = str(compute_dtype(asked, checkpoint.config, backend)).removeprefix("torch.")
     served = ServedModel(
-        name=_name(settings.path),
+        name=settings.served_name or _name(settings.path),
         folder=str(checkpoint.folder.resolve()),
         dtype=dtype,
         max_context_len=checkpoint.config.max_context_len,

@@ -177,6 +177,16 @@ async def test_a_request_that_fails_amid_its_stream_ends_without_done(gateway: L
     worker.may_go.set()
 
 
+async def test_a_request_that_another_client_aborts_has_an_answer(gateway: LocalGateway) -> None:
+    worker = gateway.cluster.workers["d0"]
+    worker.may_go.clear()
+    asking = asyncio.create_task(gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 50}, x_request_id="mine"))
+    await until(lambda: worker.open_calls)
+    await gateway.cluster.router.dispatcher.abort(RequestId("mine"))
+    assert (await asking).error["code"] == "cancelled"
+    worker.may_go.set()
+
+
 async def test_what_the_router_refuses_before_a_stream_has_a_status(gateway: LocalGateway) -> None:
     answer = await gateway.post(COMPLETIONS, {"prompt": "a" * 3000, "stream": True})
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")

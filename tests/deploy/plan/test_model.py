@@ -76,6 +76,10 @@ def test_a_model_that_would_answer_wrongly_is_refused(
             inspect_model(ModelSettings(str(folder)), "cpu")
 
 
+def test_a_model_is_called_what_it_is_told() -> None:
+    assert inspect_model(ModelSettings(served_name="gpt-5"), "cpu").served.name == "gpt-5"
+
+
 def test_without_a_name_it_is_the_demo_model() -> None:
     model = inspect_model(ModelSettings(), "cpu")
     assert (model.served.name, model.served.folder) == ("demo-model", str(demo_model.CHECKPOINT))

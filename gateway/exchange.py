@@ -1,0 +1,134 @@
+"""A request and its answer, as ASGI passes them: the body on its way in, bytes or events on their way out."""
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from gateway import fields
+from gateway.errors import HttpError, envelope, headers
+from wire.errors import BatonError, Cancelled, InvalidRequest
+from wire.ids import REQUEST_ID
+from wire.rpc import MAX_MESSAGE_BYTES
+
+MAX_BODY_S = 10.0
+"""How long a body may take to come."""
+_JSON = re.compile(r"application/json\s*(;.*)?", re.IGNORECASE)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Events = AsyncGenerator[bytes, None]
+
+
+class ClientGone(Cancelled):
+    """The client has closed its connection: nothing can be answered."""
+
+
+class Request:
+    """A request: its head, and its body once it is asked for."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["raw_path"].decode("latin-1")
+        self._headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
+        self._receive = receive
+        given = self.header("x-request-id") or secrets.token_hex(12)
+        self._has_id = REQUEST_ID.fullmatch(given) is not None
+        self.id = given if self._has_id else secrets.token_hex(12)
+        self.is_read = self.header("content-length") in (None, "0") and self.header("transfer-encoding") is None
+        self.body: dict[str, Any] = {}
+
+    def header(self, name: str) -> str | None:
+        """Returns the first header of that name."""
+        found = (value for key, value in self._headers if key == name.encode())
+        return next((value.decode("latin-1") for value in found), None)
+
+    async def read(self) -> None:
+        """Reads the body, an object. Raises HttpError or InvalidRequest."""
+        if not self._has_id:
+            raise InvalidRequest("x-request-id", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
+        if not _JSON.fullmatch(self.header("content-type") or ""):
+            raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type must be application/json")
+        if (self.header("content-encoding") or "identity") != "identity":
+            raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-encoding must be identity")
+        try:
+            async with asyncio.timeout(MAX_BODY_S):
+                body = await self._read()
+        except TimeoutError as error:
+            raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "the body has not come in time") from error
+        self.is_read = True
+        self.body = fields.parse(body)
+
+    async def gone(self) -> None:
+        """Returns when the client has gone. The body must have been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _read(self) -> bytes:
+        self._require_short(int(self.header("content-length") or 0))
+        pieces: list[bytes] = []
+        num_bytes, more = 0, True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client went away")
+            pieces.append(message["body"])
+            num_bytes += len(message["body"])
+            self._require_short(num_bytes)
+            more = message["more_body"]
+        return b"".join(pieces)
+
+    def _require_short(self, num_bytes: int) -> None:
+        if num_bytes > MAX_MESSAGE_BYTES:
+            told = f"the body may have at most {MAX_MESSAGE_BYTES} bytes"
+            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, told)
+
+
+class Reply:
+    """The answer to one request, on its way out. `status` is 499 if its client has gone."""
+
+    def __init__(self, request: Request, send: Send) -> None:
+        self.status = 0
+        self._request = request
+        self._send = send
+
+    async def whole(self, body: bytes) -> None:
+        kind = b"text/plain; version=0.0.4" if self._request.path == "/metrics" else b"application/json"
+        await self._put(HTTPStatus.OK, kind, body)
+
+    async def stream(self, first: bytes, pieces: Events) -> None:
+        """Sends events. A failure among them is the last one, and the connection is closed without an end."""
+        await self._begin(HTTPStatus.OK, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")])
+        await self._send({"type": "http.response.body", "body": first, "more_body": True})
+        try:
+            async for piece in pieces:
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        except BatonError as error:
+            event = b"data: " + envelope(error) + b"\n\n"
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+            raise
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, error: BatonError) -> None:
+        """Tells the client, unless the answer has begun or the client has gone."""
+        if self.status:
+            return
+        if isinstance(error, ClientGone):
+            self.status = error.status.http
+        else:
+            more = headers(error)
+            if not self._request.is_read:
+                more.append((b"connection", b"close"))
+            await self._put(error.status.http, b"application/json", envelope(error), more)
+
+    async def _put(self, status: int, kind: bytes, body: bytes, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        await self._begin(status, [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _begin(self, status: int, told: list[tuple[bytes, bytes]]) -> None:
+        self.status = int(status)
+        told.append((b"x-request-id", self._request.id.encode()))
+        await self._send({"type": "http.response.start", "status": self.status, "headers": told})
