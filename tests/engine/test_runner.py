@@ -6,9 +6,10 @@ from engine.decode_rows import DecodeRows
 from engine.kv_cache import KVCache
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
-from engine.runner import NO_ROWS, Chunk, Runner, Work
+from engine.runner import Runner
 from engine.sequence import Sequence
 from engine.speculation import Drafts
+from engine.work import NO_ROWS, Chunk, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.pair import ROOT
