@@ -10,7 +10,6 @@ A sequence has a row of `DecodeRows` from its first turn in DECODE on. While all
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 
 from engine.decode_rows import DecodeRows
 from engine.events import (
@@ -104,7 +103,7 @@ class EngineCore:
         work = self._decode_all() or self._carry_out(self._plan())
         if work is not None:
             drafts = self._speculator.draft(self._rows, work.num_rows, work.num_tokens)
-            work = replace(work, drafts=drafts) if drafts else work
+            work = Work(work.rows, work.chunks, drafts) if drafts else work
             gains = self._runner.run(work)
             self._events = output.after
             self._collect(work, gains, output)
@@ -239,8 +238,8 @@ class EngineCore:
         for sequence, error in gains.failed.items():
             self._fail(sequence, error)
         if gains.failed:
-            ended = {place for place, sequence in enumerate(gains.sequences) if sequence.phase is Phase.ENDED}
-            gains = gains.without(ended)
+            kept = [place for place, sequence in enumerate(gains.sequences) if sequence.phase is not Phase.ENDED]
+            gains = gains.keeping(kept, gains.num_gained)
         ending = self._emit(gains, output)
         starts = {one: one.num_computed - 1 for one in filled if one.phase is not Phase.ENDED}
         computed = [chunk for chunk in work.chunks if chunk.sequence.phase is not Phase.ENDED]

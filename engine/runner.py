@@ -68,11 +68,11 @@ class Runner:
 
     def _accept(self, drafts: Drafts, gains: Gains) -> Gains:
         """Leaves out what was drawn after guesses that did not come true."""
-        num_rows, num_tokens = len(drafts.lengths), len(drafts.rows)
+        num_rows, num_tokens, drawn = len(drafts.lengths), len(drafts.token_ids), gains.token_ids.tolist()
         end_ids = [sequence.end_ids for sequence in self._rows.sequences[:num_rows]]
-        kept = drafts.true_places(self._rows.token_ids[:num_rows], gains.token_ids[:num_tokens], end_ids)
+        kept = drafts.true_places(drawn, end_ids)
         num_gained = np.bincount(drafts.rows[kept], minlength=num_rows)
-        return replace(gains.without(set(range(num_tokens)).difference(kept)), num_gained=num_gained)
+        return gains.keeping([*kept, *range(num_tokens, len(drawn))], num_gained)
 
     def _run_alone(self, work: Work) -> Gains:
         """Runs the work of one sequence."""
@@ -99,7 +99,7 @@ class Runner:
         """Tells how to choose the samples of which the likeliest token is not the whole answer."""
         careful = (~self._rows.is_plain[work.rows]).nonzero()[0].tolist()
         if work.drafts:
-            draws = dict(self._draft_draws(work.drafts, {*careful}))
+            draws = dict(self._draft_draws(work.drafts, {*careful})) if careful else {}
         else:
             draws = {row: self._rows.sequences[work.rows.start + row].draw() for row in careful}
         of_chunks = [sequence.draw() for chunk in work.chunks for sequence in chunk.sampled]
@@ -108,10 +108,9 @@ class Runner:
 
     def _draft_draws(self, drafts: Drafts, careful: Container[int]) -> Iterator[tuple[int, Draw]]:
         """Yields, for careful rows, how to choose the token after each guess, as if all up to it had come true."""
-        token_ids = drafts.token_ids(self._rows.token_ids)
         for place, (row, ahead) in enumerate(zip(drafts.rows, drafts.ahead, strict=True)):
             if row in careful:
-                yield place, self._rows.sequences[row].draw(token_ids[place + 1 - ahead : place + 1].tolist())
+                yield place, self._rows.sequences[row].draw(drafts.token_ids[place + 1 - ahead : place + 1].tolist())
 
     def _sample(self, logits: torch.Tensor, careful: dict[int, Draw]) -> tuple[Ints, dict[int, Logprobs]]:
         if not careful:
@@ -166,7 +165,7 @@ class Runner:
         starts = np.append(0, drafts.lengths.cumsum()) if drafts else np.arange(num_tokens + 1)
         num_single = sum(chunk.num_tokens == 1 for chunk in chunks)
         return Batch(
-            token_ids=self._join(drafts.token_ids(rows.token_ids) if drafts else rows.token_ids[work.rows], known),
+            token_ids=self._join(drafts.token_ids if drafts else rows.token_ids[work.rows], known),
             positions=self._join(column(rows.positions), [range(start, end) for _, start, end in spans]),
             slot_mapping=self._join(column(rows.slots), slots),
             block_tables=self._tables(work),

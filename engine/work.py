@@ -1,8 +1,8 @@
 """The work of one step, and what comes of it: decoding rows with their drafts, chunks of prompts, and gains."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -79,12 +79,11 @@ class Gains:
     failed: dict[Sequence, BatonError] = field(default_factory=dict)
     num_gained: Ints | int = 1
 
-    def without(self, samples: Container[int]) -> "Gains":
-        """Leaves samples out."""
-        kept = [sample for sample in range(len(self.token_ids)) if sample not in samples]
-        logprobs = {place: self.logprobs[one] for place, one in enumerate(kept) if one in self.logprobs}
-        sequences = [self.sequences[one] for one in kept]
-        return replace(self, sequences=sequences, token_ids=self.token_ids[kept], logprobs=logprobs)
+    def keeping(self, samples: list[int], num_gained: Ints | int) -> "Gains":
+        """Keeps these samples, in order."""
+        logprobs = self.logprobs and {at: self.logprobs[one] for at, one in enumerate(samples) if one in self.logprobs}
+        sequences = [self.sequences[one] for one in samples]
+        return Gains(sequences, self.token_ids[samples], logprobs, self.failed, num_gained)
 
     def followed_by(self, later: "Gains") -> "Gains":
         """Joins the gains of two runs without drafts."""
