@@ -60,7 +60,8 @@ class DecodeJob:
     def _finished(self, event: Finished, now_s: float) -> Update:
         tokens = ChoiceTokens.finished(event, self._num_output[event.choice])
         self._unfinished.discard(event.choice)
-        return Update((tokens,), end=None if self._unfinished else self._end(now_s))
+        end = Update((tokens,), end=None if self._unfinished else self._end(now_s))
+        return self._fetched(event.choice).followed_by(end)  # a first token that a sibling's run drew may be the last
 
     def _end(self, now_s: float) -> End:
         num_before = sum(len(choice.output_ids) for choice in self.request.choices)

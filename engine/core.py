@@ -10,7 +10,6 @@ A sequence has a row of `DecodeRows` from its first turn in DECODE on. While all
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 
 from engine.decode_rows import DecodeRows
 from engine.events import (
@@ -31,10 +30,11 @@ from engine.kv_cache import KVCache
 from engine.model.batch import Model
 from engine.request import EngineRequest, HandOff
 from engine.roster import Roster
-from engine.runner import Chunk, Gains, Runner, Work
+from engine.runner import Runner
 from engine.schedule.batcher import Batcher, Gate, Phase, Plan
 from engine.sequence import Sequence
 from engine.speculation import Speculator
+from engine.work import Chunk, Gains, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
 from wire.errors import BatonError, InvalidRequest, RequestExists
@@ -103,7 +103,7 @@ class EngineCore:
         work = self._decode_all() or self._carry_out(self._plan())
         if work is not None:
             drafts = self._speculator.draft(self._rows, work.num_rows, work.num_tokens)
-            work = replace(work, drafts=drafts) if drafts else work
+            work = Work(work.rows, work.chunks, drafts) if drafts else work
             gains = self._runner.run(work)
             self._events = output.after
             self._collect(work, gains, output)
@@ -191,9 +191,9 @@ class EngineCore:
             self._preempt(self._roster[handle])
         decoding, chunks = self._make_room(plan)
         for handle in plan.admit:
-            if not self._cache.admit(self._roster[handle]):
-                break
             choice = self._roster[handle].choice
+            if not self._cache.admit(self._roster[handle], self._roster.siblings(choice.request_id)):
+                break
             self._events.append(Scheduled(choice.request_id, choice.index))
         if len(decoding) < len(self._rows):
             self._rows.bring_first(decoding)
@@ -212,7 +212,8 @@ class EngineCore:
                 self._rows.put(sequence)
                 decoding.append(sequence)
             else:
-                chunks.append(Chunk.of(sequence, num_tokens))
+                siblings = self._roster.siblings(sequence.choice.request_id)
+                chunks.append(Chunk.of(sequence, num_tokens, siblings))
         return decoding, chunks
 
     def _note_turn(self, sequence: Sequence) -> None:
@@ -237,8 +238,8 @@ class EngineCore:
         for sequence, error in gains.failed.items():
             self._fail(sequence, error)
         if gains.failed:
-            ended = {place for place, sequence in enumerate(gains.sequences) if sequence.phase is Phase.ENDED}
-            gains = gains.without(ended)
+            kept = [place for place, sequence in enumerate(gains.sequences) if sequence.phase is not Phase.ENDED]
+            gains = gains.keeping(kept, gains.num_gained)
         ending = self._emit(gains, output)
         starts = {one: one.num_computed - 1 for one in filled if one.phase is not Phase.ENDED}
         computed = [chunk for chunk in work.chunks if chunk.sequence.phase is not Phase.ENDED]
@@ -246,8 +247,9 @@ class EngineCore:
         for sequence in ending:
             self._finish(sequence)
         for chunk in computed:
-            if chunk.is_sampled and chunk.sequence.phase is not Phase.ENDED:
-                self._go_on(chunk.sequence)
+            for sequence in chunk.sampled:
+                if sequence.phase is not Phase.ENDED:
+                    self._go_on(sequence)
 
     def _emit(self, gains: Gains, output: StepOutput) -> list[Sequence]:
         """Appends tokens to their sequences; returns the sequences that end with theirs."""
@@ -284,7 +286,7 @@ class EngineCore:
         if isinstance(sequence.request, HandOff):
             self._hand_off(sequence)
             self._close_if_over(sequence.choice.request_id)
-        else:
+        elif sequence.phase is not Phase.WAITING:
             sequence.begin_run(sequence.num_computed)
 
     def _hand_off(self, sequence: Sequence) -> None:

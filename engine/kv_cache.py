@@ -4,7 +4,7 @@ No other module of the engine touches the pool's ledger and the transfers. All o
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,10 +46,11 @@ class KVCache:
     def num_in_flight(self) -> int:
         return self._transfers.pending
 
-    def admit(self, sequence: Sequence) -> bool:
+    def admit(self, sequence: Sequence, siblings: Iterable[Sequence] = ()) -> bool:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
 
         False, and nothing changed, if too few pages are free. Covers at most known - 1 tokens: the last is always run.
+        The tail of a prompt is copied from a sibling's page, if all before it is on the device.
         """
         names = [] if sequence.request.computes_all else sequence.cover(sequence.num_known - 1)
         hits = self._ledger.find_longest([name.key for name in names if not name.is_tail])
@@ -62,8 +63,20 @@ class KVCache:
             return False
         sequence.pages = BlockTable([*hits, *to_fill])
         sequence.phase = Phase.FETCHING
+        if len(to_fill) == 1 and names[-1].is_tail and self._copy_tail(sequence, siblings):
+            names, to_fill = names[: len(hits)], []
         self._begin(Fetch(names[len(hits) :], to_fill, sequence.request.sources), sequence)
         return True
+
+    def _copy_tail(self, sequence: Sequence, siblings: Iterable[Sequence]) -> bool:
+        """Copies the last page from a sibling that has computed the same tokens; False if there is none."""
+        last = len(sequence.pages) - 1
+        for one in siblings:
+            if sequence.num_known - 1 == sequence.num_prompt <= one.num_computed:
+                [page], [source] = sequence.pages[last:], one.pages[last : last + 1]
+                self.pool.kv.data[page] = self.pool.kv.data[source]
+                return True
+        return False
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Makes room for the next `num_tokens` tokens; False, and nothing changed, if there is none."""

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Container, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import accumulate
 
@@ -16,7 +16,8 @@ from engine.kv_cache import KVCache
 from engine.model.batch import Batch, Model
 from engine.sampler import Draw, likeliest, sample
 from engine.sequence import Sequence
-from engine.speculation import NO_DRAFTS, Drafts
+from engine.speculation import Drafts
+from engine.work import NO_ROWS, Gains, Work
 from kernels.backend import KVPages
 from wire import errors
 from wire.errors import BatonError, NoNumber
@@ -24,85 +25,6 @@ from wire.ids import PageId
 from wire.sampling import Logprobs
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The next `num_tokens` known tokens of a sequence; they have pages, and no KV yet.
-
-    is_sampled: it ends with the last known token, and brings the next.
-    """
-
-    sequence: Sequence
-    num_tokens: int
-    is_sampled: bool
-
-    @classmethod
-    def of(cls, sequence: Sequence, num_tokens: int) -> "Chunk":
-        return cls(sequence, num_tokens, sequence.num_computed + num_tokens == sequence.num_known)
-
-    @property
-    def context_len(self) -> int:
-        return self.sequence.num_computed + self.num_tokens
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of one step: a token of each of these decoding rows, and chunks, the ones of one token first.
-
-    drafts: guesses that follow the tokens of rows; the rows are then the first ones.
-    """
-
-    rows: slice
-    chunks: Seq[Chunk] = ()
-    drafts: Drafts = NO_DRAFTS
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.rows.stop - self.rows.start)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_rows + len(self.drafts) + sum(chunk.num_tokens for chunk in self.chunks)
-
-
-@dataclass(frozen=True)
-class Gains:
-    """The outcome of a run: samples of the decoding rows, row by row, then of the chunks.
-
-    sequences: of each sample. token_ids: int64 [samples], -1 where the sequence failed. logprobs: by sample, where they
-    are asked for. num_gained: tokens of each decoding row, or of all alike.
-    """
-
-    sequences: list[Sequence]
-    token_ids: Ints
-    logprobs: dict[int, Logprobs] = field(default_factory=dict)
-    failed: dict[Sequence, BatonError] = field(default_factory=dict)
-    num_gained: Ints | int = 1
-
-    def without(self, samples: Container[int]) -> "Gains":
-        """Leaves samples out."""
-        kept = [sample for sample in range(len(self.token_ids)) if sample not in samples]
-        logprobs = {place: self.logprobs[one] for place, one in enumerate(kept) if one in self.logprobs}
-        sequences = [self.sequences[one] for one in kept]
-        return replace(self, sequences=sequences, token_ids=self.token_ids[kept], logprobs=logprobs)
-
-    def followed_by(self, later: "Gains") -> "Gains":
-        """Joins the gains of two runs without drafts."""
-        num = len(self.token_ids)
-        logprobs = self.logprobs | {num + sample: one for sample, one in later.logprobs.items()}
-        token_ids = np.concatenate([self.token_ids, later.token_ids])
-        return Gains([*self.sequences, *later.sequences], token_ids, logprobs, self.failed | later.failed)
-
-    def advance(self, rows: DecodeRows, num_rows: int) -> None:
-        """Takes the first rows on."""
-        if isinstance(self.num_gained, int):
-            rows.advance(self.token_ids[:num_rows])
-        else:
-            rows.advance(self.token_ids[self.num_gained.cumsum() - 1], self.num_gained)
-
-
-NO_ROWS = slice(0, 0)
 
 
 class Runner:
@@ -134,6 +56,8 @@ class Runner:
     @torch.inference_mode()
     def _run(self, work: Work) -> Gains:
         logits = self._model.forward(self._batch(work), self._kv)
+        if any(chunk.siblings for chunk in work.chunks):
+            logits = logits[self._shared(work)]
         gains = Gains(self._sampled(work), *self._sample(logits, self._careful_draws(work)))
         if work.drafts:
             gains = self._accept(work.drafts, gains)
@@ -144,11 +68,11 @@ class Runner:
 
     def _accept(self, drafts: Drafts, gains: Gains) -> Gains:
         """Leaves out what was drawn after guesses that did not come true."""
-        num_rows, num_tokens = len(drafts.lengths), len(drafts.rows)
+        num_rows, num_tokens, drawn = len(drafts.lengths), len(drafts.token_ids), gains.token_ids.tolist()
         end_ids = [sequence.end_ids for sequence in self._rows.sequences[:num_rows]]
-        kept = drafts.true_places(self._rows.token_ids[:num_rows], gains.token_ids[:num_tokens], end_ids)
+        kept = drafts.true_places(drawn, end_ids)
         num_gained = np.bincount(drafts.rows[kept], minlength=num_rows)
-        return replace(gains.without(set(range(num_tokens)).difference(kept)), num_gained=num_gained)
+        return gains.keeping([*kept, *range(num_tokens, len(drawn))], num_gained)
 
     def _run_alone(self, work: Work) -> Gains:
         """Runs the work of one sequence."""
@@ -160,28 +84,33 @@ class Runner:
             sampled = self._sampled(work)
             return Gains(sampled, np.full(len(sampled), -1), failed={sequence: error})
 
+    def _shared(self, work: Work) -> list[int]:
+        """Lists the row of logits of each sample: siblings share that of their chunk."""
+        num_before = work.num_rows + len(work.drafts)
+        numbers = [len(chunk.sampled) for chunk in work.chunks if chunk.is_sampled]
+        return [*range(num_before), *(num_before + row for row, number in enumerate(numbers) for _ in range(number))]
+
     def _sampled(self, work: Work) -> list[Sequence]:
         rows = self._rows.sequences[work.rows]
         of_rows = [rows[row] for row in work.drafts.rows] if work.drafts else rows
-        return [*of_rows, *(chunk.sequence for chunk in work.chunks if chunk.is_sampled)]
+        return [*of_rows, *(sequence for chunk in work.chunks for sequence in chunk.sampled)]
 
     def _careful_draws(self, work: Work) -> dict[int, Draw]:
         """Tells how to choose the samples of which the likeliest token is not the whole answer."""
         careful = (~self._rows.is_plain[work.rows]).nonzero()[0].tolist()
         if work.drafts:
-            draws = dict(self._draft_draws(work.drafts, {*careful}))
+            draws = dict(self._draft_draws(work.drafts, {*careful})) if careful else {}
         else:
             draws = {row: self._rows.sequences[work.rows.start + row].draw() for row in careful}
-        of_chunks = [chunk.sequence.draw() for chunk in work.chunks if chunk.is_sampled]
+        of_chunks = [sequence.draw() for chunk in work.chunks for sequence in chunk.sampled]
         num_before = work.num_rows + len(work.drafts)
         return draws | {num_before + index: draw for index, draw in enumerate(of_chunks) if not draw.is_plain}
 
     def _draft_draws(self, drafts: Drafts, careful: Container[int]) -> Iterator[tuple[int, Draw]]:
         """Yields, for careful rows, how to choose the token after each guess, as if all up to it had come true."""
-        token_ids = drafts.token_ids(self._rows.token_ids)
         for place, (row, ahead) in enumerate(zip(drafts.rows, drafts.ahead, strict=True)):
             if row in careful:
-                yield place, self._rows.sequences[row].draw(token_ids[place + 1 - ahead : place + 1].tolist())
+                yield place, self._rows.sequences[row].draw(drafts.token_ids[place + 1 - ahead : place + 1].tolist())
 
     def _sample(self, logits: torch.Tensor, careful: dict[int, Draw]) -> tuple[Ints, dict[int, Logprobs]]:
         if not careful:
@@ -236,7 +165,7 @@ class Runner:
         starts = np.append(0, drafts.lengths.cumsum()) if drafts else np.arange(num_tokens + 1)
         num_single = sum(chunk.num_tokens == 1 for chunk in chunks)
         return Batch(
-            token_ids=self._join(drafts.token_ids(rows.token_ids) if drafts else rows.token_ids[work.rows], known),
+            token_ids=self._join(drafts.token_ids if drafts else rows.token_ids[work.rows], known),
             positions=self._join(column(rows.positions), [range(start, end) for _, start, end in spans]),
             slot_mapping=self._join(column(rows.slots), slots),
             block_tables=self._tables(work),

@@ -36,24 +36,24 @@ NGRAM_LENGTHS = (3, 2)
 
 @dataclass(frozen=True)
 class Drafts:
-    """The tokens of the first rows in a step, each row's own and its guesses. R rows, D guesses, T = R + D tokens.
+    """The tokens of the first rows in a step, each row's own and then its guesses. R rows, T tokens.
 
-    lengths: int64 [R], tokens of each row. guesses: int64 [D], row by row.
+    lengths: int64 [R], tokens of each row. token_ids: int64 [T].
     """
 
     lengths: Ints
-    guesses: Ints
+    token_ids: Ints
 
     @classmethod
-    def of(cls, num_rows: int, row_to_guesses: Mapping[int, Seq[int]]) -> "Drafts":
-        """Makes drafts of guesses; rows are in order."""
-        lengths = np.ones(num_rows, dtype=np.int64)
-        for row, guesses in row_to_guesses.items():
-            lengths[row] += len(guesses)
-        return cls(lengths, np.array([*chain.from_iterable(row_to_guesses.values())], dtype=np.int64))
+    def of(cls, own: Ints, row_to_guesses: Mapping[int, Seq[int]]) -> "Drafts":
+        """Makes drafts of each row's own token, int64 [R], and of guesses."""
+        tokens = [[token, *row_to_guesses.get(row, ())] for row, token in enumerate(own.tolist())]
+        lengths = np.array([len(one) for one in tokens], dtype=np.int64)
+        return cls(lengths, np.array([*chain.from_iterable(tokens)], dtype=np.int64))
 
     def __len__(self) -> int:
-        return len(self.guesses)
+        """Counts the guesses."""
+        return len(self.token_ids) - len(self.lengths)
 
     @cached_property
     def rows(self) -> Ints:
@@ -65,29 +65,26 @@ class Drafts:
         """The distance of each token from its row's own, int64 [T]."""
         return np.arange(len(self.rows)) - (self.lengths.cumsum() - self.lengths)[self.rows]
 
-    def token_ids(self, own: Ints) -> Ints:
-        """Joins each row's own token and its guesses, int64 [T]."""
-        token_ids = own[self.rows]
-        token_ids[self.ahead > 0] = self.guesses
-        return token_ids
-
-    def true_places(self, own: Ints, drawn: Ints, end_ids: Seq[Container[int]]) -> list[int]:
+    def true_places(self, drawn: Seq[int], end_ids: Seq[Container[int]]) -> list[int]:
         """Lists the places, of T, up to which the guesses of each row came true; its own token always counts.
 
-        own: int64 [R]. drawn: int64 [T], after each token, negative for none. end_ids: of each row.
+        drawn: after each token, negative for none. end_ids: of each row.
         """
         places: list[int] = []
-        token_ids, next_ids = self.token_ids(own).tolist(), drawn.tolist()
-        for place, (row, ahead) in enumerate(zip(self.rows.tolist(), self.ahead.tolist(), strict=True)):
-            token, is_after_true = token_ids[place], places[-1:] == [place - 1]
-            if not ahead or (
-                is_after_true and token == next_ids[place - 1] and token not in end_ids[row] and next_ids[place] >= 0
-            ):
-                places.append(place)
+        token_ids = self.token_ids.tolist()
+        place = 0
+        for length, ends in zip(self.lengths.tolist(), end_ids, strict=True):
+            places.append(place)
+            for guess in range(place + 1, place + length):
+                token = token_ids[guess]
+                if token != drawn[guess - 1] or token in ends or drawn[guess] < 0:
+                    break
+                places.append(guess)
+            place += length
         return places
 
 
-NO_DRAFTS = Drafts.of(0, {})
+NO_DRAFTS = Drafts.of(np.zeros(0, dtype=np.int64), {})
 
 
 class Proposer(Protocol):
@@ -204,18 +201,17 @@ class Speculator:
         if not any(guesses.values()):
             return NO_DRAFTS
         some = {row: guesses[one] for row, one in enumerate(rows.sequences[:num_rows]) if guesses.get(one)}
-        return Drafts.of(num_rows, _share(budget, some))
+        return Drafts.of(rows.token_ids[:num_rows], _share(budget, some))
 
     def learn(self, rows: DecodeRows, drafts: Drafts, num_gained: Ints | int) -> list[Drafted]:
         """Takes the tokens that each row of a step with drafts has gained; returns an event for each draft."""
         events = []
-        all_gained = np.broadcast_to(num_gained, drafts.lengths.shape).tolist()
-        for row in (drafts.lengths > 1).nonzero()[0].tolist():
-            sequence = rows.sequences[row]
-            num_guessed, num_accepted = int(drafts.lengths[row]) - 1, all_gained[row] - 1
-            self._paces[sequence].learn(num_guessed, num_accepted)
-            events.append(Drafted(sequence.choice.request_id, sequence.choice.index, num_guessed, num_accepted))
-            self.num_accepted += num_accepted
+        gained = np.broadcast_to(num_gained, drafts.lengths.shape).tolist()
+        for sequence, length, num_new in zip(rows.sequences, drafts.lengths.tolist(), gained, strict=False):
+            if length > 1:
+                self._paces[sequence].learn(length - 1, num_new - 1)
+                events.append(Drafted(sequence.choice.request_id, sequence.choice.index, length - 1, num_new - 1))
+                self.num_accepted += num_new - 1
         self.num_drafts += len(events)
         self.num_guessed += len(drafts)
         return events

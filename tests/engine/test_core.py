@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.events import Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started
+from engine.events import Failed, Fetched, Finished, HeldUp, Preempted, Scheduled, Started, TierTokens
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
@@ -97,13 +97,38 @@ def test_preempted_sequences_give_their_pages_to_older_ones(model: HashModel) ->
     assert {event.request_id for event in preempted} == {requests[1].request_id}
 
 
-def test_choices_share_the_prompt_and_differ(model: HashModel) -> None:
-    core = make_core(model)
-    prompt = tuple(range(100))
-    run = serve(core, prompt, SamplingParams(temperature=1.0, seed=5, n=4, max_tokens=12, ignore_eos=True))
+@pytest.mark.parametrize("num_prompt", [1000, 992, 5, 1])
+def test_choices_share_one_run_of_the_prompt_and_differ(model: HashModel, num_prompt: int) -> None:
+    """The others find all of it on the device: full blocks, which are shared, and a copy of the tail."""
+    core, prompt = make_core(model), [token % 997 for token in range(num_prompt)]
+    sampling = SamplingParams(temperature=1.0, seed=5, n=4, max_tokens=40, ignore_eos=True)
+    run = serve(core, prompt, sampling)
+    assert core.stats().computed_prompt_tokens == num_prompt
+    assert [run.fetched[index] for index in range(1, 4)] == [TierTokens({"device": num_prompt})] * 3
     assert len({tuple(output) for output in run.outputs.values()}) == 4
-    assert core.stats().computed_prompt_tokens <= len(prompt) + 3 * 16
-    assert run.fetched[0].computed == len(prompt)
+    for index, output in run.outputs.items():
+        asked = EngineRequest(RequestId("r"), ROOT, run.request.prompt_ids, sampling, (ChoiceSoFar(index),))
+        assert drive(make_core(model), [asked])[0].outputs[index] == output
+
+
+def test_choices_end_with_the_first_token_of_one_run(model: HashModel) -> None:
+    core = make_core(model)
+    core.add(request(PROMPT, greedy(1, n=4)))
+    outputs = [core.step() for _ in range(4)]
+    assert [token for output in outputs for token in output.token_ids] == model.oracle(PROMPT, 1) * 4
+    assert sum(isinstance(event, Finished) for output in outputs for event in output.after) == 4
+    assert core.check() == []
+    assert not core.has_requests
+
+
+def test_choices_that_find_no_page_wait_with_their_first_token(model: HashModel) -> None:
+    core = make_core(model, num_blocks=4)
+    run = serve(core, PROMPT, SamplingParams(temperature=1.0, seed=5, n=4, max_tokens=20, ignore_eos=True))
+    assert all(len(output) == 20 for output in run.outputs.values())
+    alone = serve(
+        make_core(model), PROMPT, SamplingParams(temperature=1.0, seed=5, n=4, max_tokens=20, ignore_eos=True)
+    )
+    assert run.outputs == alone.outputs
 
 
 def test_goes_on_from_emitted_tokens(model: HashModel) -> None:

@@ -6,9 +6,10 @@ from engine.decode_rows import DecodeRows
 from engine.kv_cache import KVCache
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
-from engine.runner import NO_ROWS, Chunk, Runner, Work
+from engine.runner import Runner
 from engine.sequence import Sequence
 from engine.speculation import Drafts
+from engine.work import NO_ROWS, Chunk, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.pair import ROOT
@@ -62,7 +63,7 @@ def test_samples_after_guesses_equal_the_samples_of_runs_one_by_one(sampling: Sa
         bench.rows.advance(runs[-1].token_ids)
     bench.rows.remove(one_by_one)
     bench.decoding(PROMPT, (3,), sampling)
-    drafts = Drafts.of(1, {0: [*one_by_one.output_ids[1:4], 0]})
+    drafts = Drafts.of(bench.rows.token_ids[:1], {0: [*one_by_one.output_ids[1:4], 0]})
     gains = bench.runner.run(Work(slice(0, 1), drafts=drafts))
     assert gains.token_ids.tolist() == one_by_one.output_ids[1:]
     assert np.array_equal(gains.num_gained, [4])

@@ -263,14 +263,13 @@ def greedy(max_tokens: int, **values: Any) -> SamplingParams:
     ids=["all", "gap", "first", "other", "no number"],
 )
 def test_guesses_are_true_up_to_the_first_that_is_not(drawn: list[int], places: list[int]) -> None:
-    drafts = Drafts.of(3, {0: [1, 2, 3], 2: [4, 5]})
-    assert drafts.token_ids(np.array([7, 8, 9])).tolist() == [7, 1, 2, 3, 8, 9, 4, 5]
-    assert drafts.true_places(np.array([7, 8, 9]), np.array(drawn), [(), (), ()]) == places
+    drafts = Drafts.of(np.array([7, 8, 9]), {0: [1, 2, 3], 2: [4, 5]})
+    assert drafts.token_ids.tolist() == [7, 1, 2, 3, 8, 9, 4, 5]
+    assert drafts.true_places(drawn, [(), (), ()]) == places
 
 
 def test_no_guess_is_true_after_an_end() -> None:
-    drafts = Drafts.of(1, {0: [1, 2, 3]})
-    assert drafts.true_places(np.array([7]), np.array([1, 2, 3, 4]), [{2}]) == [0, 1]
+    assert Drafts.of(np.array([7]), {0: [1, 2, 3]}).true_places([1, 2, 3, 4], [{2}]) == [0, 1]
 
 
 @pytest.mark.parametrize(
