@@ -78,7 +78,7 @@ class Placement:
         """Block ports of other nodes whose workers were sent blocks of `keys`, most of them first."""
         matches = self._prefixes.match(keys)
         holders = [
-            self._members[one] for one in sorted(matches, key=matches.__getitem__, reverse=True) if one in self._members
+            self._members[one] for one in sorted(matches, key=lambda one: (-matches[one], one)) if one in self._members
         ]
         addresses = [one.info.block_address for one in holders if one.info.node_id != member.info.node_id]
         return list(dict.fromkeys(filter(None, addresses)))[:MAX_SOURCES]

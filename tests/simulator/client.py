@@ -1,15 +1,15 @@
 """A client of the simulated cluster, and what it may be told."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import grpc.aio
 
-from router.ports.inference import InferenceApi
 from tests.faults.answer import ChoiceAnswer
 from tests.simulator.invariants import Watch
 from tests.simulator.plan import MAX_TRANSPARENT_LOSSES, Ask, Client, request_of
+from tests.simulator.router import SimRouter
 from wire.errors import AttemptsExhausted, BatonError, Cancelled, DeadlineExceeded, NoNumber, Overloaded, Unavailable
 from wire.pb import inference_pb2 as pb
 
@@ -31,7 +31,11 @@ _LOSSES = (AttemptsExhausted, Unavailable, DeadlineExceeded)
 
 
 class SimClient:
-    """A client, and its call's context for the servicer. `outcome` is how its stream ended."""
+    """A client, and its call's context for the servicer. `outcome` is how its last stream ended.
+
+    find_router: waits for one that lives. A client whose router dies asks the next one, under the same id; num_cut is
+    how often that was.
+    """
 
     def __init__(
         self,
@@ -39,21 +43,23 @@ class SimClient:
         ask: Ask,
         expected: Sequence[ChoiceAnswer],
         may_be_refused: bool,
-        api: InferenceApi,
+        find_router: Callable[[], Awaitable[SimRouter]],
         watch: Watch,
     ) -> None:
         self.number = number
         self.ask = ask
         self.outcome = ""
         self.took_s = 0.0
+        self.num_cut = 0
         self._expected = expected
         self._may_be_refused = may_be_refused
-        self._api = api
+        self._find_router = find_router
         self._watch = watch
         self._got: dict[int, ChoiceAnswer] = {}
         self._has_ended = False
         self._is_told = False
         self._loop = asyncio.get_running_loop()
+        self._router: SimRouter | None = None
         self._call: asyncio.Task[None] | None = None
 
     @property
@@ -62,18 +68,29 @@ class SimClient:
 
     async def run(self) -> None:
         """Asks, reads, and judges the end. Returns once the call is over."""
+        await asyncio.sleep(self.ask.arrives_s)
+        while not await self._ask(await self._find_router()):
+            self.num_cut += 1
+            self._got, self._has_ended, self._is_told = {}, False, False
+
+    async def _ask(self, router: SimRouter) -> bool:
+        """Returns False if the router has died before the call was over."""
         ask = self.ask
-        await asyncio.sleep(ask.arrives_s)
         request = pb.GenerateRequest()
         request.CopyFrom(request_of(ask.kind))
         request.request_id = self.request_id
         began_s = self._loop.time()
-        self._call = asyncio.create_task(self._api.Generate(request, cast(Any, self)))
+        self._router = router
+        self._call = call = router.begin(router.api.Generate(request, cast(Any, self)))
         if ask.amount < EARLY and ask.client in (Client.LEAVES, Client.ABORTS):
             self._loop.call_later(ask.amount / 100, self._act)
-        await asyncio.wait([self._call])
+        try:
+            await router.finish(call)
+        except Unavailable:
+            return False
         self.took_s = self._loop.time() - began_s
         self._judge(self._error())
+        return True
 
     def time_remaining(self) -> float:
         return self.ask.time_left_s
@@ -103,14 +120,14 @@ class SimClient:
             await asyncio.sleep(0)
 
     def _act(self) -> None:
-        if self._call is None or self._call.done() or self._is_told:
+        if self._router is None or self._call is None or self._call.done() or self._is_told:
             return
         self._is_told = True
         if self.ask.client is Client.LEAVES:
             self._call.cancel()
         else:
-            abort = self._api.Abort(pb.AbortRequest(request_id=self.request_id), cast(Any, self))
-            self._aborting = asyncio.create_task(abort)
+            abort = self._router.api.Abort(pb.AbortRequest(request_id=self.request_id), cast(Any, self))
+            self._aborting = self._router.begin(abort)
 
     def _take_chunk(self, chunk: pb.Chunk) -> None:
         """I6: what has come is a beginning of what was to come."""

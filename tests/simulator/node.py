@@ -2,7 +2,7 @@
 
 import asyncio
 import mmap
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence, Set
 from math import inf
 from typing import Any, Protocol
 
@@ -10,15 +10,13 @@ from kv_store.node.arena import Arena
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient, _Connection
-from kv_store.tiers.memory_tier import MemoryTier
-from tests.faults import cold_gate
+from kv_store.tiers.cold_tier import ColdTier
 from tests.simulator.invariants import Watch
 from tests.simulator.virtual_time import Process
 from wire.codec import LENGTH, Refused, ServiceCodec
 from wire.directory import Block, ClientName, DirectoryInfo, Hold, Lease, Reservation
 from wire.errors import StoreError
 from wire.ids import BlockKey, RequestId
-from wire.keys import BlockName
 from wire.layout import KVLayout
 
 WRITE_EVERY_S = 0.1
@@ -50,15 +48,23 @@ class SharedArena(Arena):
 
 
 class Node:
-    """An arena and its directory, of one epoch after another. `ahead_s`: by how much claims have run out early."""
+    """An arena and its directory, of one epoch after another. `ahead_s`: by how much claims have run out early.
 
-    def __init__(self, name: str, layout: KVLayout, num_slots: int, cold: "SimColdTier", watch: Watch) -> None:
+    port_away_until_s, port_slow_until_s: of its block port, which other nodes read. written: keys that the cold tier
+    has had.
+    """
+
+    def __init__(
+        self, name: str, layout: KVLayout, num_slots: int, cold: ColdTier, watch: Watch, written: Set[BlockKey]
+    ) -> None:
         self.name = name
         self.ahead_s = 0.0
-        self.away_until_s = 0.0
+        self.is_gone = self.is_leaving = False
+        self.away_until_s = self.port_away_until_s = self.port_slow_until_s = 0.0
         self._layout = layout
         self._num_slots = num_slots
         self._cold = cold
+        self._written = written
         self._watch = watch
         self._loop = asyncio.get_running_loop()
         self._num_epochs = 0
@@ -92,9 +98,15 @@ class Node:
             raise StoreError("the arena cannot be mapped")
         return SharedArena(self._memory, self._layout.block_bytes, self._num_slots, None)
 
+    def lose(self) -> None:
+        """Loses the node with its memory, for good."""
+        self.is_gone = True
+        self.restart()
+        self.away_until_s = self.port_away_until_s = inf
+
     async def write_cold(self) -> None:
-        """Writes blocks to the cold tier, for ever."""
-        while True:
+        """Writes blocks to the cold tier while the node is there."""
+        while not self.is_gone:
             if not self.writer.write_some():
                 await asyncio.sleep(WRITE_EVERY_S)
             await asyncio.sleep(0)
@@ -153,7 +165,7 @@ class Node:
             there = {key for key in keys if self.directory.exists([key]) == [True]}
             if request_id not in ended:
                 self._held[request_id] = (keys, max(end_s, self.clock() + ttl_s))
-            elif self.clock() < end_s and not there <= self._cold.written:
+            elif self.clock() < end_s and not there <= self._written:
                 self._watch.violated("I11", f"the hold of {request_id} has ended, and its blocks have no copy")
 
     def _check_commit(self, blocks: Sequence[Block]) -> None:
@@ -227,55 +239,3 @@ class SimDirectoryClient(DirectoryClient):
         super().__init__("", clock=caller.clock)
         self.names: set[str] = set()
         self._connection = DirectorySocket(caller, node, self.names)
-
-
-class ColdGate(cold_gate.ColdGate):
-    """A process's way to the cold tier, which may be down, slow or full for all of them."""
-
-    def __init__(self, tier: "SimColdTier", on_call: Callable[[], None]) -> None:
-        super().__init__(tier)
-        self._on_call = on_call
-
-    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self._on_call()
-        return super().exists(keys)
-
-    def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
-        if names:
-            self._on_call()
-        yield from super().get(names, into)
-
-
-class SimColdTier(MemoryTier):
-    """The cold tier of all nodes. While it is down its calls find and store nothing; while it is full, none stores."""
-
-    def __init__(self, layout: KVLayout) -> None:
-        super().__init__(layout)
-        self.written: set[BlockKey] = set()
-        self.down_until_s = self.full_until_s = self.slow_until_s = 0.0
-        self._loop = asyncio.get_running_loop()
-
-    @property
-    def is_slow(self) -> bool:
-        return self._loop.time() < self.slow_until_s
-
-    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return [False] * len(keys) if self._is_down else super().exists(keys)
-
-    def delete(self, keys: Sequence[BlockKey]) -> None:
-        if not self._is_down:
-            super().delete(keys)
-
-    def _read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
-        if not self._is_down:
-            yield from super()._read(keys, into)
-
-    def _write(self, key: BlockKey, front: bytes, payload: memoryview) -> bool:
-        is_there = not self._is_down and self._loop.time() >= self.full_until_s
-        if is_there:
-            self.written.add(key)
-        return is_there and super()._write(key, front, payload)
-
-    @property
-    def _is_down(self) -> bool:
-        return self._loop.time() < self.down_until_s

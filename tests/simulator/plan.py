@@ -73,6 +73,14 @@ class Kind(Enum):
     COLD_EMPTY = "cold flushed"
     COLD_CORRUPT = "cold corrupt"
     COLD_FULL = "cold full"
+    COLD_CUT = "cold cut short"
+    ROUTER_DIES = "router dies"
+    NODE_JOINS = "node joins"
+    NODE_DRAINS = "node drains"
+    PEER_AWAY = "block port away"
+    PEER_CUT = "block port breaks"
+    PEER_SLOW = "block port slow"
+    PEER_TWICE = "blocks come twice"
 
 
 LOSSES = (Kind.CRASH, Kind.BREAK, Kind.MUTE, Kind.DEAF, Kind.FAIL, Kind.HANG, Kind.NODE_GONE)
@@ -100,8 +108,16 @@ STEPS = (
     "decode update",
     "prefill cold",
     "decode cold",
+    "prefill peer",
+    "decode peer",
+    "prefill peer block",
+    "decode peer block",
 )
-"""Steps of the hand-off, by the role of the worker that comes to it; `lease` is before the call, `leased` after it."""
+"""Steps of the hand-off, by the role of the worker that comes to it; `lease` is before the call, `leased` after it.
+
+`peer` is a question to another node, `peer block` a block on its way from there.
+"""
+_PEER_STEPS = ("prefill peer", "decode peer", "decode peer block")
 _WORST_STEPS = {
     Kind.EXPIRE: ("prefill leased", "decode leased"),
     Kind.FLIP: ("prefill update", "decode begin"),
@@ -109,6 +125,12 @@ _WORST_STEPS = {
     Kind.COLD_CORRUPT: ("prefill lease", "decode lease"),
     Kind.COLD_EMPTY: ("prefill cold", "decode cold"),
     Kind.CRASH: ("prefill reserved", "decode reserved", "prefill committed", "decode leased"),
+    Kind.NODE_GONE: ("prefill update", *_PEER_STEPS),
+    Kind.PEER_AWAY: _PEER_STEPS,
+    Kind.PEER_CUT: _PEER_STEPS,
+    Kind.PEER_SLOW: _PEER_STEPS,
+    Kind.PEER_TWICE: _PEER_STEPS,
+    Kind.COLD_CUT: ("prefill cold", "decode cold"),
 }
 """Steps between which a fault of a kind does most harm: every other one strikes there."""
 
@@ -129,13 +151,31 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """The nodes that workers of each role begin on, in turns."""
+
+    prefill: tuple[int, ...] = (0,)
+    decode: tuple[int, ...] = (0,)
+
+    @property
+    def num_nodes(self) -> int:
+        return 1 + max(*self.prefill, *self.decode)
+
+
+ALONE = Layout()
+APART = Layout(decode=(1,))
+LAYOUTS = (ALONE, ALONE, APART, APART, Layout((0, 1), (0, 1)), Layout((0, 1), (1, 2)), Layout((0,), (1, 0)))
+
+
+@dataclass(frozen=True)
 class Plan:
-    """`num_pages` of each worker, which hold any request of the catalogue; `num_slots` of the arena.
+    """`num_pages` of each worker, which hold any request of the catalogue; `num_slots` of each arena.
 
     max_queued: the bound of the router on requests without a first token.
     """
 
     seed: int
+    layout: Layout
     num_prefill: int
     num_decode: int
     num_pages: int
@@ -153,7 +193,8 @@ class Plan:
     def __str__(self) -> str:
         asks = [f"  request {number}: {one}" for number, one in enumerate(self.asks)]
         faults = [f"  {fault}" for fault in self.faults]
-        head = f"seed {self.seed}: {self.num_prefill} prefill, {self.num_decode} decode workers, "
+        head = f"seed {self.seed}: {self.num_prefill} prefill workers on nodes {list(self.layout.prefill)}, "
+        head += f"{self.num_decode} decode workers on {list(self.layout.decode)}, "
         head += f"{self.num_pages} pages each, {self.num_slots} slots, {self.max_queued} queued"
         return "\n".join([head, *asks, *faults])
 
@@ -171,7 +212,8 @@ def draw_plan(seed: int) -> Plan:
     num_prefill, num_decode = draw.randint(0, 2), draw.randint(1, 3)
     num_pages, num_slots = draw.choice([20, 24, 40]), draw.choice([8, 16, 48])
     max_queued = draw.choice([3, *[512] * 9])
-    return Plan(seed, num_prefill, num_decode, num_pages, num_slots, max_queued, asks, tuple(faults))
+    layout = draw.choice(LAYOUTS)
+    return Plan(seed, layout, num_prefill, num_decode, num_pages, num_slots, max_queued, asks, tuple(faults))
 
 
 def _draw_ask(draw: random.Random) -> Ask:
@@ -204,7 +246,7 @@ def request_of(kind: int) -> pb.GenerateRequest:
 
 
 def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
-    """Drops faults and requests one by one while the run still fails."""
+    """Drops faults, requests and nodes one by one while the run still fails."""
     is_smaller = True
     while is_smaller:
         is_smaller = False
@@ -220,3 +262,5 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, faults=plan.faults[:index] + plan.faults[index + 1 :])
     for index in range(len(plan.asks)):
         yield replace(plan, asks=plan.asks[:index] + plan.asks[index + 1 :])
+    if plan.layout != ALONE:
+        yield replace(plan, layout=ALONE)

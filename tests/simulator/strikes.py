@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
+from kv_store.node.arena import Arena
 from tests.simulator.invariants import LAYOUT
 from tests.simulator.plan import Fault, Kind
+from tests.simulator.redis import MAC_KEY
 from wire.directory import Block
-from wire.frame import MAC_KEY_BYTES, FrameSeal, checksum_of
+from wire.frame import FrameSeal, checksum_of
 from wire.keys import BlockName
 
 if TYPE_CHECKING:
@@ -63,9 +66,19 @@ def _stall(world: World, worker: SimWorker, amount: float) -> None:
 
 
 def _node_gone(world: World, worker: SimWorker, amount: float) -> None:
-    for one in world.alive:
-        world.crash(one)
-    _restart(world, worker, amount)
+    world.lose(worker.node, amount)
+
+
+def _node_joins(world: World, worker: SimWorker, amount: float) -> None:
+    world.errand(world.grow(worker.role, world.open_node()))
+
+
+def _node_drains(world: World, worker: SimWorker, amount: float) -> None:
+    world.errand(world.drain_node(worker.node, 30.0 if amount > 1 else amount))
+
+
+def _router_dies(world: World, worker: SimWorker, amount: float) -> None:
+    world.lose_router()
 
 
 def _delay(world: World, worker: SimWorker, amount: float) -> None:
@@ -91,26 +104,29 @@ def _grow(world: World, worker: SimWorker, amount: float) -> None:
 
 
 def _evict(world: World, worker: SimWorker, amount: float) -> None:
-    worker.node.evict()
+    for node in world.nodes:
+        node.evict()
 
 
 def _move(world: World, worker: SimWorker, amount: float) -> None:
-    for block in worker.node.directory.blocks():
-        payload = worker.node.arena.slot(block.slot)[: LAYOUT.payload_bytes]
-        if not block.name.is_tail and checksum_of(payload) == block.checksum:
-            world.cold.put(block.name, payload, block.checksum)
+    for node in world.nodes:
+        for block in node.directory.blocks():
+            payload = node.arena.slot(block.slot)[: LAYOUT.payload_bytes]
+            if not block.name.is_tail and checksum_of(payload) == block.checksum:
+                world.redis.put(block.name, payload, block.checksum)
     _evict(world, worker, amount)
 
 
 def _flip(world: World, worker: SimWorker, amount: float) -> None:
     """Flips a bit in blocks that no process reads just now: between check and copy none could notice."""
 
-    def flip(idle: list[Block]) -> None:
+    def flip(arena: Arena, idle: list[Block]) -> None:
         for block in idle:
             if world.draw.random() < 0.7:
-                worker.node.arena.slot(block.slot)[world.draw.randrange(LAYOUT.payload_bytes)] ^= 1
+                arena.slot(block.slot)[world.draw.randrange(LAYOUT.payload_bytes)] ^= 1
 
-    worker.node.directory.visit_idle(flip)
+    for node in world.nodes:
+        node.directory.visit_idle(partial(flip, node.arena))
 
 
 def _expire(world: World, worker: SimWorker, amount: float) -> None:
@@ -127,7 +143,8 @@ def _restart(world: World, worker: SimWorker, amount: float) -> None:
 
 
 def _away(world: World, worker: SimWorker, amount: float) -> None:
-    worker.node.away_until_s = world.loop.time() + amount
+    node = worker.node
+    node.away_until_s = max(node.away_until_s, world.loop.time() + amount)
 
 
 def _lost_call(world: World, worker: SimWorker, amount: float) -> None:
@@ -139,26 +156,50 @@ def _lost_answer(world: World, worker: SimWorker, amount: float) -> None:
 
 
 def _cold_down(world: World, worker: SimWorker, amount: float) -> None:
-    world.cold.down_until_s = world.loop.time() + amount
+    world.redis.down_until_s = world.loop.time() + amount
 
 
 def _cold_slow(world: World, worker: SimWorker, amount: float) -> None:
-    world.cold.slow_until_s = world.loop.time() + amount
+    world.redis.slow_until_s = world.loop.time() + amount
 
 
 def _cold_full(world: World, worker: SimWorker, amount: float) -> None:
-    world.cold.full_until_s = world.loop.time() + amount
+    world.redis.full_until_s = world.loop.time() + amount
+
+
+def _cold_cut(world: World, worker: SimWorker, amount: float) -> None:
+    world.redis.num_cut += 1
+
+
+def _peer_away(world: World, worker: SimWorker, amount: float) -> None:
+    for node in world.nodes:
+        node.port_away_until_s = world.loop.time() + amount
+
+
+def _peer_slow(world: World, worker: SimWorker, amount: float) -> None:
+    for node in world.nodes:
+        node.port_slow_until_s = world.loop.time() + amount
+
+
+def _peer_cut(world: World, worker: SimWorker, amount: float) -> None:
+    for one in world.alive:
+        one.num_cut_blocks += 1
+
+
+def _peer_twice(world: World, worker: SimWorker, amount: float) -> None:
+    for one in world.alive:
+        one.num_blocks_twice += 3
 
 
 def _cold_empty(world: World, worker: SimWorker, amount: float) -> None:
-    world.cold.frames.clear()
+    world.redis.frames.clear()
 
 
 def _cold_corrupt(world: World, worker: SimWorker, amount: float) -> None:
     """Spoils every value: a flipped bit, a value cut short or too long, another's value, one of another namespace."""
     _move(world, worker, amount)
-    values, seal = list(world.cold.frames.values()), FrameSeal(LAYOUT, bytes(MAC_KEY_BYTES))
-    for key, value in world.cold.frames.items():
+    values, seal = list(world.redis.frames.values()), FrameSeal(LAYOUT, MAC_KEY)
+    for key, value in world.redis.frames.items():
         at = world.draw.randrange(len(value))
         flipped = bytearray(value)
         flipped[at] ^= 1
@@ -166,7 +207,7 @@ def _cold_corrupt(world: World, worker: SimWorker, amount: float) -> None:
         of_another = BlockName(key, bytes(32), bytes(32), bytes(32))
         elsewhere = seal.seal(of_another, payload, checksum_of(payload)) + payload
         spoilt = [bytes(flipped), value[:at], value + b"x", world.draw.choice(values), elsewhere]
-        world.cold.frames[key] = world.draw.choice(spoilt)
+        world.redis.frames[key] = world.draw.choice(spoilt)
 
 
 _STRIKES: dict[Kind, Callable[[World, SimWorker, float], None]] = {
@@ -198,4 +239,12 @@ _STRIKES: dict[Kind, Callable[[World, SimWorker, float], None]] = {
     Kind.COLD_EMPTY: _cold_empty,
     Kind.COLD_CORRUPT: _cold_corrupt,
     Kind.COLD_FULL: _cold_full,
+    Kind.COLD_CUT: _cold_cut,
+    Kind.ROUTER_DIES: _router_dies,
+    Kind.NODE_JOINS: _node_joins,
+    Kind.NODE_DRAINS: _node_drains,
+    Kind.PEER_AWAY: _peer_away,
+    Kind.PEER_CUT: _peer_cut,
+    Kind.PEER_SLOW: _peer_slow,
+    Kind.PEER_TWICE: _peer_twice,
 }

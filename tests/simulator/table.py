@@ -1,7 +1,7 @@
 """A page: what clients see of each fault, by the step of a hand-off at which it strikes."""
 
 from tests.simulator.client import COMPLETE
-from tests.simulator.plan import Ask, Client, Fault, Kind, Plan
+from tests.simulator.plan import APART, Ask, Client, Fault, Kind, Plan
 from tests.simulator.world import simulate
 
 STEPS = {
@@ -12,6 +12,8 @@ STEPS = {
     "prefill update": "prefill answers",
     "decode begin": "the order reaches decode",
     "decode lease": "before decode's lease",
+    "decode peer": "decode asks prefill's node",
+    "decode peer block": "a block is on its way",
     "decode leased": "under the lease",
     "decode released": "blocks are fetched",
     "decode turn": "a step of decode",
@@ -22,11 +24,12 @@ LONG_S = 1.0
 HEAD = """# Faults at each step of a hand-off
 
 Made by `python tests/simulate.py --table`. Each cell is two runs of the simulator (tests/simulator) with four requests
-and one fault, at the first and the third time that a worker comes to the step; one prefill worker, two decode workers.
-A cell tells the ends of these requests, and the longest time of one that is over a second:
+and one fault, at the first and the third time that a worker comes to the step; one prefill worker on one node, two
+decode workers on another. A cell tells the ends of these requests, and the longest time of one that is over a second:
 
 - **same**: the answer of a run without faults, by the first attempt.
 - **again**: the same answer, by a further attempt.
+- **asked again**: the client's connection broke, and its next call got the same answer.
 - the name of an error: a request ended with it.
 
 No run broke an invariant. A mute or deaf line loses what goes one way, until the keepalive ends it after 15 s; an
@@ -49,11 +52,12 @@ def _cell(kind: Kind, step: str) -> str:
     seen: dict[str, None] = {}
     longest_s = 0.0
     for nth in NTHS:
-        plan = Plan(nth, 1, 2, 40, 48, 512, _asks(), (Fault(kind, step, nth, 0, 4.0),))
+        plan = Plan(nth, APART, 1, 2, 40, 48, 512, _asks(), (Fault(kind, step, nth, 0, 4.0),))
         run = simulate(plan)
         assert not run.violations, run.violations
         for number, outcome in enumerate(run.outcomes):
             num_attempts = sum(attempt.startswith(f"r{number}/") for attempt in run.attempts)
-            seen[("same" if num_attempts == 1 else "again") if outcome == COMPLETE else outcome] = None
+            served = "asked again" if run.num_cut[number] else "same" if num_attempts == 1 else "again"
+            seen[served if outcome == COMPLETE else outcome] = None
         longest_s = max(longest_s, *run.took_s)
     return ", ".join(sorted(seen, reverse=True)) + (f", {longest_s:.0f} s" if longest_s > LONG_S else "")

@@ -16,8 +16,10 @@ from kv_store.transfers import Done, Fetch, ThreadTransfers, Transfer
 from tests.local_worker import local_worker
 from tests.simulator.invariants import MODEL, Truth, Watch
 from tests.simulator.network import Connection
-from tests.simulator.node import ColdGate, Node, SimColdTier, SimDirectoryClient
+from tests.simulator.node import Node, SimDirectoryClient
+from tests.simulator.peers import SimPeer
 from tests.simulator.plan import POISON
+from tests.simulator.redis import SimRedis, SimRedisTier
 from tests.simulator.virtual_time import Process
 from wire.frame import checksum_of
 from wire.pools import Role
@@ -40,8 +42,11 @@ class World(Protocol):
     draw: random.Random
     watch: Watch
     truth: Truth
-    cold: SimColdTier
+    redis: SimRedis
     num_pages: int
+
+    def node_at(self, address: str) -> Node:
+        """Finds a node by the address of its block port, gone or not."""
 
     def step(self, worker: "SimWorker", step: str, what: str = "") -> None:
         """A worker comes to a step of the hand-off, at which faults may strike."""
@@ -70,6 +75,7 @@ class SimWorker:
         self.lag_s = 0.0
         self.has_lost_lease = False
         self.num_lost_calls = self.num_lost_answers = 0
+        self.num_cut_blocks = self.num_blocks_twice = 0
         self.connections: list[Connection] = []
         self.model = SimModel(self._be_poisoned)
         self._loop = asyncio.get_running_loop()
@@ -103,9 +109,9 @@ class SimWorker:
         self.world.interleave(self)
 
     def on_cold_call(self) -> None:
-        """A call of the cold tier, which may take long."""
+        """A call of Redis, which may take long."""
         self.step("cold")
-        if self.world.cold.is_slow:
+        if self.world.redis.is_slow:
             self.lag_s += SLOW_COLD_S
 
     def check(self) -> None:
@@ -119,7 +125,8 @@ class SimWorker:
     def _assemble(self) -> Assembly:
         """Raises StoreError without a directory."""
         arena = self.node.map(self.directory.attach().arena_path)
-        tiers = Tiers(arena, self.directory, [ColdGate(self.world.cold, self.on_cold_call)])
+        self.cold = SimRedisTier(self.world.redis, self.name, self.clock, self.on_cold_call)
+        tiers = Tiers(arena, self.directory, [self.cold], lambda address: SimPeer(self, self.world.node_at(address)))
         threads = Threads(
             self.clock,
             lambda: SimInbox(),
@@ -136,6 +143,7 @@ class SimWorker:
             MAX_SILENCE_S,
             lambda: self.world.broke(self),
             threads,
+            self.node.name,
         )
 
 

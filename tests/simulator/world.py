@@ -14,37 +14,43 @@ from unittest.mock import patch
 
 from kv_store.node.arena import Arena
 from router.config import AdmissionBounds, ClusterAccess, RouterConfig
-from router.ports.inference import InferenceApi
-from router.router import Router
-from router.workers.controller_port import LocalController
-from router.workers.line import Transport
 from tests.faults.answer import ChoiceAnswer, Reader
-from tests.faults.fragments import FragmentTokenizer
 from tests.local_cluster.cluster import served
 from tests.local_worker import TOKEN
 from tests.simulator import virtual_time
 from tests.simulator.client import NO_NUMBERS, SimClient
 from tests.simulator.invariants import LAYOUT, MODEL, Truth, Violation, Watch
-from tests.simulator.node import Node, SimColdTier
-from tests.simulator.plan import POISON, Fault, Kind, Plan, request_of
+from tests.simulator.network import Connection
+from tests.simulator.node import Node
+from tests.simulator.plan import ALONE, POISON, Fault, Kind, Plan, request_of
+from tests.simulator.redis import SimRedis, SimRedisTier
+from tests.simulator.router import SimRouter
 from tests.simulator.strikes import strike
 from tests.simulator.virtual_time import Died, VirtualLoop
 from tests.simulator.worker import SimWorker
 from wire import errors
 from wire.errors import BatonError, StoreError
 from wire.frame import checksum_of
-from wire.ids import PageId, WorkerId
-from wire.pools import PoolSizes, Role, Worker, WorkerState
+from wire.ids import BlockKey, PageId, WorkerId
+from wire.pools import Role, Worker, WorkerState
 
 MAX_RUN_S = 400.0
 MAX_REST_S = 60.0
 REPLACED_AFTER_S = 1.0
+WAIT_S = 0.1
 INTERLEAVED = 0.1
+LOSE_COPIES = {Kind.FLIP, Kind.NO_NUMBERS, Kind.COLD_EMPTY, Kind.COLD_CORRUPT}
+"""After these, blocks of an arena may be gone from Redis."""
+NOBODYS = BlockKey(bytes(32))
+"""No block has this key."""
 
 
 @dataclass
 class Run:
-    """A run of a plan: what it broke, how each request ended, the attempts, and the faults that struck."""
+    """A run of a plan: what it broke, how each request ended, the attempts, and the faults that struck.
+
+    num_cut: how often each request was cut off by the end of its router.
+    """
 
     plan: Plan
     violations: list[Violation] = field(default_factory=list)
@@ -53,6 +59,7 @@ class Run:
     took_s: list[float] = field(default_factory=list)
     attempts: set[str] = field(default_factory=set)
     struck: list[Fault] = field(default_factory=list)
+    num_cut: list[int] = field(default_factory=list)
 
 
 class World:
@@ -62,22 +69,28 @@ class World:
         plan = run.plan
         self.run = run
         self.draw = random.Random(plan.seed)
-        self.loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self.loop = loop
         self.watch = Watch(self.note)
         self.watch.violations = run.violations
         self.wall_s = 1.7e9
         self.num_pages = plan.num_pages
-        self.cold = SimColdTier(LAYOUT)
-        self.node = Node("node0", LAYOUT, plan.num_slots, self.cold, self.watch)
+        self.redis = SimRedis(self.draw, self.watch)
+        self.nodes: list[Node] = []
         self.workers: list[SimWorker] = []
         bounds = AdmissionBounds(max_queued_requests=plan.max_queued)
         model = replace(served(MODEL), vocab_size=POISON + 1)
-        config = RouterConfig(model, ClusterAccess(TOKEN, "00" * 32), admission=bounds)
-        self.router = Router(config, FragmentTokenizer(), self._connect, LocalController(PoolSizes(0, 0)))
-        self.api = InferenceApi(config.model, self.router.dispatcher, config.streams)
-        self.truth = Truth(self.router.dispatcher.root)
+        self._config = RouterConfig(model, ClusterAccess(TOKEN, "00" * 32), admission=bounds)
+        self._num_routers = self._num_nodes = 0
+        self._lost_nodes: dict[str, Node] = {}
+        self.router = self._make_router()
+        self.truth = Truth(self.router.parts.dispatcher.root)
+        for _ in range(plan.layout.num_nodes):
+            self.open_node()
         self._steps = Counter[str]()
         self._num_named = Counter[Role]()
+        self._num_placed = Counter[Role]()
         self._listing = asyncio.Lock()
         self._errands: set[asyncio.Task[None]] = set()
 
@@ -88,21 +101,20 @@ class World:
             for tokens in sequences(one.kind):
                 self.truth.learn(tokens)
             may_be_refused = plan.max_queued < len(plan.asks)
-            clients.append(SimClient(number, one, reference(one.kind), may_be_refused, self.api, self.watch))
+            clients.append(SimClient(number, one, reference(one.kind), may_be_refused, self.find_router, self.watch))
         self.router.start()
-        writing = asyncio.create_task(self.node.write_cold())
         roles = [Role.PREFILL] * plan.num_prefill + [Role.DECODE] * plan.num_decode
         await asyncio.gather(*(self._start_one(role) for role in roles))
         await self.enlist()
         await self._in_time(clients)
         await self._rest()
         self._check_contents()
-        writing.cancel()
         await self.router.stop()
         for worker in self.workers:
             await self._end(worker)
         self.run.outcomes = [client.outcome for client in clients]
         self.run.took_s = [client.took_s for client in clients]
+        self.run.num_cut = [client.num_cut for client in clients]
         for client in clients:
             client.judge_loss(plan.is_transparent)
         if self.run.outcomes.count(NO_NUMBERS) > sum(fault.kind is Kind.NO_NUMBERS for fault in self.run.struck):
@@ -158,8 +170,68 @@ class World:
         self._kill(worker)
         self.errand(self._replace(worker))
 
-    async def grow(self, role: Role) -> None:
-        await self._start_one(role)
+    def open_node(self) -> Node:
+        """A node joins."""
+        name = f"node{self._num_nodes}"
+        self._num_nodes += 1
+        cold = SimRedisTier(self.redis, name, self.loop.time)
+        self.nodes.append(Node(name, LAYOUT, self.run.plan.num_slots, cold, self.watch, self.redis.written))
+        self._writing = self.loop.create_task(self.nodes[-1].write_cold(), context=Context())
+        self.note(f"{name} joins")
+        return self.nodes[-1]
+
+    def lose(self, node: Node, back_after_s: float) -> None:
+        """A node loses its power, for good; if it was the last one, another joins after a while."""
+        if node.is_gone:
+            return
+        self.note(f"{node.name} is lost")
+        for worker in self.alive:
+            if worker.node is node:
+                self.crash(worker)
+        self.nodes.remove(node)
+        self._lost_nodes[node.name] = node
+        node.lose()
+        if not self.nodes:
+            self.loop.call_later(back_after_s, self.open_node, context=Context())
+
+    def map(self, path: str) -> Arena:
+        """Maps the arena of a node. Raises StoreError if it is no more."""
+        if not self.nodes:
+            raise StoreError("no node is there")
+        return next((node for node in self.nodes if node.path == path), self.nodes[0]).map(path)
+
+    def node_at(self, address: str) -> Node:
+        return next((node for node in self.nodes if node.name == address), None) or self._lost_nodes[address]
+
+    def lose_router(self) -> None:
+        """The router's process ends; clients and workers see their connections break, and another takes its place."""
+        if self.router.process.is_dead:
+            return
+        self.note(f"{self.router.process.name} dies")
+        self.loop.kill(self.router.process)
+        for connection in self.router.connections:
+            self.loop.call_later(self.draw.random() * 0.002, connection.break_off, context=Context())
+        self.errand(self._replace_router())
+
+    async def find_router(self) -> SimRouter:
+        """Waits for a router that lives."""
+        while self.router.process.is_dead:  # noqa: ASYNC110
+            await asyncio.sleep(WAIT_S)
+        return self.router
+
+    async def _replace_router(self) -> None:
+        await asyncio.sleep(self.draw.random() * REPLACED_AFTER_S)
+        self.router = self._make_router()
+        self.router.start()
+        await self.enlist()
+
+    def _make_router(self) -> SimRouter:
+        self._num_routers += 1
+        return SimRouter(f"router{self._num_routers}", self._config, self._connect)
+
+    async def grow(self, role: Role, node: Node | None = None) -> None:
+        """A further worker starts, on this node or any."""
+        await self._start_one(role, node)
         await self.enlist()
 
     async def leave(self, worker: SimWorker, grace_s: float) -> None:
@@ -171,8 +243,32 @@ class World:
             await self._start_one(worker.role)
         await self.enlist()
         await worker.process.finish(worker.parts.service.drain(grace_s))
+        await self._let_fetch(worker.node, grace_s)
         await self._end(worker)
         await self.enlist()
+
+    async def drain_node(self, node: Node, grace_s: float) -> None:
+        """All workers of a node leave, and then the node, unless no decode worker would stay elsewhere."""
+        there = [one for one in self.alive if one.node is node]
+        elsewhere = [one for one in self.alive if one.node is not node and not one.is_leaving]
+        if node.is_leaving or not any(one.role is Role.DECODE for one in elsewhere):
+            return
+        self.note(f"{node.name} drains")
+        node.is_leaving = True
+        await asyncio.gather(*(self.leave(worker, grace_s) for worker in there))
+        spoilt = {fault.kind for fault in self.run.struck} & LOSE_COPIES
+        is_left = node.directory.leave() or node.directory.status().num_holds
+        if not node.is_gone and not spoilt and not is_left:
+            lost = [one for one in node.directory.blocks() if not one.name.is_tail]
+            if any(one.name.key not in self.redis.frames for one in lost):
+                self.watch.violated("promise", f"{node.name} takes away blocks that only it had")
+        self.lose(node, 0.0)
+
+    async def _let_fetch(self, node: Node, grace_s: float) -> None:
+        """Waits, at a node that drains, for its holds, and for copies of what only it has."""
+        end_s, directory = self.loop.time() + grace_s, node.directory
+        while node.is_leaving and (directory.leave() or directory.status().num_holds) and self.loop.time() < end_s:  # noqa: ASYNC110
+            await asyncio.sleep(WAIT_S)
 
     async def enlist(self) -> None:
         """Tells the router which workers there are."""
@@ -182,23 +278,36 @@ class World:
                 Worker(WorkerId(worker.name), worker.role, worker.name, states[worker.is_leaving])
                 for worker in self.alive
             ]
-            refused = await self.router.membership.set(listed)
-        if refused:  # the controller tries again
+            router = self.router
+            are_taken = await router.enlist(listed)
+        if not are_taken and not router.process.is_dead:  # the controller tries again
             await asyncio.sleep(REPLACED_AFTER_S)
             self.errand(self.enlist())
 
-    async def _start_one(self, role: Role) -> None:
+    async def _start_one(self, role: Role, node: Node | None = None) -> None:
         while True:
             name = f"{role.value[0]}{self._num_named[role]}"
             self._num_named[role] += 1
             try:
-                worker = SimWorker(self, self.node, name)
-            except StoreError:  # the node's directory is away
+                worker = SimWorker(self, node or self._place(role), name)
+            except StoreError:  # the node is lost, or its directory away
+                node = None
                 await asyncio.sleep(REPLACED_AFTER_S)
                 continue
             self.workers.append(worker)
             await worker.start()
             return
+
+    def _place(self, role: Role) -> Node:
+        """Chooses the next node of a role that is there; any, if none of these is. Raises StoreError without nodes."""
+        layout = self.run.plan.layout
+        names = [f"node{number}" for number in (layout.prefill if role is Role.PREFILL else layout.decode)]
+        staying = [node for node in self.nodes if not node.is_leaving]
+        there = [node for node in staying if node.name in names] or staying
+        if not there:
+            raise StoreError("no node is there")
+        self._num_placed[role] += 1
+        return there[self._num_placed[role] % len(there)]
 
     async def _replace(self, worker: SimWorker) -> None:
         await asyncio.sleep(self.draw.random() * REPLACED_AFTER_S)
@@ -215,7 +324,6 @@ class World:
             self._kill(worker)
 
     def _kill(self, worker: SimWorker) -> None:
-        assert isinstance(self.loop, VirtualLoop)
         self.loop.kill(worker.process)
         for connection in worker.connections:
             self.loop.call_later(self.draw.random() * 0.002, connection.break_off, context=Context())
@@ -223,15 +331,15 @@ class World:
             self.draw.random() * 0.01, worker.node.forget, worker, worker.directory.names, context=Context()
         )
 
-    def _connect(self, address: str) -> Transport:
+    def _connect(self, address: str) -> Connection:
         (worker,) = (one for one in self.workers if one.name == address)
         return worker.connect()
 
     def _check_router(self) -> None:
         """I8 and I10, as far as they hold at any time."""
-        bounds = self.router.config.admission
-        if self.router.dispatcher.num_queued > bounds.max_queued_requests:
-            self.watch.violated("I8", f"{self.router.dispatcher.num_queued} requests are queued")
+        num_queued = self.router.parts.dispatcher.num_queued
+        if num_queued > self._config.admission.max_queued_requests:
+            self.watch.violated("I8", f"{num_queued} requests are queued")
 
     async def _in_time(self, clients: list[SimClient]) -> None:
         """I8: every client has its answer in time."""
@@ -256,16 +364,20 @@ class World:
             self.watch.violated(invariant, what)
 
     def _left_behind(self) -> Iterator[tuple[str, str]]:
-        dispatcher = self.router.dispatcher
-        if dispatcher.num_queued + dispatcher.num_running:
-            yield "I10", f"{dispatcher.num_queued + dispatcher.num_running} requests are open"
-        yield from (("I10", problem) for problem in self.router.check())
+        router = self.router.parts
+        if num_open := router.dispatcher.num_queued + router.dispatcher.num_running:
+            yield "I10", f"{num_open} requests are open"
+        yield from (("I10", problem) for problem in router.check())
+        tasks = self.loop.tasks_of(self.router.process)
+        left = [name for name in tasks if name.startswith(("Flow.", "InferenceApi.", "_watch_"))]
+        yield from (("I5", f"the router has a task {name}") for name in left)
         for worker in self.alive:
             yield from self._left_at(worker)
-        assert isinstance(self.loop, VirtualLoop)
-        tasks = [name for name in self.loop.tasks_of(None) if name.startswith(("Flow.", "InferenceApi.", "_watch_"))]
-        yield from (("I5", f"the router has a task {name}") for name in tasks)
-        status = self.node.directory.status()
+        for node in self.nodes:
+            yield from self._left_on(node)
+
+    def _left_on(self, node: Node) -> Iterator[tuple[str, str]]:
+        status = node.directory.status()
         num_draining = 0 if self._may_owe_slots else status.counts.draining
         counts = {
             "leases": status.num_leases,
@@ -273,8 +385,8 @@ class World:
             "slots written to": num_draining,
             "slots in use": status.counts.owned + status.counts.published,
         }
-        yield from (("I5", f"the arena has {count} {what}") for what, count in counts.items() if count)
-        yield from (("I1", f"arena: {problem}") for problem in self.node.directory.check())
+        yield from (("I5", f"{node.name} has {count} {what}") for what, count in counts.items() if count)
+        yield from (("I1", f"{node.name}: {problem}") for problem in node.directory.check())
 
     @property
     def _may_owe_slots(self) -> bool:
@@ -292,23 +404,27 @@ class World:
         yield from (("I5", f"{worker.name} has {problem}") for problem in worker.parts.service.check())
         yield from (("I5", f"{worker.name} has {count} {what}") for what, count in counts.items() if count)
         yield from (("I1", f"{worker.name}: {problem}") for problem in worker.parts.engine.check())
+        worker.process.run(worker.cold.delete, [NOBODYS])
+        if worker.cold.status().state == "broken":
+            yield "promise", f"{worker.name} leaves Redis alone, which answers"
 
     def _check_contents(self) -> None:
         """I3, I4 and I7: every block that can be found is what it is said to be."""
         struck = {fault.kind for fault in self.run.struck}
-        for block in self.node.directory.blocks():
-            payload = self.node.arena.slot(block.slot)[: LAYOUT.payload_bytes]
-            if Kind.FLIP not in struck:
-                self.watch.expect_whole(payload, block)
-            if not block.name.is_tail:
-                self.watch.judge(self.truth, "a block of the arena", block.name.key, block.checksum)
+        for node in self.nodes:
+            for block in node.directory.blocks():
+                payload = node.arena.slot(block.slot)[: LAYOUT.payload_bytes]
+                if Kind.FLIP not in struck:
+                    self.watch.expect_whole(payload, block)
+                if not block.name.is_tail:
+                    self.watch.judge(self.truth, f"a block of {node.name}", block.name.key, block.checksum)
         for worker in self.alive:
             pool = worker.parts.engine.pool
             for page in map(PageId, range(pool.ledger.num_pages)):
                 if (key := pool.ledger.key_of(page)) is not None:
                     checksum = checksum_of(pool.page_bytes(page).numpy().data)
                     self.watch.judge(self.truth, f"a page of {worker.name}", key, checksum)
-        for key, frame in self.cold.frames.items():
+        for key, frame in self.redis.frames.items():
             if struck.isdisjoint((Kind.COLD_CORRUPT, Kind.FLIP)):  # such values are there, and never read
                 checksum = checksum_of(memoryview(frame)[-LAYOUT.payload_bytes :])
                 self.watch.judge(self.truth, "a block of the cold tier", key, checksum)
@@ -330,7 +446,8 @@ async def _simulate(run: Run) -> None:
         patches.enter_context(patch("secrets.randbits", draw.getrandbits))
         world = World(run)
         patches.enter_context(patch("time.time", lambda: world.wall_s + loop.time()))
-        patches.enter_context(patch.object(Arena, "open", staticmethod(world.node.map)))
+        patches.enter_context(patch("time.monotonic", loop.time))
+        patches.enter_context(patch.object(Arena, "open", staticmethod(world.map)))
         patches.enter_context(patch.object(errors, "report", lambda error, **_: _bug(world, error)))
         patches.enter_context(world.watch.on_ledgers())
         patches.enter_context(_logs_to(world))
@@ -378,9 +495,9 @@ def reference(kind: int) -> list[ChoiceAnswer]:
 
     async def ask_alone() -> None:
         with _quiet():
-            world = World(Run(Plan(0, 0, 1, 64, 64, 1, (), ())))
+            world = World(Run(Plan(0, ALONE, 0, 1, 64, 64, 1, (), ())))
             await world.grow(Role.DECODE)
-            answer.extend(await Reader(world.router.dispatcher.open(request_of(kind), None).outbox).read_all())
+            answer.extend(await Reader(world.router.parts.dispatcher.open(request_of(kind), None).outbox).read_all())
 
     virtual_time.run(ask_alone())
     return answer
