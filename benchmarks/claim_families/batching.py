@@ -61,7 +61,7 @@ def measure_batching(inputs: Inputs) -> Report:
     rows = sum(lengths)
     by_steps = static_steps(lengths) / (rows / BATCH)
     ratios = watch.ratios("static", "continuous")
-    speeds = {name: [(name, rows / median(seconds))] for name, seconds in watch.seconds.items()}
+    speeds = [(name, rows / median(seconds)) for name, seconds in watch.seconds.items()]
     setting = (
         f"{NUM_REQUESTS} requests at once, answers as long as in {inputs.trace.stem} over {LENGTH_DIVISOR} (mean "
         f"{fmean(lengths):.0f}, longest {max(lengths)}), at most {BATCH} running; {_words(BATCHED_SHAPE)}. "
@@ -71,7 +71,7 @@ def measure_batching(inputs: Inputs) -> Report:
     finding = Finding(
         f"{by_steps:.1f}x fewer steps, if a step took as long at any batch", spread(ratios), median(ratios) >= 3
     )
-    chart = Chart("Tokens a second", "", "tokens/s", dict(speeds))
+    chart = Chart("Tokens a second", "", "tokens/s", {"Baton": speeds})
     return Report(setting, {"continuous_batching": finding}, chart)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.claim_families.arithmetic import FAMILY as ARITHMETIC
 from benchmarks.claim_families.batching import BATCH, StaticBatcher, static_steps
+from benchmarks.claim_families.block_tables import middle_half
 from benchmarks.claim_families.caching import WithoutBaton
 from benchmarks.claim_families.disaggregating import compare, judge
 from benchmarks.claim_families.engines import random_model
@@ -91,8 +92,9 @@ def test_below_2k_disaggregation_must_not_shorten_requests_and_above_8k_it_must(
     for other_s, holds in ((1.1, (True, False)), (0.9, (False, True))):
         ratios = compare({"co-located": mode(1.0), "disaggregated": mode(other_s)}, 0)
         assert list(ratios.values()) == pytest.approx([other_s, 1.0, 1.0])
-        found = [judge(name, ratios).holds for name in ("disaggregation_short", "disaggregation_long")]
+        found = [judge(name, [ratios, ratios]).holds for name in ("disaggregation_short", "disaggregation_long")]
         assert tuple(found) == holds
+        assert judge("disaggregation_long", [ratios, dict.fromkeys(ratios, 2.0 - other_s)]).holds is None
 
 
 def test_rounds_begin_with_each_way_in_turn() -> None:
@@ -105,6 +107,7 @@ def test_rounds_begin_with_each_way_in_turn() -> None:
 def test_a_spread_is_the_median_between_least_and_greatest() -> None:
     assert spread([3.0, 1.0, 2.0]) == "2x (1 .. 3)"
     assert spread([7.25]) == "7.25x"
+    assert spread(middle_half([9.0, 1.0, 4.0, 3.0]), " %", ".0f") == "4 % (3 .. 4)"
 
 
 def test_names_choose_claims_and_families() -> None:
