@@ -20,7 +20,7 @@ from wire.ids import BlockKey
 from wire.layout import KVLayout
 from wire.tier import Tier
 
-_PREFIX = b"baton:kv:"
+PREFIX = b"baton:kv:"
 _PROBE = b"baton:probe"
 _PROBE_TTL_MS = 1000
 _KEYS_PER_ROUND = 1024
@@ -74,7 +74,7 @@ class RedisTier(FramedTier):
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         for batch in _rounds(keys, _KEYS_PER_ROUND):
-            self._ask(partial(self._redis.unlink, *(_PREFIX + key for key in batch)), 0)
+            self._ask(partial(self._redis.unlink, *(PREFIX + key for key in batch)), 0)
 
     def close(self) -> None:
         if self._probe is not None:
@@ -82,7 +82,7 @@ class RedisTier(FramedTier):
         self._redis.close()
 
     def _exist(self, keys: Sequence[BlockKey]) -> list[bool]:
-        front = _EXISTS % len(_PREFIX + keys[0]) + _PREFIX  # all are of one length
+        front = _EXISTS % len(PREFIX + keys[0]) + PREFIX  # all are of one length
         commands = front + (b"\r\n" + front).join(keys) + b"\r\n"
         with closing(_Exchange(self._redis.connection_pool, commands, len(keys))) as exchange:
             answers = bytearray(len(_NO) * len(keys))
@@ -110,7 +110,7 @@ class RedisTier(FramedTier):
     def _set(self, key: BlockKey, frame: bytes) -> bool:
         """Stores a value; False if the server answers, but refuses it."""
         try:
-            self._redis.set(_PREFIX + key, frame)
+            self._redis.set(PREFIX + key, frame)
         except ResponseError as error:
             self._turned_away(error)
             return False
@@ -212,7 +212,7 @@ class _Replies(_Exchange):
         self._head = memoryview(bytearray(len(self._start) + FRONT_BYTES))
         self._end = memoryview(bytearray(2))
         end = b"%d" % frame_bytes
-        commands = [_GET % (len(_PREFIX) + len(key), _PREFIX + key, len(end), end) for key in keys]
+        commands = [_GET % (len(PREFIX) + len(key), PREFIX + key, len(end), end) for key in keys]
         super().__init__(pool, b"".join(commands), len(keys))
 
     def receive(self, payload: memoryview) -> memoryview | bytes | None:

@@ -21,7 +21,7 @@ PROBE_S = 0.001
 MAX_FAILURES = 4
 """Commands of a process that may fail in two seconds: three that open the breaker, and a probe."""
 WINDOW_S = 2.0
-_NUM_PREFIX = len(redis_tier._PREFIX)
+_NUM_PREFIX = len(redis_tier.PREFIX)
 
 
 class SimRedis:
