@@ -119,15 +119,17 @@ def compare(contenders: dict[str, Contender], load: Load, num_rounds: int) -> di
     ratios: dict[str, list[float]] = {name: [] for name in contenders}
     outcomes: dict[str, Outcome] = {}
     for number in range(num_rounds + 1):
-        outcomes = {name: contender.run(load) for name, contender in contenders.items()}
-        first = next(iter(outcomes.values()))
+        order = [*contenders][:: 1 if number % 2 else -1]
+        outcomes = {name: contenders[name].run(load) for name in order}
+        first = outcomes[next(iter(contenders))]
         for name, outcome in outcomes.items():
             if outcome.outputs != first.outputs:
                 raise SystemExit(f"{name} gives other tokens: {load.name}")
             if number:  # the first round only warms up
                 ratios[name].append(outcome.tokens_per_s / first.tokens_per_s)
     figures = {}
-    for name, outcome in [*outcomes.items()][1:]:
+    for name in [*contenders][1:]:
+        outcome = outcomes[name]
         figures[f"{load.name}: {name}"] = median(ratios[name])
         figures[f"{load.name}: {name}, guesses accepted"] = outcome.num_accepted / max(1, outcome.num_guessed)
     return figures

@@ -29,7 +29,7 @@ from engine.sequence import Sequence
 MAX_ROWS = 16
 """Of a step with guesses, in all: further rows cost nearly as much as tokens."""
 DEFAULT_DRAFT_LEN = 7
-MISS_PAUSE, MAX_PAUSE = 3, 32
+MISS_PAUSE, MAX_PAUSE = 7, 32
 """Steps without a draft after one without a guess, and at most after drafts of which nothing came true."""
 NGRAM_LENGTHS = (3, 2)
 

@@ -91,13 +91,14 @@ class Mix:
 
     @classmethod
     def drawn(cls, draw: random.Random, num_streams: int, params: Sequence[SamplingParams]) -> "Mix":
+        keys = [(draw.randrange(2 * len(LENGTHS)), draw.choice(params)) for _ in range(num_streams)]
         return cls(
-            keys=[(draw.randrange(2 * len(LENGTHS)), draw.choice(params)) for _ in range(num_streams)],
+            keys=keys,
             steps=[draw.randint(0, 40) for _ in range(num_streams)],
             num_seen=draw.choice([0, 0, 1, num_streams]),
             chunk_len=draw.choice([16, 50, 100, 512]),
             num_blocks=draw.choice([24, 40, 512]),
-            max_draft_len=draw.choice([0, 0, 2, 7, 15]),
+            max_draft_len=(0, 2, 7, 15)[sum(index for index, _ in keys) % 4],
         )
 
     def run(self, model: Decoder) -> tuple[Crowd, list[Tokens]]:
