@@ -29,6 +29,7 @@ from benchmarks.claim_families import (
     peaks,
     reservation,
     sizes,
+    speculating,
     waiting,
 )
 from benchmarks.claim_families.finding import Family, Inputs
@@ -47,7 +48,7 @@ FAMILIES: dict[str, Family] = {
     "block_tables": block_tables.FAMILY,
     "peaks": peaks.FAMILY,
     "disaggregation": disaggregating.FAMILY,
-    "speculation": waiting.SPECULATIVE,
+    "speculation": speculating.SPECULATIVE,
     "smaller_caches": waiting.SMALLER_CACHES,
 }
 UNMEASURED = ("arithmetic", "speculation", "smaller_caches")

@@ -29,8 +29,10 @@ from engine.sequence import Sequence
 MAX_ROWS = 16
 """Of a step with guesses, in all: further rows cost nearly as much as tokens."""
 DEFAULT_DRAFT_LEN = 7
-MISS_PAUSE, MAX_PAUSE = 7, 32
-"""Steps without a draft after one without a guess, and at most after drafts of which nothing came true."""
+MISS_PAUSE = 7
+"""Steps without a draft after one without a guess."""
+MAX_PAUSE = 32
+"""The most steps without a draft after drafts of which nothing came true."""
 NGRAM_LENGTHS = (3, 2)
 
 
@@ -144,7 +146,7 @@ class NgramText:
         return []
 
 
-class Pace:
+class DraftLength:
     """The length of a sequence's next draft: twice that of one that came true, and none for a while after failures."""
 
     def __init__(self) -> None:
@@ -181,7 +183,7 @@ class Speculator:
         self.num_drafts = self.num_guessed = self.num_accepted = 0
         self._proposer = proposer
         self._max_draft_len = max_draft_len
-        self._paces: dict[Sequence, Pace] = {}
+        self._draft_lens: dict[Sequence, DraftLength] = {}
 
     def draft(self, rows: DecodeRows, num_rows: int, num_tokens: int) -> Drafts:
         """Makes drafts for the first rows of a step that runs `num_tokens` tokens anyway; none where it is loaded."""
@@ -197,7 +199,7 @@ class Speculator:
         guesses = self._proposer.propose(wanted) if wanted else {}
         for sequence in wanted:
             if not guesses.get(sequence):
-                self._paces[sequence].rest(MISS_PAUSE)
+                self._draft_lens[sequence].rest(MISS_PAUSE)
         if not any(guesses.values()):
             return NO_DRAFTS
         some = {row: guesses[one] for row, one in enumerate(rows.sequences[:num_rows]) if guesses.get(one)}
@@ -209,7 +211,7 @@ class Speculator:
         gained = np.broadcast_to(num_gained, drafts.lengths.shape).tolist()
         for sequence, length, num_new in zip(rows.sequences, drafts.lengths.tolist(), gained, strict=False):
             if length > 1:
-                self._paces[sequence].learn(length - 1, num_new - 1)
+                self._draft_lens[sequence].learn(length - 1, num_new - 1)
                 events.append(Drafted(sequence.choice.request_id, sequence.choice.index, length - 1, num_new - 1))
                 self.num_accepted += num_new - 1
         self.num_drafts += len(events)
@@ -218,17 +220,17 @@ class Speculator:
 
     def forget(self, sequence: Sequence) -> None:
         """Drops what is kept of a sequence that decodes no more. Does nothing for an unknown one."""
-        if self._paces.pop(sequence, None) is not None and self._proposer is not None:
+        if self._draft_lens.pop(sequence, None) is not None and self._proposer is not None:
             self._proposer.forget(sequence)
 
     def _length(self, sequence: Sequence) -> int:
         """Tells how many tokens to guess: the run gains one more than come true."""
-        pace = self._paces.get(sequence)
-        if pace is None:
-            pace = self._paces[sequence] = Pace()
-        if not pace.is_due():
+        draft_len = self._draft_lens.get(sequence)
+        if draft_len is None:
+            draft_len = self._draft_lens[sequence] = DraftLength()
+        if not draft_len.is_due():
             return 0
-        return min(pace.length, self._max_draft_len, sequence.max_output - len(sequence.output_ids) - 1)
+        return min(draft_len.length, self._max_draft_len, sequence.max_output - len(sequence.output_ids) - 1)
 
 
 def _share(budget: int, row_to_guesses: Mapping[int, Seq[int]]) -> dict[int, Seq[int]]:

@@ -1,4 +1,4 @@
-"""The HTTP door, in OpenAI's dialect: a process of its own that speaks to the router as any client does.
+"""HTTP in OpenAI's dialect: a process of its own that speaks to the router as any client does.
 
 ```
 client ──HTTP/1.1──▶ connections ──ASGI──▶ app ──▶ completions, chat ──▶ baton.AsyncClient ──gRPC──▶ router

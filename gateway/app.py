@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Gateway:
-    """The application, over clients of one router, which take turns."""
+    """The ASGI application; spreads requests over several clients of one router."""
 
     def __init__(self, clients: Sequence[AsyncClient], metrics_address: str = "") -> None:
         self._clients = itertools.cycle(clients)
@@ -138,7 +138,7 @@ class Gateway:
         return json.dumps(_describe(await self._find(next(self._clients), name))).encode()
 
     async def _find(self, client: AsyncClient, name: str | None) -> Model:
-        """Returns the model of that name, or the one that is served. Raises ModelNotFound."""
+        """Returns the model of a name; without a name, the served model. Raises ModelNotFound."""
         for model in await client.list_models():
             if name in (None, model.name):
                 return model

@@ -25,7 +25,7 @@ _CODES: dict[type[BatonError], str] = {
 
 
 class HttpError(BatonError):
-    """A request that HTTP itself is refused for. The connection of one whose body was not read is closed."""
+    """A fault of HTTP: path, method, type, size or time. The connection of one whose body was not read is closed."""
 
     def __init__(self, status: HTTPStatus, message: str, **ids: str) -> None:
         super().__init__(message, **ids)

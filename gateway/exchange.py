@@ -113,7 +113,7 @@ class Reply:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: BatonError) -> None:
-        """Tells the client, unless the answer has begun or the client has gone."""
+        """Sends an error, unless the answer has begun or the client has gone."""
         if self.status:
             return
         if isinstance(error, ClientGone):

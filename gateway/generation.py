@@ -26,7 +26,7 @@ class Dialect(Protocol):
     id_prefix: str
 
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
-        """Takes the prompts out of the fields, and renames what only this endpoint calls so. Raises InvalidRequest."""
+        """Takes the prompts out of the fields, and gives the rest the router's names. Raises InvalidRequest."""
 
     def choice(self, completion: Completion, index: int, number: int) -> dict[str, Any]:
         """Describes choice `index` of a completion, under its number in the answer."""
@@ -54,11 +54,11 @@ class Generation:
 
     @property
     def num_choices(self) -> int:
-        """Of each prompt."""
+        """Choices of each prompt."""
         return self.options.get("n", 1)
 
     def _options(self, index: int) -> Options:
-        """Names the request of a further prompt after the first one, where such a name is one."""
+        """Adds a request id: the client's for the first prompt, ID-INDEX for further ones where that is valid."""
         if not index:
             return {**self.options, "request_id": self.request_id}
         name = f"{self.request_id}-{index}"

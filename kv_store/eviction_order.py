@@ -82,7 +82,7 @@ class EvictionOrder:
         return [problem for rank in self._ranks for problem in rank.check(keys, parents)]
 
     def _handed_on(self, page: PageId, parent: bytes) -> PageId | None:
-        """Counts the last use of a page as one of its parent, and returns that."""
+        """Hands a page's last use to its parent; returns the parent, None if it is not findable."""
         above = self._find(parent)
         if above is not None and self._last_use[above] < self._last_use[page]:
             self._last_use[above] = self._last_use[page]

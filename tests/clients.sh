@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs clients that people have, unmodified, against the HTTP door: installs them into an environment of their own first
+# Runs clients that people have, unmodified, against the HTTP gateway: installs them into an environment of their own first
 # (BATON_CLIENTS_VENV names its folder, .venv-clients), which takes a minute. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -51,5 +51,5 @@ def prove(token: bytes, role: bytes, clients_nonce: bytes, servers_nonce: bytes)
 
 
 def is_proven(proof: bytes, token: bytes, role: bytes, clients_nonce: bytes, servers_nonce: bytes) -> bool:
-    """Checks such a proof, in a time that tells nothing."""
+    """Checks a proof of `prove`, in constant time."""
     return hmac.compare_digest(proof, prove(token, role, clients_nonce, servers_nonce))

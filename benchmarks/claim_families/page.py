@@ -16,9 +16,10 @@ and a baseline that is code in this repository. This command makes the page; TRA
 
     OMP_NUM_THREADS=1 python benchmarks/claims.py --write --trace TRACE
 
-A gain *holds* where the measurement reaches the lower number said, a share of a peak where it lies within the range. A
-claim with `-` waits, and says for what. Ratios are medians, with the least and the greatest round. The models are small
-and run on a CPU: figures tell whether an effect is there and which way it points, not how large it is on a GPU."""
+A gain *holds* where the measurement reaches the lower number said, a share of a peak where it lies within the range:
+*no* may mean above it. A claim with `-` waits, and says for what, or its rounds disagree. Ratios are medians, with the
+least and the greatest round. The models are small and run on a CPU: figures tell whether an effect is there and which
+way it points, not how large it is on a GPU."""
 HOLDS = {True: "yes", False: "no", None: "-"}
 
 

@@ -2,29 +2,12 @@
 
 from benchmarks.claim_families.finding import Family, Finding, Inputs, Report
 
-SPECULATION = {
-    "speculation_speed": "speculation makes tokens 2-3x faster",
-    "speculation_hurts": "speculation hurts at large batches, and where drafts are refused",
-    "speculation_memory": "speculation takes 1.5-2x the memory",
-}
 SMALLER = {
     "int8": "int8 halves the KV cache",
     "int4": "int4 saves 75 % of it",
     "window": "a window saves 90 %",
     "h2o": "H2O saves 90 % at less than 2 % of perplexity",
 }
-
-
-def measure_speculation(inputs: Inputs) -> Report:
-    waits = "waits for speculative decoding"
-    findings = {
-        "speculation_speed": Finding("(1 - a^(k + 1)) / (1 - a) tokens a run, at acceptance a of k tokens", waits),
-        "speculation_hurts": Finding("k + 1 rows a run: dear once a batch multiplies for longer than it reads", waits),
-        "speculation_memory": Finding(
-            "weights and KV of the draft model beside the target's: 1.01-1.1x for 1-10 %", waits
-        ),
-    }
-    return Report("Nothing was run.", findings)
 
 
 def measure_smaller(inputs: Inputs) -> Report:
@@ -38,5 +21,4 @@ def measure_smaller(inputs: Inputs) -> Report:
     return Report("Nothing was run.", findings)
 
 
-SPECULATIVE = Family("Speculation", SPECULATION, measure_speculation)
 SMALLER_CACHES = Family("Smaller caches", SMALLER, measure_smaller)

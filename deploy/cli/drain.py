@@ -7,15 +7,18 @@ from deploy.local.client import call_operator, find_cluster
 from wire.pb import cluster_pb2
 
 DESCRIPTION = """\
-Takes one worker out: it gets no new requests, finishes or hands over what it has, and ends. Its pool is smaller by one
-afterwards. Of a node, all workers go that way; it stays until decode workers elsewhere have fetched the prompts that it
-holds and blocks that only it has are in Redis or files, for the workers' grace at most. Returns when all is gone."""
+Takes a worker, or a node with all its workers, out of the cluster. A worker gets no new requests, finishes or hands
+over its own, and ends; its pool is smaller afterwards. A node stays until the prompts that it holds are fetched
+elsewhere and blocks that only it has are in Redis or files, at most `worker.drain_grace_s`. Returns when all of it is
+gone."""
 TIMEOUT_S = 600.0
 
 
 def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "drain", "take a worker or a node out", DESCRIPTION, run)
-    parser.add_argument("worker", type=str, help="the worker's id, or the node's, as `baton status` shows it")
+    parser.add_argument(
+        "worker", metavar="WORKER_OR_NODE", type=str, help="the worker's id, or the node's, as `baton status` shows it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

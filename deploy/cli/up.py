@@ -34,15 +34,15 @@ _DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
 _WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a little less exact (default: auto)"
 _SPECULATE = "ngram: guess next tokens by what followed the same ones before; no token changes (default: off)"
 _INSECURE = "allow settings that leave a port open to strangers: see docs/security.md"
-_HOST = "the address for clients and Prometheus; another one wants --insecure (default: 127.0.0.1)"
+_HOST = "the address of the gRPC and metrics ports; another one wants --insecure (default: 127.0.0.1)"
 _GRPC = "where clients connect; 0 is any free port (default: 50051)"
-_HTTP = "where clients of OpenAI's HTTP connect, on 127.0.0.1; 0 is any free port (default: 8000)"
+_HTTP = "where clients of OpenAI's HTTP connect, on 127.0.0.1; 0 is any free port, `off` is none (default: 8000)"
 _METRICS = "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)"
 _REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"
 FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
     "model": {
         "--model": ("model.path", "PATH_OR_HUB_NAME", str, _MODEL),
-        "--served-model-name": ("model.served_name", "NAME", str, "what clients call it (default: its path)"),
+        "--served-model-name": ("model.served_name", "NAME", str, "what clients call it (default: the folder's name)"),
         "--dtype": ("model.dtype", None, str, _DTYPE),
         "--weights": ("model.weights", None, str, _WEIGHTS),
         "--block-size": ("model.block_size", "TOKENS", int, "tokens per block of KV (default: 16)"),

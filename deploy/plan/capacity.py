@@ -51,7 +51,7 @@ class RequestKV:
 
 @dataclass(frozen=True)
 class Fit:
-    """Requests on one device. `num_shared_blocks` of each are the same ones."""
+    """Requests on one device. num_shared_blocks: of each request, common to all."""
 
     device_bytes: int
     weight_bytes: int

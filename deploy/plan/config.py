@@ -43,7 +43,8 @@ _RAY_ADDRESS = re.compile(r"auto|[^\s/]+:\d+")
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The model to serve. Without a path it is the demo model; without a served_name clients know it by its path."""
+    """The model to serve. Without a path it is the demo model; without a served_name clients know it by its
+    folder's name."""
 
     path: str | None = None
     served_name: str | None = None
@@ -97,7 +98,7 @@ class ArenaSettings:
 
 @dataclass(frozen=True)
 class RedisSettings:
-    """The tier of that name: `own` starts a server, `off` goes without, a URL uses a server that is there.
+    """The tier `redis`: `own` starts a server, `off` goes without, a URL uses a server that is there.
 
     write: of `wire.tier.Write`; None is "demoted" for an own server, which ends with the cluster, "all" for another.
     """
@@ -110,7 +111,7 @@ class RedisSettings:
 
 @dataclass(frozen=True)
 class FilesSettings:
-    """The tier of that name, off without a folder. write: of `wire.tier.Write`."""
+    """The tier `files`, off without a folder. write: of `wire.tier.Write`."""
 
     folder: str | None = None
     max_bytes: int = 16384 * MIB
@@ -148,7 +149,7 @@ class HttpSettings:
 class RaySettings:
     """The Ray cluster to join. Without an address, one is started on this machine and belongs to the Baton cluster.
 
-    plain_network: in which the ports of all nodes are, and speak no TLS; None has them speak TLS.
+    plain_network: the trusted network in which ports between nodes speak no TLS; None: TLS everywhere.
     """
 
     address: str | None = None

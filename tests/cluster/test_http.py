@@ -1,4 +1,4 @@
-"""The HTTP door of a real cluster, with the demo model: curl's requests, and the death of the gateway."""
+"""HTTP of a real cluster, with the demo model: curl's requests, and the death of the gateway."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""docs/api.md names every field that either door knows."""
+"""docs/api.md names every field that HTTP or gRPC knows."""
 
 import re
 from pathlib import Path

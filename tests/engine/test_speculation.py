@@ -14,7 +14,7 @@ from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
-from engine.speculation import MAX_PAUSE, MAX_ROWS, Drafts, NgramProposer, NgramText, Pace, Speculator
+from engine.speculation import MAX_PAUSE, MAX_ROWS, DraftLength, Drafts, NgramProposer, NgramText, Speculator
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.pair import Node, drive, gained, make_core, prefill, request, resume, serve
@@ -285,16 +285,16 @@ def test_guesses_what_followed_the_latest_occurrence(text: str, guess: str) -> N
 
 
 def test_pace_grows_with_success_and_pauses_after_failures() -> None:
-    pace = Pace()
-    pace.learn(2, 2)
-    pace.learn(4, 4)
-    assert pace.length == 8
-    pace.learn(3, 3)
-    assert pace.length == 8, "a draft that was cut short says nothing of longer ones"
-    pace.learn(8, 3)
-    assert pace.length == 4
+    draft_len = DraftLength()
+    draft_len.learn(2, 2)
+    draft_len.learn(4, 4)
+    assert draft_len.length == 8
+    draft_len.learn(3, 3)
+    assert draft_len.length == 8, "a draft that was cut short says nothing of longer ones"
+    draft_len.learn(8, 3)
+    assert draft_len.length == 4
     waits = []
     for _ in range(8):
-        pace.learn(pace.length, 0)
-        waits.append(next(step for step in range(100) if pace.is_due()))
+        draft_len.learn(draft_len.length, 0)
+        waits.append(next(step for step in range(100) if draft_len.is_due()))
     assert waits == [1, 2, 4, 8, 16, MAX_PAUSE, MAX_PAUSE, MAX_PAUSE]
