@@ -1,0 +1,32 @@
+"""A hand-off's share of a request's time up to decode's first step is read from its timeline."""
+
+import pytest
+
+from baton.results import Completion, Span, Timeline, Usage
+from benchmarks.handoff import Prompts, handoff_share
+
+
+def _span(name: str, start_ms: float, duration_ms: float) -> Span:
+    return Span(name, "worker", start_ms, duration_ms, {})
+
+
+def _completion(*spans: Span) -> Completion:
+    return Completion("r", (), Usage(1, 1, {}), 0, Timeline("p", "d", spans, spans[-1].start_ms))
+
+
+def test_the_handoff_is_from_computed_to_generate() -> None:
+    publish = (_span("prefill.publish", 80.0, 5.0), _span("decode.fetch", 90.0, 10.0))
+    completion = _completion(_span("prefill.compute", 10.0, 70.0), *publish, _span("decode.generate", 100.0, 50.0))
+    assert handoff_share(completion) == pytest.approx(0.2)
+
+
+def test_a_request_without_prefill_has_no_handoff() -> None:
+    with pytest.raises(StopIteration):
+        handoff_share(_completion(_span("decode.generate", 0.0, 1.0)))
+
+
+def test_prompts_differ_and_repeat_with_their_seed() -> None:
+    prompts = Prompts(seed=1)
+    first, second = prompts.draw(64), prompts.draw(64)
+    assert first != second
+    assert Prompts(seed=1).draw(64) == first
