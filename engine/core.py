@@ -244,6 +244,7 @@ class EngineCore:
         starts = {one: one.num_computed - 1 for one in filled if one.phase is not Phase.ENDED}
         computed = [chunk for chunk in work.chunks if chunk.sequence.phase is not Phase.ENDED]
         self._cache.publish_filled(starts | self._advance(computed))
+        self._pass_on_pages(computed, ending)
         for sequence in ending:
             self._finish(sequence)
         for chunk in computed:
@@ -274,6 +275,14 @@ class EngineCore:
             self._num["computed"] += min(chunk.context_len, num_prompt) - min(sequence.num_computed, num_prompt)
             sequence.advance(chunk.num_tokens)
         return starts
+
+    def _pass_on_pages(self, chunks: list[Chunk], ending: list[Sequence]) -> None:
+        """Gives the pages of a prompt whose choice ends to a sibling without pages, which hands them off."""
+        for chunk in chunks:
+            leader = chunk.sequence
+            heir = next((one for one in chunk.sampled if one not in ending), None)
+            if leader in ending and heir is not None and isinstance(leader.request, HandOff):
+                heir.pages, leader.pages = leader.pages, heir.pages
 
     def _finish(self, sequence: Sequence) -> None:
         choice, end = sequence.choice, sequence.end

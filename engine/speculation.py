@@ -34,6 +34,8 @@ MISS_PAUSE = 7
 MAX_PAUSE = 32
 """The most steps without a draft after drafts of which nothing came true."""
 NGRAM_LENGTHS = (3, 2)
+MAX_A_STEP = 4096
+"""The most tokens of a sequence that one step adds to its n-grams: 4 ms of the engine's thread."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +110,16 @@ class NgramProposer:
         self._texts: dict[Sequence, NgramText] = {}
 
     def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
-        return {sequence: self._text(sequence).guess(num_tokens) for sequence, num_tokens in wanted.items()}
+        return {sequence: self._guess(sequence, num_tokens) for sequence, num_tokens in wanted.items()}
 
     def forget(self, sequence: Sequence) -> None:
         self._texts.pop(sequence, None)
 
-    def _text(self, sequence: Sequence) -> "NgramText":
-        text = self._texts.get(sequence)
-        if text is None:
-            text = self._texts[sequence] = NgramText()
-        text.extend(sequence.tokens(len(text.token_ids), sequence.num_known - len(text.token_ids)))
-        return text
+    def _guess(self, sequence: Sequence, num_tokens: int) -> Seq[int]:
+        """Guesses nothing until the text has all known tokens: a long one takes several steps."""
+        text = self._texts.setdefault(sequence, NgramText())
+        text.extend(sequence.tokens(len(text.token_ids), MAX_A_STEP))
+        return text.guess(num_tokens) if len(text.token_ids) == sequence.num_known else []
 
 
 class NgramText:

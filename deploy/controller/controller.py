@@ -26,7 +26,6 @@ from deploy.plan.resources import RayNode
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.logs import start_logging
 from deploy.processes.process import record_own
-from wire.errors import BatonError
 from wire.ids import WorkerId
 from wire.settings import from_json, to_json
 
@@ -151,15 +150,8 @@ class Controller:
             self._tasks.begin(self._nodes.watch())
 
     async def _ray_drains(self, node: RayNode) -> None:
-        """Drains a node beside all else; if its workers cannot be spared, it is lost later as any node may be."""
-        self._tasks.begin(self._drain_or_note(node.name))
-
-    async def _drain_or_note(self, name: str) -> None:
-        try:
-            await self.drain(name)
-            await self.drained(name)
-        except BatonError as error:
-            self._events.note(f"node {name} is not drained: {error.message}")
+        await self.drain(node.name)
+        await self.drained(node.name)
 
     def _keep_ports(self) -> None:
         """Gives the next router, and the next gateway, the ports of the ones before; the gateway the router's too."""

@@ -19,7 +19,7 @@ from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.resources import RayNode, require_node
 from deploy.plan.sizing import require_room
 from deploy.processes.atomic_file import AtomicFile
-from wire.errors import BatonError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
+from wire.errors import BatonError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable, WorkerNotFound
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
@@ -169,14 +169,18 @@ class Fleet:
 
         Raises InvalidRequest where no decode worker would stay on another node.
         """
+        did_leave = node.id in self._leaving
+        self._leaving.add(node.id)  # before the look, so that no worker starts here unseen
         here = await self._workers_on(node)
         others = [one for one in self.pools if one.role is Role.DECODE and one.id not in here]
         if not any(one.state is WorkerState.READY for one in others):
+            if not did_leave:
+                self._leaving.discard(node.id)
             raise InvalidRequest("worker_id", "at least one decode worker must stay, on another node")
-        self._leaving.add(node.id)
         for worker_id in here:
             self._services[worker_id] = node.service
-            await self.drain(worker_id)
+            with suppress(WorkerNotFound):  # it was lost meanwhile
+                await self.drain(worker_id)
 
     async def drained_node(self, node: RayNode, timeout_s: float) -> None:
         """Returns when no worker is on the node. Raises DeadlineExceeded."""
@@ -277,7 +281,10 @@ class Fleet:
             self.events.note(f"worker {worker.id} is ready after {self.clock() - began_s:.1f} s")
 
     async def _serve(self, worker: Worker) -> str:
-        config = self.plan.worker_config(worker, await self.join(await self._place(worker)))
+        node = await self._place(worker)
+        if node.id in self._leaving:
+            raise Unavailable(f"node {node.name} drains")
+        config = self.plan.worker_config(worker, await self.join(node))
         answer = await self.host.start(worker.id, config.to_json(), START_TIMEOUT_S)
         return str(json.loads(answer)["address"])
 

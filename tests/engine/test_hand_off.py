@@ -7,7 +7,7 @@ from engine.request import ChoiceSoFar, HandOff
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Done, Fetch, NoStore
-from tests.pair import ROOT, make_core
+from tests.pair import ROOT, Node, make_core, prefill
 from wire.ids import RequestId
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams
@@ -108,4 +108,20 @@ def test_a_step_that_failed_reports_nothing_later(model: HashModel, monkeypatch:
             core.step()
     core.abort(ID)
     assert not core.step().is_news
+    assert core.check() == []
+
+
+@pytest.mark.parametrize("num_prompt", [100, 7])
+def test_a_prompt_is_handed_off_though_its_first_choice_ends_with_its_first_token(
+    model: HashModel, num_prompt: int
+) -> None:
+    node = Node(model)
+    prompt = range(num_prompt)
+    first = prefill(make_core(model), [prompt], SamplingParams(n=2, seed=1))[0].outputs
+    assert first[0] != first[1]
+    core = make_core(model, node)
+    stopped = SamplingParams(n=2, seed=1, stop_token_ids=(first[0][0],))
+    choices = (ChoiceSoFar(0), ChoiceSoFar(1))
+    core.add(HandOff(ID, ROOT, tuple(prompt), stopped, choices))
+    assert run(core).events[-1] == HandedOff(ID, -(-num_prompt // 16))
     assert core.check() == []

@@ -14,6 +14,7 @@ from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
+from engine.sequence import Sequence
 from engine.speculation import MAX_PAUSE, MAX_ROWS, DraftLength, Drafts, NgramProposer, NgramText, Speculator
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
@@ -282,6 +283,14 @@ def test_guesses_what_followed_the_latest_occurrence(text: str, guess: str) -> N
         one.extend([*text[:cut].encode()])
         one.extend([*text[cut:].encode()])
         assert bytes(one.guess(6)).decode() == guess
+
+
+def test_a_long_text_takes_several_steps_and_guesses_nothing_before_its_end() -> None:
+    asked = request([*range(996)] * 10, greedy(8))
+    sequence = Sequence(0, asked, asked.choices[0], MODEL)
+    proposer = NgramProposer()
+    guesses = [proposer.propose({sequence: 3})[sequence] for _ in range(4)]
+    assert guesses == [[], [], [0, 1, 2], [0, 1, 2]]
 
 
 def test_pace_grows_with_success_and_pauses_after_failures() -> None:

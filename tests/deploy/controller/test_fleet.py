@@ -33,7 +33,8 @@ from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
 
 PLAN = planned(ClusterConfig())
-D0, D1, D2, P0, P1 = (WorkerId(name) for name in ("decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"))
+D0, D1, D2 = (WorkerId(f"decode-{number}") for number in range(3))
+P0, P1, P2 = (WorkerId(f"prefill-{number}") for number in range(3))
 
 
 class FakeRouter:
@@ -692,3 +693,60 @@ async def test_a_node_with_all_decode_workers_stays() -> None:
         with pytest.raises(InvalidRequest, match="at least one decode worker must stay, on another node"):
             await world.fleet.drain_node(OTHER)
         assert (world.pools.sizes, host.asked) == (PoolSizes(1, 1), [])
+        assert await world.scaled(2, None) == PoolSizes(2, 1)
+        assert host.places[P1] == OTHER.id, "a node whose drain was refused may get others"
+
+
+class UntellingHost(SpreadHost):
+    """Tells the node of a worker that is `untold` only once it `may_tell`."""
+
+    def __init__(self, untold: WorkerId) -> None:
+        super().__init__()
+        self.untold = untold
+        self.is_asked, self.may_tell = asyncio.Event(), asyncio.Event()
+
+    async def where(self, name: str, timeout_s: float) -> str:
+        if name == self.untold:
+            self.is_asked.set()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.may_tell.wait()
+            except TimeoutError as error:
+                raise DeadlineExceeded("it has no node yet") from error
+        return await super().where(name, timeout_s)
+
+
+async def test_a_worker_that_is_lost_amid_the_drain_of_its_node_is_replaced_elsewhere() -> None:
+    host = UntellingHost(P0)
+    host.may_tell.set()
+    async with World(1, 2, host).running() as world:
+        await world.settled()
+        host.may_tell.clear()
+        host.is_asked.clear()
+        draining = asyncio.create_task(world.fleet.drain_node(OTHER))
+        await host.is_asked.wait()
+        host.actors[P0] = Liveness.DEAD
+        await until(lambda: P1 in host.launched)
+        host.may_tell.set()
+        await draining
+        await world.fleet.drained_node(OTHER, 5)
+        assert host.places[P1] == "head"
+        await until(lambda: world.router.known == {D1, P1})
+
+
+async def test_a_worker_that_gets_its_node_after_the_drain_began_does_not_start_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "WHERE_TIMEOUT_S", 0.01)
+    host = UntellingHost(P1)
+    async with World(1, 2, host).running() as world:
+        await world.settled()
+        await world.fleet.resize(2, None)
+        await until(lambda: P1 in host.launched)
+        await world.fleet.drain_node(OTHER)
+        host.may_tell.set()
+        await until(lambda: P1 not in world.pools)
+        world.now_s += 10
+        await until(lambda: world.router.known == {D1, P2})
+        assert (host.places[P1], host.places[P2]) == (OTHER.id, "head")
+        assert f"worker prefill-1 did not start: node {OTHER.name} drains" in world.events.encode()

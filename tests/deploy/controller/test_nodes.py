@@ -16,7 +16,7 @@ from deploy.controller.nodes import Nodes
 from deploy.plan.config import ClusterConfig
 from deploy.plan.resources import RayNode
 from tests.deploy.plan.test_cluster_plan import planned
-from wire.errors import ConfigError, Unavailable
+from wire.errors import ConfigError, InvalidRequest, Unavailable
 
 A, B = RayNode("a" * 56, "10.0.0.1", is_head=True), RayNode("b" * 56, "10.0.0.2")
 
@@ -153,6 +153,28 @@ async def test_a_node_that_ray_drains_is_told_once(tmp_path: Path) -> None:
     await asyncio.sleep(0.02)
     watch.cancel()
     assert [node.id for node in leaving] == [B.id], "A hosts no worker"
+
+
+async def test_a_node_that_ray_drains_is_tried_again_until_its_workers_can_be_spared(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    refusals = [InvalidRequest("worker_id", "at least one decode worker must stay")] * 3
+    is_drained = asyncio.Event()
+
+    async def drain(_: RayNode) -> None:
+        if refusals:
+            raise refusals.pop()
+        is_drained.set()
+
+    nodes = Nodes(world.plan, world.host, world.events, drain)
+    await nodes.join(B)
+    world.host.ray_nodes = [A, replace(B, is_leaving=True)]
+    watch = asyncio.create_task(nodes.watch())
+    async with asyncio.timeout(5):
+        await is_drained.wait()
+    watch.cancel()
+    texts = [event["text"] for event in json.loads(world.events.encode())]
+    refused = [text for text in texts if "is not drained yet" in text]
+    assert refused == [f"node {B.name} is not drained yet: worker_id: at least one decode worker must stay"]
 
 
 async def test_a_service_whose_port_is_taken_tells_later_workers_another_one(tmp_path: Path) -> None:
