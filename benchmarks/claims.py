@@ -51,7 +51,7 @@ FAMILIES: dict[str, Family] = {
     "speculation": speculating.SPECULATIVE,
     "smaller_caches": waiting.SMALLER_CACHES,
 }
-UNMEASURED = ("arithmetic", "speculation", "smaller_caches")
+UNMEASURED = ("arithmetic", "smaller_caches")
 """Families that depend on no machine."""
 NEED_TRACE = ("reservation", "batching")
 

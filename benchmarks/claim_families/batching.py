@@ -15,10 +15,10 @@ from engine.model.decoder import Decoder
 from engine.schedule.batcher import Batcher, Candidate, Pages, Plan
 from engine.schedule.continuous_batcher import ContinuousBatcher
 
-BATCHED_SHAPE, SHARING_SHAPE = (1024, 8), (512, 6)
+BATCHED_SHAPE, SHARING_SHAPE = (1024, 4), (512, 6)
 """Hidden size and layers: of a model whose steps are mostly reads of weights, and of a quick one."""
 BATCH = 8
-NUM_REQUESTS = 48
+NUM_REQUESTS = 32
 MAX_RUNNING = 16
 LENGTH_DIVISOR = 4
 PROMPT_LEN = 16

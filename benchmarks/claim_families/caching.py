@@ -17,7 +17,7 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 HIDDEN_SIZE, NUM_LAYERS = 512, 6
 PROMPT_LEN = 64
 OUTPUT_LENS = (25, 50, 100, 200)
-NUM_ROUNDS = 3
+NUM_ROUNDS = 2
 NUM_COUNTED = 100
 
 
