@@ -155,6 +155,7 @@ async def test_options_of_a_stream_want_a_stream(gateway: LocalGateway) -> None:
         ("prompt", [[]]),
         ("prompt", [300]),
         ("prompt", "\ud800"),
+        ("model", "\ud800"),
         ("temperature", 2.1),
         ("temperature", 1e39),
         ("top_p", 0),
