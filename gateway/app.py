@@ -1,6 +1,7 @@
 """The application: routes, bodies in, answers out. The path of a request is compared as the client wrote it."""
 
 import asyncio
+import http.client
 import itertools
 import json
 import logging
@@ -164,7 +165,7 @@ class Gateway:
         own = generate_latest(self._registry)
         if not self._metrics_address:
             return own
-        with suppress(OSError):
+        with suppress(OSError, http.client.HTTPException):
             return own + await asyncio.to_thread(_fetch, f"http://{self._metrics_address}/metrics")
         return own
 
@@ -199,6 +200,7 @@ def _describe(model: Model) -> dict[str, Any]:
 
 
 def _fetch(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=METRICS_TIMEOUT_S) as answer:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the router is never behind a proxy
+    with opener.open(url, timeout=METRICS_TIMEOUT_S) as answer:
         content: bytes = answer.read(MAX_MESSAGE_BYTES)
     return content

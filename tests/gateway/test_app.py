@@ -8,6 +8,7 @@ import pytest
 
 from gateway import app as app_module
 from gateway import exchange
+from gateway.app import Gateway
 from tests.gateway.local_gateway import LocalGateway, serving
 from wire.errors import Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
@@ -207,6 +208,32 @@ async def test_signs_of_life(gateway: LocalGateway) -> None:
     metrics = await gateway.get("/metrics")
     assert b'baton_http_requests_total{path="/health",status="200"} 1.0' in metrics.body
     assert metrics.headers["content-type"].startswith("text/plain")
+
+
+async def metrics_before(gateway: LocalGateway, answer: bytes) -> bytes:
+    """The gateway's metrics when the router's port answers that."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        gateway.app = Gateway([gateway.client], f"{host}:{port}")
+        return (await gateway.get("/metrics")).body
+
+
+async def test_the_routers_metrics_come_past_any_proxy(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    metrics = await metrics_before(gateway, b"HTTP/1.0 200 OK\r\n\r\nof_the_router 1.0\n")
+    assert metrics.startswith(b"# HELP baton_http")
+    assert metrics.endswith(b"of_the_router 1.0\n")
+
+
+async def test_metrics_of_a_router_that_answers_no_http(gateway: LocalGateway) -> None:
+    assert b"baton_http_open_requests 1.0" in await metrics_before(gateway, b"junk\r\n\r\n")
 
 
 async def test_a_router_that_is_away(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
