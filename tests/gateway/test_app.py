@@ -1,6 +1,7 @@
 """Routes, heads and bodies: what each is answered."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from gateway import app as app_module
 from gateway import exchange
 from gateway.app import Gateway
 from tests.gateway.local_gateway import LocalGateway, serving
+from tests.router.fake_cluster import until
 from wire.errors import Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
 
@@ -120,9 +122,37 @@ async def test_a_body_that_does_not_come(gateway: LocalGateway, monkeypatch: pyt
 
 
 async def test_bodies_on_their_way_are_bounded(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "MAX_READING", 0)
-    answer = await gateway.post(COMPLETIONS, BODY)
+    num_bytes = len(json.dumps(BODY))
+    monkeypatch.setattr(app_module, "MAX_READING_BYTES", num_bytes)
+    answer = await gateway.post(COMPLETIONS, json.dumps(BODY).encode() + b" ")
     assert (answer.status, answer.error["type"], answer.headers["retry-after"]) == (429, "rate_limit_error", "1")
+    for _ in range(2):  # what was refused and what was read are given back
+        assert (await gateway.post(COMPLETIONS, BODY)).status == 200
+
+
+async def test_bodies_that_have_not_come_refuse_nobody(gateway: LocalGateway) -> None:
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "raw_path": COMPLETIONS.encode(),
+        "headers": [(b"content-type", b"application/json"), (b"content-length", b"4000000")],
+    }
+    num_waiting = 0
+
+    async def receive() -> Any:
+        nonlocal num_waiting
+        num_waiting += 1
+        await asyncio.Event().wait()
+
+    async def send(_: Any) -> None:
+        raise AssertionError
+
+    slow = [asyncio.create_task(gateway.app(scope, receive, send)) for _ in range(100)]
+    await until(lambda: num_waiting == 100)
+    assert (await gateway.post(COMPLETIONS, BODY)).status == 200
+    for task in slow:
+        task.cancel()
+    await asyncio.wait(slow)
 
 
 @pytest.mark.parametrize("given", ["", "a" * 65, "a b", "a:b", "\x1b[31m", "é", "../a"])
