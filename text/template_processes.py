@@ -110,6 +110,7 @@ class _Child:
         self._first = {"template": source, "memory_bytes": MEMORY_BYTES}
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
+        self._is_over = False
 
     def start(self) -> None:
         """Starts a process, unless there is one, and blocks until it is ready. Raises Unavailable."""
@@ -125,11 +126,16 @@ class _Child:
         return answer
 
     def end(self) -> None:
-        """Ends the process, once it has nothing to do."""
+        """Ends the process, once it has nothing to do; no other takes its place."""
+        self._is_over = True
         with self._turn:
             self._kill()
 
     def _ready(self) -> "subprocess.Popen[bytes]":
+        if self._is_over:
+            raise Unavailable("no process renders chat templates any more")
+        if self._process is not None and self._process.poll() is not None:
+            self._kill()
         if self._process is None:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             self._process = subprocess.Popen(
@@ -146,7 +152,7 @@ class _Child:
     def _exchange(
         self, process: "subprocess.Popen[bytes]", message: dict[str, Any], timeout_s: float
     ) -> dict[str, str] | None:
-        """Returns the answer; None from a process that gave none in time, and is ended."""
+        """Returns the answer; None from a process that gave no whole one in time, and is ended."""
         assert process.stdin is not None
         assert process.stdout is not None
         timer = threading.Timer(timeout_s, process.kill)
@@ -154,7 +160,7 @@ class _Child:
         try:
             write_message(process.stdin, message)
             answer = read_message(process.stdout)
-        except OSError:
+        except (OSError, ValueError):  # of JSON that was cut off
             answer = None
         finally:
             timer.cancel()

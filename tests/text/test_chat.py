@@ -1,5 +1,6 @@
 """Chats: the same tokens as transformers', and no special token from a message."""
 
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -142,6 +143,46 @@ async def test_a_process_that_was_ended_is_replaced() -> None:
             with pytest.raises(InvalidRequest, match="too long"):
                 await renderer.render(users(["slow"]), 100)
         assert await renderer.render(users(["quick"]), 100) == "quick"
+
+
+async def test_a_process_that_died_while_idle_is_replaced() -> None:
+    async with rendering(TURNS) as renderer:
+        said = await renderer.render(users(["hi"]), 100)
+        [child] = renderer._children
+        assert child._process is not None
+        child._process.kill()
+        child._process.wait()
+        assert await renderer.render(users(["hi"]), 100) == said
+
+
+CUT_OFF = f"""#!{sys.executable}
+import sys
+from text.template_child import read_message, write_message
+read_message(sys.stdin.buffer)
+write_message(sys.stdout.buffer, {{}})
+read_message(sys.stdin.buffer)
+sys.stdout.buffer.write(b'\\x63\\0\\0\\0{{"te')
+"""
+
+
+async def test_a_process_that_dies_amid_its_answer_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").write_text(CUT_OFF)
+    (tmp_path / "python").chmod(0o700)
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.executable", str(tmp_path / "python"))
+        renderer = TemplateProcesses(Template(TURNS, {}))
+        with pytest.raises(InvalidRequest):
+            await renderer.render(users(["hi"]), 100)
+    assert "hi" in await renderer.render(users(["hi"]), 100)
+    await renderer.close()
+
+
+async def test_no_process_begins_after_the_end() -> None:
+    async with rendering(TURNS) as renderer:
+        pass
+    [child] = renderer._children
+    with pytest.raises(Unavailable):
+        child.ask({"messages": [], "variables": {}, "max_chars": 1})
 
 
 async def test_a_megabyte_is_rendered() -> None:
