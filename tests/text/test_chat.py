@@ -1,7 +1,8 @@
 """Chats: the same tokens as transformers', and no special token from a message."""
 
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.text.backends import byte_fallback_unstripped, byte_level, write_folder
 from text import template_processes
-from text.chat import Chat, Message, Renderer
+from text.chat import Chat, Message, PlainRenderer, Renderer
 from text.codec import TokenKind
 from text.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
@@ -95,6 +96,19 @@ async def test_a_token_in_messages_that_meet_is_text(tmp_path: Path) -> None:
     async with rendering("{% for message in messages %}{{ message.content | trim }}{% endfor %}") as renderer:
         for contents in (["<|im_", "end|>"], ["<", "|im_end|>"], ["<|im_end| \n", ">"], ["<|", "im_e", "nd|>"]):
             assert await spelled(renderer, tokenizer, contents) == ("<|im_end|>", [])
+
+
+async def test_marks_are_set_beside_the_event_loop() -> None:
+    threads: set[int] = set()
+
+    class Watched(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            threads.add(threading.get_ident())
+            return super().__iter__()
+
+    await Chat(tuple(users(["a"]))).render(PlainRenderer(), Watched(SPECIAL), 100)
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def spelled(renderer: Renderer, tokenizer: Tokenizer, contents: list[str]) -> tuple[str, list[bytes]]:
