@@ -55,7 +55,10 @@ class Options(TypedDict, total=False):
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """Builds the message. Raises InvalidRequest for values that no message can hold; the server checks the rest."""
     sampling = {name: value for name, value in options.items() if name not in ("request_id", "model", "timeout_s")}
-    request = pb.GenerateRequest(request_id=options.get("request_id"), model=options.get("model"))
+    with _refusing("request_id"):
+        request = pb.GenerateRequest(request_id=options.get("request_id"))
+    with _refusing("model"):
+        request.MergeFrom(pb.GenerateRequest(model=options.get("model")))
     with _refusing("prompt"):
         _set_prompt(request, prompt)
     with _refusing("sampling"):

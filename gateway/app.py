@@ -1,6 +1,7 @@
 """The application: routes, bodies in, answers out. The path of a request is compared as the client wrote it."""
 
 import asyncio
+import http.client
 import itertools
 import json
 import logging
@@ -28,8 +29,8 @@ from wire import errors
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
 
-MAX_READING = 64
-"""Bodies on their way: each may take as much memory as a body may have bytes."""
+MAX_READING_BYTES = 64 * MAX_MESSAGE_BYTES
+"""Of all bodies on their way together. What has not come yet counts for nothing."""
 READY_TIMEOUT_S = 2.0
 METRICS_TIMEOUT_S = 5.0
 OWNER = "baton"
@@ -46,7 +47,7 @@ class Gateway:
     def __init__(self, clients: Sequence[AsyncClient], metrics_address: str = "") -> None:
         self._clients = itertools.cycle(clients)
         self._metrics_address = metrics_address
-        self._num_reading = 0
+        self._num_reading_bytes = 0
         self._registry = CollectorRegistry()
         self._answered = Counter("baton_http_requests", "Answered", ["path", "status"], registry=self._registry)
         self._open = Gauge("baton_http_open_requests", "Under way", registry=self._registry)
@@ -90,13 +91,15 @@ class Gateway:
         return handler
 
     async def _read(self, request: Request) -> None:
-        if self._num_reading >= MAX_READING:
-            raise Overloaded("as many bodies are on their way as may be")
-        self._num_reading += 1
         try:
-            await request.read()
+            await request.read(self._hold)
         finally:
-            self._num_reading -= 1
+            self._num_reading_bytes -= request.num_bytes
+
+    def _hold(self, num_bytes: int) -> None:
+        self._num_reading_bytes += num_bytes
+        if self._num_reading_bytes > MAX_READING_BYTES:
+            raise Overloaded("as many bytes of bodies are on their way as may be")
 
     async def _generate(self, dialect: Callable[[], Dialect], request: Request) -> "bytes | Events":
         client, maker = next(self._clients), dialect()
@@ -164,7 +167,7 @@ class Gateway:
         own = generate_latest(self._registry)
         if not self._metrics_address:
             return own
-        with suppress(OSError):
+        with suppress(OSError, http.client.HTTPException):
             return own + await asyncio.to_thread(_fetch, f"http://{self._metrics_address}/metrics")
         return own
 
@@ -199,6 +202,7 @@ def _describe(model: Model) -> dict[str, Any]:
 
 
 def _fetch(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=METRICS_TIMEOUT_S) as answer:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the router is never behind a proxy
+    with opener.open(url, timeout=METRICS_TIMEOUT_S) as answer:
         content: bytes = answer.read(MAX_MESSAGE_BYTES)
     return content

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from baton import Chunk, Completion
@@ -60,7 +61,7 @@ class CompletionsDialect(Dialect):
 def _logprobs(logprobs: Sequence[TokenLogprobs], token_ids: Sequence[int], start: int) -> dict[str, Any]:
     """Describes tokens in lists beside one another. start: characters before the first of them."""
     texts = [_spell(one.token) for one in logprobs]
-    offsets = [start + sum(map(len, texts[:index])) for index in range(len(texts))]
+    offsets = list(accumulate(map(len, texts), initial=start))[:-1]
     likeliest = [
         {_spell(name): value for name, (_, value) in zip(one.top_tokens, one.top, strict=True)} | {text: one.chosen}
         for one, text in zip(logprobs, texts, strict=True)

@@ -27,11 +27,35 @@ STOP_GRACE_S = 1.0
 BACKLOG = 1024
 
 
+class _Parser(httptools.HttpRequestParser):
+    """Stays with HTTP/1.1 where a client offers another protocol: reads the head again, without the offer."""
+
+    def __init__(self, protocol: "BoundedProtocol") -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes) -> None:
+        while data:
+            try:
+                super().feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                if not self.has_offer():
+                    raise
+                data = self._protocol.plain_head() + data[offer.args[0] :]
+            else:
+                return
+
+    def has_offer(self) -> bool:
+        return self.should_upgrade() and self.get_method() != b"CONNECT"
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """A connection. Each bound that is passed ends it, with a word to the client where one can still be said."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.parser: _Parser = _Parser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._in_head = True
         self._num_head_bytes = 0
         self._refusal: HttpError | None = None
@@ -71,9 +95,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count(len(url))
 
     def on_headers_complete(self) -> None:
+        if self.parser.has_offer():
+            return
         self._in_head, self._num_head_bytes = False, 0
         self._late.cancel()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.has_offer():
+            super().on_message_complete()
+
+    def plain_head(self) -> bytes:
+        """Writes the head as it came, but for the offer of another protocol."""
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def _count(self, num_bytes: int) -> None:
         self._num_told_bytes += num_bytes

@@ -39,6 +39,7 @@ class Request:
         self._has_id = REQUEST_ID.fullmatch(given) is not None
         self.id = given if self._has_id else secrets.token_hex(12)
         self.is_read = self.header("content-length") in (None, "0") and self.header("transfer-encoding") is None
+        self.num_bytes = 0
         self.body: dict[str, Any] = {}
 
     def header(self, name: str) -> str | None:
@@ -46,8 +47,11 @@ class Request:
         found = (value for key, value in self._headers if key == name.encode())
         return next((value.decode("latin-1") for value in found), None)
 
-    async def read(self) -> None:
-        """Reads the body, an object. Raises HttpError or InvalidRequest."""
+    async def read(self, hold: Callable[[int], None]) -> None:
+        """Reads the body, an object. Raises HttpError or InvalidRequest, and what `hold` raises.
+
+        hold: is told of the bytes of each piece once `num_bytes` counts them.
+        """
         if not self._has_id:
             raise InvalidRequest("x-request-id", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
         if not _JSON.fullmatch(self.header("content-type") or ""):
@@ -56,7 +60,7 @@ class Request:
             raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-encoding must be identity")
         try:
             async with asyncio.timeout(MAX_BODY_S):
-                body = await self._read()
+                body = await self._read(hold)
         except TimeoutError as error:
             raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "the body has not come in time") from error
         self.is_read = True
@@ -67,17 +71,18 @@ class Request:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def _read(self) -> bytes:
+    async def _read(self, hold: Callable[[int], None]) -> bytes:
         self._require_short(int(self.header("content-length") or 0))
         pieces: list[bytes] = []
-        num_bytes, more = 0, True
+        more = True
         while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone("the client went away")
             pieces.append(message["body"])
-            num_bytes += len(message["body"])
-            self._require_short(num_bytes)
+            self.num_bytes += len(message["body"])
+            hold(len(message["body"]))
+            self._require_short(self.num_bytes)
             more = message["more_body"]
         return b"".join(pieces)
 

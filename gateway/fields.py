@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from wire.errors import InvalidRequest
+from wire.rpc import MAX_TURNS
 
 Read = Callable[[object, str], Any]
 """Reads the value of a field of that name. Raises InvalidRequest."""
@@ -99,7 +100,9 @@ def prompts(value: object, name: str) -> list[str | list[int]]:
 
 def messages(value: object, name: str) -> list[dict[str, str]]:
     """Reads the turns of a chat. Content is a text, or a list of parts that are all text."""
-    return [_message(one, f"{name}[{index}]") for index, one in enumerate(_items(value, name, "messages"))]
+    given = _items(value, name, "messages")
+    _require(len(given) <= MAX_TURNS, name, f"at most {MAX_TURNS} messages")
+    return [_message(one, f"{name}[{index}]") for index, one in enumerate(given)]
 
 
 def stream_options(value: object, name: str) -> bool:

@@ -4,6 +4,7 @@ A special token that a message spells out is cut in two by a mark, a character o
 The rendered text is tokenized in the pieces between marks, and no piece has the token: a forged turn stays text.
 """
 
+import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,9 +42,13 @@ class Chat:
 
     async def render(self, renderer: "Renderer", special_tokens: Sequence[str], max_added_chars: int) -> "Rendered":
         """Renders the messages with marks in their special tokens. Raises InvalidRequest or Unsupported."""
-        mark = _mark_for(self.text)
-        marked = [Message(one.role, _cut(one.content, special_tokens, mark)) for one in self.messages]
+        marked, mark = await asyncio.to_thread(self._marked, special_tokens)
         return Rendered(await renderer.render(marked, max_added_chars), mark)
+
+    def _marked(self, special_tokens: Sequence[str]) -> tuple[list[Message], str]:
+        """Returns the messages with marks in them, and the mark. Takes as long as they and the tokens are many."""
+        mark = _mark_for(self.text)
+        return [Message(one.role, _cut(one.content, special_tokens, mark)) for one in self.messages], mark
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,8 @@ def _mark_for(text: str) -> str:
 
 def _cut(content: str, special_tokens: Sequence[str], mark: str) -> str:
     """Puts a mark behind the first character of each special token, and of one that the content ends amid."""
+    if not content:
+        return content
     if any(len(token) == 1 and token in content for token in special_tokens):
         raise InvalidRequest("messages", "must not have a special token of one character")
     starts = {
@@ -112,11 +119,13 @@ def _cut(content: str, special_tokens: Sequence[str], mark: str) -> str:
         for match in re.finditer(f"(?={re.escape(token)})", content)
     }
     end = content.rstrip()  # templates may trim it, and the next message would go on where it ends
+    tail = end[-max(map(len, special_tokens), default=0) :]
     starts |= {
         len(end) - length
         for token in special_tokens
+        if token[0] in tail
         for length in range(1, min(len(token), len(end) + 1))
-        if end.endswith(token[:length])
+        if tail.endswith(token[:length])
     }
     cuts = [0, *(start + 1 for start in sorted(starts)), len(content)]
     return mark.join(content[start:end] for start, end in pairwise(cuts))

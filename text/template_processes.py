@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class TemplateProcesses:
         """Raises Unavailable where no process can be had."""
         num_chars = sum(len(one.content) for one in messages)
         asked = {
-            "messages": [asdict(one) for one in messages],
+            "messages": [vars(one) for one in messages],
             "variables": self._variables,
             "max_chars": num_chars + max_added_chars,
         }

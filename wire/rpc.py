@@ -23,6 +23,8 @@ NONCE_METADATA = "baton-nonce-bin"
 MAX_PROOF_S = 10.0
 """How long a line may take to prove the token."""
 MAX_MESSAGE_BYTES = 4 << 20
+MAX_TURNS = 4096
+"""Messages that a chat may have."""
 MAX_LINE_MESSAGE_BYTES = 64 << 20
 """Between a router and a worker: the tokens of many requests that a stopped router has not read."""
 LINE_WINDOW_BYTES = 64 << 10

@@ -11,6 +11,7 @@ from wire.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from wire.ids import REQUEST_ID, BlockKey, NamespaceRoot, RequestId
 from wire.keys import cover
 from wire.pb import inference_pb2 as pb
+from wire.rpc import MAX_TURNS
 from wire.sampling import SamplingParams
 
 SEED_BITS = 63
@@ -189,6 +190,7 @@ def _prompt(message: pb.GenerateRequest, limits: Limits) -> ValidPrompt:
 def valid_chat(conversation: pb.Conversation) -> Chat:
     """Reads the messages of a chat. Raises InvalidRequest."""
     _require(len(conversation.messages) > 0, "messages", "must not be empty")
+    _require(len(conversation.messages) <= MAX_TURNS, "messages", f"at most {MAX_TURNS}")
     for one in conversation.messages:
         _require(one.role in ROLES, "messages", f"a role must be one of {', '.join(ROLES)}")
     return Chat(tuple(Message(one.role, one.content) for one in conversation.messages))

@@ -77,6 +77,13 @@ def test_sends_token_ids(connect: Connect) -> None:
     ]
 
 
+@pytest.mark.parametrize("param", ["request_id", "model"])
+def test_names_that_are_no_text(connect: Connect, param: Any) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        connect(ScriptedService([complete()])).generate("hello", **{param: "\ud800"})
+    assert raised.value.ids == {"param": param}
+
+
 def test_gathers_the_whole_answer(connect: Connect) -> None:
     service = ScriptedService(
         [

@@ -1,6 +1,7 @@
 """Routes, heads and bodies: what each is answered."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 
 from gateway import app as app_module
 from gateway import exchange
+from gateway.app import Gateway
 from tests.gateway.local_gateway import LocalGateway, serving
+from tests.router.fake_cluster import until
 from wire.errors import Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
 
@@ -119,9 +122,37 @@ async def test_a_body_that_does_not_come(gateway: LocalGateway, monkeypatch: pyt
 
 
 async def test_bodies_on_their_way_are_bounded(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "MAX_READING", 0)
-    answer = await gateway.post(COMPLETIONS, BODY)
+    num_bytes = len(json.dumps(BODY))
+    monkeypatch.setattr(app_module, "MAX_READING_BYTES", num_bytes)
+    answer = await gateway.post(COMPLETIONS, json.dumps(BODY).encode() + b" ")
     assert (answer.status, answer.error["type"], answer.headers["retry-after"]) == (429, "rate_limit_error", "1")
+    for _ in range(2):  # what was refused and what was read are given back
+        assert (await gateway.post(COMPLETIONS, BODY)).status == 200
+
+
+async def test_bodies_that_have_not_come_refuse_nobody(gateway: LocalGateway) -> None:
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "raw_path": COMPLETIONS.encode(),
+        "headers": [(b"content-type", b"application/json"), (b"content-length", b"4000000")],
+    }
+    num_waiting = 0
+
+    async def receive() -> Any:
+        nonlocal num_waiting
+        num_waiting += 1
+        await asyncio.Event().wait()
+
+    async def send(_: Any) -> None:
+        raise AssertionError
+
+    slow = [asyncio.create_task(gateway.app(scope, receive, send)) for _ in range(100)]
+    await until(lambda: num_waiting == 100)
+    assert (await gateway.post(COMPLETIONS, BODY)).status == 200
+    for task in slow:
+        task.cancel()
+    await asyncio.wait(slow)
 
 
 @pytest.mark.parametrize("given", ["", "a" * 65, "a b", "a:b", "\x1b[31m", "é", "../a"])
@@ -155,6 +186,7 @@ async def test_options_of_a_stream_want_a_stream(gateway: LocalGateway) -> None:
         ("prompt", [[]]),
         ("prompt", [300]),
         ("prompt", "\ud800"),
+        ("model", "\ud800"),
         ("temperature", 2.1),
         ("temperature", 1e39),
         ("top_p", 0),
@@ -206,6 +238,32 @@ async def test_signs_of_life(gateway: LocalGateway) -> None:
     metrics = await gateway.get("/metrics")
     assert b'baton_http_requests_total{path="/health",status="200"} 1.0' in metrics.body
     assert metrics.headers["content-type"].startswith("text/plain")
+
+
+async def metrics_before(gateway: LocalGateway, answer: bytes) -> bytes:
+    """The gateway's metrics when the router's port answers that."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        gateway.app = Gateway([gateway.client], f"{host}:{port}")
+        return (await gateway.get("/metrics")).body
+
+
+async def test_the_routers_metrics_come_past_any_proxy(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    metrics = await metrics_before(gateway, b"HTTP/1.0 200 OK\r\n\r\nof_the_router 1.0\n")
+    assert metrics.startswith(b"# HELP baton_http")
+    assert metrics.endswith(b"of_the_router 1.0\n")
+
+
+async def test_metrics_of_a_router_that_answers_no_http(gateway: LocalGateway) -> None:
+    assert b"baton_http_open_requests 1.0" in await metrics_before(gateway, b"junk\r\n\r\n")
 
 
 async def test_a_router_that_is_away(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,14 @@ class App:
     def __init__(self) -> None:
         self.num_requests = 0
         self.left = 0
+        self.body = b""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.num_requests += 1
-        while (await receive()).get("more_body"):
-            pass
+        more = True
+        while more:
+            message = await receive()
+            self.body, more = self.body + message.get("body", b""), message.get("more_body", False)
         path = scope["raw_path"].decode()
         if path == "/wait":
             assert (await receive())["type"] == "http.disconnect"
@@ -123,6 +126,21 @@ async def test_bytes_that_are_no_request(served: Served, what: str) -> None:
     client = await served.connect(sent)
     assert await client.status() == status
     assert await client.is_closed()
+    await served.require_unharmed()
+
+
+async def test_an_offer_of_another_protocol_is_passed_over(served: Served) -> None:
+    offer = (
+        b"POST /a HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+        b"Host: x\r\nContent-Length: 2\r\n\r\n{}"
+    )
+    client = await served.connect(offer[:-1])
+    await until(lambda: served.app.num_requests)
+    client.writer.write(offer[-1:])
+    await until(lambda: served.app.body == b"{}")
+    client.writer.write(offer)
+    await until(lambda: served.app.body == b"{}{}")
+    assert await client.status() == 200
     await served.require_unharmed()
 
 

@@ -122,6 +122,7 @@ def test_the_name_of_a_field_is_told_on_one_line_and_in_part() -> None:
 
 MESSAGES: dict[str, tuple[object, str]] = {
     "none": ([], "messages"),
+    "more than may be": (SAID * 4097, "messages"),
     "a text": ("a", "messages"),
     "no object": (["a"], "messages[0]"),
     "no role": ([{"content": "a"}], "messages[0].role"),

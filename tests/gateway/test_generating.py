@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from baton.request import Message
+from gateway import completions
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
 from tests.router.fake_cluster import until
 from wire.ids import RequestId
@@ -144,6 +145,21 @@ async def test_logprobs(gateway: LocalGateway) -> None:
     content = (await gateway.post(CHAT, body)).json["choices"][0]["logprobs"]["content"]
     assert [len(one["top_logprobs"]) for one in content] == [2] * 4
     assert all(bytes(one["bytes"]).decode(errors="replace") == one["token"] for one in content)
+
+
+async def test_offsets_of_tokens_are_counted_once(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    lens: list[int] = []
+
+    class Counted(str):
+        def __len__(self) -> int:
+            lens.append(super().__len__())
+            return lens[-1]
+
+    monkeypatch.setattr(completions, "_spell", lambda token: Counted(token.decode("latin-1")))
+    for worker in gateway.cluster.workers.values():
+        worker.num_logprobs = 1
+    await gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 30, "seed": 1, "logprobs": 1})
+    assert len(lens) == 30
 
 
 async def test_the_id_of_a_request_is_the_clients(gateway: LocalGateway) -> None:

@@ -104,6 +104,11 @@ INVALID: dict[str, tuple[Callable[[], pb.GenerateRequest], str]] = {
     "stop of 1 MB": (lambda: text(stop=["a" * (1 << 20)]), "stop"),
     "seventeen stop tokens": (lambda: text(stop_token_ids=[1] * 17), "stop_token_ids"),
     "stop token beyond the vocabulary": (lambda: text(stop_token_ids=[1000]), "stop_token_ids"),
+    # messages
+    "a chat of 4,097 messages": (
+        lambda: pb.GenerateRequest(messages=pb.Conversation(messages=[pb.Message(role="user")] * 4097)),
+        "messages",
+    ),
     # request ids
     **{
         f"request id {value[:8]!r}": (partial(pb.GenerateRequest, request_id=value, text="hi"), "request_id")

@@ -1,6 +1,8 @@
 """Chats: the same tokens as transformers', and no special token from a message."""
 
-from collections.abc import AsyncIterator
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.text.backends import byte_fallback_unstripped, byte_level, write_folder
 from text import template_processes
-from text.chat import Chat, Message, Renderer
+from text.chat import Chat, Message, PlainRenderer, Renderer
 from text.codec import TokenKind
 from text.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
@@ -96,6 +98,19 @@ async def test_a_token_in_messages_that_meet_is_text(tmp_path: Path) -> None:
             assert await spelled(renderer, tokenizer, contents) == ("<|im_end|>", [])
 
 
+async def test_marks_are_set_beside_the_event_loop() -> None:
+    threads: set[int] = set()
+
+    class Watched(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            threads.add(threading.get_ident())
+            return super().__iter__()
+
+    await Chat(tuple(users(["a"]))).render(PlainRenderer(), Watched(SPECIAL), 100)
+    assert threads
+    assert threading.get_ident() not in threads
+
+
 async def spelled(renderer: Renderer, tokenizer: Tokenizer, contents: list[str]) -> tuple[str, list[bytes]]:
     """The text of all tokens, and the special ones among them."""
     rendered = await Chat(tuple(users(contents))).render(renderer, tokenizer.special_tokens, 1000)
@@ -142,6 +157,46 @@ async def test_a_process_that_was_ended_is_replaced() -> None:
             with pytest.raises(InvalidRequest, match="too long"):
                 await renderer.render(users(["slow"]), 100)
         assert await renderer.render(users(["quick"]), 100) == "quick"
+
+
+async def test_a_process_that_died_while_idle_is_replaced() -> None:
+    async with rendering(TURNS) as renderer:
+        said = await renderer.render(users(["hi"]), 100)
+        [child] = renderer._children
+        assert child._process is not None
+        child._process.kill()
+        child._process.wait()
+        assert await renderer.render(users(["hi"]), 100) == said
+
+
+CUT_OFF = f"""#!{sys.executable}
+import sys
+from text.template_child import read_message, write_message
+read_message(sys.stdin.buffer)
+write_message(sys.stdout.buffer, {{}})
+read_message(sys.stdin.buffer)
+sys.stdout.buffer.write(b'\\x63\\0\\0\\0{{"te')
+"""
+
+
+async def test_a_process_that_dies_amid_its_answer_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").write_text(CUT_OFF)
+    (tmp_path / "python").chmod(0o700)
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.executable", str(tmp_path / "python"))
+        renderer = TemplateProcesses(Template(TURNS, {}))
+        with pytest.raises(InvalidRequest):
+            await renderer.render(users(["hi"]), 100)
+    assert "hi" in await renderer.render(users(["hi"]), 100)
+    await renderer.close()
+
+
+async def test_no_process_begins_after_the_end() -> None:
+    async with rendering(TURNS) as renderer:
+        pass
+    [child] = renderer._children
+    with pytest.raises(Unavailable):
+        child.ask({"messages": [], "variables": {}, "max_chars": 1})
 
 
 async def test_a_megabyte_is_rendered() -> None:
