@@ -34,7 +34,7 @@ class _Parser(httptools.HttpRequestParser):
         super().__init__(protocol)
         self._protocol = protocol
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
         while data:
             try:
                 super().feed_data(data)

@@ -130,7 +130,7 @@ async def test_bodies_on_their_way_are_bounded(gateway: LocalGateway, monkeypatc
         assert (await gateway.post(COMPLETIONS, BODY)).status == 200
 
 
-async def test_bodies_that_have_not_come_refuse_nobody(gateway: LocalGateway) -> None:
+async def test_bodies_that_have_not_come_take_no_room(gateway: LocalGateway) -> None:
     scope = {
         "type": "http",
         "method": "POST",
