@@ -10,11 +10,11 @@ from pathlib import Path
 from deploy.actors.actor_host import ActorHost
 from deploy.controller.event_log import EventLog
 from deploy.controller.singleton import Singleton
-from deploy.controller.tasks import repeat
+from deploy.controller.tasks import Tasks, repeat
 from deploy.plan.cluster_plan import ClusterPlan, Home
 from deploy.plan.resources import RayNode, service_of
 from deploy.processes.atomic_file import AtomicFile
-from wire.errors import ConfigError, Unavailable
+from wire.errors import BatonError, ConfigError, Unavailable
 from wire.settings import from_json, to_json
 
 LOOK_EVERY_S = 3.0
@@ -32,9 +32,10 @@ class Nodes:
         events: EventLog,
         on_leaving: Callable[[RayNode], Awaitable[None]] | None = None,
     ) -> None:
-        """on_leaving: called once for a node with a service that Ray was told to drain."""
+        """on_leaving: drains a node with a service, as Ray was told to; called again while it raises BatonError."""
         self._on_leaving = on_leaving
         self._leaving: set[str] = set()
+        self._drains = Tasks()
         self._plan = plan
         self._host = host
         self._events = events
@@ -76,8 +77,11 @@ class Nodes:
                 self._homes[home.node.id] = asyncio.create_task(self._reopen(home))
 
     async def watch(self) -> None:
-        """Forgets nodes that Ray has lost, until cancelled."""
-        await repeat("the care for the nodes", self._look, self._events)
+        """Forgets nodes that Ray has lost, and drains nodes that Ray drains, until cancelled."""
+        try:
+            await repeat("the care for the nodes", self._look, self._events)
+        finally:
+            self._drains.cancel()
 
     async def end(self) -> None:
         """Ends all services."""
@@ -135,8 +139,21 @@ class Nodes:
         for node in nodes:
             if node.is_leaving and node.id in self._homes and node.id not in self._leaving and self._on_leaving:
                 self._leaving.add(node.id)
-                self._events.note(f"Ray drains node {node.name}")
-                await self._on_leaving(node)
+                self._drains.begin(self._drain(node, self._on_leaving))
+
+    async def _drain(self, node: RayNode, drain: Callable[[RayNode], Awaitable[None]]) -> None:
+        """Drains a node; tries again while its workers cannot be spared, and notes the first refusal."""
+        self._events.note(f"Ray drains node {node.name}")
+        is_refused = False
+        while node.id in self._homes:
+            try:
+                await drain(node)
+                return
+            except BatonError as error:
+                if not is_refused:
+                    self._events.note(f"node {node.name} is not drained yet: {error.message}")
+                is_refused = True
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def _forget(self, node_id: str) -> None:
         if node_id not in self._homes:

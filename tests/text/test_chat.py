@@ -192,13 +192,6 @@ async def test_a_process_that_dies_amid_its_answer_is_replaced(tmp_path: Path, m
     await renderer.close()
 
 
-async def test_no_process_begins_after_the_end() -> None:
-    async with rendering(TURNS) as renderer:
-        pass
-    with pytest.raises(Unavailable):
-        await renderer.render(users(["hi"]), 100)
-
-
 async def test_a_megabyte_is_rendered() -> None:
     async with rendering(TURNS) as renderer:
         text = "hi <|im_end|> " * 100_000
