@@ -11,16 +11,13 @@ import argparse
 import asyncio
 import os
 import random
-import secrets
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +30,7 @@ from benchmarks.peers import default_folder, make_model
 from benchmarks.result_file import write_result
 from benchmarks.service_peers import make_served_model
 from benchmarks.tiers import own_redis
+from tests.cluster.ray_nodes import RayNodes
 
 HANDOFF_LENS = (512, 4096)
 PREFIX_LEN, OWN_LEN = 4096, 64
@@ -103,31 +101,6 @@ def wait_for_prefill_workers(service: BatonService, num_workers: int, gone: int 
     raise RuntimeError(f"there are not {num_workers} prefill workers")
 
 
-@contextmanager
-def ray_nodes(roles: Sequence[dict[str, int]], folder: Path) -> Iterator[str]:
-    """Starts a Ray node for each of these resources by the scripts of deploy; yields the head's address."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with ExitStack() as ended:
-        for number, resources in enumerate(roles):
-            join = ["deploy/ray_node.sh", "--address", f"127.0.0.1:{port}"]
-            script = join if number else ["deploy/head.sh", "--port", str(port)]
-            offered = str(resources).replace("'", '"')
-            log = folder / f"node{number}.log"
-            command = ["bash", *script, "--resources", offered, "--node-ip-address", "127.0.0.1", "--block"]
-            with log.open("w") as output:
-                process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-            ended.callback(process.wait, START_S)
-            ended.callback(process.terminate)
-            deadline = time.monotonic() + START_S
-            while "Ray runtime started" not in log.read_text():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(log.read_text())
-                time.sleep(0.5)
-        yield f"127.0.0.1:{port}"
-
-
 def show(name: str, asked: Sequence[Asked]) -> None:
     for one in asked:
         told = f"TTFT {one.ttft_s:.3f} s, hand-off {one.handoff_share:.2%}, cached {one.cached_tokens}"
@@ -177,20 +150,28 @@ def one_node(runs: Runs, model: str, settings: Sequence[str]) -> None:
 
 def two_nodes(runs: Runs, model: str, settings: Sequence[str], folder: Path) -> None:
     more = [*MEMORY, "--redis-url", "off", "--config", TWO_POOLS, *settings]
-    with (
-        ray_nodes([{"prefill": 1}, {"decode": 1}], folder) as address,
-        BatonService("two", model, 1, 1, [*more, "--ray-address", address]) as service,
-    ):
-        runs.measure_handoff(service, "two nodes")
-    with (
-        ray_nodes([{"prefill": 1}, {"prefill": 1}, {"decode": 1}], folder) as address,
-        BatonService("peers", model, 1, 1, [*more, "--ray-address", address]) as service,
-    ):
-        warm = runs.compute_prefixes("other node", service)
-        service.scale(prefill=2)
-        wait_for_prefill_workers(service, 2)
-        kill_prefill_worker(service)
-        runs.ask("other node", service, warm)
+    with ExitStack() as ended:
+        address = join_nodes(folder, ended, "decode")
+        with BatonService("two", model, 1, 1, [*more, "--ray-address", address]) as service:
+            runs.measure_handoff(service, "two nodes")
+    with ExitStack() as ended:
+        address = join_nodes(folder, ended, "prefill", "decode")
+        with BatonService("peers", model, 1, 1, [*more, "--ray-address", address]) as service:
+            warm = runs.compute_prefixes("other node", service)
+            service.scale(prefill=2)
+            wait_for_prefill_workers(service, 2)
+            kill_prefill_worker(service)
+            runs.ask("other node", service, warm)
+
+
+def join_nodes(folder: Path, ended: ExitStack, *roles: str) -> str:
+    """Starts a Ray head for a prefill worker and a node for each role; returns the head's address."""
+    nodes = RayNodes(folder, ended)
+    os.environ.update(nodes.env)
+    nodes.head(prefill=1)
+    for role in roles:
+        nodes.join(role)
+    return nodes.address
 
 
 def started_again(runs: Runs, model: str, settings: Sequence[str], name: str) -> None:

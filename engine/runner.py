@@ -67,7 +67,7 @@ class Runner:
         return replace(gains, failed={sequence: _no_number() for sequence in faulty})
 
     def _accept(self, drafts: Drafts, gains: Gains) -> Gains:
-        """Leaves out what was drawn after guesses that did not come true."""
+        """Leaves out tokens that were drawn after a wrong guess."""
         num_rows, num_tokens, drawn = len(drafts.lengths), len(drafts.token_ids), gains.token_ids.tolist()
         end_ids = [sequence.end_ids for sequence in self._rows.sequences[:num_rows]]
         kept = drafts.true_places(drawn, end_ids)

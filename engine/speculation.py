@@ -99,7 +99,7 @@ class Proposer(Protocol):
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Drops what is kept of a sequence that decodes no more. Does nothing for an unknown one."""
+        """Forgets a sequence that decodes no more. Does nothing for an unknown one."""
         ...
 
 
@@ -220,7 +220,7 @@ class Speculator:
         return events
 
     def forget(self, sequence: Sequence) -> None:
-        """Drops what is kept of a sequence that decodes no more. Does nothing for an unknown one."""
+        """Forgets a sequence that decodes no more. Does nothing for an unknown one."""
         if self._draft_lens.pop(sequence, None) is not None and self._proposer is not None:
             self._proposer.forget(sequence)
 

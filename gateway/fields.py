@@ -28,7 +28,7 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def take(body: Mapping[str, Any], known: Mapping[str, Read], within: str = "") -> dict[str, Any]:
-    """Reads the fields that are known, and lets pass what is ignored. Raises InvalidRequest that names any other.
+    """Reads known fields and skips ignored ones. Raises InvalidRequest that names any other.
 
     within: the path of an inner object, ending in a dot.
     """

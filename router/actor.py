@@ -50,7 +50,7 @@ class RouterActor:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         folder = Path(config.model.folder)
         codec = await asyncio.to_thread(Tokenizer.load, folder)
-        template = Template.load(folder)
+        template = await asyncio.to_thread(Template.load, folder)
         renderer = None if template is None else TemplateProcesses(template)
         connect = partial(GrpcTransport, token=config.cluster.token, identity=config.cluster.identity)
         port = RayController(config.cluster.controller, config.cluster.ray_namespace)
