@@ -8,7 +8,7 @@ from wire.ids import AttemptId, RequestId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import FinishReason, Logprobs, SamplingParams
-from wire.tier import Tier
+from wire.tier import WRITE_COUNTS, Tier
 
 _LISTS = ("stop", "stop_token_ids", "logit_bias")
 _SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _LISTS)
@@ -74,9 +74,19 @@ def status_of(tier: str, statuses: Iterable[worker_pb2.TierStatus]) -> worker_pb
 
 
 def arenas_of(workers: Iterable[worker_pb2.WorkerStatus]) -> dict[str, worker_pb2.TierStatus]:
-    """Returns the arena of each node that hosts workers, by the node's id, from a worker that knows it if there is."""
-    told = [(one.node_id, tier) for one in workers for tier in one.tiers if tier.tier == Tier.HOST]
-    return dict(sorted(told, key=lambda one: bool(one[1].epoch)))
+    """Returns the arena of each node that hosts workers, by the node's id."""
+    return accounts_of(Tier.HOST, workers)
+
+
+def accounts_of(tier: str, workers: Iterable[worker_pb2.WorkerStatus]) -> dict[str, worker_pb2.TierStatus]:
+    """Returns each node's newest account of a tier, by the node's id: its service's counts only grow."""
+    told = [(one.node_id, status) for one in workers for status in one.tiers if status.tier == tier]
+    return dict(sorted(told, key=lambda one: _newness(one[1])))
+
+
+def _newness(status: worker_pb2.TierStatus) -> tuple[bool, bool, int]:
+    written = sum(status.counts[name] for name in WRITE_COUNTS if name in status.counts)
+    return bool(status.epoch), bool(status.counts), written
 
 
 def logprobs_to_pb(tokens: Iterable[int], logprobs: Iterable[Logprobs]) -> list[pb.TokenLogprobs]:

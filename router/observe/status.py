@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from router.requests.dispatch import Dispatcher
 from router.workers.controller_port import ClusterEvent
 from router.workers.members import Member, Members
-from wire.convert import arenas_of, status_of
+from wire.convert import accounts_of, arenas_of, status_of
 from wire.errors import BatonError
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pools import Role, WorkerState
-from wire.tier import BLOCK_STATES, READ_COUNTS, WRITE_COUNTS, Tier
+from wire.tier import BLOCK_STATES, READ_COUNTS, Tier
 
 ASK_TIMEOUT_S = 5.0
 TIER_STATES = {
@@ -85,20 +85,16 @@ def _summed(tier: Tier, workers: Sequence[worker_pb2.WorkerStatus]) -> worker_pb
     Pages and holds are a node's, and so are counts of its service: they are taken once from each node, and added up,
     as each worker's own counts are. The tier's state is the worst that any worker finds.
     """
-    told = [(worker.node_id, status) for worker in workers for status in worker.tiers if status.tier == tier]
-    # Of a node, the first account that has counts is taken; the newest of its service's counts is the largest.
-    told.sort(
-        key=lambda one: [bool(one[1].counts), *(one[1].counts.get(name, 0) for name in WRITE_COUNTS)], reverse=True
-    )
-    of_nodes = list(dict(reversed(told)).values())
+    told = [status for worker in workers for status in worker.tiers if status.tier == tier]
+    of_nodes = list(accounts_of(tier, workers).values())
     if not of_nodes:
         return worker_pb2.TierStatus(tier=tier)
     summed = worker_pb2.TierStatus()
-    summed.CopyFrom(of_nodes[-1])
-    states = {status.state for _, status in told}
+    summed.CopyFrom(next((status for status in of_nodes if status.counts), of_nodes[0]))
+    states = {status.state for status in told}
     summed.state = next((state for state in (*TIER_STATES, "off") if state in states), "")
     for name in list(summed.counts):
-        accounts = [status for _, status in told] if name in READ_COUNTS else of_nodes
+        accounts = told if name in READ_COUNTS else of_nodes
         summed.counts[name] = sum(status.counts.get(name, 0) for status in accounts)
     if summed.HasField("blocks"):
         for name in (*BLOCK_STATES, "total"):

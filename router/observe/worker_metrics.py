@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from router.observe.metrics import NAMESPACE
-from wire.convert import arenas_of
+from wire.convert import accounts_of, arenas_of
 from wire.pb import cluster_pb2, worker_pb2
 from wire.tier import BLOCK_STATES, COLD_TIERS, READ_COUNTS, Tier
 
@@ -115,12 +115,15 @@ def _of_tiers(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
         PLACED,
         [(ids, float(tier.state != "broken")) for ids, tier in told],
     )
-    services = {(*NODE, node_id, name): tier for (_, _, node_id, name), tier in told if name in COLD_TIERS}
+    accounts = [
+        ((*NODE, node_id, str(tier)), one) for tier in COLD_TIERS for node_id, one in accounts_of(tier, workers).items()
+    ]
+    services = [(ids, account) for ids, account in accounts if _is_on(account)]
     for name, text in (
         ("written", "Blocks that a node's service has written to a tier"),
         ("refused", "Blocks that a tier has refused from a node's service, being full or read-only"),
     ):
-        rows = [(ids, tier.counts[name]) for ids, tier in services.items()]
+        rows = [(ids, account.counts[name]) for ids, account in services]
         yield _counter(f"tier_{name}", text, rows, PLACED)
     for name in READ_COUNTS:
         rows = [(ids, tier.counts[name]) for ids, tier in told]

@@ -80,6 +80,7 @@ def test_cached_blocks_can_be_had_and_do_not_count_as_used() -> None:
 def test_each_node_has_its_own_arena_and_writer() -> None:
     cluster = Cluster(worker("d0"), worker("d1"), worker("d2", node="b"))
     cluster.status.workers[2].tiers[0].counts["holds"] = 7
+    cluster.status.workers[1].tiers[1].counts["written"] = 9  # an older account of the same node's service
     cluster.status.workers[2].tiers[1].counts["written"] = 11
     assert [cluster.value("tier_holds", node=node, tier="host") for node in "ab"] == [6, 7]
     written = [
