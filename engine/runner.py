@@ -161,7 +161,9 @@ class Runner:
         slots = [one.pages.slots(start, end, block_size) for one, start, end in spans]
         ends = [*accumulate((chunk.num_tokens for chunk in chunks), initial=num_tokens)][1:]
         samples = [[end - 1] for end, chunk in zip(ends, chunks, strict=True) if chunk.is_sampled]
-        context_lens = rows.context_lens[work.rows] + drafts.lengths - 1 if drafts else rows.context_lens[work.rows]
+        context_lens = rows.context_lens[work.rows]
+        if drafts:
+            context_lens = context_lens + (drafts.lengths - 1).astype(np.int32)
         starts = np.append(0, drafts.lengths.cumsum()) if drafts else np.arange(num_tokens + 1)
         num_single = sum(chunk.num_tokens == 1 for chunk in chunks)
         return Batch(

@@ -80,8 +80,13 @@ def arenas_of(workers: Iterable[worker_pb2.WorkerStatus]) -> dict[str, worker_pb
 
 def accounts_of(tier: str, workers: Iterable[worker_pb2.WorkerStatus]) -> dict[str, worker_pb2.TierStatus]:
     """Returns each node's newest account of a tier, by the node's id: its service's counts only grow."""
-    told = [(one.node_id, status) for one in workers for status in one.tiers if status.tier == tier]
-    return dict(sorted(told, key=lambda one: _newness(one[1])))
+    accounts: dict[str, worker_pb2.TierStatus] = {}
+    for worker in workers:
+        for status in worker.tiers:
+            if status.tier == tier:
+                known = accounts.setdefault(worker.node_id, status)
+                accounts[worker.node_id] = max(known, status, key=_newness)
+    return accounts
 
 
 def _newness(status: worker_pb2.TierStatus) -> tuple[bool, bool, int]:

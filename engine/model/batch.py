@@ -8,12 +8,23 @@ import torch
 from kernels.backend import KVPages
 from wire.layout import KVLayout
 
+_DTYPES = {
+    "token_ids": torch.int64,
+    "positions": torch.int64,
+    "slot_mapping": torch.int64,
+    "block_tables": torch.int32,
+    "context_lens": torch.int32,
+    "cu_query_lens": torch.int32,
+    "sample_rows": torch.int64,
+}
+
 
 @dataclass(frozen=True)
 class Batch:
     """Tokens of several sequences, one after another; decoding sequences, of one token each, come first.
 
-    T tokens, S sequences, N the most blocks of any of them; all on the model's device.
+    T tokens, S sequences, N the most blocks of any of them; all on the model's device. Raises ValueError for a tensor
+    of another dtype: a kernel that gets its address would read other numbers.
     """
 
     token_ids: torch.Tensor  # int64 [T]
@@ -24,6 +35,12 @@ class Batch:
     cu_query_lens: torch.Tensor  # int32 [S + 1]: where each sequence's tokens start
     num_decodes: int
     sample_rows: torch.Tensor  # int64 [R]: rows of T whose next token is wanted
+
+    def __post_init__(self) -> None:
+        for name, dtype in _DTYPES.items():
+            tensor: torch.Tensor = getattr(self, name)
+            if tensor.dtype is not dtype:
+                raise ValueError(f"{name} has {tensor.dtype}, not {dtype}")
 
 
 class Model(Protocol):

@@ -122,17 +122,21 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Decoder:
     return Decoder.load(folder, dtype, torch.device("cpu"), 16, make_backend(kernels))
 
 
+class Alone(dict[Key, Tokens]):
+    """The tokens of each request when no other is served."""
+
+    def __repr__(self) -> str:
+        """Says it shortly: hypothesis prints the arguments of a failure, and warns of long ones in place of it."""
+        return f"Alone({len(self)})"
+
+
 @pytest.fixture(scope="module")
-def alone(model: Decoder) -> dict[Key, Tokens]:
-    """What each request gets when nobody else is served."""
-    return {
-        (index, params): Crowd(make_core(model)).run([request(prompt(index), params)])[0]
+def alone(model: Decoder) -> Alone:
+    return Alone(
+        ((index, params), Crowd(make_core(model)).run([request(prompt(index), params)])[0])
         for index in range(2 * len(LENGTHS))
         for params in (GREEDY, SEEDED)
-    }
-
-
-Alone = dict[Key, Tokens]
+    )
 
 
 def asked(indices: Sequence[int]) -> tuple[list[Key], list[EngineRequest]]:
@@ -169,6 +173,16 @@ def test_with_guesses(model: Decoder, alone: Alone, error_rate: float) -> None:
             assert found == [alone[key] for key in keys[place : place + size]]
         assert core.stats().num_guessed_tokens > 0
         assert (core.stats().num_accepted_tokens > 0) is (error_rate < 1)
+
+
+def test_with_guesses_while_another_prompt_comes_in(model: Decoder, alone: Alone) -> None:
+    """Rows with guesses and a chunk are in one step: prompts join one by one while others decode."""
+    outputs = {prompt(key[0]): [[token_id for token_id, _ in alone[key]]] for key in alone if key[1] is SEEDED}
+    keys, requests = asked(range(7))
+    batcher = ContinuousBatcher(max_step_tokens=8, max_running=7)
+    core = make_core(model, num_blocks=512, batcher=batcher, speculator=seer(outputs, 0.2))
+    assert Crowd(core).run(requests, [3 * place for place in range(7)]) == [alone[key] for key in keys]
+    assert core.stats().num_accepted_tokens > 0
 
 
 def test_hit_in_each_tier(model: Decoder, alone: Alone) -> None:
