@@ -7,8 +7,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.machine import MachineState
-from deploy.load.latency import LatencyLimits, ModeSummary, Percentiles, Record, summarize
-from deploy.load.report import LATENCIES, describe_limits, rates, without_nan
+from deploy.load.latency import (
+    LATENCIES,
+    LatencyLimits,
+    ModeSummary,
+    Percentiles,
+    Record,
+    describe_limits,
+    rates,
+    summarize,
+    without_nan,
+)
 
 _WIDTH = 26
 

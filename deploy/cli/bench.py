@@ -15,9 +15,17 @@ from pathlib import Path
 from deploy.cli.command import Subparsers, add_command, read_number, read_whole
 from deploy.cli.generate import read_timeout
 from deploy.cli.table import COLORS, is_drawn, show
-from deploy.load.latency import LatencyLimits, ModeSummary, Record, summarize
+from deploy.load.latency import (
+    LATENCIES,
+    LatencyLimits,
+    ModeSummary,
+    Record,
+    describe_limits,
+    rates,
+    summarize,
+    without_nan,
+)
 from deploy.load.open_loop import CompletionsClient, LoadClient, OpenLoopClient
-from deploy.load.report import LATENCIES, describe_limits, rates, without_nan
 from deploy.load.schedule import Arrival, poisson_process, replay
 from deploy.load.trace import read_trace, scale
 from deploy.local.client import find_cluster

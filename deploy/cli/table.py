@@ -7,6 +7,7 @@ from typing import TextIO
 
 NOT_KNOWN = "-"
 COLORS = ("auto", "always", "never")
+_STYLES = {"ok": "green", "wrong": "bold red", "skipped": "dim"}
 
 
 def is_drawn(color: str, stream: TextIO) -> bool:
@@ -29,7 +30,7 @@ def show(head: Sequence[str], rows: Sequence[Sequence[str]], color: str) -> None
         numbers = all(_is_number(row[column]) for row in rows)
         table.add_column(name, justify="right" if numbers else "left", style="" if column else "cyan")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
     Console(force_terminal=True).print(table)
 
 
