@@ -134,8 +134,8 @@ def payloads(model: HashModel, tokens: tuple[int, ...]) -> list[bytes]:
     kv = torch.zeros(num_blocks, *LAYOUT.shape)
     positions = torch.arange(len(tokens))
     nothing = torch.tensor([], dtype=torch.int64)
-    lens, bounds = torch.tensor([len(tokens)]), torch.tensor([0, len(tokens)])
-    tables = torch.arange(num_blocks)[None]
+    lens, bounds = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([len(tokens)], [0, len(tokens)]))
+    tables = torch.arange(num_blocks, dtype=torch.int32)[None]
     model.forward(Batch(torch.tensor(tokens), positions, positions, tables, lens, bounds, 0, nothing), KVPages(kv))
     return [page.numpy().tobytes() for page in kv[: len(tokens) // LAYOUT.block_size]]
 
