@@ -100,10 +100,10 @@ class KVCache:
         """Finds the blocks of the longest prefix whose next token can be run: all that its row needs is here."""
         end = len(found)
         for place in reversed(range(len(found))):
+            if place < self._first_block(end, num_tokens):
+                break
             if found[place] is None:
                 end = place
-            elif place < self._first_block(end, num_tokens):
-                break
         return slice(self._first_block(end, num_tokens), end)
 
     def _first_block(self, end: int, num_tokens: int) -> int:

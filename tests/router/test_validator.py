@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from router.ports.interceptors import ErrorInterceptor
 from router.requests.validator import Limits, ValidRequest, resolve, validate
 from wire.errors import BatonError, InvalidRequest, ModelNotFound
+from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
 from wire.rpc import SERVER_OPTIONS
 from wire.rpc_status import details_of
 
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=16, dtype="float32")
 LIMITS = Limits(model="demo", vocab_size=1000, max_context_len=512, num_blocks=16, layout=LAYOUT)
 SEED = 77
 
