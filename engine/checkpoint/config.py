@@ -52,6 +52,11 @@ class AttentionConfig:
     qk_norm: bool
     windows: tuple[int | None, ...]
 
+    @property
+    def window(self) -> int | None:
+        """The widest window; None if a layer has none."""
+        return None if None in self.windows else max(window for window in self.windows if window is not None)
+
     @classmethod
     def parse(cls, architecture: str, fields: JsonFields, hidden_size: int, num_layers: int) -> "AttentionConfig":
         num_heads = fields.count("num_attention_heads")
@@ -119,7 +124,9 @@ class ModelConfig:
 
     def kv_layout(self, dtype: str, block_size: int) -> KVLayout:
         """Describes a block of this model's KV in a compute dtype."""
-        return KVLayout(self.num_layers, self.attention.num_kv_heads, self.attention.head_dim, block_size, dtype)
+        attention = self.attention
+        window = attention.window
+        return KVLayout(self.num_layers, attention.num_kv_heads, attention.head_dim, block_size, dtype, window=window)
 
 
 def parse_eos(fields: JsonFields, vocab_size: int) -> tuple[int, ...]:

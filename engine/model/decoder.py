@@ -114,7 +114,7 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Does as `Model.forward`. Returns an inference tensor of the caller's until the next call. For one thread."""
-        angles = self._angles_within(len(kv.data) * self.layout.block_size)
+        angles = self._angles_within(self.layout.max_len(len(kv.data), self.max_context_len))
         if len(batch.token_ids) == len(batch.sample_rows):
             program = self._program_for(batch, kv)
             if program is not None:
@@ -151,7 +151,6 @@ class Decoder:
 
     def _angles_within(self, num_positions: int) -> Angles:
         """Makes the angles of all positions that a pool has room for, once."""
-        num_positions = min(num_positions, self.max_context_len)
         if len(self._angles.cosines) < num_positions:
             self._angles = make_angles(self.config.rope, self.config.attention.head_dim, num_positions, self.device)
         return self._angles
@@ -165,7 +164,7 @@ class DecodeProgram:
 
     def __init__(self, decoder: Decoder, recorder: Recorder, kv: KVPages, num_rows: int) -> None:
         half = decoder.config.attention.head_dim // 2
-        num_blocks = min(len(kv.data), -(-decoder.max_context_len // decoder.layout.block_size))
+        num_blocks = decoder.layout.num_blocks(decoder.layout.max_len(len(kv.data), decoder.max_context_len))
         ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)

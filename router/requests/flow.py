@@ -191,7 +191,7 @@ class Flow:
             return
         node_id = placement.prefill_node(keys, num_prompt, lambda node_id: holds.budgets[node_id].has_room)
         self.timeline.begin_span("wait_room")
-        async with holds.hold(self._attempt_id, keys, node_id) as hold:
+        async with holds.hold(self._attempt_id, self.prepared.held_keys, node_id) as hold:
             self._end_span("wait_room")
             member = placement.choose_prefill(keys, num_prompt, hold.node_id)
             if member is not None:

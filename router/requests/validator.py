@@ -10,6 +10,7 @@ from wire.convert import sampling_from_pb
 from wire.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from wire.ids import REQUEST_ID, BlockKey, NamespaceRoot, RequestId
 from wire.keys import cover
+from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_TURNS
 from wire.sampling import SamplingParams
@@ -26,12 +27,12 @@ class Limits:
     vocab_size: int
     max_context_len: int
     num_blocks: int
-    block_size: int
+    layout: KVLayout
 
     @property
     def max_sequence_len(self) -> int:
         """Tokens, prompt and output, that one choice may have."""
-        return min(self.max_context_len, self.num_blocks * self.block_size)
+        return self.layout.max_len(self.num_blocks, self.max_context_len)
 
 
 ValidPrompt = Chat | Rendered | str | tuple[int, ...]
@@ -50,11 +51,15 @@ class ValidRequest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request ready for workers. `keys` name all blocks of the prompt, a partly filled last one included."""
+    """A request ready for workers. `keys` name all blocks of the prompt, a partly filled last one included.
+
+    held_keys: the ones that a decode worker fetches.
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     keys: tuple[BlockKey, ...]
+    held_keys: tuple[BlockKey, ...]
 
 
 def validate(message: pb.GenerateRequest, limits: Limits) -> ValidRequest:
@@ -98,8 +103,8 @@ def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: Namespa
     encoded = encode(valid.prompt, codec)
     sampling = resolve(valid, encoded, limits, secrets.randbits(SEED_BITS))
     prompt_ids = tuple(encoded)
-    keys = tuple(name.key for name in cover(root, prompt_ids, limits.block_size))
-    return Prepared(prompt_ids, sampling, keys)
+    keys = tuple(name.key for name in cover(root, prompt_ids, limits.layout.block_size))
+    return Prepared(prompt_ids, sampling, keys, keys[limits.layout.first_block(len(prompt_ids)) :])
 
 
 def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: Limits, seed: int) -> SamplingParams:

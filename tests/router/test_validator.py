@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from router.ports.interceptors import ErrorInterceptor
 from router.requests.validator import Limits, ValidRequest, resolve, validate
 from wire.errors import BatonError, InvalidRequest, ModelNotFound
+from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
 from wire.rpc import SERVER_OPTIONS
 from wire.rpc_status import details_of
 
-LIMITS = Limits(model="demo", vocab_size=1000, max_context_len=512, num_blocks=16, block_size=16)
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=16, dtype="float32")
+LIMITS = Limits(model="demo", vocab_size=1000, max_context_len=512, num_blocks=16, layout=LAYOUT)
 SEED = 77
 
 
@@ -224,7 +226,7 @@ class TestLengths:
 
     def test_default_is_256_or_what_fits(self) -> None:
         assert admit(text(), num_prompt_tokens=10).max_tokens == 246
-        roomy = Limits("demo", 1000, max_context_len=2048, num_blocks=1000, block_size=16)
+        roomy = Limits("demo", 1000, max_context_len=2048, num_blocks=1000, layout=LAYOUT)
         assert admit(text(), num_prompt_tokens=10, limits=roomy).max_tokens == 256
         assert admit(text(), num_prompt_tokens=2047, limits=roomy).max_tokens == 1
 
@@ -234,7 +236,7 @@ class TestLengths:
             admit(text(max_tokens=247), num_prompt_tokens=10)
 
     def test_context_binds_where_the_pool_is_larger(self) -> None:
-        small = Limits("demo", 1000, max_context_len=32, num_blocks=16, block_size=16)
+        small = Limits("demo", 1000, max_context_len=32, num_blocks=16, layout=LAYOUT)
         assert admit(text(max_tokens=22), num_prompt_tokens=10, limits=small).max_tokens == 22
         with pytest.raises(InvalidRequest, match="max_tokens"):
             admit(text(max_tokens=23), num_prompt_tokens=10, limits=small)
