@@ -49,10 +49,10 @@ class KVCache:
     def admit(self, sequence: Sequence, siblings: Iterable[Sequence] = ()) -> bool:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
 
-        False, and nothing changed, if too few pages are free. Covers at most known - 1 tokens: the last is always run.
+        False, and nothing changed, if too few pages are free. Covers readable tokens: the last known one is always run.
         The tail of a prompt is copied from a sibling's page, if all before it is on the device.
         """
-        names = [] if sequence.request.computes_all else sequence.cover(sequence.num_known - 1)
+        names = [] if sequence.request.computes_all else sequence.cover(sequence.num_readable)
         hits = self._ledger.find_longest([name.key for name in names if not name.is_tail])
         for page in hits:
             self._ledger.acquire(page)
@@ -158,7 +158,7 @@ class KVCache:
         num_hits = num_device + len(tiers)
         self._free(sequence.pages[num_hits:])
         sequence.pages = BlockTable(sequence.pages[:num_hits])
-        sequence.begin_run(min(num_hits * self._block_size, sequence.num_known - 1))
+        sequence.begin_run(min(num_hits * self._block_size, sequence.num_readable))
         for name, page in zip(names, sequence.pages[num_device:], strict=False):
             if not name.is_tail:
                 self._ledger.publish(page, name.key)
