@@ -65,10 +65,10 @@ class KVCache:
     def admit(self, sequence: Sequence, siblings: Iterable[Sequence] = ()) -> bool:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
 
-        False, and nothing changed, if too few pages are free. Covers at most known - 1 tokens: the last is always run.
+        False, and nothing changed, if too few pages are free. Covers readable tokens: the last known one is always run.
         The tail of a prompt is copied from a sibling's page, if all else that is needed is on the device.
         """
-        num_tokens = 0 if sequence.request.computes_all else sequence.num_known - 1
+        num_tokens = 0 if sequence.request.computes_all else sequence.num_readable
         names = sequence.cover(num_tokens)
         found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
         first = self._usable(found, num_tokens).start
@@ -84,7 +84,7 @@ class KVCache:
             return False
         sequence.pages = BlockTable([*hits, *to_fill])
         sequence.phase = Phase.FETCHING
-        if len(missing) == 1 and names[-1].is_tail and self._copy_tail(sequence, to_fill[0], siblings):
+        if len(missing) == 1 and names[-1].is_tail and self._copy_tail(sequence, missing[0], to_fill[0], siblings):
             found[-1], missing, to_fill = to_fill[0], [], []
         fetch = Fetch(
             [names[place] for place in missing],
@@ -115,12 +115,11 @@ class KVCache:
         ends = [*missing[1:], num_blocks]
         return [bisect_left(missing, self._first_block(end, num_tokens)) for end in ends[: len(missing)]]
 
-    def _copy_tail(self, sequence: Sequence, page: PageId, siblings: Iterable[Sequence]) -> bool:
+    def _copy_tail(self, sequence: Sequence, place: int, page: PageId, siblings: Iterable[Sequence]) -> bool:
         """Copies the tail of a prompt from a sibling that has computed the same tokens; False if there is none."""
-        last = sequence.num_prompt // self._layout.block_size
         for one in siblings:
             if sequence.num_known - 1 == sequence.num_prompt <= one.num_computed:
-                [source] = one.pages[last : last + 1]
+                [source] = one.pages[place : place + 1]
                 self.pool.kv.data[page] = self.pool.kv.data[source]
                 return True
         return False

@@ -72,7 +72,8 @@ class End:
 class Sequence:
     """Known tokens are prompt plus output; `num_computed` of them have KV in `pages`; the last known one never has.
 
-    end_ids: tokens that end the choice. max_output: output tokens at which it ends for its length.
+    end_ids: tokens that end the choice. max_output: output tokens at which it ends for its length. num_scored: as in
+    EngineRequest, and grows.
     """
 
     def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: Model) -> None:
@@ -88,6 +89,7 @@ class Sequence:
         self.phase = Phase.WAITING
         self.gate: Gate | None = None
         self.has_started = False
+        self.num_scored = request.num_scored
         self._num_computed = 0
         self._early_ids = (*sampling.stop_token_ids, *model.eos_token_ids)
         self._layout = model.layout
@@ -102,6 +104,16 @@ class Sequence:
     def num_computed(self) -> int:
         """Tokens with KV. Follows from the number of known ones while the sequence decodes, step by step."""
         return self.num_known - 1 if self.phase is Phase.DECODE else self._num_computed
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether tokens of the prompt are still to be scored; the leader's run does it before the first output."""
+        return 0 < self.num_scored < self.num_prompt and not self.output_ids
+
+    @property
+    def num_readable(self) -> int:
+        """Known tokens whose KV may be read from elsewhere: not the last, nor one whose logits are wanted."""
+        return self.num_scored - 1 if self.wants_scores else self.num_known - 1
 
     def begin_run(self, num_computed: int) -> None:
         """Goes on from so many tokens with KV: decoding, if that is all but the last token emitted.

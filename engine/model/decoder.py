@@ -115,7 +115,7 @@ class Decoder:
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Does as `Model.forward`. Returns an inference tensor of the caller's until the next call. For one thread."""
         angles = self._angles_within(self.layout.max_len(len(kv.data), self.max_context_len))
-        if len(batch.token_ids) == len(batch.sample_rows):
+        if batch.samples_all:
             program = self._program_for(batch, kv)
             if program is not None:
                 return program.run(batch, angles)
@@ -136,7 +136,7 @@ class Decoder:
             normed = do.rms_norm(states, layer.mlp_norm, eps, to.normed)
             gate_up = do.linear(normed, layer.gate_up.weight, layer.gate_up.bias, out=to.gate_up)
             states = do.linear(do.gate(gate_up, to.gated), layer.down.weight, layer.down.bias, states, to.states)
-        sampled = states if len(batch.sample_rows) == len(states) else states[batch.sample_rows]
+        sampled = states if batch.samples_all else states[batch.sample_rows]
         return do.logits(do.rms_norm(sampled, self.weights.norm, eps, to.normed), self.weights.head, to.logits)
 
     def _program_for(self, batch: Batch, kv: KVPages) -> "DecodeProgram | None":

@@ -96,6 +96,8 @@ INVALID: dict[str, tuple[Callable[[], pb.GenerateRequest], str]] = {
     "n 10^9": (lambda: text(n=10**9), "n"),
     "logprobs -1": (lambda: text(logprobs=-1), "logprobs"),
     "logprobs 21": (lambda: text(logprobs=21), "logprobs"),
+    "prompt_logprobs -1": (lambda: text(prompt_logprobs=-1), "prompt_logprobs"),
+    "prompt_logprobs 21": (lambda: text(prompt_logprobs=21), "prompt_logprobs"),
     "seed -1": (lambda: text(seed=-1), "seed"),
     "seed -2^63": (lambda: text(seed=-(2**63)), "seed"),
     # stops
@@ -132,6 +134,14 @@ def test_refused(row: str) -> None:
     assert caught.value.message.startswith(f"{param}: ")
     assert caught.value.ids == {"param": param}
     assert caught.value.status.grpc == "INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize("sampling", [{"prompt_logprobs": 0}, {"echo": True}])
+def test_a_prompt_that_is_told_is_bounded(sampling: dict[str, Any]) -> None:
+    large = Limits(model="demo", vocab_size=1000, max_context_len=1 << 17, num_blocks=1 << 14, layout=LAYOUT)
+    assert admit(text(**sampling), 1 << 15, large).seed == SEED
+    with pytest.raises(InvalidRequest, match=next(iter(sampling))):
+        admit(text(**sampling), (1 << 15) + 1, large)
 
 
 @pytest.mark.parametrize("name", ["other", "", "demo ", "DEMO", "../../etc/passwd", "m" * 10_240, "demo\0"])
