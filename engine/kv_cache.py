@@ -120,7 +120,7 @@ class KVCache:
         for one in siblings:
             if sequence.num_known - 1 == sequence.num_prompt <= one.num_computed:
                 [source] = one.pages[place : place + 1]
-                self.pool.kv.data[page] = self.pool.kv.data[source]
+                self.pool.page_bytes(page).copy_(self.pool.page_bytes(source))
                 return True
         return False
 

@@ -25,6 +25,8 @@ from wire.keys import namespace_root
 
 TENANT = "default"
 NO_ADAPTER = ""
+FULL_CACHE = ""
+"""The policy of a cache that keeps every token."""
 
 
 class Router:
@@ -69,7 +71,8 @@ class Router:
             self.metrics,
             self._renderer,
         )
-        root = namespace_root(config.cluster.secret, TENANT, model.fingerprint, layout.encode(), NO_ADAPTER)
+        parts = TENANT, model.fingerprint, layout.encode(), NO_ADAPTER, FULL_CACHE
+        root = namespace_root(config.cluster.secret, *parts)
         self.dispatcher = Dispatcher(services, root, Admission(config.admission), config.streams, self._limits)
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)

@@ -16,6 +16,7 @@ from engine.model.batch import Batch
 from engine.model.weights import DecoderWeights, WeightLoader, check_weights
 from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Recorder, Tables, select_backend
 from wire.errors import ConfigError
+from wire.layout import KVLayout
 
 ANGLES_AT_ONCE = 1 << 16
 MIN_PROGRAM_ROWS = 8
@@ -74,12 +75,16 @@ class Decoder:
     """A `Model` with weights. Its twin is `engine.model.hash_model.HashModel`."""
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, dtype: str, block_size: int, backend: Backend
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        layout: KVLayout,
+        backend: Backend,
     ) -> None:
         """Takes the device from the weights, which `backend` has packed."""
         self.config = config
         self.weights = weights
-        self.layout = config.kv_layout(dtype, block_size)
+        self.layout = layout
         self.device = weights.norm.device
         self.vocab_size = config.vocab_size
         self.max_context_len = config.max_context_len
@@ -99,17 +104,20 @@ class Decoder:
         device: torch.device,
         block_size: int,
         backend: Backend | None = None,
+        kv_dtype: str = "auto",
     ) -> "Decoder":
         """Loads a checkpoint folder. Without a dtype it is the checkpoint's own, where the backend is made for it.
 
-        Raises ModelError for a folder that cannot be served, ConfigError for an unknown dtype.
+        kv_dtype: of wire.layout.KV_DTYPES. Raises ModelError for a folder that cannot be served, ConfigError for an
+        unknown dtype.
         """
         checkpoint = Checkpoint(folder)
         check_weights(checkpoint)
         backend = backend or select_backend(device)
         resolved = compute_dtype(dtype, checkpoint.config, backend)
+        layout = checkpoint.config.kv_layout(str(resolved).removeprefix("torch."), block_size, kv_dtype)
         weights = WeightLoader(checkpoint, resolved, device, backend).load()
-        return cls(checkpoint.config, weights, str(resolved).removeprefix("torch."), block_size, backend)
+        return cls(checkpoint.config, weights, layout, backend)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
@@ -170,7 +178,7 @@ class DecodeProgram:
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         self._batch = Batch(ids[0], ids[1], ids[2], tables, lens, starts, num_rows, ids[0])
         self._angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half))
-        buffers = Buffers.make(decoder.config, num_rows, kv.data.dtype)
+        buffers = Buffers.make(decoder.config, num_rows, decoder.weights.norm.dtype)
         self._logits = decoder.run(recorder, self._batch, self._angles, kv, buffers)
         self._program = recorder.finish()
         self._kept = decoder.weights, kv, buffers
