@@ -25,6 +25,8 @@ from wire.keys import namespace_root
 
 TENANT = "default"
 NO_ADAPTER = ""
+FULL_CACHE = ""
+"""The policy of a cache that keeps every token."""
 
 
 class Router:
@@ -69,7 +71,8 @@ class Router:
             self.metrics,
             self._renderer,
         )
-        root = namespace_root(config.cluster.secret, TENANT, model.fingerprint, layout.encode(), NO_ADAPTER)
+        parts = TENANT, model.fingerprint, layout.encode(), NO_ADAPTER, FULL_CACHE
+        root = namespace_root(config.cluster.secret, *parts)
         self.dispatcher = Dispatcher(services, root, Admission(config.admission), config.streams, self._limits)
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
@@ -101,8 +104,8 @@ class Router:
 
     def _limits(self) -> Limits:
         """Bounds as the workers are now; without workers, the bounds of the model."""
-        model, block_size = self.config.model, self.config.model.layout.block_size
+        model, layout = self.config.model, self.config.model.layout
         num_blocks = self.members.num_pool_blocks
         if num_blocks is None:
-            num_blocks = -(-model.max_context_len // block_size)
-        return Limits(model.name, model.vocab_size, model.max_context_len, num_blocks, block_size)
+            num_blocks = layout.num_needed(model.max_context_len)
+        return Limits(model.name, model.vocab_size, model.max_context_len, num_blocks, layout)

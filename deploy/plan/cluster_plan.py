@@ -143,7 +143,12 @@ class ClusterPlan:
         host = LOOPBACK if home.node.is_head else home.node.host
         return WorkerConfig(
             model=CheckpointSettings(
-                served.folder, served.fingerprint_hex, served.dtype, self.model.device, self.model.kernels
+                served.folder,
+                served.fingerprint_hex,
+                served.dtype,
+                self.model.device,
+                self.model.kernels,
+                self.config.model.kv_dtype,
             ),
             pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
             store=replace(self._store(home), node_id=home.node.name, block_address=home.block_address),

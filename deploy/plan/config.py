@@ -15,6 +15,7 @@ from deploy.plan.byte_size import parse_bytes
 from deploy.plan.resources import RESERVED
 from router.config import LOOPBACK, AdmissionBounds, StreamBounds
 from wire.errors import ConfigError
+from wire.layout import KV_DTYPES
 from wire.pools import PoolSizes, Role
 from wire.settings import from_object
 from wire.tier import Write
@@ -51,6 +52,7 @@ class ModelSettings:
     served_name: str | None = None
     dtype: str = "auto"
     weights: str = "auto"
+    kv_dtype: str = "auto"
     block_size: int = 16
 
 
@@ -216,6 +218,7 @@ class ClusterConfig:
         choices_of = {
             "model.dtype": DTYPES,
             "model.weights": WEIGHTS,
+            "model.kv_dtype": KV_DTYPES,
             "model.block_size": BLOCK_SIZES,
             "worker.cpu_kernels": CPU_KERNELS,
             "speculation.proposer": PROPOSERS,
