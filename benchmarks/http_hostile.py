@@ -125,7 +125,7 @@ KINDS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
     "bodies that do not come": lambda attacker: attacker.trickle(_POST + b"Content-Length: 4000000\r\n\r\n{"),
     "bodies that never end": lambda attacker: attacker.repeat(_POST + b"Transfer-Encoding: chunked\r\n\r\n", _PIECE),
     "readers that do not read": lambda attacker: attacker.hold(_NUM_SLOW, _GET * _NUM_PIPELINED),
-    "10,000 idle connections": lambda attacker: attacker.hold(_NUM_IDLE),
+    "idle connections": lambda attacker: attacker.hold(_NUM_IDLE),
     "clients that vanish": lambda attacker: attacker.vanish(_body(b'{"prompt": "a", "stream": true}')),
     "heads of 17 KiB": lambda attacker: attacker.repeat(b"GET / HTTP/1.1\r\nA: " + b"a" * (17 << 10) + b"\r\n\r\n"),
     "two lengths": lambda attacker: attacker.repeat(_POST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import RETRY_AFTER_S, HttpError, envelope
 from wire.errors import Unavailable
@@ -22,6 +22,8 @@ MAX_CONNECTIONS = 2048
 MAX_CONNECTIONS_AN_ADDRESS = 256
 """Of one client's address, but for this machine's own: a proxy there speaks for many."""
 LOOPBACK = ("127.0.0.1", "::1")
+MAX_PIPELINED = 16
+"""Requests of one connection that wait for the answer to another."""
 MAX_HEAD_BYTES = 16 << 10
 MAX_HEADERS = 100
 MAX_HEAD_S = 10.0
@@ -81,6 +83,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._in_head = True
         self._num_head_bytes = 0
+        self._cycles: list[RequestResponseCycle] = []
         self._refusal: HttpError | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._late = self.loop.call_later(MAX_HEAD_S, self._end_late)
@@ -97,6 +100,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._by_address[self._address] -= 1
         if not self._by_address[self._address]:
             del self._by_address[self._address]
+        for cycle in self._cycles:  # uvicorn tells the last one only, and another may be the one that is answered
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -127,9 +133,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.has_offer():
             return
         self._require_host()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = HttpError(HTTPStatus.TOO_MANY_REQUESTS, "as many requests wait on this connection as may")
+            raise httptools.HttpParserError("too many")
         self._in_head, self._num_head_bytes = False, 0
         self._late.cancel()
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
 
     def on_message_complete(self) -> None:
         if not self.parser.has_offer():
