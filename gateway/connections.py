@@ -34,6 +34,8 @@ MAX_STALL_S = 30.0
 """How long a reader may leave an answer waiting; uvicorn holds back 64 KiB of it, and then the application."""
 STOP_GRACE_S = 1.0
 BACKLOG = 1024
+MAX_ACCEPTED = 16
+"""Connections taken at a time: asyncio takes as many as its backlog, and streams wait meanwhile."""
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
 _KERNELS_BOUNDS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -230,6 +232,7 @@ class HttpServer:
             log_config=None,
             log_level="critical",  # the application logs; uvicorn would log a line for each bad request
             access_log=False,
+            backlog=MAX_ACCEPTED,
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=MAX_IDLE_S,  # type: ignore[arg-type]
@@ -257,6 +260,7 @@ class HttpServer:
                 self._serving.result()
                 raise Unavailable("the HTTP server has not started")
             await asyncio.sleep(0.001)
+        listener.listen(BACKLOG)  # asyncio has asked for its own
         return f"{host}:{listener.getsockname()[1]}"
 
     async def stop(self) -> None:
