@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.errors import RETRY_AFTER_S, HttpError, envelope
 from wire.errors import Unavailable
 from wire.rpc import port_taken
+from wire.trust.certificates import Certificates
 
 MAX_CONNECTIONS = 2048
 MAX_HEAD_BYTES = 16 << 10
@@ -164,7 +165,7 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves an application on one port, from `start` to `stop`. Belongs to the running event loop."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, tls: Certificates | None = None) -> None:
         config = uvicorn.Config(
             app,
             http=BoundedProtocol,
@@ -175,6 +176,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            ssl_context_factory=None if tls is None else lambda *_: tls.server_context(),
             timeout_keep_alive=MAX_IDLE_S,  # type: ignore[arg-type]
             timeout_graceful_shutdown=STOP_GRACE_S,  # type: ignore[arg-type]
         )

@@ -21,10 +21,7 @@ from router.workers.members import Members
 from router.workers.membership import Membership
 from text.chat import NoRenderer, Renderer
 from text.codec import TextCodec
-from wire.keys import namespace_root
-
-TENANT = "default"
-NO_ADAPTER = ""
+from wire.trust.key_ring import KeyRing
 
 
 class Router:
@@ -44,6 +41,7 @@ class Router:
         model, layout = config.model, config.model.layout
         self.config = config
         self.port = port
+        self.keys = KeyRing(config.keys)
         self.metrics = RequestMetrics()
         self.members = Members(model.fingerprint, layout.encode())
         self.holds = Holds(self.members)
@@ -69,8 +67,9 @@ class Router:
             self.metrics,
             self._renderer,
         )
-        root = namespace_root(config.cluster.secret, TENANT, model.fingerprint, layout.encode(), NO_ADAPTER)
-        self.dispatcher = Dispatcher(services, root, Admission(config.admission), config.streams, self._limits)
+        self.dispatcher = Dispatcher(
+            services, config.root_of, Admission(config.admission), config.streams, self._limits
+        )
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
         self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))

@@ -39,6 +39,11 @@ def namespace_root(secret: bytes, tenant: str, fingerprint: bytes, layout: bytes
     return NamespaceRoot(hmac.digest(secret, msgpack.packb([tenant, fingerprint, layout, adapter]), "sha256"))
 
 
+def digest_of(root: NamespaceRoot) -> bytes:
+    """Returns the digest by which stores know a namespace."""
+    return hashlib.sha256(root).digest()
+
+
 class KeyChain:
     """The names of a growing sequence of tokens, each full block hashed once.
 
@@ -47,7 +52,7 @@ class KeyChain:
 
     def __init__(self, root: NamespaceRoot, block_size: int) -> None:
         self._root = root
-        self._root_digest = hashlib.sha256(root).digest()
+        self._root_digest = digest_of(root)
         self._block_size = block_size
         self._tokens: list[int] = []
         self._full: list[BlockName] = []

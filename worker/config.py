@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 from wire.errors import ConfigError
 from wire.frame import MAC_KEY_BYTES
-from wire.identity import Identity
 from wire.pools import Role
 from wire.settings import from_json, to_json
 from wire.tier import ColdSettings
+from wire.trust.identity import Identity
 from worker.engine_watch import MAX_SILENCE_S
 
 FINGERPRINT_BYTES = 32
