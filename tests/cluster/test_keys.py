@@ -1,4 +1,4 @@
-"""Keys of a real cluster: made, shown, revoked, and kept by a router that comes back."""
+"""Keys of a real cluster with TLS: made, shown, revoked, and kept by a router that comes back."""
 
 import os
 import subprocess
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from deploy.plan.authority import Authority
 from tests.cluster.served_cluster import ServedCluster, wait_until
 
 pytestmark = pytest.mark.cluster
+AUTHORITY = Authority.make()
 BODY = '{"prompt": "hello", "max_tokens": 1}'
 
 
@@ -24,9 +26,15 @@ def test_keys_made_while_the_cluster_runs_hold_at_both_doors_and_after_a_restart
         env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
         return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
-    cluster.do("up", "--prefill", "0", "--decode", "1", "--grpc-port", "0", "--redis-url", "off")
+    door = AUTHORITY.issue("door", "127.0.0.1")
+    for name, text in (("cert", door.certificate_pem), ("key", door.key_pem), ("ca", AUTHORITY.certificate_pem)):
+        (tmp_path / name).write_text(text)
+    tls = ("--tls-cert", str(tmp_path / "cert"), "--tls-key", str(tmp_path / "key"))
+    cluster.do("up", "--prefill", "0", "--decode", "1", "--grpc-port", "0", "--redis-url", "off", *tls)
     try:
         address = cluster.status()["http_address"]
+        assert status_of(address, "") == "000", "the certificate is not trusted yet"
+        monkeypatch.setenv("CURL_CA_BUNDLE", str(tmp_path / "ca"))
         assert status_of(address, "") == "200"
         text = key("create", "--tenant", "acme", "--max-open-requests", "2", "--arena-share", "0.5")
         refused = cluster.run("generate", "hello")
@@ -49,5 +57,5 @@ def test_keys_made_while_the_cluster_runs_hold_at_both_doors_and_after_a_restart
 def status_of(address: str, text: str) -> str:
     shown = ["-H", f"Authorization: Bearer {text}"] if text else []
     command = ["curl", "--silent", "--max-time", "30", "-o", "/dev/null", "-w", "%{http_code}", *shown]
-    command += ["-H", "Content-Type: application/json", "-d", BODY, f"http://{address}/v1/completions"]
+    command += ["-H", "Content-Type: application/json", "-d", BODY, f"https://{address}/v1/completions"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
