@@ -30,7 +30,8 @@ class GatewayActor:
         config = self._config
         self._clients = [AsyncClient(config.address, api_key="") for _ in range(NUM_CHANNELS)]
         tls = None if config.tls is None else Certificates(config.tls)
-        self._server = HttpServer(Gateway(self._clients, self._keys, config.metrics_address), tls)
+        app = Gateway(self._clients, self._keys, config.metrics_address)
+        self._server = HttpServer(app, config.knows_host, tls)
         address = await self._server.start(config.host, config.port)
         gc.collect()
         gc.freeze()  # as the router does

@@ -12,6 +12,8 @@ from wire.trust.identity import Identity
 from wire.trust.key_ring import KeyList
 
 NO_ADAPTER = ""
+FULL_CACHE = ""
+"""The policy of a cache that keeps every token."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -114,7 +116,9 @@ class RouterConfig:
     def root_of(self, tenant: str) -> NamespaceRoot:
         """Derives the root of the names of a tenant's blocks."""
         model = self.model
-        return namespace_root(self.cluster.secret, tenant, model.fingerprint, model.layout.encode(), NO_ADAPTER)
+        return namespace_root(
+            self.cluster.secret, tenant, model.fingerprint, model.layout.encode(), NO_ADAPTER, FULL_CACHE
+        )
 
     def to_json(self) -> str:
         return to_json(self)

@@ -37,7 +37,7 @@ BlockKey = NewType("BlockKey", bytes)
 """32 bytes: the chained hash of all tokens up to and including a block, under a namespace root."""
 
 NamespaceRoot = NewType("NamespaceRoot", bytes)
-"""32 bytes: the root of all keys of one tenant, model, layout and adapter."""
+"""32 bytes: the root of all keys of one tenant, model, layout, adapter and policy."""
 
 PageId = NewType("PageId", int)
 """Index of a page in a device pool, or of a slot in an arena."""

@@ -13,6 +13,7 @@ from deploy.local.state import ClusterState, command_line
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.config import DTYPES, WEIGHTS, ClusterConfig
 from deploy.plan.model import DEMO_MODEL
+from wire.layout import KV_DTYPES
 from worker.config import PROPOSERS
 
 DESCRIPTION = """\
@@ -32,6 +33,7 @@ def _port_or_off(text: str) -> int | str:
 _MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)"
 _DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
 _WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a little less exact (default: auto)"
+_KV = "what KV is kept in: auto, as it computes, or half the memory in int8 or fp8, a little less exact (default: auto)"
 _SPECULATE = "ngram: guess next tokens by what followed the same ones before; no token changes (default: off)"
 _INSECURE = "allow settings that leave a port open to strangers: see docs/security.md"
 _HOST = "the address of the ports for clients; another one wants keys and TLS, or --insecure (default: 127.0.0.1)"
@@ -47,6 +49,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--served-model-name": ("model.served_name", "NAME", str, "what clients call it (default: the folder's name)"),
         "--dtype": ("model.dtype", None, str, _DTYPE),
         "--weights": ("model.weights", None, str, _WEIGHTS),
+        "--kv-dtype": ("model.kv_dtype", None, str, _KV),
         "--block-size": ("model.block_size", "TOKENS", int, "tokens per block of KV (default: 16)"),
     },
     "workers": {
@@ -77,7 +80,12 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
     },
 }
 """Flags by group: the setting of the file that each one is, too, and its value."""
-CHOICES = {"model.dtype": DTYPES, "model.weights": WEIGHTS, "speculation.proposer": PROPOSERS}
+CHOICES = {
+    "model.dtype": DTYPES,
+    "model.weights": WEIGHTS,
+    "model.kv_dtype": KV_DTYPES,
+    "speculation.proposer": PROPOSERS,
+}
 
 
 def add_parser(commands: Subparsers) -> None:

@@ -199,15 +199,15 @@ class Startup:
             self._reporter.tell("workers", f"{pools.prefill} prefill and {pools.decode} decode, {each}")
             return 0
         home = Home(RayNode("", LOOPBACK, is_head=True), plan.machine)
-        block_bytes = plan.model.served.layout.block_bytes
+        layout = plan.model.served.layout
         for role in Role:
             sizes = plan.sizes(role, home)
-            pool = format_bytes(sizes.num_pool_blocks * block_bytes)
+            pool = format_bytes(sizes.num_pool_blocks * layout.payload_bytes)
             each = f"{pool} of KV pages and {sizes.num_threads} threads each"
             self._reporter.tell("workers", f"{pools[role]} {role.value}, {each}")
         for note in sizes.notes:
             self._reporter.tell("note", note)
-        return sizes.num_arena_slots * block_bytes
+        return sizes.num_arena_slots * layout.block_bytes
 
     def _require_guarded(self, ray_address: str) -> None:
         """Raises ConfigError for a Ray cluster that asks for no token, where that is not allowed."""

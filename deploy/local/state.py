@@ -61,6 +61,11 @@ class ClusterState:
         return self.local_address not in ("", self.address)
 
     @property
+    def client_address(self) -> str:
+        """Returns the address for clients on this machine."""
+        return self.local_address or self.address
+
+    @property
     def is_alive(self) -> bool:
         """True while any process of the cluster runs; the command that starts it is none of them."""
         known = [self.head, self.redis, *recorded_living(Path(self.run_dir))]

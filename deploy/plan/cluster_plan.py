@@ -160,7 +160,12 @@ class ClusterPlan:
         host = LOOPBACK if home.node.is_head else home.node.host
         return WorkerConfig(
             model=CheckpointSettings(
-                served.folder, served.fingerprint_hex, served.dtype, self.model.device, self.model.kernels
+                served.folder,
+                served.fingerprint_hex,
+                served.dtype,
+                self.model.device,
+                self.model.kernels,
+                self.config.model.kv_dtype,
             ),
             pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
             store=replace(self._store(home), node_id=home.node.name, block_address=home.block_address),
@@ -223,7 +228,12 @@ def make_plan(
         run_dir=run_dir,
         gateway=None
         if config.http_port is None
-        else GatewayConfig(host=config.router.host, port=config.http_port, tls=config.tls.files),
+        else GatewayConfig(
+            host=config.router.host,
+            port=config.http_port,
+            host_names=config.http.host_names,
+            tls=config.tls.files,
+        ),
         key_file=key_file,
     )
 

@@ -59,7 +59,7 @@ def inspect_model(settings: ModelSettings, device: str, cpu_kernels: str = "auto
         max_context_len=checkpoint.config.max_context_len,
         vocab_size=checkpoint.config.vocab_size,
         fingerprint_hex=fingerprint(checkpoint.files, dtype, backend.version, DigestCache.of_user()).hex(),
-        layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size).encode().hex(),
+        layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
     )
     weights = [file for file in checkpoint.files if file.suffix == ".safetensors"]
     return ModelFacts(served, device, sum(file.stat().st_size for file in weights), backend.name)

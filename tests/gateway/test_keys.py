@@ -131,7 +131,7 @@ async def test_over_real_sockets_a_revoked_key_is_refused_at_once() -> None:
 async def status_of(address: str, line: str, body: bytes, text: str) -> int:
     host, port = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"{line} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {text}\r\ncontent-type: application/json\r\n"
+    head = f"{line} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {text}\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
     async with asyncio.timeout(10):
         answered = await reader.read()

@@ -57,10 +57,11 @@ class Doors:
             context = replace(shown, authority_pem=trusted.certificate_pem).client_context()
         host, port = self.http.split(":")
         body = b'{"prompt": "hello", "max_tokens": 2}'
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {ACME_TEXT}\r\nconnection: close\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ACME_TEXT}\r\n"
+        head += f"connection: close\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         try:
             reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
-            writer.write(f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+            writer.write(head.encode() + body)
             async with asyncio.timeout(5):
                 answer = await reader.read()
             writer.close()

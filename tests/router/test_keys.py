@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.config import Listeners
 from tests.router.fake_cluster import CONFIG, expected, request
@@ -152,3 +153,15 @@ async def test_a_stream_that_is_open_outlives_its_key(service: Service) -> None:
 
 def test_the_workers_service_is_not_at_these_ports() -> None:
     assert methods(worker_pb2) == ["/baton.v1.Worker/Connect"]
+
+
+async def test_the_services_that_were_walked_are_all_there_are(service: Service) -> None:
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    for channel, metadata, own in (
+        (service.public, shows(ACME_TEXT), "baton.v1.Inference"),
+        (service.operator, TOKEN, "baton.v1.Cluster"),
+    ):
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        [answer] = [one async for one in stub.ServerReflectionInfo(iter([asked]), metadata=metadata)]
+        named = {one.name for one in answer.list_services_response.service}
+        assert named == {own, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
