@@ -104,7 +104,7 @@ def _open(args: argparse.Namespace) -> OpenLoopClient:
     if args.url is not None:
         key = args.api_key or os.environ.get(KEY_VARIABLE, "")
         return CompletionsClient(args.url, args.timeout, args.model, key, args.ignore_eos or None)
-    return LoadClient(args.address or find_cluster(args.name).address, args.timeout)
+    return LoadClient(args.address or find_cluster(args.name).client_address, args.timeout)
 
 
 def draw_load(args: argparse.Namespace, max_context_len: int) -> tuple[str, list[Arrival]]:
