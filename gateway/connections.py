@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.errors import RETRY_AFTER_S, HttpError, envelope
 from wire.errors import Unavailable
 from wire.rpc import port_taken
+from wire.trust.certificates import Certificates
 
 MAX_CONNECTIONS = 2048
 MAX_CONNECTIONS_AN_ADDRESS = 256
@@ -220,10 +221,12 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves an application on one port, from `start` to `stop`. Belongs to the running event loop.
 
-    knows_host: whether a request may name this host, without its port and in lower case.
+    knows_host: whether a request may name this host, without its port and in lower case. tls: None for none.
     """
 
-    def __init__(self, app: Any, knows_host: Callable[[str], bool] = lambda host: True) -> None:
+    def __init__(
+        self, app: Any, knows_host: Callable[[str], bool] = lambda host: True, tls: Certificates | None = None
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=partial(BoundedProtocol, Counter(), knows_host),  # type: ignore[arg-type]
@@ -235,6 +238,7 @@ class HttpServer:
             backlog=MAX_ACCEPTED,
             server_header=False,
             proxy_headers=False,
+            ssl_context_factory=None if tls is None else lambda *_: tls.server_context(),
             timeout_keep_alive=MAX_IDLE_S,  # type: ignore[arg-type]
             timeout_graceful_shutdown=STOP_GRACE_S,  # type: ignore[arg-type]
         )

@@ -21,12 +21,7 @@ from router.workers.members import Members
 from router.workers.membership import Membership
 from text.chat import NoRenderer, Renderer
 from text.codec import TextCodec
-from wire.keys import namespace_root
-
-TENANT = "default"
-NO_ADAPTER = ""
-FULL_CACHE = ""
-"""The policy of a cache that keeps every token."""
+from wire.trust.key_ring import KeyRing
 
 
 class Router:
@@ -46,6 +41,7 @@ class Router:
         model, layout = config.model, config.model.layout
         self.config = config
         self.port = port
+        self.keys = KeyRing(config.keys)
         self.metrics = RequestMetrics()
         self.members = Members(model.fingerprint, layout.encode())
         self.holds = Holds(self.members)
@@ -71,9 +67,8 @@ class Router:
             self.metrics,
             self._renderer,
         )
-        parts = TENANT, model.fingerprint, layout.encode(), NO_ADAPTER, FULL_CACHE
-        root = namespace_root(config.cluster.secret, *parts)
-        self.dispatcher = Dispatcher(services, root, Admission(config.admission), config.streams, self._limits)
+        admission = Admission(config.admission)
+        self.dispatcher = Dispatcher(services, config.root_of, admission, config.streams, self._limits)
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
         self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))

@@ -45,6 +45,11 @@ def namespace_root(
     return NamespaceRoot(hmac.digest(secret, msgpack.packb(parts), "sha256"))
 
 
+def digest_of(root: NamespaceRoot) -> bytes:
+    """Returns the digest by which stores know a namespace."""
+    return hashlib.sha256(root).digest()
+
+
 class KeyChain:
     """The names of a growing sequence of tokens, each full block hashed once.
 
@@ -53,7 +58,7 @@ class KeyChain:
 
     def __init__(self, root: NamespaceRoot, block_size: int) -> None:
         self._root = root
-        self._root_digest = hashlib.sha256(root).digest()
+        self._root_digest = digest_of(root)
         self._block_size = block_size
         self._tokens: list[int] = []
         self._full: list[BlockName] = []

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 from wire.errors import ConfigError
 from wire.frame import MAC_KEY_BYTES
-from wire.identity import Identity
 from wire.layout import KV_DTYPES
 from wire.pools import Role
 from wire.settings import from_json, to_json
 from wire.tier import ColdSettings
+from wire.trust.identity import Identity
 from worker.engine_watch import MAX_SILENCE_S
 
 FINGERPRINT_BYTES = 32

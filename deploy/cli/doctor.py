@@ -18,6 +18,7 @@ import psutil
 from cryptography import x509
 
 from baton import Client, Completion
+from baton.request import credentials
 from deploy.cli.command import Subparsers, add_command
 from deploy.cli.status_view import COLD_STATES
 from deploy.cli.table import COLORS, show
@@ -100,15 +101,21 @@ class Live:
     def command(self, verb: str, flags: str = "") -> str:
         return f"`{command_line(verb, self.state.name)}{flags}`"
 
+    @property
+    def http_address(self) -> str:
+        """Returns the gateway's address; "" without a gateway, and where its certificate would have to be trusted."""
+        return "" if self.state.speaks_tls else self.state.http_address
+
     def fetch(self, path: str) -> tuple[bytes, str]:
         """Returns a page of the gateway, and its Date. Raises OSError."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://{self.state.http_address}{path}", timeout=HTTP_TIMEOUT_S) as answer:
+        request = urllib.request.Request(f"http://{self.http_address}{path}", headers=dict(credentials(None)))
+        with opener.open(request, timeout=HTTP_TIMEOUT_S) as answer:
             return answer.read(1 << 20), answer.headers["Date"] or ""
 
     def ask(self) -> Completion:
         """Sends the prompt, which is drawn for this command, as any client would. Raises BatonError."""
-        with Client(self.state.address, timeout_s=TIMEOUT_S) as client:
+        with Client(self.state.client_address, timeout_s=TIMEOUT_S) as client:
             return client.generate(self._prompt, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 
     @cached_property
@@ -153,9 +160,9 @@ def check_books(live: Live) -> Finding:
 def check_ports(live: Live) -> Finding:
     """Calls the clients' ports; the operator's has answered before. Raises BatonError or OSError."""
     state = live.state
-    with Client(state.address, timeout_s=TIMEOUT_S) as client:
+    with Client(state.client_address, timeout_s=TIMEOUT_S) as client:
         client.list_models()
-    if state.http_address:
+    if live.http_address:
         live.fetch("/ready")
     addresses = {"gRPC": state.address, "HTTP": state.http_address, "operator": state.operator_address}
     told = ", ".join(f"{name} {address}" for name, address in addresses.items() if address)
@@ -167,7 +174,7 @@ def check_ports(live: Live) -> Finding:
 def check_versions(live: Live) -> Finding:
     """Compares this command with the gateway. The router pairs no workers of another model, layout or protocol."""
     own = version("baton-serve")
-    served = str(json.loads(live.fetch("/version")[0])["version"]) if live.state.http_address else own
+    served = str(json.loads(live.fetch("/version")[0])["version"]) if live.http_address else own
     if served != own:
         return wrong(f"the cluster runs {served}, this command is {own}", "start the cluster anew with this release")
     return ok(f"{own}; all workers have one model, KV layout and protocol")
@@ -185,7 +192,7 @@ def check_files(live: Live) -> Finding:
 def check_clocks(live: Live) -> Finding:
     """Compares this clock with the gateway's and with the cluster's certificates, where it has some."""
     now = datetime.now(UTC)
-    date = live.fetch("/health")[1] if live.state.http_address else ""
+    date = live.fetch("/health")[1] if live.http_address else ""
     off_s = abs((parsedate_to_datetime(date) - now).total_seconds()) if date else 0.0
     if off_s > MAX_CLOCK_DIFFERENCE_S:
         return wrong(f"the gateway's clock differs by {off_s:.0f} s", "let NTP set the clocks: logs go by them")

@@ -36,9 +36,11 @@ _WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a li
 _KV = "what KV is kept in: auto, as it computes, or half the memory in int8 or fp8, a little less exact (default: auto)"
 _SPECULATE = "ngram: guess next tokens by what followed the same ones before; no token changes (default: off)"
 _INSECURE = "allow settings that leave a port open to strangers: see docs/security.md"
-_HOST = "the address of the gRPC and metrics ports; another one wants --insecure (default: 127.0.0.1)"
+_HOST = "the address of the ports for clients; another one wants keys and TLS, or --insecure (default: 127.0.0.1)"
+_TLS = "certificate chain of the ports for clients, as PEM; read again when it changes (default: no TLS)"
+_CLIENT_CA = "authority of a certificate that each client must show, as PEM (default: none)"
 _GRPC = "where clients connect; 0 is any free port (default: 50051)"
-_HTTP = "where clients of OpenAI's HTTP connect, on 127.0.0.1; 0 is any free port, `off` is none (default: 8000)"
+_HTTP = "where clients of OpenAI's HTTP connect; 0 is any free port, `off` is none (default: 8000)"
 _METRICS = "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)"
 _REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"
 FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
@@ -60,6 +62,9 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
     },
     "services": {
         "--host": ("router.host", "ADDRESS", str, _HOST),
+        "--tls-cert": ("tls.certificate", "FILE", str, _TLS),
+        "--tls-key": ("tls.key", "FILE", str, "the key of that certificate, as PEM"),
+        "--tls-client-ca": ("tls.client_ca", "FILE", str, _CLIENT_CA),
         "--grpc-port": ("router.grpc_port", "PORT", int, _GRPC),
         "--http-port": ("http.port", "PORT", _port_or_off, _HTTP),
         "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
@@ -136,7 +141,8 @@ class Console:
         took_s = time.monotonic() - self._began_s
         prompt = DEMO_PROMPT if state.model == DEMO_MODEL else "Once upon a time"
         generate, status, down = (command_line(verb, state.name) for verb in ("generate", "status", "down"))
-        http = f", and at http://{state.http_address}/v1 in OpenAI's dialect," if state.http_address else ""
+        scheme = "https" if state.speaks_tls else "http"
+        http = f", and at {scheme}://{state.http_address}/v1 in OpenAI's dialect," if state.http_address else ""
         print(f"\nServing {state.model} at {state.address}{http} after {took_s:.1f} s. Now:")
         print(f'  {generate} "{prompt}"\n  {status}\n  {down}', flush=True)
 

@@ -15,9 +15,13 @@ from wire.pb.cluster_pb2_grpc import ClusterServicer
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a router answers: clients, the command line, and Prometheus, which may have no address: ""."""
+    """Where a router answers: clients, the command line, and Prometheus, which may have no address: "".
+
+    local: where clients on this machine need no TLS; the public address, where that is so there.
+    """
 
     public: str
+    local: str
     operator: str
     metrics: str = ""
 
@@ -69,6 +73,12 @@ class ClusterApi(ClusterServicer):
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Context) -> cluster_pb2.ShutdownResponse:  # noqa: N802
         await self._port.shutdown()
         return cluster_pb2.ShutdownResponse()
+
+    async def ReloadKeys(  # noqa: N802
+        self, request: cluster_pb2.ReloadKeysRequest, context: Context
+    ) -> cluster_pb2.ReloadKeysResponse:
+        await self._port.reload_keys()
+        return cluster_pb2.ReloadKeysResponse()
 
     async def _add_events(self, status: cluster_pb2.ClusterStatus) -> None:
         """A cluster whose controller is gone still serves, and its status can still be read."""

@@ -24,7 +24,7 @@ from wire.errors import (
     Unavailable,
     WorkerNotFound,
 )
-from wire.ids import RequestId, WorkerId
+from wire.ids import DEFAULT_TENANT, RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
 
@@ -394,7 +394,8 @@ async def test_a_request_on_one_worker_meets_no_other_of_its_role_and_no_cache(n
         assert list(prefills) == ([name] if role is Role.PREFILL else [])
         assert role is Role.PREFILL or list(decodes) == [name]
         begun = (prefills or decodes)[name]
-        assert len({begin.namespace_root for begin in begun} | {cluster.router.dispatcher.root}) == 3
+        usual = cluster.router.dispatcher.root_of(DEFAULT_TENANT)
+        assert len({begin.namespace_root for begin in begun} | {usual}) == 3
 
 
 @pytest.mark.parametrize("name", ["d0", "d9"])

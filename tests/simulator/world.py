@@ -31,7 +31,7 @@ from tests.simulator.worker import SimWorker
 from wire import errors
 from wire.errors import BatonError, StoreError
 from wire.frame import checksum_of
-from wire.ids import BlockKey, PageId, WorkerId
+from wire.ids import DEFAULT_TENANT, BlockKey, PageId, WorkerId
 from wire.pools import Role, Worker, WorkerState
 
 MAX_RUN_S = 400.0
@@ -86,7 +86,7 @@ class World:
         self._num_routers = self._num_nodes = 0
         self._lost_nodes: dict[str, Node] = {}
         self.router = self._make_router()
-        self.truth = Truth(self.router.parts.dispatcher.root, plan.window)
+        self.truth = Truth(self.router.parts.dispatcher.root_of(DEFAULT_TENANT), plan.window)
         for _ in range(plan.layout.num_nodes):
             self.open_node()
         self._steps = Counter[str]()

@@ -117,3 +117,11 @@ class ShutdownRequest(_message.Message):
 class ShutdownResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ReloadKeysRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReloadKeysResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -59,6 +59,11 @@ class ClusterStub:
                 request_serializer=cluster__pb2.ShutdownRequest.SerializeToString,
                 response_deserializer=cluster__pb2.ShutdownResponse.FromString,
                 _registered_method=True)
+        self.ReloadKeys = channel.unary_unary(
+                '/baton.v1.Cluster/ReloadKeys',
+                request_serializer=cluster__pb2.ReloadKeysRequest.SerializeToString,
+                response_deserializer=cluster__pb2.ReloadKeysResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -99,6 +104,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadKeys(self, request, context):
+        """Answers when router and gateway go by the keys that are in the controller's file now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +138,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Shutdown,
                     request_deserializer=cluster__pb2.ShutdownRequest.FromString,
                     response_serializer=cluster__pb2.ShutdownResponse.SerializeToString,
+            ),
+            'ReloadKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadKeys,
+                    request_deserializer=cluster__pb2.ReloadKeysRequest.FromString,
+                    response_serializer=cluster__pb2.ReloadKeysResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +280,33 @@ class Cluster:
             '/baton.v1.Cluster/Shutdown',
             cluster__pb2.ShutdownRequest.SerializeToString,
             cluster__pb2.ShutdownResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/ReloadKeys',
+            cluster__pb2.ReloadKeysRequest.SerializeToString,
+            cluster__pb2.ReloadKeysResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,6 +13,7 @@ from deploy.cli.__main__ import main
 from deploy.cli.generate import NO_TIMEOUT_S
 from wire.rpc import MAX_MESSAGE_BYTES
 
+TLS = ("--tls-cert", "/none", "--tls-key", "/none")
 USAGE, CONFIGURATION, FAILED = 2, 78, 1
 NO_UTF8 = "\udcff"
 """As Python hands on an argument of the byte ff."""
@@ -95,7 +96,11 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["up", "--model", "/none"], CONFIGURATION, "/none is neither a folder nor a name on the hub"),
     (["up", "--model", "~nosuchuser/x"], CONFIGURATION, "~nosuchuser/x is neither a folder nor a name on the hub"),
     (["up", "--dtype", ""], USAGE, "argument --dtype: invalid choice: ''"),
-    (["up", "--host", "0.0.0.0"], CONFIGURATION, "router.host 0.0.0.0: clients prove nothing"),
+    (["up", "--host", "0.0.0.0"], CONFIGURATION, "router.host 0.0.0.0: without TLS, keys, prompts and answers can be"),
+    (["up", "--host", "0.0.0.0", *TLS], CONFIGURATION, "0.0.0.0: without keys any machine there may use the model"),
+    (["up", *TLS], CONFIGURATION, "/none, /none: not a certificate with its key"),
+    (["up", *TLS[:2]], CONFIGURATION, "tls must be given with both certificate and key"),
+    (["up", "--tls-client-ca", "/none"], CONFIGURATION, "tls must be given with both certificate and key"),
     (["up", "--host", "::"], CONFIGURATION, "router.host must be an IPv4 address, not '::'"),
     (["up", "--insecure", "--host", "localhost"], CONFIGURATION, "router.host must be an IPv4 address"),
     (["up", "--ray-address", ""], CONFIGURATION, "ray.address must be text without control characters"),
