@@ -36,6 +36,11 @@ class _Answer:
         """The whole answer, once all chunks are read; WireError before."""
         return self._draft.require_completion()
 
+    @property
+    def prompt(self) -> tuple[Chunk, ...]:
+        """The parts of the prompt that have come, if its echo or log-probabilities were asked for: before any chunk."""
+        return tuple(self._draft.prompt)
+
 
 class Stream(_Answer, AbstractContextManager["Stream"]):
     """An answer under way. Iterating blocks for each chunk; leaving the `with` block early ends the request."""

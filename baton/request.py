@@ -50,6 +50,10 @@ class Options(TypedDict, total=False):
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     logit_bias: Mapping[int, float]
+    prompt_logprobs: int
+    echo: bool
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
 
 
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:

@@ -109,7 +109,9 @@ class _Run:
         choices = tuple(ChoiceSoFar(index) for index in range(sampling.n))
         self.request = EngineRequest(RequestId(secrets.token_hex(8)), _ROOT, prompt_ids, sampling, choices)
         self.outputs = [ChoiceOutput() for _ in choices]
-        self._texts = [IncrementalText(tokenizer, sampling.stop, sampling.min_tokens) for _ in choices]
+        decoding = tokenizer if sampling.skip_special_tokens else tokenizer.spelling(tokenizer.special_tokens)
+        settings = sampling.stop, sampling.min_tokens, sampling.include_stop_str_in_output
+        self._texts = [IncrementalText(decoding, *settings) for _ in choices]
 
     @property
     def is_done(self) -> bool:

@@ -25,7 +25,7 @@ class GatewayActor:
         """Serves from now on. Returns `{"http_address"}`. Raises ConfigError if the port is taken."""
         config = self._config
         self._clients = [AsyncClient(config.address) for _ in range(NUM_CHANNELS)]
-        self._server = HttpServer(Gateway(self._clients, config.metrics_address))
+        self._server = HttpServer(Gateway(self._clients, config.metrics_address), config.knows_host)
         address = await self._server.start(config.host, config.port)
         gc.collect()
         gc.freeze()  # as the router does

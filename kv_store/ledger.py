@@ -11,9 +11,7 @@ arena's slots alike.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
 from enum import Enum
-from itertools import takewhile
 
 from kv_store.eviction_order import EvictionOrder, Worth
 from wire.errors import StoreError
@@ -39,10 +37,10 @@ class Ledger:
     """The books of `num_pages` pages. Not thread-safe.
 
     A page is used when it is published, when its last reference goes, and when it is touched. One with a parent is
-    evicted before that; of others, callers free the last page of a sequence first.
+    evicted before that, if the order is by families; of others, callers free the last page of a sequence first.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, order: type[EvictionOrder] = EvictionOrder) -> None:
         self.num_pages = num_pages
         self.num_evicted = 0
         self._key_to_page: dict[bytes, PageId] = {}
@@ -54,7 +52,7 @@ class Ledger:
         self._num = Counter({PageState.FREE: num_pages})
         self._free = [PageId(page) for page in reversed(range(num_pages))]
         self._num_cached = Counter[Worth]()
-        self._order = EvictionOrder(num_pages, self._key_to_page.get)
+        self._order = order(num_pages, self._key_to_page.get)
 
     @property
     def num_allocatable(self) -> int:
@@ -119,10 +117,6 @@ class Ledger:
     def find(self, key: BlockKey) -> PageId | None:
         """Finds the page of a key, without a reference and without counting a use."""
         return self._key_to_page.get(key)
-
-    def find_longest(self, keys: Iterable[BlockKey]) -> list[PageId]:
-        """Finds the pages of the longest prefix of `keys` without a hole."""
-        return [self._key_to_page[key] for key in takewhile(self._key_to_page.__contains__, keys)]
 
     def key_of(self, page: PageId) -> BlockKey | None:
         return self._keys[page]

@@ -104,8 +104,8 @@ class Router:
 
     def _limits(self) -> Limits:
         """Bounds as the workers are now; without workers, the bounds of the model."""
-        model, block_size = self.config.model, self.config.model.layout.block_size
+        model, layout = self.config.model, self.config.model.layout
         num_blocks = self.members.num_pool_blocks
         if num_blocks is None:
-            num_blocks = -(-model.max_context_len // block_size)
-        return Limits(model.name, model.vocab_size, model.max_context_len, num_blocks, block_size)
+            num_blocks = layout.num_needed(model.max_context_len)
+        return Limits(model.name, model.vocab_size, model.max_context_len, num_blocks, layout)

@@ -24,6 +24,8 @@ class KVLayout:
         data_bytes   head_bytes   [block_size] scales of codes, bfloat16
 
     dtype: of the computation.
+    window: tokens that a row sees, itself included, where that is bounded in every layer: no row needs the blocks
+    before it. None: some layer sees all.
     """
 
     num_layers: int
@@ -32,6 +34,7 @@ class KVLayout:
     block_size: int
     dtype: str
     quantization: str = "none"
+    window: int | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -69,6 +72,25 @@ class KVLayout:
         """Counts the blocks of so many tokens, the last one partly filled."""
         return -(-num_tokens // self.block_size)
 
+    def first_block(self, position: int) -> int:
+        """Finds the first block that the row at a position needs."""
+        return 0 if self.window is None else max(0, position + 1 - self.window) // self.block_size
+
+    @property
+    def most_needed(self) -> int | None:
+        """The most blocks that a sequence needs at once; None if all of its blocks."""
+        return None if self.window is None else self.num_blocks(self.window - 1) + 1
+
+    def num_needed(self, num_tokens: int) -> int:
+        """Counts the most blocks that a sequence needs at once on its way to so many tokens."""
+        num_blocks = self.num_blocks(num_tokens)
+        return num_blocks if self.most_needed is None else min(num_blocks, self.most_needed)
+
+    def max_len(self, num_pages: int, context_len: int) -> int:
+        """Tokens of a context that a sequence may have in so many pages."""
+        fits = self.num_needed(context_len) <= num_pages
+        return context_len if fits else min(context_len, num_pages * self.block_size)
+
     def encode(self) -> bytes:
         """Encodes equal layouts as the same bytes on every machine."""
         return bytes(msgpack.packb(sorted(asdict(self).items())))
@@ -78,8 +100,9 @@ class KVLayout:
         """Raises WireError if `data` is not an encoded layout."""
         try:
             layout = cls(**dict(msgpack.unpackb(data)))
-            sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size)
+            sizes = [layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size]
             is_one = layout.dtype in _ITEM_BYTES and layout.quantization in QUANTIZATIONS
+            sizes += [] if layout.window is None else [layout.window]
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise WireError("not a KV layout") from error
         if not is_one or any(type(size) is not int or size < 1 for size in sizes):

@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from deploy.plan.cluster_plan import NodeConfig
+from kv_store.eviction_order import EvictionOrder, StartFirst
 from kv_store.node.arena import Arena
 from kv_store.node.block_port import BlockServer
 from kv_store.node.cold_writer import ColdWriter
@@ -113,7 +114,11 @@ def _make(config: NodeConfig) -> tuple[ExitStack, Directory, str]:
         parts.callback(arena.unlink)
         writes = {one.tier: one.write for one in store.cold}
         directory = Directory(
-            config.num_slots, arena_path=config.arena_path, block_bytes=layout.block_bytes, writes=writes
+            config.num_slots,
+            arena_path=config.arena_path,
+            block_bytes=layout.block_bytes,
+            order=EvictionOrder if layout.window is None else StartFirst,
+            writes=writes,
         )
         server = DirectoryServer(directory, store.directory_path)
         server.start()

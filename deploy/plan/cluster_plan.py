@@ -208,7 +208,9 @@ def make_plan(
         cold=cold,
         mac_key_hex=mac_key_of(secret).hex(),
         run_dir=run_dir,
-        gateway=None if config.http_port is None else GatewayConfig(port=config.http_port),
+        gateway=None
+        if config.http_port is None
+        else GatewayConfig(port=config.http_port, host_names=config.http.host_names),
     )
 
 

@@ -39,6 +39,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,15}")
 _TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")
 _REDIS_URL = re.compile(r"own|off|rediss?://[^\s/]+(/\d*)?(\?\S*)?|unix://[^\s/]*/\S+")
 _RESOURCE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _RAY_ADDRESS = re.compile(r"auto|[^\s/]+:\d+")
 
 
@@ -141,10 +142,11 @@ class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
 class HttpSettings:
     """The gateway's port on 127.0.0.1: 0 is any free one, `off` starts no gateway.
 
-    None is DEFAULT_HTTP_PORT; any free port where `router.grpc_port` is 0.
+    None is DEFAULT_HTTP_PORT; any free port where `router.grpc_port` is 0. host_names: of GatewayConfig.
     """
 
     port: int | str | None = None
+    host_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,8 @@ class ClusterConfig:
         _require(not isinstance(http, str) or http == "off", "http.port", "a port or `off`", str(http)[:16])
         is_other = http in (None, 0) or http not in (port, self.router.grpc_port)
         _require(is_other, "http.port", "another port than those of the router", http)
+        are_hosts = all(_HOST_NAME.fullmatch(name) for name in self.http.host_names)
+        _require(are_hosts, "http.host_names", "names without ports", "")
         host, network = self.router.host, self.ray.plain_network
         _require(_is_made(IPv4Address, host), "router.host", "an IPv4 address", host)
         _require(network is None or _is_made(ip_network, network), "ray.plain_network", "like 10.0.0.0/24", network)

@@ -52,6 +52,11 @@ class AttentionConfig:
     qk_norm: bool
     windows: tuple[int | None, ...]
 
+    @property
+    def window(self) -> int | None:
+        """The widest window; None if a layer has none."""
+        return None if None in self.windows else max(window for window in self.windows if window is not None)
+
     @classmethod
     def parse(cls, architecture: str, fields: JsonFields, hidden_size: int, num_layers: int) -> "AttentionConfig":
         num_heads = fields.count("num_attention_heads")
@@ -123,7 +128,15 @@ class ModelConfig:
             raise ConfigError(f"unknown KV dtype {kv_dtype[:64]}; known: {', '.join(KV_DTYPES)}")
         quantization = "none" if kv_dtype == "auto" else kv_dtype
         attention = self.attention
-        return KVLayout(self.num_layers, attention.num_kv_heads, attention.head_dim, block_size, dtype, quantization)
+        return KVLayout(
+            num_layers=self.num_layers,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            quantization=quantization,
+            window=attention.window,
+        )
 
 
 def parse_eos(fields: JsonFields, vocab_size: int) -> tuple[int, ...]:

@@ -122,8 +122,8 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Does as `Model.forward`. Returns an inference tensor of the caller's until the next call. For one thread."""
-        angles = self._angles_within(len(kv.data) * self.layout.block_size)
-        if len(batch.token_ids) == len(batch.sample_rows):
+        angles = self._angles_within(self.layout.max_len(len(kv.data), self.max_context_len))
+        if batch.samples_all:
             program = self._program_for(batch, kv)
             if program is not None:
                 return program.run(batch, angles)
@@ -144,7 +144,7 @@ class Decoder:
             normed = do.rms_norm(states, layer.mlp_norm, eps, to.normed)
             gate_up = do.linear(normed, layer.gate_up.weight, layer.gate_up.bias, out=to.gate_up)
             states = do.linear(do.gate(gate_up, to.gated), layer.down.weight, layer.down.bias, states, to.states)
-        sampled = states if len(batch.sample_rows) == len(states) else states[batch.sample_rows]
+        sampled = states if batch.samples_all else states[batch.sample_rows]
         return do.logits(do.rms_norm(sampled, self.weights.norm, eps, to.normed), self.weights.head, to.logits)
 
     def _program_for(self, batch: Batch, kv: KVPages) -> "DecodeProgram | None":
@@ -159,7 +159,6 @@ class Decoder:
 
     def _angles_within(self, num_positions: int) -> Angles:
         """Makes the angles of all positions that a pool has room for, once."""
-        num_positions = min(num_positions, self.max_context_len)
         if len(self._angles.cosines) < num_positions:
             self._angles = make_angles(self.config.rope, self.config.attention.head_dim, num_positions, self.device)
         return self._angles
@@ -173,7 +172,7 @@ class DecodeProgram:
 
     def __init__(self, decoder: Decoder, recorder: Recorder, kv: KVPages, num_rows: int) -> None:
         half = decoder.config.attention.head_dim // 2
-        num_blocks = min(len(kv.data), -(-decoder.max_context_len // decoder.layout.block_size))
+        num_blocks = decoder.layout.num_blocks(decoder.layout.max_len(len(kv.data), decoder.max_context_len))
         ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kv_store.eviction_order import Worth
+from kv_store.eviction_order import EvictionOrder, Worth
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.claims import Holds, Leases, Reservations
 from kv_store.node.copies import Copies
@@ -58,7 +58,7 @@ def _exclusive(method: Callable[Concatenate["Directory", P], T]) -> Callable[Con
 class Directory(DirectoryPort):
     """Holds no bytes; thread-safe; `clock` is monotonic, in seconds.
 
-    high_water, writes: as of `kv_store.node.copies.Copies`.
+    order: in which blocks are evicted. high_water, writes: as of `kv_store.node.copies.Copies`.
     """
 
     def __init__(
@@ -68,11 +68,12 @@ class Directory(DirectoryPort):
         *,
         arena_path: str = "",
         block_bytes: int = 0,
+        order: type[EvictionOrder] = EvictionOrder,
         high_water: float = 0.75,
         writes: Mapping[Tier, Write] | None = None,
     ) -> None:
         self._info = DirectoryInfo(secrets.token_hex(8), arena_path, num_slots, block_bytes)
-        self._ledger = Ledger(num_slots)
+        self._ledger = Ledger(num_slots, order)
         self._leases = Leases(self._ledger, clock)
         self._holds = Holds(self._ledger, clock)
         self._reservations = Reservations(self._ledger)

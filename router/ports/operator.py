@@ -6,9 +6,10 @@ from typing import Any
 import grpc.aio
 
 from router.router import Router
-from wire.errors import BatonError
+from wire.errors import BatonError, Cancelled
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
+from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterServicer
 
 
@@ -51,6 +52,19 @@ class ClusterApi(ClusterServicer):
     async def Drain(self, request: cluster_pb2.DrainRequest, context: Context) -> cluster_pb2.DrainResponse:  # noqa: N802
         await self._port.drain(WorkerId(request.worker_id))
         return cluster_pb2.DrainResponse()
+
+    async def Probe(self, request: cluster_pb2.ProbeRequest, context: Context) -> cluster_pb2.ProbeResponse:  # noqa: N802
+        sampling = pb.SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+        asked = pb.GenerateRequest(token_ids=request.prompt, sampling_params=sampling)
+        opened = self._router.dispatcher.open_on(WorkerId(request.worker_id), asked, context.time_remaining())
+        answer = cluster_pb2.ProbeResponse()
+        try:
+            async for response in opened.outbox:
+                answer.token_ids.extend(response.chunk.token_ids)
+                answer.timeline.MergeFrom(response.complete.timeline)
+        finally:
+            opened.stop(Cancelled("the caller went away"))
+        return answer
 
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Context) -> cluster_pb2.ShutdownResponse:  # noqa: N802
         await self._port.shutdown()

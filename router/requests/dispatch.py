@@ -5,6 +5,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from router.config import StreamBounds
@@ -16,7 +17,7 @@ from router.requests.validator import Limits, ValidPrompt, encode, require_known
 from text.codec import TextCodec
 from wire import errors
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, Overloaded, RequestNotFound, Unavailable
-from wire.ids import NamespaceRoot, RequestId
+from wire.ids import NamespaceRoot, RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 MAX_TOKENIZING = 64
 """Texts of Tokenize at a time, each of which may have as many bytes as a message."""
 TOKENIZE_AGAIN_S = 1.0
+ROOT_BYTES = 32
 LAST_WORD_S = 0.05
 """How long before its deadline a request ends: its client is to hear why, before its own gRPC gives up."""
 
@@ -147,7 +149,15 @@ class Dispatcher:
     def open(self, request: pb.GenerateRequest, time_left_s: float | None) -> OpenRequest:
         """Starts a request, or raises InvalidRequest or Overloaded at once. None: it has no deadline."""
         with self._refusals_counted():
-            return self._begin(request, time_left_s)
+            return self._begin(request, time_left_s, self._services, self.root)
+
+    def open_on(self, worker_id: WorkerId, request: pb.GenerateRequest, time_left_s: float | None) -> OpenRequest:
+        """Starts a request on one worker, under a root drawn for it: no cache has any of it. Raises as `open` does.
+
+        Raises WorkerNotFound, too.
+        """
+        pinned = replace(self._services, placement=self._services.placement.only(worker_id))
+        return self._begin(request, time_left_s, pinned, NamespaceRoot(secrets.token_bytes(ROOT_BYTES)))
 
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         """Returns the tokens of a text. Raises InvalidRequest, Unsupported, DeadlineExceeded, or Overloaded at once."""
@@ -191,7 +201,9 @@ class Dispatcher:
             problems.append(f"{len(self._open)} requests are open, {self.num_queued + self.num_running} admitted")
         return problems
 
-    def _begin(self, request: pb.GenerateRequest, time_left_s: float | None) -> OpenRequest:
+    def _begin(
+        self, request: pb.GenerateRequest, time_left_s: float | None, services: Services, root: NamespaceRoot
+    ) -> OpenRequest:
         now_s = asyncio.get_running_loop().time()
         limits = self._limits()
         valid = validate(request, limits)
@@ -201,9 +213,9 @@ class Dispatcher:
         max_s = self._bounds.max_deadline_s
         life_s = max_s if time_left_s is None else min(time_left_s, max_s)
         deadline_s = now_s + life_s - min(LAST_WORD_S, life_s / 10)
-        order = Order(request_id, valid, limits, self.root, now_s, life_s, deadline_s)
+        order = Order(request_id, valid, limits, root, now_s, life_s, deadline_s)
         outbox = Outbox(self._bounds.max_buffered_events)
-        opened = OpenRequest(order, self._services, outbox, self._admission.started, self._leave)
+        opened = OpenRequest(order, services, outbox, self._admission.started, self._leave)
         self._open[request_id] = opened
         return opened
 
