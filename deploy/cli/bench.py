@@ -48,7 +48,7 @@ def add_parser(commands: Subparsers) -> None:
     door.add_argument("--url", type=str, metavar="URL", help="a server of OpenAI's, like http://127.0.0.1:8000/v1")
     door.add_argument("--address", type=str, metavar="HOST:PORT", help="gRPC of a Baton (default: this cluster's)")
     parser.add_argument("--model", type=str, default="", help="with --url: its name (default: the first one told)")
-    parser.add_argument("--api-key", type=str, help=f"with --url (default: ${KEY_VARIABLE}, which `ps` does not show)")
+    parser.add_argument("--api-key", type=str, help=f"of the caller (default: ${KEY_VARIABLE}, hidden from `ps`)")
     parser.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
@@ -104,7 +104,7 @@ def _open(args: argparse.Namespace) -> OpenLoopClient:
     if args.url is not None:
         key = args.api_key or os.environ.get(KEY_VARIABLE, "")
         return CompletionsClient(args.url, args.timeout, args.model, key, args.ignore_eos or None)
-    return LoadClient(args.address or find_cluster(args.name).client_address, args.timeout)
+    return LoadClient(args.address or find_cluster(args.name).client_address, args.timeout, args.api_key)
 
 
 def draw_load(args: argparse.Namespace, max_context_len: int) -> tuple[str, list[Arrival]]:

@@ -96,11 +96,11 @@ class OpenLoopClient(AbstractAsyncContextManager["OpenLoopClient"], ABC):
 
 
 class LoadClient(OpenLoopClient):
-    """A connection to a service of ours over gRPC."""
+    """A connection to a service of ours over gRPC. api_key: as of `baton.Client`."""
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float, api_key: str | None = None) -> None:
         super().__init__(timeout_s)
-        self._client = AsyncClient(address, timeout_s=timeout_s)
+        self._client = AsyncClient(address, timeout_s=timeout_s, api_key=api_key)
 
     async def __aenter__(self) -> Self:
         await self._client.list_models()
