@@ -13,6 +13,7 @@ Sources: Leviathan et al., "Fast inference from transformers via speculative dec
 Saxena (2023).
 """
 
+import logging
 from collections.abc import Container, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ import numpy as np
 from engine.decode_rows import DecodeRows, Ints
 from engine.events import Drafted
 from engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 MAX_ROWS = 16
 """Of a step with guesses, in all: further rows cost nearly as much as tokens."""
@@ -192,19 +195,20 @@ class Speculator:
         if self._proposer is None or budget <= 0:
             return NO_DRAFTS
         rooms = rows.room[:num_rows].tolist()
-        wanted = {
-            sequence: min(length, budget)
+        lengths = {
+            sequence: length
             for sequence, room in zip(rows.sequences, rooms, strict=False)
             if room > 1 and (length := min(self._length(sequence), room - 1)) > 0
         }
-        guesses = self._proposer.propose(wanted) if wanted else {}
+        wanted = _share(budget, lengths)
+        guesses = self._propose(wanted) if wanted else {}
         for sequence in wanted:
             if not guesses.get(sequence):
                 self._draft_lens[sequence].rest(MISS_PAUSE)
         if not any(guesses.values()):
             return NO_DRAFTS
         some = {row: guesses[one] for row, one in enumerate(rows.sequences[:num_rows]) if guesses.get(one)}
-        return Drafts.of(rows.token_ids[:num_rows], _share(budget, some))
+        return Drafts.of(rows.token_ids[:num_rows], some)
 
     def learn(self, rows: DecodeRows, drafts: Drafts, num_gained: Ints | int) -> list[Drafted]:
         """Takes the tokens that each row of a step with drafts has gained; returns an event for each draft."""
@@ -224,6 +228,15 @@ class Speculator:
         if self._draft_lens.pop(sequence, None) is not None and self._proposer is not None:
             self._proposer.forget(sequence)
 
+    def _propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
+        """Asks the proposer; its failure costs the guesses of a step."""
+        assert self._proposer is not None
+        try:
+            return self._proposer.propose(wanted)
+        except Exception as failure:  # of whatever kind a draft model, or what it runs on, may raise
+            log.warning("no guesses, for the proposer failed: %r", failure)
+            return {}
+
     def _length(self, sequence: Sequence) -> int:
         """Tells how many tokens to guess: the run gains one more than come true."""
         draft_len = self._draft_lens.get(sequence)
@@ -234,7 +247,7 @@ class Speculator:
         return min(draft_len.length, self._max_draft_len, sequence.max_output - len(sequence.output_ids) - 1)
 
 
-def _share(budget: int, row_to_guesses: Mapping[int, Seq[int]]) -> dict[int, Seq[int]]:
-    """Cuts guesses so that there are at most `budget`."""
-    length = max(1, budget // len(row_to_guesses))
-    return {row: guesses[:length] for row, guesses in islice(row_to_guesses.items(), budget)}
+def _share(budget: int, lengths: Mapping[Sequence, int]) -> dict[Sequence, int]:
+    """Cuts drafts so that they have at most `budget` guesses together."""
+    most = max(1, budget // max(1, len(lengths)))
+    return {sequence: min(length, most) for sequence, length in islice(lengths.items(), budget)}

@@ -35,6 +35,7 @@ def local_worker(
     threads: Threads = THREADS,
     node_id: str = "",
     proposer: str = "off",
+    draft: Model | None = None,
 ) -> Assembly:
     """Its service is not started. Folder and socket in its configuration are nowhere; a node is its own address."""
     config = WorkerConfig(
@@ -49,4 +50,4 @@ def local_worker(
         max_silence_s=max_silence_s,
     )
     behaviour = _BEHAVIOURS[role](config.batch, config.pool.block_size)
-    return assemble_on(model, tiers, config, behaviour, on_broken, threads)
+    return assemble_on(model, tiers, config, behaviour, on_broken, threads, draft)

@@ -33,6 +33,7 @@ _MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (defau
 _DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
 _WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a little less exact (default: auto)"
 _SPECULATE = "ngram: guess next tokens by what followed the same ones before; no token changes (default: off)"
+_DRAFT = "guess next tokens by a smaller model of the same vocabulary; no token changes (default: none)"
 _INSECURE = "allow settings that leave a port open to strangers: see docs/security.md"
 _HOST = "the address of the gRPC and metrics ports; another one wants --insecure (default: 127.0.0.1)"
 _GRPC = "where clients connect; 0 is any free port (default: 50051)"
@@ -49,6 +50,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
     },
     "workers": {
         "--speculate": ("speculation.proposer", None, str, _SPECULATE),
+        "--draft": ("speculation.draft", "PATH_OR_HUB_NAME", str, _DRAFT),
         "--prefill": ("pools.prefill", "N", int, "prefill workers, 0 for none (default: 1)"),
         "--decode": ("pools.decode", "M", int, "decode workers (default: 1)"),
         "--pool-bytes": ("worker.pool_bytes", "SIZE", str, "KV pages of each worker, like 512MiB"),

@@ -207,7 +207,8 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        for name in ("model.path", "model.served_name", "redis.url", "ray.address", "files.folder", "secret_file"):
+        names = ("model.path", "model.served_name", "speculation.draft", "redis.url", "ray.address", "files.folder")
+        for name in (*names, "secret_file"):
             value = attrgetter(name)(self)
             is_text = value is None or _TEXT.fullmatch(value)
             _require(is_text, name, "text without control characters, and not empty: leave it out for the default", "")
