@@ -28,8 +28,8 @@ from demo_model.corpus import Split, make_sentence
 from demo_model.documents import make_english
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.core import EngineCore
-from engine.draft_proposer import DraftProposer
 from engine.model.decoder import Decoder
+from engine.model.draft_proposer import DraftProposer
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation import NgramProposer, Speculator
@@ -103,11 +103,11 @@ class Contender:
 
 
 def make_contenders(model: Decoder, draft_folder: Path, num_blocks: int) -> dict[str, Contender]:
-    draft = Decoder.load(draft_folder, None, model.device, BLOCK_SIZE)
+    proposer = DraftProposer(Decoder.load(draft_folder, None, model.device, BLOCK_SIZE), num_blocks)
     return {
         "none": Contender(model, num_blocks, Speculator),
-        "n-gram": Contender(model, num_blocks, lambda: Speculator(NgramProposer())),
-        "draft model": Contender(model, num_blocks, lambda: Speculator(DraftProposer(draft, num_blocks))),
+        "n-gram": Contender(model, num_blocks, lambda: Speculator(NgramProposer(), clock=time.perf_counter)),
+        "draft model": Contender(model, num_blocks, lambda: Speculator(proposer, clock=time.perf_counter)),
     }
 
 

@@ -1,10 +1,11 @@
-"""Make the draft of the demo model, in two runs of a few minutes:
+"""Make the draft of the demo model, in three runs of a few minutes:
 
     python -m demo_model.train_draft --out demo_model/draft --seed 0
     python -m demo_model.train_draft --out demo_model/draft --seed 1 --start demo_model/draft
+    python -m demo_model.train_draft --out demo_model/draft --seed 2 --start demo_model/draft
 
 First repeated random tokens, until it looks up what followed a token before; then texts, on which it learns what the
-demo model says next, whether or not that is right. The second run has texts alone.
+demo model says next, whether or not that is right. Later runs have texts alone.
 """
 
 import argparse
@@ -46,6 +47,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     target = LlamaForCausalLM.from_pretrained(CHECKPOINT).eval()
     is_new = args.start is None
     draft = _make_draft(target.config) if is_new else LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32)
@@ -74,7 +76,7 @@ def _parse_args() -> argparse.Namespace:
 def _make_draft(target: LlamaConfig) -> LlamaForCausalLM:
     """Two layers, the fewest that look up what followed a token; a wider one guesses as well, and slower."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     return LlamaForCausalLM(LlamaConfig(**{**target.to_dict(), **sizes, **heads}))
 
 
@@ -112,7 +114,7 @@ def _train_step(
 
 
 def _save(draft: LlamaForCausalLM, args: argparse.Namespace, minutes: float) -> None:
-    draft.to(torch.bfloat16).save_pretrained(args.out)
+    draft.bfloat16().save_pretrained(args.out)
     config = json.loads((args.out / "config.json").read_text())
     # Weights lose nothing by half the bits; its KV would, and a fifth of its guesses with it.
     (args.out / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n")

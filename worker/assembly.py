@@ -13,9 +13,9 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.draft import naming_the_draft, open_draft
 from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.core import EngineCore
-from engine.draft_proposer import DraftProposer
 from engine.model.batch import Model
 from engine.model.decoder import Decoder
+from engine.model.draft_proposer import DraftProposer
 from engine.speculation import NgramProposer, Proposer, Speculator
 from kernels.backend import Backend, select_backend
 from kernels.cpu.library import NoKernels
@@ -56,12 +56,13 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Threads:
-    """The parts of a worker that have threads beside its event loop, and the clock of all."""
+    """The parts of a worker that have threads beside its event loop, the clock of all, and that of engine steps."""
 
     clock: Callable[[], float] = time.monotonic
     new_inbox: Callable[[], Inbox] = Inbox
     new_loop: Callable[..., WorkerLoop] = WorkerLoop
     new_transfers: Callable[[BlockStore, Callable[[], None]], ThreadTransfers] = ThreadTransfers
+    stopwatch: Callable[[], float] = time.perf_counter
 
 
 THREADS = Threads()
@@ -133,7 +134,7 @@ def assemble_on(
     transfers = threads.new_transfers(store, inbox.ring)
     transfers.start()
     proposer = DraftProposer(draft, pool.ledger.num_pages) if draft else _PROPOSERS[config.speculation.proposer]()
-    speculator = Speculator(proposer, config.speculation.max_draft_len)
+    speculator = Speculator(proposer, config.speculation.max_draft_len, threads.stopwatch)
     engine = EngineCore(model, pool, behaviour.batcher, transfers, speculator)
     info = _describe(config, model, tiers.arena.num_slots)
     service = WorkerService(

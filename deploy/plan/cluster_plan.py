@@ -170,7 +170,7 @@ class ClusterPlan:
         return replace(self.config, worker=worker)
 
     def _model_of(self, role: Role) -> ModelFacts:
-        """Returns the model as workers of a role have it: those that prefill have no draft."""
+        """Returns the model as workers of a role have it: prefill workers have no draft."""
         return self.model if role is Role.DECODE else replace(self.model, draft=DraftFacts())
 
     def _store(self, home: Home) -> StoreSettings:

@@ -43,7 +43,7 @@ class ModelFacts:
         return layout.num_blocks(self.served.max_context_len) * layout.block_bytes
 
     def worker_bytes(self, pool_bytes: int) -> int:
-        """Sums the weights, the pages of a worker, and those of its draft."""
+        """Sums the weights and pages of a worker, and of its draft."""
         num_blocks = pool_bytes // self.served.layout.block_bytes
         return self.weight_bytes + pool_bytes + self.draft.weight_bytes + num_blocks * self.draft.block_bytes
 

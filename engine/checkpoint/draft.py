@@ -39,6 +39,6 @@ def naming_the_draft() -> Iterator[None]:
 
 
 def _require_same_tokens(of_draft: dict[str, int], of_target: dict[str, int]) -> None:
-    for token, token_id in of_draft.items():
+    for token, token_id in sorted(of_draft.items()):
         if of_target.get(token, token_id) != token_id:
             raise ModelError(f"tokenizer.json gives {token[:32]!r} the id {token_id}, the model's {of_target[token]}")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.core import EngineCore
-from engine.draft_proposer import MAX_CATCH_UP, DraftProposer
 from engine.model.batch import Batch
+from engine.model.draft_proposer import MAX_CATCH_UP, DraftProposer
 from engine.model.hash_model import HashModel
 from engine.sequence import Sequence
 from engine.speculation import Speculator

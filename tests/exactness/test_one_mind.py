@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core import EngineCore
-from engine.draft_proposer import DraftProposer
 from engine.events import Failed, Fetched, Preempted
 from engine.model.decoder import Decoder
+from engine.model.draft_proposer import DraftProposer
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation import NgramProposer, Proposer, Speculator
@@ -185,7 +185,7 @@ def test_with_guesses(model: Decoder, alone: Alone, error_rate: float) -> None:
 @pytest.mark.parametrize("num_pages", [12, 512])
 def test_with_a_draft_model(model: Decoder, alone: Alone, draft: Decoder, num_pages: int) -> None:
     """One by one, among seven, and while prompts come in; with pages for all sequences, and for a few."""
-    keys, requests = asked(range(7))
+    keys, _ = asked(range(7))
     expected = [alone[key] for key in keys]
     for size, steps in ((1, [0]), (7, [0] * 7), (7, [3 * place for place in range(7)])):
         proposer = DraftProposer(draft, num_pages)
