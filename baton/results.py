@@ -1,6 +1,7 @@
 """Results of calls, as frozen values without protobuf."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from wire.convert import reason_from_pb, tiers_from_pb
@@ -11,7 +12,10 @@ from wire.sampling import FinishReason, Logprobs
 
 @dataclass(frozen=True)
 class TokenLogprobs(Logprobs):
-    """Log-probabilities with the bytes of text that the chosen token, and each of the likeliest, stand for."""
+    """Log-probabilities with the bytes of text that the chosen token, and each of the likeliest, stand for.
+
+    chosen: NaN where there is none, as for the first token of a prompt.
+    """
 
     token: bytes = b""
     top_tokens: tuple[bytes, ...] = ()
@@ -84,6 +88,8 @@ class Completion:
     usage: Usage
     seed: int
     timeline: Timeline
+    prompt: tuple[Chunk, ...] = ()
+    """The prompt in parts, if its echo or its log-probabilities were asked for."""
 
     @property
     def text(self) -> str:
@@ -112,6 +118,7 @@ class Draft:
     """A completion in the making; grows with each response."""
 
     def __init__(self) -> None:
+        self.prompt: list[Chunk] = []
         self._chunks: dict[int, list[Chunk]] = {}
         self._completion: Completion | None = None
 
@@ -122,7 +129,12 @@ class Draft:
         return self._completion
 
     def accept(self, response: pb.GenerateResponse) -> tuple[Chunk, ...]:
-        """Adds a response; returns its chunk, and none for the last response."""
+        """Adds a response; returns its chunk, if it is part of the answer."""
+        if response.WhichOneof("event") == "prompt":
+            part = response.prompt
+            ids = tuple(one.token_id for one in part.tokens)
+            self.prompt.append(Chunk(response.request_id, 0, part.text, ids, _read_logprobs(part.tokens)))
+            return ()
         if response.WhichOneof("event") == "complete":
             self._completion = self._complete(response.request_id, response.complete)
             return ()
@@ -140,7 +152,8 @@ class Draft:
             read.guessed_tokens,
             read.accepted_tokens,
         )
-        return Completion(request_id, choices, usage, complete.seed, _read_timeline(complete.timeline))
+        timeline = _read_timeline(complete.timeline)
+        return Completion(request_id, choices, usage, complete.seed, timeline, tuple(self.prompt))
 
     def _choice(self, choice: pb.Choice) -> Choice:
         chunks = self._chunks.get(choice.index, [])
@@ -160,16 +173,20 @@ def read_models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
 
 
 def _read_chunk(request_id: str, chunk: pb.Chunk) -> Chunk:
-    logprobs = tuple(
+    logprobs = _read_logprobs(chunk.logprobs)
+    return Chunk(request_id, chunk.index, chunk.text, tuple(chunk.token_ids), logprobs)
+
+
+def _read_logprobs(logprobs: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
         TokenLogprobs(
-            token.logprob,
+            token.logprob if token.HasField("logprob") else math.nan,
             tuple((other.token_id, other.logprob) for other in token.top),
             token.token,
             tuple(other.token for other in token.top),
         )
-        for token in chunk.logprobs
+        for token in logprobs
     )
-    return Chunk(request_id, chunk.index, chunk.text, tuple(chunk.token_ids), logprobs)
 
 
 def _read_timeline(timeline: pb.Timeline) -> Timeline:

@@ -120,8 +120,8 @@ def _measure_gateway(options: argparse.Namespace) -> dict[str, Any]:
     """Measures a gateway, and the router behind it by its processor time, before workers that give tokens at beats."""
     fields = {"prompt": "hello", "max_tokens": options.tokens, "stream": True, "ignore_eos": True, "temperature": 0}
     sent = json.dumps(fields).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}"
-    request = head.encode() + b"\r\n\r\n" + sent
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent
     with ExitStack() as servers:
         workers = servers.enter_context(server_process("workers", str(options.interval)))
         router = servers.enter_context(server_process("router", *workers.addresses))

@@ -4,13 +4,13 @@ queue -> wait -> fetch -> wait -> compute -> generate -> ended
                               \\-> generate, if no KV of the prompt was missing
 """
 
-from engine.events import Drafted, Event, Failed, Fetched, Finished
+from engine.events import Drafted, Event, Failed, Fetched, Finished, Scored
 from engine.request import EngineRequest
 from wire.errors import BatonError
 from wire.pools import Role
 from worker.job import PromptProgress
 from worker.stopwatch import Phase, Stopwatch
-from worker.update import NOTHING_NEW, ChoiceTokens, End, Update
+from worker.update import NOTHING_NEW, ChoiceTokens, End, PromptScores, Update
 
 
 class DecodeJob:
@@ -33,6 +33,8 @@ class DecodeJob:
         match event:
             case Fetched(choice=choice):
                 return self._fetched(choice)
+            case Scored(first_position=first, logprobs=logprobs):
+                return Update(scores=PromptScores(first, logprobs))
             case Drafted(num_guessed=num_guessed, num_accepted=num_accepted):
                 self._stopwatch.count(tokens_guessed=num_guessed, tokens_accepted=num_accepted)
             case Finished():

@@ -9,7 +9,7 @@ A sequence has a row of `DecodeRows` from its first turn in DECODE on. While all
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from engine.decode_rows import DecodeRows
 from engine.events import (
@@ -23,6 +23,7 @@ from engine.events import (
     HeldUp,
     Preempted,
     Scheduled,
+    Scored,
     Started,
     StepOutput,
 )
@@ -39,6 +40,10 @@ from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
 from wire.errors import BatonError, InvalidRequest, RequestExists
 from wire.ids import RequestId
+from wire.sampling import Logprobs
+
+MAX_SCORED_TOKENS = 512
+"""Tokens of prompts that one step scores: each needs a row of logits, which may be a megabyte."""
 
 
 class EngineCore:
@@ -137,9 +142,9 @@ class EngineCore:
         if request.request_id in self._roster:
             raise RequestExists("a request of this id is running", request_id=request.request_id)
         request.require_runnable(self.model.vocab_size, self.model.max_context_len)
-        num_tokens, capacity = request.max_len, self.pool.ledger.num_pages * self.pool.layout.block_size
-        if num_tokens > capacity:
-            raise InvalidRequest("max_tokens", f"{num_tokens} tokens exceed what the pool holds ({capacity})")
+        capacity = self.pool.layout.max_len(self.pool.ledger.num_pages, request.max_len)
+        if request.max_len > capacity:
+            raise InvalidRequest("max_tokens", f"{request.max_len} tokens exceed what the pool holds ({capacity})")
 
     def _finish_transfers(self) -> int:
         finished = self._cache.poll()
@@ -202,10 +207,13 @@ class EngineCore:
 
     def _make_room(self, plan: Plan) -> tuple[list[Sequence], list[Chunk]]:
         """Finds pages for the tokens of a plan; returns the sequences that have them: decoding ones, and chunks."""
-        decoding, chunks = [], []
-        for handle, num_tokens in plan.run.items():
-            sequence = self._roster[handle]
-            if not self._cache.grow(sequence, num_tokens):
+        decoding, chunks, num_scorable = [], [], MAX_SCORED_TOKENS
+        for handle, num_planned in plan.run.items():
+            sequence, num_tokens = self._roster[handle], num_planned
+            if sequence.wants_scores:
+                num_tokens = min(num_planned, num_scorable)
+                num_scorable -= num_tokens
+            if not num_tokens or not self._cache.grow(sequence, num_tokens):
                 continue
             self._note_turn(sequence)
             if sequence.phase is Phase.DECODE:
@@ -239,6 +247,7 @@ class EngineCore:
         if gains.failed:
             kept = [place for place, sequence in enumerate(gains.sequences) if sequence.phase is not Phase.ENDED]
             gains = gains.keeping(kept, gains.num_gained)
+        self._tell_scores(gains.scores)
         ending = self._emit(gains, output)
         starts = {one: one.num_computed - 1 for one in filled if one.phase is not Phase.ENDED}
         computed = [chunk for chunk in work.chunks if chunk.sequence.phase is not Phase.ENDED]
@@ -250,6 +259,13 @@ class EngineCore:
             for sequence in chunk.sampled:
                 if sequence.phase is not Phase.ENDED:
                     self._go_on(sequence)
+
+    def _tell_scores(self, scores: Mapping[Sequence, tuple[Logprobs, ...]]) -> None:
+        for sequence, logprobs in scores.items():
+            if sequence.phase is not Phase.ENDED:
+                choice = sequence.choice
+                self._events.append(Scored(choice.request_id, choice.index, sequence.num_scored, logprobs))
+                sequence.num_scored += len(logprobs)
 
     def _emit(self, gains: Gains, output: StepOutput) -> list[Sequence]:
         """Appends tokens to their sequences; returns the sequences that end with theirs."""

@@ -61,15 +61,19 @@ class Engine:
         model: str,
         *,
         dtype: str | None = None,
+        kv_dtype: str = "auto",
         device: str = "cpu",
         block_size: int = 16,
         num_blocks: int = 1024,
         batcher: Batcher | None = None,
     ) -> "Engine":
-        """Loads a checkpoint folder, or a hub's name of one. ModelError if it cannot be served."""
+        """Loads a checkpoint folder, or a hub's name of one. ModelError if it cannot be served.
+
+        kv_dtype: of wire.layout.KV_DTYPES.
+        """
         folder: Path = find_folder(model)
         tokenizer = Checkpoint(folder).load_tokenizer()
-        decoder = Decoder.load(folder, dtype, torch.device(device), block_size)
+        decoder = Decoder.load(folder, dtype, torch.device(device), block_size, kv_dtype=kv_dtype)
         pool = DevicePool(decoder.layout, num_blocks, decoder.device)
         return cls(EngineCore(decoder, pool, batcher or ContinuousBatcher(), NoStore()), tokenizer)
 
@@ -105,7 +109,9 @@ class _Run:
         choices = tuple(ChoiceSoFar(index) for index in range(sampling.n))
         self.request = EngineRequest(RequestId(secrets.token_hex(8)), _ROOT, prompt_ids, sampling, choices)
         self.outputs = [ChoiceOutput() for _ in choices]
-        self._texts = [IncrementalText(tokenizer, sampling.stop, sampling.min_tokens) for _ in choices]
+        decoding = tokenizer if sampling.skip_special_tokens else tokenizer.spelling(tokenizer.special_tokens)
+        settings = sampling.stop, sampling.min_tokens, sampling.include_stop_str_in_output
+        self._texts = [IncrementalText(decoding, *settings) for _ in choices]
 
     @property
     def is_done(self) -> bool:

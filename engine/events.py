@@ -62,6 +62,14 @@ class Fetched(ChoiceEvent):
     tokens: TierTokens
 
 
+@dataclass(frozen=True)
+class Scored(ChoiceEvent):
+    """A run has scored tokens of the prompt, from the `first_position`-th on; each token is scored once."""
+
+    first_position: int
+    logprobs: tuple[Logprobs, ...]
+
+
 class Started(ChoiceEvent):
     """A choice takes the first turn of its life; until then other sequences of the running batch came first."""
 
@@ -115,7 +123,9 @@ class Failed:
     error: BatonError
 
 
-Event = HeldUp | Scheduled | Fetched | Started | Drafted | Finished | HandedOff | Abandoned | Preempted | Failed
+Event = (
+    HeldUp | Scheduled | Fetched | Started | Scored | Drafted | Finished | HandedOff | Abandoned | Preempted | Failed
+)
 
 
 @dataclass

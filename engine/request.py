@@ -19,7 +19,9 @@ class ChoiceSoFar:
 class EngineRequest:
     """A prompt and its unfinished choices. sources: block ports of other nodes that may have blocks of it.
 
-    computes_all: it reads no cached KV.
+    computes_all: it reads no cached KV. num_scored: tokens of the prompt before the next that is to be scored, at least
+    1 as the first follows none; 0 where none is. A score is a token's log-probabilities, as sampling.prompt_logprobs
+    asks for them.
 
     `HandOff`, a subclass, asks for one more token per choice only: the engine then publishes all blocks of the prompt,
     the partly filled last one included, and holds them for the request.
@@ -32,6 +34,7 @@ class EngineRequest:
     choices: tuple[ChoiceSoFar, ...] = (ChoiceSoFar(0),)
     sources: tuple[str, ...] = ()
     computes_all: bool = False
+    num_scored: int = 0
 
     @property
     def max_len(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from engine.decode_rows import DecodeRows, Ints
 from engine.kv_cache import KVCache
 from engine.model.batch import Batch, Model
-from engine.sampler import Draw, likeliest, sample
+from engine.sampler import Draw, likeliest, sample, score
 from engine.sequence import Sequence
 from engine.speculation import Drafts
 from engine.work import NO_ROWS, Gains, Work
@@ -56,15 +56,42 @@ class Runner:
     @torch.inference_mode()
     def _run(self, work: Work) -> Gains:
         logits = self._model.forward(self._batch(work), self._kv)
+        scores: dict[Sequence, tuple[Logprobs, ...] | None] = {}
+        if any(chunk.scored for chunk in work.chunks):
+            logits, scores = self._score(work, logits)
         if any(chunk.siblings for chunk in work.chunks):
             logits = logits[self._shared(work)]
         gains = Gains(self._sampled(work), *self._sample(logits, self._careful_draws(work)))
         if work.drafts:
             gains = self._accept(work.drafts, gains)
-        if gains.token_ids.min(initial=0) >= 0:
+        if scores:
+            gains = replace(gains, scores={one: found for one, found in scores.items() if found is not None})
+        faulty = [sequence for sequence, found in scores.items() if found is None]
+        if not faulty and gains.token_ids.min(initial=0) >= 0:
             return gains
-        faulty = [gains.sequences[one] for one in np.flatnonzero(gains.token_ids < 0)]
+        faulty += [gains.sequences[one] for one in np.flatnonzero(gains.token_ids < 0)]
         return replace(gains, failed={sequence: _no_number() for sequence in faulty})
+
+    def _score(
+        self, work: Work, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[Sequence, tuple[Logprobs, ...] | None]]:
+        """Scores the prompts of chunks; returns the logits to sample from, and the scores, None where one is no number.
+
+        ```
+        rows of logits   ... decoding ... | chunk: scored, then sampled | chunk | ...
+        ```
+        """
+        place = work.num_rows + len(work.drafts)
+        kept, scores = [*range(place)], {}
+        for chunk in work.chunks:
+            scored, request = chunk.scored, chunk.sequence.request
+            if scored:
+                token_ids = request.prompt_ids[scored.start : scored.stop]
+                rows = logits[place : place + len(scored)]
+                scores[chunk.sequence] = score(rows, token_ids, request.sampling.prompt_logprobs or 0)
+            place += len(scored) + chunk.is_sampled
+            kept += [place - 1] * chunk.is_sampled
+        return logits[kept], scores
 
     def _accept(self, drafts: Drafts, gains: Gains) -> Gains:
         """Leaves out tokens that were drawn after a wrong guess."""
@@ -160,7 +187,10 @@ class Runner:
         known = [one.tokens(start, end - start) for one, start, end in spans]
         slots = [one.pages.slots(start, end, block_size) for one, start, end in spans]
         ends = [*accumulate((chunk.num_tokens for chunk in chunks), initial=num_tokens)][1:]
-        samples = [[end - 1] for end, chunk in zip(ends, chunks, strict=True) if chunk.is_sampled]
+        samples = [
+            [*(end - chunk.context_len + position - 1 for position in chunk.scored), *[end - 1] * chunk.is_sampled]
+            for end, chunk in zip(ends, chunks, strict=True)
+        ]
         context_lens = rows.context_lens[work.rows]
         if drafts:
             context_lens = context_lens + (drafts.lengths - 1).astype(np.int32)
@@ -175,6 +205,7 @@ class Runner:
             cu_query_lens=self._join(starts.astype(np.int32), [[end] for end in ends]),
             num_decodes=int((drafts.lengths > 1).argmax()) if drafts else num_tokens + num_single,
             sample_rows=self._join(np.arange(num_tokens), samples),
+            num_scored=sum(len(chunk.scored) for chunk in chunks),
         )
 
     def _tables(self, work: Work) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from wire.sampling import Logprobs, SamplingParams
 
+SCORED_AT_ONCE = 64
 _NO_LIMIT = 1 << 30
 
 
@@ -75,6 +76,25 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 def argmax(logits: torch.Tensor) -> torch.Tensor:
     """Finds the place of the greatest value of each row [R, V], int64 [R]; numpy is ten times as fast on a CPU."""
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.is_cpu else logits.argmax(-1)
+
+
+@torch.inference_mode()
+def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> tuple[Logprobs, ...] | None:
+    """Scores the token that follows each row of `logits` [R, V] float32; None where a value is no number.
+
+    Takes the rows by 64, so that their log-probabilities need little memory.
+    """
+    if not bool(torch.isfinite(logits).all()):
+        return None
+    scored: list[Logprobs] = []
+    for start in range(0, len(token_ids), SCORED_AT_ONCE):
+        rows = torch.log_softmax(logits[start : start + SCORED_AT_ONCE], dim=-1)
+        tokens = torch.tensor(token_ids[start : start + SCORED_AT_ONCE], device=rows.device)
+        chosen = rows.gather(1, tokens[:, None]).squeeze(1).tolist()
+        values, ids = rows.topk(min(num_top, rows.shape[1]))
+        tops = (tuple(zip(*one, strict=True)) for one in zip(ids.tolist(), values.tolist(), strict=True))
+        scored += map(Logprobs, chosen, tops)
+    return tuple(scored)
 
 
 def uniform(seed: int, choice: int, position: int) -> float:

@@ -40,6 +40,13 @@ class Chunk:
         return self.sequence.num_computed + self.num_tokens
 
     @property
+    def scored(self) -> range:
+        """The positions of the prompt whose tokens this chunk scores: each by the logits of the position before."""
+        if not self.sequence.wants_scores:
+            return range(0)
+        return range(self.sequence.num_scored, min(self.context_len + 1, self.sequence.num_prompt))
+
+    @property
     def sampled(self) -> list[Sequence]:
         """The sequences that gain a token, all from the last row."""
         return [self.sequence, *self.siblings] if self.is_sampled else []
@@ -70,7 +77,7 @@ class Gains:
     """The outcome of a run: samples of the decoding rows, row by row, then of the chunks.
 
     sequences: of each sample. token_ids: int64 [samples], -1 where the sequence failed. logprobs: by sample, where they
-    are asked for. num_gained: tokens of each decoding row, or of all alike.
+    are asked for. num_gained: tokens of each decoding row, or of all alike. scores: of the prompts of chunks.
     """
 
     sequences: list[Sequence]
@@ -78,19 +85,21 @@ class Gains:
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     failed: dict[Sequence, BatonError] = field(default_factory=dict)
     num_gained: Ints | int = 1
+    scores: dict[Sequence, tuple[Logprobs, ...]] = field(default_factory=dict)
 
     def keeping(self, samples: list[int], num_gained: Ints | int) -> "Gains":
         """Keeps these samples, in order."""
         logprobs = self.logprobs and {at: self.logprobs[one] for at, one in enumerate(samples) if one in self.logprobs}
         sequences = [self.sequences[one] for one in samples]
-        return Gains(sequences, self.token_ids[samples], logprobs, self.failed, num_gained)
+        return Gains(sequences, self.token_ids[samples], logprobs, self.failed, num_gained, self.scores)
 
     def followed_by(self, later: "Gains") -> "Gains":
         """Joins the gains of two runs without drafts."""
         num = len(self.token_ids)
         logprobs = self.logprobs | {num + sample: one for sample, one in later.logprobs.items()}
         token_ids = np.concatenate([self.token_ids, later.token_ids])
-        return Gains([*self.sequences, *later.sequences], token_ids, logprobs, self.failed | later.failed)
+        sequences, failed = [*self.sequences, *later.sequences], self.failed | later.failed
+        return Gains(sequences, token_ids, logprobs, failed, scores=self.scores | later.scores)
 
     def advance(self, rows: DecodeRows, num_rows: int) -> None:
         """Takes the first rows on."""

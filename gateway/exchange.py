@@ -12,6 +12,7 @@ from gateway.errors import HttpError, envelope, headers
 from wire.errors import BatonError, Cancelled, InvalidRequest
 from wire.ids import REQUEST_ID
 from wire.rpc import MAX_MESSAGE_BYTES
+from wire.trust.key_ring import bearer
 
 MAX_BODY_S = 10.0
 """How long a body may take to come."""
@@ -44,8 +45,16 @@ class Request:
 
     def header(self, name: str) -> str | None:
         """Returns the first header of that name."""
-        found = (value for key, value in self._headers if key == name.encode())
-        return next((value.decode("latin-1") for value in found), None)
+        return next(iter(self.headers(name)), None)
+
+    def headers(self, name: str) -> list[str]:
+        """Returns all headers of that name."""
+        return [value.decode("latin-1") for key, value in self._headers if key == name.encode()]
+
+    @property
+    def key(self) -> str:
+        """Returns the key that the request shows, "" without one; it may not be valid."""
+        return bearer(self.headers("authorization"))
 
     async def read(self, hold: Callable[[int], None]) -> None:
         """Reads the body, an object. Raises HttpError or InvalidRequest, and what `hold` raises.

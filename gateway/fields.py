@@ -131,7 +131,6 @@ ONLY: dict[str, Sequence[object]] = {
     "echo": (False,),
     "function_call": ("none",),
     "include_obfuscation": (False,),
-    "include_stop_str_in_output": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "priority": (0,),
@@ -139,7 +138,6 @@ ONLY: dict[str, Sequence[object]] = {
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
@@ -189,6 +187,8 @@ SAMPLING: dict[str, Read] = {
     "stop": texts,
     "stop_token_ids": token_ids,
     "logit_bias": logit_bias,
+    "skip_special_tokens": flag,
+    "include_stop_str_in_output": flag,
 }
 """Fields that go to the router under their names, which checks their ranges."""
 COMMON: dict[str, Read] = {**SAMPLING, "model": text, "stream": flag, "stream_options": stream_options}

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Protocol
 
 from baton import AsyncClient, Chunk, Completion
@@ -32,7 +33,7 @@ class Dialect(Protocol):
         """Describes choice `index` of a completion, under its number in the answer."""
 
     def event(self, chunk: Chunk, number: int) -> str:
-        """Writes what a choice has gained."""
+        """Writes what a choice has gained, or a part of its prompt."""
 
     def last_event(self, completion: Completion, index: int, number: int) -> str:
         """Writes how a choice ended."""
@@ -92,7 +93,13 @@ async def events(generation: Generation, dialect: Dialect, client: AsyncClient) 
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
         gained = await stack.enter_async_context(aclosing(_gained(streams)))
+        told: set[int] = set()
         async for place, chunk in gained:
+            if place not in told:
+                told.add(place)
+                for part, index in product(streams[place].prompt, range(generation.num_choices)):
+                    number = place * generation.num_choices + index
+                    yield start + dialect.event(part, number).encode() + tail
             number = place * generation.num_choices + chunk.index
             yield start + dialect.event(chunk, number).encode() + tail
     completions = [stream.completion for stream in streams]

@@ -4,17 +4,20 @@ queue -> wait -> fetch -> wait -> compute -> publish -> answered
                                          \\-> answered, if every choice ended with its first token
 """
 
-from engine.events import Event, Failed, Finished, HandedOff
+from engine.events import Event, Failed, Finished, HandedOff, Scored
 from engine.request import EngineRequest
 from wire.errors import BatonError
 from wire.pools import Role
 from worker.job import PromptProgress
 from worker.stopwatch import Phase, Stopwatch
-from worker.update import NOTHING_NEW, ChoiceTokens, End, Update
+from worker.update import NOTHING_NEW, ChoiceTokens, End, PromptScores, Update
 
 
 class PrefillJob:
-    """A Job with a single update, at its end. An attempt that fails or is withdrawn ends its hold, too."""
+    """A Job with scores of the prompt, if they are wanted, and one update at its end.
+
+    An attempt that fails or is withdrawn ends its hold, too.
+    """
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
         """`request` is a HandOff."""
@@ -32,6 +35,8 @@ class PrefillJob:
                 self._add(ChoiceTokens.finished(event, num_output=1))
                 self._unfinished.discard(event.choice)
                 return NOTHING_NEW if self._unfinished else self._close(now_s)
+            case Scored(first_position=first, logprobs=logprobs):
+                return Update(scores=PromptScores(first, logprobs))
             case HandedOff(num_held=num_held):
                 return self._hand_off(num_held, now_s)
             case Failed(error=error):

@@ -20,6 +20,9 @@ class ByteTokenizer:
         except UnicodeEncodeError as error:
             raise InvalidRequest("text", "not valid Unicode") from error
 
+    def spelling(self, special_tokens: Sequence[str]) -> "ByteTokenizer":
+        return self
+
     def encode_rendered(self, text: str) -> list[int]:
         return self.encode(text)
 

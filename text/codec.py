@@ -38,6 +38,9 @@ class TextCodec(Detokenizer, Protocol):
     def special_tokens(self) -> Sequence[str]:
         """The texts that `encode` takes for special tokens."""
 
+    def spelling(self, special_tokens: Sequence[str]) -> Detokenizer:
+        """Returns the way back to text that writes these special tokens, too."""
+
     def encode_rendered(self, text: str) -> list[int]:
         """Encodes as `encode` does, with no special tokens but the ones in the text."""
 

@@ -22,13 +22,18 @@ class IncrementalText:
 
     The pieces and the flush together are `decode` of all tokens, up to the stop string if one is met. How the tokens
     are split between calls makes no difference. Stop strings count after the first `min_tokens` only.
+
+    includes_stop: the stop string is part of the text, too.
     """
 
-    def __init__(self, tokenizer: Detokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Detokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0, includes_stop: bool = False
+    ) -> None:
         self._window = Window(tokenizer)
         self._has_stops = bool(stop)
         self._stops = StopMatcher(stop)
         self._num_free_tokens = min_tokens
+        self._includes_stop = includes_stop
         self._matched_stop: str | None = None
 
     def feed(self, token_ids: Sequence[int]) -> Piece:
@@ -62,4 +67,4 @@ class IncrementalText:
             return text
         scanned = self._stops.feed(text)
         self._matched_stop = scanned.stop
-        return scanned.text
+        return scanned.text + scanned.stop if scanned.stop and self._includes_stop else scanned.text

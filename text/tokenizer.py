@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from text.codec import TokenKind
+from text.codec import Detokenizer, TokenKind
 from text.model_file import read_text
 from text.token_bound import TokenBound, byte_alphabet
 from wire.errors import InvalidRequest, ModelError
@@ -113,6 +113,10 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def spelling(self, special_tokens: Sequence[str]) -> Detokenizer:
+        shown = {token_id for token_id, content in self._added.items() if content in special_tokens}
+        return _Spelling(self._backend, self, frozenset(shown))
+
     def min_tokens(self, text: str, enough: int) -> int:
         return self._bound.min_tokens(text, enough)
 
@@ -134,6 +138,23 @@ class Tokenizer:
         if self._char_to_byte:
             return spelled.translate(self._char_to_byte).encode("latin-1", "replace")
         return spelled.replace("▁", " ").encode()
+
+
+class _Spelling:
+    """A tokenizer's way back to text, in which some special tokens are text."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, tokenizer: Tokenizer, shown: frozenset[int]) -> None:
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._shown = shown
+
+    def decode(self, ids: Sequence[int]) -> str:
+        written = [token_id for token_id in ids if self.kind(token_id) is not TokenKind.SILENT]
+        text: str = self._backend.decode(written, skip_special_tokens=False)
+        return text
+
+    def kind(self, token_id: int) -> TokenKind:
+        return TokenKind.TEXT if token_id in self._shown else self._tokenizer.kind(token_id)
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:

@@ -9,6 +9,8 @@ GREEDY_BELOW = 1e-5
 DEFAULT_MAX_TOKENS = 256
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
+MAX_TOLD_PROMPT_LEN = 1 << 15
+"""Tokens of a prompt that is echoed, or whose log-probabilities are told."""
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 16
@@ -21,6 +23,7 @@ _RANGES = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
     "n": (1, MAX_CHOICES),
 }
 
@@ -46,6 +49,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Token ids, and what is added to the logit of each."""
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
     @property
     def is_greedy(self) -> bool:

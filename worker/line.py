@@ -20,6 +20,8 @@ from worker.update import End, Update
 
 MAX_MESSAGE_TOKENS = 4096
 """Of one message, about: with logprobs a token may take a kilobyte."""
+MAX_UPDATE_TOKENS = 512
+"""Of one attempt in one message. Their log-probabilities take the router some milliseconds."""
 MAX_BEGIN_BYTES = 64 << 20
 
 
@@ -141,11 +143,16 @@ class WorkerLine:
         return bool(self._news.answers or self._news.ended_holds)
 
     def _take_updates(self) -> list[worker_pb2.Update]:
-        updates, num_tokens = [], 0
-        while self._updates and num_tokens < MAX_MESSAGE_TOKENS:
+        """Takes as much as a message may have; the rest of an update that is too long stays the first."""
+        updates, num_tokens, is_cut = [], 0, False
+        while self._updates and num_tokens < MAX_MESSAGE_TOKENS and not is_cut:
             attempt, update = self._updates.popitem(last=False)
+            is_cut = update.num_tokens > MAX_UPDATE_TOKENS
+            if is_cut:
+                update, self._updates[attempt] = update.cut(MAX_UPDATE_TOKENS)
+                self._updates.move_to_end(attempt, last=False)
             updates.append(update_to_pb(attempt, update, self._worker_id))
-            num_tokens += sum(len(choice.token_ids) for choice in update.choices)
+            num_tokens += update.num_tokens
         return updates
 
     def _abort(self, attempt: AttemptId) -> None:

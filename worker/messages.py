@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import repeat
 
 from engine.events import EngineStats
 from engine.request import ChoiceSoFar, EngineRequest
@@ -17,7 +18,7 @@ from wire.convert import (
     tiers_to_pb,
 )
 from wire.errors import InvalidRequest
-from wire.ids import REQUEST_ID, AttemptId, NamespaceRoot
+from wire.ids import AttemptId, NamespaceRoot, is_qualified
 from wire.pb import inference_pb2, worker_pb2
 from wire.tier import COLD_COUNTS, FAR_TIERS, WRITE_COUNTS, BlockCounts, ColdStatus, Tier
 from worker.stopwatch import Span
@@ -32,7 +33,7 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
 
     Raises InvalidRequest for a field out of its range, which no router sends.
     """
-    _require(REQUEST_ID.fullmatch(message.id.request_id), "request_id", "not an id that a router gives")
+    _require(is_qualified(message.id.request_id), "request_id", "not an id that a router gives")
     _require(message.id.attempt, "attempt", "must be at least 1")
     _require(len(message.namespace_root) == ROOT_BYTES, "namespace_root", f"must be {ROOT_BYTES} bytes")
     _require(len(message.block_addresses) <= MAX_SOURCES, "block_addresses", f"must be at most {MAX_SOURCES}")
@@ -46,6 +47,7 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
         choices,
         tuple(message.block_addresses),
         message.computes_all,
+        message.num_scored,
     )
     _require_in_range(request, vocab_size)
     return request
@@ -60,6 +62,12 @@ def update_to_pb(attempt: AttemptId, update: Update, worker_id: str) -> worker_p
     if update.prompt is not None:
         message.prompt.cached_tokens.extend(tiers_to_pb(update.prompt.found))
         message.prompt.computed_tokens = update.prompt.computed
+    if update.scores is not None:
+        first, logprobs = update.scores
+        message.scores.first_position = first
+        message.scores.logprobs.extend(
+            logprobs_to_pb(repeat(0, len(logprobs)), logprobs)
+        )  # the router knows its prompt
     if update.end is not None:
         message.end.spans.extend(_spans_to_pb(update.end.spans, worker_id))
         if update.end.error is not None:
@@ -101,6 +109,8 @@ def _require_in_range(request: EngineRequest, vocab_size: int) -> None:
     sampling, num_choices = request.sampling, len(request.choices)
     sampling.require_in_range(vocab_size)
     _require(sampling.min_tokens <= sampling.max_tokens, "min_tokens", "must not be more than max_tokens")
+    is_wanted = sampling.prompt_logprobs is not None or not request.num_scored
+    _require(is_wanted, "num_scored", "must be 0 without prompt_logprobs")
     indices = {choice.index for choice in request.choices}
     differ = 0 < len(indices) == num_choices and max(indices) < sampling.n
     _require(differ, "choices", f"must be from 1 to n, each with an index of its own below n, which is {sampling.n}")

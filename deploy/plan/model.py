@@ -84,7 +84,7 @@ def inspect_model(
         max_context_len=checkpoint.config.max_context_len,
         vocab_size=checkpoint.config.vocab_size,
         fingerprint_hex=fingerprint(checkpoint.files, dtype, backend.version, DigestCache.of_user()).hex(),
-        layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size).encode().hex(),
+        layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
     )
     facts = ModelFacts(served, device, _weight_bytes(checkpoint), backend.name)
     if draft is None:

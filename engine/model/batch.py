@@ -34,13 +34,19 @@ class Batch:
     context_lens: torch.Tensor  # int32 [S]: tokens with KV once this step has run
     cu_query_lens: torch.Tensor  # int32 [S + 1]: where each sequence's tokens start
     num_decodes: int
-    sample_rows: torch.Tensor  # int64 [R]: rows of T whose next token is wanted
+    sample_rows: torch.Tensor  # int64 [R]: rows of T whose logits are wanted
+    num_scored: int = 0  # of these, rows of prompts that are scored
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
             tensor: torch.Tensor = getattr(self, name)
             if tensor.dtype is not dtype:
                 raise ValueError(f"{name} has {tensor.dtype}, not {dtype}")
+
+    @property
+    def samples_all(self) -> bool:
+        """Whether each row is a decoding one, or a guess, so that all logits are wanted."""
+        return not self.num_scored and len(self.token_ids) == len(self.sample_rows)
 
 
 class Model(Protocol):

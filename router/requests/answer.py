@@ -1,6 +1,6 @@
 """The answer to one request, as its client has it: the choices, each with its tokens, its text, and how it ended."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from text.codec import TextCodec
 from text.incremental import IncrementalText, Piece
@@ -9,16 +9,23 @@ from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import SamplingParams
 
+MAX_PART_TOKENS = 512
+"""Of one part of a prompt that is told without scores."""
+
 
 class ChoiceStream:
-    """A choice. Positions decide which tokens are new, whatever worker they come from."""
+    """A choice. Positions decide which tokens are new, whatever worker they come from.
 
-    def __init__(self, index: int, text: IncrementalText, codec: TextCodec) -> None:
+    includes_stop: a token that ends it has text, too.
+    """
+
+    def __init__(self, index: int, text: IncrementalText, codec: TextCodec, includes_stop: bool = False) -> None:
         self.index = index
         self._codec = codec
         self.token_ids: list[int] = []
         self.finish: pb.Choice | None = None
         self._text = text
+        self._includes_stop = includes_stop
 
     @property
     def so_far(self) -> worker_pb2.ChoiceSoFar:
@@ -38,7 +45,8 @@ class ChoiceStream:
         if num_repeated > len(tokens.token_ids):
             return None
         new = tokens.token_ids[num_repeated:]
-        piece = self._text.feed(new[:-1] if tokens.HasField("stop_token_id") else new)
+        is_silent_end = tokens.HasField("stop_token_id") and not self._includes_stop
+        piece = self._text.feed(new[:-1] if is_silent_end else new)
         taken = new if piece.matched_stop is None else new[: piece.num_tokens]
         self.token_ids.extend(taken)
         text = piece.text + self._end(tokens, piece)
@@ -47,14 +55,8 @@ class ChoiceStream:
         chunk = pb.Chunk(index=self.index, token_ids=taken, text=text)
         if tokens.logprobs:
             chunk.logprobs.extend(tokens.logprobs[num_repeated : num_repeated + len(taken)])
-            self._name_tokens(chunk)
+            name_tokens(chunk.logprobs, self._codec)
         return chunk
-
-    def _name_tokens(self, chunk: pb.Chunk) -> None:
-        for one in chunk.logprobs:
-            one.token = self._codec.token_bytes(one.token_id)
-            for other in one.top:
-                other.token = self._codec.token_bytes(other.token_id)
 
     def _end(self, tokens: worker_pb2.ChoiceTokens, piece: Piece) -> str:
         """Decides whether and how the choice has ended; the text that was held back until its end."""
@@ -72,14 +74,69 @@ class ChoiceStream:
         return last.text
 
 
+class PromptAnswer:
+    """The prompt as its client is told it: echo, log-probabilities, or neither. Pure.
+
+    num_told: tokens of the prompt that were told. Positions decide which scores are new, as with the answer's tokens.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], sampling: SamplingParams, codec: TextCodec, echo: str) -> None:
+        self.num_told = 0
+        self._prompt_ids = prompt_ids
+        self._is_scored = sampling.prompt_logprobs is not None
+        self._is_told = self._is_scored or sampling.echo
+        self._echo = echo
+        self._codec = codec
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens that a worker need not score, as Begin has it: 0 if it need not score any."""
+        return self.num_told if self._is_scored and self.num_told < len(self._prompt_ids) else 0
+
+    def first_parts(self) -> Iterator[pb.PromptPart]:
+        """Yields the parts that need no scores: the text and the first token, or all."""
+        num_known = self._is_told and (1 if self._is_scored else len(self._prompt_ids))
+        while self.num_told < num_known:
+            ids = self._prompt_ids[self.num_told : min(self.num_told + MAX_PART_TOKENS, num_known)]
+            yield self._part(
+                [pb.TokenLogprobs(token_id=token_id) for token_id in ids], "" if self.num_told else self._echo
+            )
+
+    def accept(self, scores: worker_pb2.PromptScores) -> pb.PromptPart | None:
+        """Takes the scores that are new. Raises WireError for a gap, and for more than were asked for."""
+        num_repeated = self.num_told - scores.first_position
+        tokens = scores.logprobs[max(num_repeated, 0) :]
+        if num_repeated < 0 or len(tokens) > len(self._prompt_ids) - self.num_told or not self._is_scored:
+            raise WireError("a worker sent log-probabilities of the prompt that were not the next ones")
+        for position, one in enumerate(tokens, self.num_told):
+            one.token_id = self._prompt_ids[position]
+        return self._part(tokens, "") if tokens else None
+
+    def _part(self, tokens: Sequence[pb.TokenLogprobs], text: str) -> pb.PromptPart:
+        self.num_told += len(tokens)
+        part = pb.PromptPart(tokens=tokens, text=text)
+        name_tokens(part.tokens, self._codec)
+        return part
+
+
+def name_tokens(logprobs: Iterable[pb.TokenLogprobs], codec: TextCodec) -> None:
+    """Adds the bytes that each token stands for."""
+    for one in logprobs:
+        one.token = codec.token_bytes(one.token_id)
+        for other in one.top:
+            other.token = codec.token_bytes(other.token_id)
+
+
 class Answer:
     """All choices of a request. Pure."""
 
     def __init__(self, sampling: SamplingParams, codec: TextCodec) -> None:
         self.num_tokens = 0
         self._num_unfinished = sampling.n
+        decoding = codec if sampling.skip_special_tokens else codec.spelling(codec.special_tokens)
+        settings = sampling.stop, sampling.min_tokens, sampling.include_stop_str_in_output
         self._choices = [
-            ChoiceStream(index, IncrementalText(codec, sampling.stop, sampling.min_tokens), codec)
+            ChoiceStream(index, IncrementalText(decoding, *settings), codec, sampling.include_stop_str_in_output)
             for index in range(sampling.n)
         ]
 

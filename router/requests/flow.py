@@ -22,7 +22,7 @@ from router.observe.metrics import RequestMetrics, TokenTiming
 from router.observe.record import RequestSummary
 from router.observe.timeline import Timeline
 from router.placement.placement import Placement
-from router.requests.answer import Answer
+from router.requests.answer import Answer, PromptAnswer
 from router.requests.outbox import Outbox
 from router.requests.replay import MAX_ATTEMPTS, Attempts, NextStep, Quarantine, Suspects, next_step
 from router.requests.tokenizing import TokenizerThreads
@@ -87,10 +87,13 @@ class Services:
 class Order:
     """A request that was let in. `root` is its tenant's; times are of the event loop's clock.
 
+    name: the request id as it is known behind the ports, which tells the tenant.
+
     life_s: the deadline as the client gave it, or the longest there is. deadline_s: a moment before it is over.
     """
 
     request_id: RequestId
+    name: RequestId
     valid: ValidRequest
     limits: Limits
     root: NamespaceRoot
@@ -131,9 +134,10 @@ class Flow:
         self._loop = asyncio.get_running_loop()
         self._attempts = Attempts()
         self._is_alone = False
-        self._attempt_id = AttemptId(order.request_id, 0)
+        self._attempt_id = AttemptId(order.name, 0)
         self._prepared: Prepared | None = None
         self._answer: Answer | None = None
+        self._prompt_answer: PromptAnswer | None = None
         self._cached: Mapping[str, int] | None = None
         self._has_read_cache = False
         self._prefill_worker: WorkerId | None = None
@@ -148,7 +152,7 @@ class Flow:
             self._is_alone = step is NextStep.RETRY_ALONE
             self.timeline.begin_span("wait_trial")
             try:
-                async with self._services.suspects.alone(self._order.request_id) if self._is_alone else nullcontext():
+                async with self._services.suspects.alone(self._order.name) if self._is_alone else nullcontext():
                     if self._is_alone:
                         self._end_span("wait_trial")
                     await self._attempt()
@@ -176,10 +180,14 @@ class Flow:
         if services.quarantine.holds(self.prepared.keys[-1], self._loop.time()):
             raise AttemptsExhausted("workers were lost over this prompt; it is not tried again for a while")
         self._answer = Answer(self.prepared.sampling, services.codec)
+        prepared = self.prepared
+        self._prompt_answer = PromptAnswer(prepared.prompt_ids, prepared.sampling, services.codec, prepared.echo)
+        for part in self._prompt_answer.first_parts():
+            self._send_prompt(part)
 
     async def _attempt(self) -> None:
         """Goes through prefill and decode; leaves prefill out where a token is out or decode is done sooner."""
-        self._attempt_id = AttemptId(self._order.request_id, next(self._services.attempt_numbers))
+        self._attempt_id = AttemptId(self._order.name, next(self._services.attempt_numbers))
         self._has_read_cache = False
         if not self.answer.num_tokens:
             self._prefill_worker = self._cached = None
@@ -191,7 +199,7 @@ class Flow:
             return
         node_id = placement.prefill_node(keys, num_prompt, lambda node_id: holds.budgets[node_id].has_room)
         self.timeline.begin_span("wait_room")
-        async with holds.hold(self._attempt_id, keys, node_id) as hold:
+        async with holds.hold(self._attempt_id, self.prepared.held_keys, node_id) as hold:
             self._end_span("wait_room")
             member = placement.choose_prefill(keys, num_prompt, hold.node_id)
             if member is not None:
@@ -257,6 +265,7 @@ class Flow:
             time_left_s=max(self._order.deadline_s - self._loop.time(), 0.001),
             block_addresses=self._services.placement.sources(self.prepared.keys, member),
             computes_all=not self._attempts.reads_cache,
+            num_scored=self.prompt_answer.num_scored,
         )
 
     def _take(self, on_prompt: Callable[[], None], spans: list[pb.Span]) -> Take:
@@ -269,10 +278,14 @@ class Flow:
                 if self._cached is None:
                     self._cached = cached
                 on_prompt()
+            if update.HasField("scores"):
+                self._send_prompt(self.prompt_answer.accept(update.scores))
+            if update.choices and self.prompt_answer.num_scored:
+                raise WireError("a worker sent a token before the log-probabilities of the prompt")
             for chunk in self.answer.accept(update.choices):
                 self._send(chunk)
             if self._is_alone and not self._attempts.is_in_vain(self.answer.num_tokens):
-                self._services.suspects.clear(self._order.request_id)
+                self._services.suspects.clear(self._order.name)
             spans.extend(update.end.spans)
             return not self.answer.worker_goes_on
 
@@ -282,7 +295,14 @@ class Flow:
         if self.timing.first_token_s is None:
             self._on_first_token()
         self.timing.gained(chunk.index, len(chunk.token_ids), self._loop.time())
-        if not self._outbox.put(pb.GenerateResponse(request_id=self._order.request_id, chunk=chunk)):
+        self._put(pb.GenerateResponse(request_id=self._order.request_id, chunk=chunk))
+
+    def _send_prompt(self, part: pb.PromptPart | None) -> None:
+        if part is not None:
+            self._put(pb.GenerateResponse(request_id=self._order.request_id, prompt=part))
+
+    def _put(self, response: pb.GenerateResponse) -> None:
+        if not self._outbox.put(response):
             self._stop(Overloaded("the client reads more slowly than its tokens come"))
 
     def _after(self, error: BatonError) -> NextStep:
@@ -311,6 +331,11 @@ class Flow:
     def answer(self) -> Answer:
         assert self._answer is not None, "not prepared yet"
         return self._answer
+
+    @property
+    def prompt_answer(self) -> PromptAnswer:
+        assert self._prompt_answer is not None, "not prepared yet"
+        return self._prompt_answer
 
     @property
     def complete(self) -> pb.Complete:

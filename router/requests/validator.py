@@ -10,9 +10,10 @@ from wire.convert import sampling_from_pb
 from wire.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from wire.ids import REQUEST_ID, BlockKey, NamespaceRoot, RequestId
 from wire.keys import cover
+from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_TURNS
-from wire.sampling import SamplingParams
+from wire.sampling import MAX_TOLD_PROMPT_LEN, SamplingParams
 
 SEED_BITS = 63
 MAX_CHARACTER_BYTES = 4
@@ -26,12 +27,12 @@ class Limits:
     vocab_size: int
     max_context_len: int
     num_blocks: int
-    block_size: int
+    layout: KVLayout
 
     @property
     def max_sequence_len(self) -> int:
         """Tokens, prompt and output, that one choice may have."""
-        return min(self.max_context_len, self.num_blocks * self.block_size)
+        return self.layout.max_len(self.num_blocks, self.max_context_len)
 
 
 ValidPrompt = Chat | Rendered | str | tuple[int, ...]
@@ -50,11 +51,17 @@ class ValidRequest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request ready for workers. `keys` name all blocks of the prompt, a partly filled last one included."""
+    """A request ready for workers. `keys` name all blocks of the prompt, a partly filled last one included.
+
+    held_keys: the ones that a decode worker fetches.
+    echo: the prompt's text, if it was asked for.
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     keys: tuple[BlockKey, ...]
+    held_keys: tuple[BlockKey, ...]
+    echo: str = ""
 
 
 def validate(message: pb.GenerateRequest, limits: Limits) -> ValidRequest:
@@ -98,8 +105,15 @@ def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: Namespa
     encoded = encode(valid.prompt, codec)
     sampling = resolve(valid, encoded, limits, secrets.randbits(SEED_BITS))
     prompt_ids = tuple(encoded)
-    keys = tuple(name.key for name in cover(root, prompt_ids, limits.block_size))
-    return Prepared(prompt_ids, sampling, keys)
+    names = cover(root, prompt_ids, limits.layout.block_size)
+    keys = tuple(name.key for name in names)
+    held_keys = keys[limits.layout.first_block(len(prompt_ids)) :]
+    return Prepared(prompt_ids, sampling, keys, held_keys, _echo(valid, prompt_ids, codec) if sampling.echo else "")
+
+
+def _echo(valid: ValidRequest, prompt_ids: Sequence[int], codec: TextCodec) -> str:
+    """Returns a prompt's text as its client sent it, or as its tokens stand for it."""
+    return valid.prompt if isinstance(valid.prompt, str) else codec.decode(prompt_ids)
 
 
 def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: Limits, seed: int) -> SamplingParams:
@@ -116,6 +130,9 @@ def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: Limits, seed
         "max_tokens",
         f"{len(prompt_ids)} prompt tokens and {sampling.max_tokens} more exceed the {limits.max_sequence_len} that fit",
     )
+    for param, is_told in (("prompt_logprobs", sampling.prompt_logprobs is not None), ("echo", sampling.echo)):
+        fits = not is_told or len(prompt_ids) <= MAX_TOLD_PROMPT_LEN
+        _require(fits, param, f"the prompt has {len(prompt_ids)} tokens; at most {MAX_TOLD_PROMPT_LEN}")
     _require(
         sampling.min_tokens <= sampling.max_tokens,
         "min_tokens",

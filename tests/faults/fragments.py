@@ -16,6 +16,9 @@ class FragmentTokenizer:
     def encode(self, text: str) -> list[int]:
         return [2] * len(text)
 
+    def spelling(self, special_tokens: Sequence[str]) -> "FragmentTokenizer":
+        return self
+
     def encode_rendered(self, text: str) -> list[int]:
         return self.encode(text)
 

@@ -14,6 +14,7 @@ from tests.gateway.local_gateway import LocalGateway, serving
 from tests.router.fake_cluster import until
 from wire.errors import Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
+from wire.trust.key_ring import KeyRing
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": "hello", "max_tokens": 1}
@@ -250,7 +251,7 @@ async def metrics_before(gateway: LocalGateway, answer: bytes) -> bytes:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        gateway.app = Gateway([gateway.client], f"{host}:{port}")
+        gateway.app = Gateway([gateway.client], KeyRing(), f"{host}:{port}")
         return (await gateway.get("/metrics")).body
 
 
@@ -270,7 +271,7 @@ async def test_a_router_that_is_away(gateway: LocalGateway, monkeypatch: pytest.
     async def away() -> None:
         raise Unavailable("the router is away")
 
-    monkeypatch.setattr(gateway.client, "list_models", away)
+    monkeypatch.setattr(gateway.client, "require_ready", away)
     answer = await gateway.get("/ready")
     assert (answer.status, answer.headers["retry-after"]) == (503, "1")
     assert answer.error["type"] == "server_error"

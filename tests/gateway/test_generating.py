@@ -147,6 +147,52 @@ async def test_logprobs(gateway: LocalGateway) -> None:
     assert all(bytes(one["bytes"]).decode(errors="replace") == one["token"] for one in content)
 
 
+@pytest.mark.parametrize("prompt", [[list(PROMPT.encode()), list(b"xyz")], [PROMPT, "xyz"]])
+async def test_an_echo_has_the_prompt_and_its_logprobs(gateway: LocalGateway, prompt: list[Any]) -> None:
+    for worker in gateway.cluster.workers.values():
+        worker.num_logprobs = 1
+    body = {"prompt": prompt, "max_tokens": 3, "seed": 1, "echo": True, "logprobs": 1, "n": 2}
+    choices = (await gateway.post(COMPLETIONS, body)).json["choices"]
+    plain = (await gateway.post(COMPLETIONS, {**body, "echo": False})).json["choices"]
+    for choice, answered, given in zip(choices, plain, [PROMPT, PROMPT, "xyz", "xyz"], strict=True):
+        assert choice["text"] == given + answered["text"]
+        logprobs, length = choice["logprobs"], len(given)
+        assert "".join(logprobs["tokens"][:length]) == given
+        assert logprobs["token_logprobs"][:length] == [None, *(-float(place) for place in range(1, length))]
+        assert logprobs["top_logprobs"][:2] == [None, {given[1]: -1.0, "\0": -1.0}]
+        assert logprobs["text_offset"][: length + 1] == list(range(length + 1))
+        assert {name: values[length:] for name, values in logprobs.items() if name != "text_offset"} == {
+            name: values for name, values in answered["logprobs"].items() if name != "text_offset"
+        }
+    streamed = (await gateway.post(COMPLETIONS, {**body, "stream": True})).events[:-1]
+    for choice in choices:
+        of_choice = [event["choices"][0] for event in streamed if event["choices"][0]["index"] == choice["index"]]
+        assert "".join(one["text"] for one in of_choice) == choice["text"]
+        pieces = [one["logprobs"] for one in of_choice if one["logprobs"]]
+        assert {name: [one for piece in pieces for one in piece[name]] for name in pieces[0]} == choice["logprobs"]
+
+
+async def test_an_echo_without_logprobs_is_text(gateway: LocalGateway) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 3, "seed": 1, "echo": True}
+    [choice] = (await gateway.post(COMPLETIONS, body)).json["choices"]
+    assert choice["text"] == PROMPT + await text_of(gateway, PROMPT, max_tokens=3, seed=1)
+    assert choice["logprobs"] is None
+    assert texts_of(await gateway.post(COMPLETIONS, {**body, "stream": True})) == choice["text"]
+
+
+async def test_an_echo_has_bounds(gateway: LocalGateway) -> None:
+    body = {"prompt": PROMPT, "echo": True}
+    assert (await gateway.post(COMPLETIONS, {**body, "logprobs": 6})).error["param"] == "logprobs"
+    assert (await gateway.post(COMPLETIONS, {**body, "max_tokens": 0})).error["param"] == "max_tokens"
+
+
+async def test_a_stop_string_may_be_part_of_the_text(gateway: LocalGateway) -> None:
+    text = await text_of(gateway, PROMPT, max_tokens=12, seed=1)
+    body = {"prompt": PROMPT, "max_tokens": 12, "seed": 1, "stop": text[3:5], "include_stop_str_in_output": True}
+    [choice] = (await gateway.post(COMPLETIONS, body)).json["choices"]
+    assert choice["text"] == text[: text.index(text[3:5]) + 2]
+
+
 async def test_offsets_of_tokens_are_counted_once(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     lens: list[int] = []
 

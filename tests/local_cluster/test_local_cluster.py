@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+import engine.core
 from engine.model.hash_model import HashModel
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
@@ -115,6 +116,36 @@ async def test_a_decode_worker_that_dies_is_not_noticed(kill_at: int) -> None:
                 for member in await busy(cluster):
                     cluster.transports[member].kill()
         assert tokens == MODEL.oracle(PROMPT, 40)
+
+
+async def scores_of(cluster: LocalCluster, kill_at: int = 1000) -> tuple[list[pb.TokenLogprobs], list[int]]:
+    """The prompt's scores and the tokens; once so many scores have come, the workers that run something are lost."""
+    asked = ask(tuple(number % 300 for number in range(700)), prompt_logprobs=2)
+    scored: list[pb.TokenLogprobs] = []
+    tokens: list[int] = []
+    async for response in cluster.router.dispatcher.open(asked, 60.0).outbox:
+        scored += response.prompt.tokens
+        tokens += response.chunk.token_ids
+        if len(scored) >= kill_at:
+            kill_at = 1000
+            for name in [one.worker_id for one in (await cluster.status()).workers if one.num_running]:
+                cluster.transports[name].kill()
+    return scored, tokens
+
+
+@pytest.mark.parametrize("kill_at", [1, 17, 300, 690])
+@pytest.mark.parametrize("num_prefill", [0, 2])
+async def test_scores_of_a_prompt_are_told_once_though_its_worker_dies(
+    num_prefill: int, kill_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With blocks of the prompt in the store, which are not read."""
+    async with local_cluster(MODEL, num_prefill, 2) as cluster:
+        expected = await scores_of(cluster)
+        assert [one.token_id for one in expected[0]] == [number % 300 for number in range(700)]
+        assert [one.HasField("logprob") for one in expected[0]] == [False] + [True] * 699
+        assert {len(one.top) for one in expected[0][1:]} == {2}
+        monkeypatch.setattr(engine.core, "MAX_SCORED_TOKENS", 16)
+        assert await scores_of(cluster, kill_at) == expected
 
 
 async def busy(cluster: LocalCluster) -> list[str]:

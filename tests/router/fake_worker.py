@@ -95,6 +95,8 @@ class FakeWorker:
         self.prefills.append(begin)
         await self._consent()
         num_prompt = len(begin.prompt.ids)
+        for update in self._scores(begin):
+            yield update
         yield worker_pb2.Update(
             choices=[self._next(begin, index, ()) for index in range(begin.sampling_params.n)],
             prompt=worker_pb2.PromptSource(cached_tokens=tiers_to_pb({"host": 1}), computed_tokens=num_prompt - 1),
@@ -106,6 +108,8 @@ class FakeWorker:
         self.decodes.append(begin)
         so_far = {choice.index: list(choice.output.ids) for choice in begin.choices}
         yield worker_pb2.Update(prompt=worker_pb2.PromptSource(cached_tokens=tiers_to_pb({"device": 2})))
+        for update in self._scores(begin):
+            yield update
         while so_far:
             await self._consent()
             gained = [self._next(begin, index, output) for index, output in so_far.items()]
@@ -116,6 +120,22 @@ class FakeWorker:
                     del so_far[tokens.index]
             await asyncio.sleep(0)
         yield worker_pb2.Update(end=self._end("decode.run"))
+
+    def _scores(self, begin: worker_pb2.Begin) -> list[worker_pb2.Update]:
+        """Scores the prompt in parts of five: a token's logarithm is minus its position, the likeliest are 0, 1, ..."""
+        num_prompt, num_top = len(begin.prompt.ids), begin.sampling_params.prompt_logprobs
+        tops = [pb.TopLogprob(token_id=token_id, logprob=-1.0) for token_id in range(num_top)]
+        return [
+            worker_pb2.Update(
+                scores=worker_pb2.PromptScores(
+                    first_position=start,
+                    logprobs=[
+                        pb.TokenLogprobs(logprob=-at, top=tops) for at in range(start, min(start + 5, num_prompt))
+                    ],
+                )
+            )
+            for start in range(begin.num_scored or num_prompt, num_prompt, 5)
+        ]
 
     def _end(self, name: str) -> worker_pb2.End:
         return worker_pb2.End(spans=[pb.Span(name=name, worker=self.worker_id, start_ms=0.0, duration_ms=0.01)])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from router.requests.answer import Answer
+from router.requests.answer import MAX_PART_TOKENS, Answer, PromptAnswer
 from tests.router.scripted_worker import chunk, so_far, tokens
 from text.byte_tokenizer import ByteTokenizer
 from wire.errors import WireError
@@ -154,3 +154,68 @@ def test_logprobs_go_with_their_tokens() -> None:
     gained = worker_pb2.ChoiceTokens(first_position=0, token_ids=b"abc", logprobs=logprobs)
     named = [pb.TokenLogprobs(token_id=token, logprob=-token, token=bytes([token])) for token in b"bc"]
     assert accept(answer(tokens("a", 0)), gained) == [chunk("bc", logprobs=named)]
+
+
+def test_a_stop_token_may_have_text() -> None:
+    one = answer(include_stop_str_in_output=True)
+    assert accept(one, tokens("ab", 0, finish_reason=STOP, stop_token_id=98)) == [chunk("ab")]
+    assert one.finishes == [pb.Choice(finish_reason=STOP, stop_token_id=98)]
+
+
+def scores(first_position: int, *logprobs: float) -> worker_pb2.PromptScores:
+    return worker_pb2.PromptScores(
+        first_position=first_position, logprobs=[pb.TokenLogprobs(logprob=one) for one in logprobs]
+    )
+
+
+def prompt_answer(prompt: str, **sampling: Any) -> PromptAnswer:
+    params = SamplingParams(**sampling)
+    return PromptAnswer(tuple(prompt.encode()), params, ByteTokenizer(), "echo" if params.echo else "")
+
+
+def told(gained: str, *logprobs: float, **values: Any) -> pb.PromptPart:
+    """A part of these tokens, with logprobs if there are any."""
+    part = pb.PromptPart(
+        tokens=[pb.TokenLogprobs(token_id=one, token=bytes([one])) for one in gained.encode()], **values
+    )
+    for token, logprob in zip(part.tokens, logprobs, strict=False):
+        token.logprob = logprob
+    return part
+
+
+def test_a_prompt_is_echoed_in_parts() -> None:
+    one = prompt_answer("a" * MAX_PART_TOKENS + "bc", echo=True)
+    assert list(one.first_parts()) == [told("a" * MAX_PART_TOKENS, text="echo"), told("bc")]
+    assert one.num_scored == 0
+
+
+def test_nothing_is_told_of_a_prompt_unasked() -> None:
+    one = prompt_answer("abc")
+    assert (list(one.first_parts()), one.num_scored) == ([], 0)
+    with pytest.raises(WireError):
+        one.accept(scores(0, -1.0))
+
+
+def test_scores_of_a_prompt_are_told_once_whichever_worker_sends_them() -> None:
+    one = prompt_answer("abcde", prompt_logprobs=0)
+    assert (list(one.first_parts()), one.num_scored) == ([told("a")], 1)
+    assert one.accept(scores(1, -1.0, -2.0)) == told("bc", -1.0, -2.0)
+    assert one.num_scored == 3
+    assert one.accept(scores(1, -1.0)) is None
+    assert one.accept(scores(2, -2.0, -3.0)) == told("d", -3.0)
+    assert one.accept(scores(4, 0.0)) == told("e", 0.0)
+    assert one.num_scored == 0
+
+
+@pytest.mark.parametrize("wrong", [scores(2, -1.0), scores(1, -1.0, -2.0, -3.0)])
+def test_scores_that_do_not_follow_are_an_error(wrong: worker_pb2.PromptScores) -> None:
+    one = prompt_answer("abc", prompt_logprobs=0)
+    assert len(list(one.first_parts())) == 1
+    with pytest.raises(WireError):
+        one.accept(wrong)
+    assert one.num_scored == 1
+
+
+def test_a_prompt_of_one_token_has_no_scores() -> None:
+    one = prompt_answer("a", prompt_logprobs=2, echo=True)
+    assert (list(one.first_parts()), one.num_scored) == ([told("a", text="echo")], 0)

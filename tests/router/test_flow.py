@@ -790,3 +790,14 @@ async def in_one_pool(num_turns: int) -> None:
 async def test_a_stop_at_any_turn_of_the_loop(scenario: Callable[[int], Awaitable[None]]) -> None:
     for num_turns in range(80):
         await scenario(num_turns)
+
+
+async def test_a_token_before_the_scores_of_the_prompt_is_the_workers_fault(stage: Stage) -> None:
+    client = stage.open(prompt_logprobs=0)
+    await until(lambda: stage["p0"].begins)
+    assert stage["p0"].begins[0].num_scored == 1
+    stage["p0"].say(tokens("a", 0), ends=True)
+    await until(lambda: len(stage["p0"].begins) + len(stage["p1"].begins) == 2)
+    assert (client.text, stage["d0"].begins, stage["d1"].begins) == ("", [], [])
+    client.opened.stop(ENOUGH)
+    assert await client.failed() == ENOUGH

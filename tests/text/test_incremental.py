@@ -50,6 +50,27 @@ def test_pieces_of_real_text_are_the_whole(tokenizer: Tokenizer) -> None:
     assert joined(grow(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_pieces_with_special_tokens_are_the_whole(name: str, data: st.DataObject) -> None:
+    """All of them, some, or none."""
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=60))
+    shown = data.draw(st.lists(st.sampled_from(tokenizer.special_tokens or [""]), unique=True))
+    spelling = tokenizer.spelling(shown)
+    assert joined(grow(spelling, ids, step=data.draw(st.integers(1, 7)))) == spelling.decode(ids)
+    if not shown:
+        assert spelling.decode(ids) == tokenizer.decode(ids)
+
+
+def test_a_stop_string_may_be_part_of_the_text() -> None:
+    text = IncrementalText(ByteTokenizer(), ("two", "wo t"), includes_stop=True)
+    assert text.feed(b"one t") == Piece("one ", None, 5)
+    assert text.feed(b"wo three") == Piece("two", "two", 2)
+    assert text.flush() == Piece("", "two", 0)
+
+
 def test_no_part_of_a_character_is_emitted() -> None:
     first, second, third = EURO
     assert texts(ByteTokenizer(), [97, first, second, third, 98]) == ["a", "", "", "€", "b", ""]

@@ -105,7 +105,7 @@ def test_the_mac_key_follows_from_the_secret_and_is_none_of_its_roots() -> None:
     extracted = hmac.digest(bytes(32), secret, "sha256")
     assert mac_key_of(secret) == hmac.digest(extracted, b"baton frame mac\x01", "sha256"), "RFC 5869"
     assert mac_key_of(secret) != mac_key_of(b"t" * 32)
-    assert mac_key_of(secret) not in (secret, namespace_root(secret, "", b"", b"", ""))
+    assert mac_key_of(secret) not in (secret, namespace_root(secret, "", b"", b"", "", ""))
 
 
 @pytest.mark.parametrize(

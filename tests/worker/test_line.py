@@ -7,10 +7,11 @@ from wire.convert import attempt_of, attempt_to_pb, error_from_pb
 from wire.errors import Cancelled, InvalidRequest, RequestExists
 from wire.ids import AttemptId, RequestId
 from wire.pb import inference_pb2, worker_pb2
+from wire.sampling import Logprobs
 from worker import line as line_module
 from worker.inbox import Call
 from worker.line import WorkerLine
-from worker.update import ChoiceTokens, End, Update
+from worker.update import ChoiceTokens, End, PromptScores, Update
 
 A, B = (AttemptId(RequestId(name), 1) for name in "ab")
 TIMEOUT_S = 20.0
@@ -268,3 +269,20 @@ async def test_a_begin_of_another_attempt_takes_the_place_of_a_half_one(line: Wo
     first, _ = pieces(A, begin(A, prompt_len=1000).SerializeToString(), 2)
     take_all(line, [first, *pieces(B, begin(B, prompt_len=500).SerializeToString(), 2)])
     assert worker.orders == [("begin", (B, 500))]
+
+
+async def test_a_long_update_goes_in_parts(line: WorkerLine) -> None:
+    """Scores of a prompt before tokens, other attempts behind it; the end in the last part."""
+    scores = PromptScores(1, (Logprobs(-1.0, ()),) * (line_module.MAX_UPDATE_TOKENS + 5))
+    line.send(A, Update(scores=scores))
+    line.send(A, update(0, line_module.MAX_UPDATE_TOKENS))
+    line.send(A, Update(end=End()))
+    line.send(B, update(7))
+    parts = [(await read(line)).updates for _ in range(3)]
+    assert [[attempt_of(one.id) for one in part] for part in parts] == [[A], [A], [A, B]]
+    told = [part[0] for part in parts]
+    assert [one.scores.first_position for one in told] == [1, 1 + line_module.MAX_UPDATE_TOKENS, 0]
+    assert [len(one.scores.logprobs) for one in told] == [line_module.MAX_UPDATE_TOKENS, 5, 0]
+    tokens = [token for one in told for choice in one.choices for token in choice.token_ids]
+    assert tokens == list(range(line_module.MAX_UPDATE_TOKENS))
+    assert [one.HasField("end") for one in told] == [False, False, True]

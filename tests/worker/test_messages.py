@@ -102,6 +102,8 @@ OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
     "max_tokens": tuple(set_to(max_tokens=value) for value in (0, -1)),
     "min_tokens": tuple(set_to(min_tokens=value) for value in (-1, 41)),
     "logprobs": tuple(set_to(logprobs=value) for value in (-1, 21, 2**31 - 1)),
+    "prompt_logprobs": tuple(set_to(prompt_logprobs=value) for value in (-1, 21, 2**31 - 1)),
+    "num_scored": (spoilt(begin_of(), num_scored=1),),
     "stop": tuple(set_to(stop=value) for value in ([""], ["a"] * 5, ["a" * 257])),
     "block_addresses": (spoilt(begin_of(), block_addresses=["h:1"] * 17),),
     "logit_bias": tuple(set_to(logit_bias=value) for value in ({VOCAB_SIZE: 1.0}, {1: math.nan}, {1: -101.0})),
@@ -120,10 +122,8 @@ def test_no_field_of_an_attempt_may_be_out_of_its_range(param: str) -> None:
 def test_every_field_of_an_attempt_has_a_range() -> None:
     """But for booleans, and a prompt's and an attempt's parts, which the table names by themselves."""
     fields = [*worker_pb2.Begin.DESCRIPTOR.fields_by_name, *inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name]
-    assert set(fields) - {"id", "sampling_params", "ignore_eos", "computes_all"} == set(OUT_OF_RANGE) - {
-        "request_id",
-        "attempt",
-    }
+    booleans = {"ignore_eos", "computes_all", "echo", "skip_special_tokens", "include_stop_str_in_output"}
+    assert set(fields) - {"id", "sampling_params"} - booleans == set(OUT_OF_RANGE) - {"request_id", "attempt"}
 
 
 def test_tokens_come_with_their_logprobs_and_the_stop_token() -> None:

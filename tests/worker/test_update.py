@@ -1,8 +1,10 @@
+import pytest
+
 from engine.events import Finished, TierTokens
 from wire.ids import RequestId
 from wire.sampling import FinishReason, Logprobs
 from worker.stopwatch import Span
-from worker.update import NOTHING_NEW, ChoiceTokens, End, Update
+from worker.update import NOTHING_NEW, ChoiceTokens, End, PromptScores, Update
 
 ID = RequestId("r")
 END = End(spans=(Span("prefill.queue", 1, 2),))
@@ -34,3 +36,15 @@ def test_updates_join_choice_by_choice() -> None:
 def test_nothing_new_changes_nothing() -> None:
     update = Update((ChoiceTokens(0, 3, (1, 2)),), prompt=TierTokens({}, 3), num_held=4, end=END)
     assert NOTHING_NEW.followed_by(update) == update
+
+
+@pytest.mark.parametrize("num_tokens", range(9))
+def test_a_cut_update_is_told_in_order_and_whole(num_tokens: int) -> None:
+    scores = PromptScores(3, (LOGPROBS,) * 3)
+    choices = (ChoiceTokens(0, 5, (1, 2), (LOGPROBS,) * 2), ChoiceTokens(1, 0, (7, 8, 9), (), FinishReason.LENGTH))
+    update = Update(choices, TierTokens({}, 3), 4, releases_hold=True, end=END, scores=scores)
+    head, rest = update.cut(num_tokens)
+    assert (head.num_tokens, rest.num_tokens) == (num_tokens, 8 - num_tokens)
+    assert head == Update(head.choices, scores=head.scores)
+    assert head.followed_by(rest) == update
+    assert not (head.choices and rest.scores)

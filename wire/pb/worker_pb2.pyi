@@ -44,7 +44,7 @@ class AttemptId(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses", "computes_all")
+    __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses", "computes_all", "num_scored")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ROOT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class Begin(_message.Message):
     TIME_LEFT_S_FIELD_NUMBER: _ClassVar[int]
     BLOCK_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     COMPUTES_ALL_FIELD_NUMBER: _ClassVar[int]
+    NUM_SCORED_FIELD_NUMBER: _ClassVar[int]
     id: AttemptId
     namespace_root: bytes
     prompt: _inference_pb2.TokenIds
@@ -61,7 +62,8 @@ class Begin(_message.Message):
     time_left_s: float
     block_addresses: _containers.RepeatedScalarFieldContainer[str]
     computes_all: bool
-    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceSoFar, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ...) -> None: ...
+    num_scored: int
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceSoFar, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ..., num_scored: _Optional[int] = ...) -> None: ...
 
 class ChoiceSoFar(_message.Message):
     __slots__ = ("index", "output")
@@ -82,18 +84,28 @@ class Piece(_message.Message):
     def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., data: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class Update(_message.Message):
-    __slots__ = ("id", "choices", "prompt", "num_held_blocks", "end")
+    __slots__ = ("id", "choices", "prompt", "num_held_blocks", "end", "scores")
     ID_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
     id: AttemptId
     choices: _containers.RepeatedCompositeFieldContainer[ChoiceTokens]
     prompt: PromptSource
     num_held_blocks: int
     end: End
-    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., prompt: _Optional[_Union[PromptSource, _Mapping]] = ..., num_held_blocks: _Optional[int] = ..., end: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
+    scores: PromptScores
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., prompt: _Optional[_Union[PromptSource, _Mapping]] = ..., num_held_blocks: _Optional[int] = ..., end: _Optional[_Union[End, _Mapping]] = ..., scores: _Optional[_Union[PromptScores, _Mapping]] = ...) -> None: ...
+
+class PromptScores(_message.Message):
+    __slots__ = ("first_position", "logprobs")
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    first_position: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    def __init__(self, first_position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class ChoiceTokens(_message.Message):
     __slots__ = ("index", "first_position", "token_ids", "logprobs", "finish_reason", "stop_token_id")

@@ -115,7 +115,10 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[router]\nmax_stall_s = inf", "router.max_stall_s must be between"),
         ("[router]\nmax_connections = 0", "router.max_connections must be between"),
         ("[router]\nreflection = 1", "router.reflection: must be bool"),
-        ("[router]\nhost = '0.0.0.0'", "router.host 0.0.0.0: clients prove nothing and nothing is encrypted, so any"),
+        (
+            "[router]\nhost = '0.0.0.0'",
+            "router.host 0.0.0.0: without TLS, keys, prompts and answers can be read on",
+        ),
         ("insecure = true\n[router]\nhost = 'localhost'", "router.host must be an IPv4 address, not 'localhost'"),
         ("[ray]\nplain_network = '10.0.0.0/24'", "ray.plain_network 10.0.0.0/24: KV and tokens cross it unencrypted"),
         ("insecure = true\n[ray]\nplain_network = '10.0.0.1/24'", "ray.plain_network must be like 10.0.0.0/24"),
