@@ -31,6 +31,10 @@ from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust import key_ring
 from wire.trust.key_ring import KeyRing
 
+SMALL_BYTES = 32 << 10
+"""Of a body that is parsed at once."""
+PARSED_BYTES_PER_S = 16 << 20
+"""Larger bodies are parsed at this pace, one at a time: streams go on between them."""
 MAX_READING_BYTES = 64 * MAX_MESSAGE_BYTES
 """Of all bodies on their way together. What has not come yet counts for nothing."""
 READY_TIMEOUT_S = 2.0
@@ -52,6 +56,7 @@ class Gateway:
         self._keys = keys
         self._metrics_address = metrics_address
         self._num_reading_bytes = 0
+        self._parsing = asyncio.Lock()
         self._registry = CollectorRegistry()
         self._answered = Counter("baton_http_requests", "Answered", ["path", "status"], registry=self._registry)
         self._open = Gauge("baton_http_open_requests", "Under way", registry=self._registry)
@@ -113,8 +118,18 @@ class Gateway:
     async def _read(self, request: Request) -> None:
         try:
             await request.read(self._hold)
+            await self._parse(request)
         finally:
             self._num_reading_bytes -= request.num_bytes
+
+    async def _parse(self, request: Request) -> None:
+        """Waits for its turn no longer than MAX_READING_BYTES take."""
+        if request.num_bytes <= SMALL_BYTES:
+            request.parse()
+            return
+        async with self._parsing:
+            request.parse()
+            await asyncio.sleep(request.num_bytes / PARSED_BYTES_PER_S)
 
     def _hold(self, num_bytes: int) -> None:
         self._num_reading_bytes += num_bytes

@@ -12,7 +12,7 @@ from typing import Any
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import RETRY_AFTER_S, HttpError, envelope
 from wire.errors import Unavailable
@@ -23,6 +23,8 @@ MAX_CONNECTIONS = 2048
 MAX_CONNECTIONS_AN_ADDRESS = 256
 """Of one client's address, but for this machine's own: a proxy there speaks for many."""
 LOOPBACK = ("127.0.0.1", "::1")
+MAX_PIPELINED = 16
+"""Requests of one connection that wait for the answer to another."""
 MAX_HEAD_BYTES = 16 << 10
 MAX_HEADERS = 100
 MAX_HEAD_S = 10.0
@@ -33,6 +35,8 @@ MAX_STALL_S = 30.0
 """How long a reader may leave an answer waiting; uvicorn holds back 64 KiB of it, and then the application."""
 STOP_GRACE_S = 1.0
 BACKLOG = 1024
+MAX_ACCEPTED = 16
+"""Connections taken at a time: asyncio takes as many as its backlog, and streams wait meanwhile."""
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
 _KERNELS_BOUNDS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -82,6 +86,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._in_head = True
         self._num_head_bytes = 0
+        self._cycles: list[RequestResponseCycle] = []
         self._refusal: HttpError | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._late = self.loop.call_later(MAX_HEAD_S, self._end_late)
@@ -98,6 +103,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._by_address[self._address] -= 1
         if not self._by_address[self._address]:
             del self._by_address[self._address]
+        for cycle in self._cycles:  # uvicorn tells the last one only, and another may be the one that is answered
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -128,9 +136,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.has_offer():
             return
         self._require_host()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = HttpError(HTTPStatus.TOO_MANY_REQUESTS, "as many requests wait on this connection as may")
+            raise httptools.HttpParserError("too many")
         self._in_head, self._num_head_bytes = False, 0
         self._late.cancel()
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
 
     def on_message_complete(self) -> None:
         if not self.parser.has_offer():
@@ -223,6 +235,7 @@ class HttpServer:
             log_config=None,
             log_level="critical",  # the application logs; uvicorn would log a line for each bad request
             access_log=False,
+            backlog=MAX_ACCEPTED,
             server_header=False,
             proxy_headers=False,
             ssl_context_factory=None if tls is None else lambda *_: tls.server_context(),
@@ -251,6 +264,7 @@ class HttpServer:
                 self._serving.result()
                 raise Unavailable("the HTTP server has not started")
             await asyncio.sleep(0.001)
+        listener.listen(BACKLOG)  # asyncio has asked for its own
         return f"{host}:{listener.getsockname()[1]}"
 
     async def stop(self) -> None:

@@ -4,7 +4,7 @@ import argparse
 import json
 import random
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 from cryptography import x509
 
-from baton import Client
+from baton import Client, Completion
 from baton.request import credentials
 from deploy.cli.command import Subparsers, add_command
 from deploy.cli.status_view import COLD_STATES
@@ -76,11 +76,15 @@ def skipped(found: str) -> Finding:
 
 @dataclass(frozen=True)
 class Probe:
-    """A prompt that one worker computed from nothing. num_fetched: blocks of it that a decode worker fetched then."""
+    """A prompt that one worker computed, under names that are no tenant's.
+
+    found: tokens of it that the worker had from a tier. num_fetched: blocks that a decode worker fetched afterwards.
+    """
 
     worker_id: str
     role: str
     token_ids: tuple[int, ...]
+    found: str
     num_fetched: int
 
 
@@ -89,6 +93,7 @@ class Live:
 
     def __init__(self, state: ClusterState) -> None:
         self.state = state
+        self._prompt = random.Random().choices(PROMPT_IDS, k=PROMPT_LEN)
         self.status: cluster_pb2.ClusterStatus = call_operator(
             state, "GetStatus", cluster_pb2.GetStatusRequest(check=True), TIMEOUT_S
         )
@@ -108,23 +113,30 @@ class Live:
         with opener.open(request, timeout=HTTP_TIMEOUT_S) as answer:
             return answer.read(1 << 20), answer.headers["Date"] or ""
 
+    def ask(self) -> Completion:
+        """Sends the prompt, which is drawn for this command, as any client would. Raises BatonError."""
+        with Client(self.state.client_address, timeout_s=TIMEOUT_S) as client:
+            return client.generate(self._prompt, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+
+    @cached_property
+    def first(self) -> Completion:
+        return self.ask()
+
     @cached_property
     def probes(self) -> list[Probe]:
-        """Lets each worker that takes work answer the same prompt. Raises BatonError."""
-        prompt = draw_prompt()
-        return [self._probe(one.worker_id, one.role, prompt) for one in self.status.workers if one.state == "ready"]
+        """Lets each worker that takes work compute the prompt, whose blocks are in the cache. Raises BatonError."""
+        _ = self.first
+        return [self._probe(one.worker_id, one.role) for one in self.status.workers if one.state == "ready"]
 
-    def _probe(self, worker_id: str, role: str, prompt: Sequence[int]) -> Probe:
-        request = cluster_pb2.ProbeRequest(worker_id=worker_id, prompt=pb.TokenIds(ids=prompt), max_tokens=NUM_TOKENS)
+    def _probe(self, worker_id: str, role: str) -> Probe:
+        prompt = pb.TokenIds(ids=self._prompt)
+        request = cluster_pb2.ProbeRequest(worker_id=worker_id, prompt=prompt, max_tokens=NUM_TOKENS)
         answer = call_operator(self.state, "Probe", request, TIMEOUT_S)
-        fetches = (span.counts for span in answer.timeline.spans if span.name == "decode.fetch")
-        num_fetched = sum(counts[f"blocks_{tier}"] for counts in fetches for tier in Tier if tier is not Tier.DEVICE)
-        return Probe(worker_id, role, tuple(answer.token_ids), num_fetched)
-
-
-def draw_prompt() -> list[int]:
-    """Draws a prompt that no cache has."""
-    return random.Random().choices(PROMPT_IDS, k=PROMPT_LEN)
+        fetches = {span.name: span.counts for span in answer.timeline.spans if span.name.endswith(".fetch")}
+        own, last = fetches.get(f"{role}.fetch", {}), fetches.get("decode.fetch", {})
+        found = ", ".join(f"{own[f'tokens_{tier}']} tokens in {tier}" for tier in Tier if own.get(f"tokens_{tier}"))
+        num_fetched = sum(last.get(f"blocks_{tier}", 0) for tier in Tier if tier is not Tier.DEVICE)
+        return Probe(worker_id, role, tuple(answer.token_ids), found, num_fetched)
 
 
 def check_workers(live: Live) -> Finding:
@@ -234,20 +246,21 @@ def check_tokens(live: Live) -> Finding:
 
 
 def check_cache(live: Live) -> Finding:
-    """Asks the same twice. Raises BatonError."""
-    prompt = draw_prompt()
-    with Client(live.state.client_address, timeout_s=TIMEOUT_S) as client:
-        one, other = (client.generate(prompt, max_tokens=2, temperature=0, ignore_eos=True) for _ in range(2))
+    """Asks the same twice, as one tenant. Raises BatonError."""
+    one, other = live.first, live.ask()
     told = ", ".join(f"{tokens} from {tier}" for tier, tokens in other.usage.cached_tokens.items())
     if one.choices[0].token_ids != other.choices[0].token_ids:
         return wrong("the same prompt twice, and other tokens", "see the tokens of each worker, below")
     if not told:
         return wrong("the same prompt twice, and nothing found", f"are pools full? See {live.command('status')}")
-    return ok(f"the same prompt again: {told} of {len(prompt)} tokens")
+    return ok(f"the same prompt again: {told} of {PROMPT_LEN} tokens")
 
 
-def check_tenants(_: Live) -> Finding:
-    return skipped("one tenant only: nothing to separate")
+def check_tenants(live: Live) -> Finding:
+    """Proves that names of another root find nothing of a tenant's prompt, in any tier. Raises BatonError."""
+    if leaks := "; ".join(f"{one.worker_id}: {one.found}" for one in live.probes if one.found):
+        return wrong(f"a stranger found KV of a tenant: {leaks}", "stop the cluster, and report it: SECURITY.md")
+    return ok(f"under other names nothing of it is found, in no tier, at {len(live.probes)} workers")
 
 
 CHECKS: dict[str, Callable[[Live], Finding]] = {

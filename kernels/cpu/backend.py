@@ -242,8 +242,11 @@ def _described(pages: KVPages) -> tuple[Argument, ...]:
     """Tells what a layer of pages keeps, where it lies, the strides in bytes, and the block size."""
     data, scales = pages.data, pages.scales
     strides = [stride * data.itemsize for stride in data.stride()[:3]]
-    if scales is not None and strides != [stride * scales.itemsize for stride in scales.stride()[:3]]:
-        raise ValueError("the scales of pages must be as many bytes apart as their codes")
+    if scales is not None:
+        others = [stride * scales.itemsize for stride in scales.stride()[:3]]
+        # The stride of a dimension of one is anything.
+        if any(size > 1 and a != b for size, a, b in zip(scales.shape, strides, others, strict=False)):
+            raise ValueError("the scales of pages must be as many bytes apart as their codes")
     return KEPT_TO_CODE.get(data.dtype, 0), data, scales, *strides, data.shape[3]
 
 

@@ -204,6 +204,14 @@ class Piece {
     }
 
     void add_scales(const Tokens& tokens, int64_t head_offset) {
+        const int64_t last = num_keys_ + LANES - 1;
+        const bool are_seen = tokens.keys[num_keys_] && tokens.keys[last];
+        if (are_seen && tokens.scales[last] - tokens.scales[num_keys_] == (LANES - 1) * int64_t(sizeof(bf16))) {  // of one block
+            const char* scales = tokens.scales[num_keys_] + head_offset;
+            store(key_scales_ + num_keys_, load((const bf16*)scales));
+            store(value_scales_ + num_keys_, load((const bf16*)(scales + plane_stride_)));
+            return;
+        }
         for (int64_t i = num_keys_; i < num_keys_ + LANES; ++i) {
             const char* scale = tokens.keys[i] ? tokens.scales[i] + head_offset : nullptr;
             key_scales_[i] = scale ? to_float(*(const bf16*)scale) : 0;

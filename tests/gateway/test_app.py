@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -99,6 +100,28 @@ async def test_a_body_that_is_too_long(gateway: LocalGateway) -> None:
     for answer in (said, sent):
         assert (answer.status, answer.headers["connection"]) == (413, "close")
         assert answer.error["code"] == "request_entity_too_large"
+
+
+@pytest.mark.parametrize("body", ['{"prompt": [%s1]}', '{"prompt": "a", "stop": "%s"}'])
+async def test_a_body_of_more_values_than_contexts_have(gateway: LocalGateway, body: str) -> None:
+    answer = await gateway.post(COMPLETIONS, (body % ("1," * (exchange.MAX_COMMAS + 1))).encode())
+    assert (answer.status, answer.error["code"]) == (413, "request_entity_too_large")
+
+
+async def test_large_bodies_take_turns(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[float] = []
+    parse, loop = exchange.Request.parse, asyncio.get_running_loop()
+
+    def note(request: exchange.Request) -> None:
+        parsed.append(loop.time())
+        parse(request)
+
+    monkeypatch.setattr(exchange.Request, "parse", note)
+    body = json.dumps(BODY).encode() + b" " * app_module.SMALL_BYTES
+    large = [asyncio.create_task(gateway.post(COMPLETIONS, body)) for _ in range(3)]
+    assert {(await one).status for one in large} == {200}
+    turn_s = len(body) / app_module.PARSED_BYTES_PER_S
+    assert all(after - before >= turn_s for before, after in pairwise(parsed))
 
 
 async def test_a_body_that_does_not_come(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:

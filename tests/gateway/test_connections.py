@@ -292,6 +292,13 @@ async def test_requests_in_one_write_are_answered_in_turn(served: Served) -> Non
     await until(lambda: served.app.num_requests == 3)
 
 
+async def test_requests_that_wait_on_a_connection_are_bounded(served: Served) -> None:
+    client = await served.connect(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n" + GET * (connections.MAX_PIPELINED + 1))
+    assert await client.is_closed()
+    await until(lambda: served.app.left)
+    await served.require_unharmed()
+
+
 async def test_a_port_in_use_is_a_matter_of_configuration(served: Served) -> None:
     first = HttpServer(App())
     port = int((await first.start("127.0.0.1", 0)).rpartition(":")[2])

@@ -57,6 +57,19 @@ def test_equals_dense_attention(
 
 
 @each
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize("heads", [GROUPED, Heads(3, 1, 80), Heads(2, 2, 128)], ids=["gqa", "mqa", "mha"])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_equals_dense_attention_over_what_codes_stand_for(
+    decode: PagedDecodeAttention, heads: Heads, block_size: int, kept: str, device: torch.device
+) -> None:
+    """Scales are NaN wherever no sequence of the batch has a token."""
+    batch = make_paged_batch(heads, [1, 15, 16, 17, 100, 700], block_size, device=device, kept=kept)
+    check(decode, batch)
+    check(decode, batch, batch.variant(33, 1.5, 2.0))
+
+
+@each
 def test_threads_keep_memory_for_any_number_of_heads_of_any_dtype(
     decode: PagedDecodeAttention, device: torch.device
 ) -> None:

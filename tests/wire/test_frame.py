@@ -1,5 +1,6 @@
 import hmac
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -124,8 +125,10 @@ def test_a_good_frame_of_another_block_is_refused(name: BlockName) -> None:
         opened(sealed(name))
 
 
-@pytest.mark.parametrize("layout", [replace(LAYOUT, dtype="bfloat16"), replace(LAYOUT, num_layers=2, head_dim=1)])
-def test_a_good_frame_of_another_layout_is_refused(layout: KVLayout) -> None:
+@pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"num_layers": 2, "head_dim": 1}, {"quantization": "int8"}])
+def test_a_good_frame_of_another_layout_is_refused(change: dict[str, Any]) -> None:
+    layout = replace(LAYOUT, **change)
+    assert layout.payload_bytes == LAYOUT.payload_bytes
     assert opened(sealed(layout=layout), layout=layout) == PAYLOAD
     with pytest.raises(WireError):
         opened(sealed(layout=layout))
