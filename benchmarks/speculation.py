@@ -1,10 +1,11 @@
 """Tokens a second with speculation over without, on the same weights and requests, the engines in turns.
 
     python benchmarks/speculation.py --rounds 9
-    python benchmarks/speculation.py --checkpoint /path/to/a/checkpoint --context 512
+    python benchmarks/speculation.py --checkpoint /path/to/a/checkpoint --draft /path/to/its/draft --context 512
 
-Prompts are a sentence again and again, which the demo model goes on repeating, or tokens that do not repeat, with
-answers at so high a temperature that they do not either. Both engines must give the same tokens, or the run ends.
+Prompts are a sentence again and again, which the demo model goes on repeating, an English page, which it goes on with,
+or tokens that do not repeat, with answers at so high a temperature that they do not either. All engines must give the
+same tokens, or the run ends.
 """
 
 import argparse
@@ -22,10 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.result_file import write_result
+from demo_model import DRAFT
 from demo_model.corpus import Split, make_sentence
+from demo_model.documents import make_english
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.core import EngineCore
 from engine.model.decoder import Decoder
+from engine.model.draft_proposer import DraftProposer
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation import NgramProposer, Speculator
@@ -98,6 +102,15 @@ class Contender:
         return Outcome(seconds / share, outputs, stats.num_guessed_tokens, stats.num_accepted_tokens)
 
 
+def make_contenders(model: Decoder, draft_folder: Path, num_blocks: int) -> dict[str, Contender]:
+    proposer = DraftProposer(Decoder.load(draft_folder, None, model.device, BLOCK_SIZE), num_blocks)
+    return {
+        "none": Contender(model, num_blocks, Speculator),
+        "n-gram": Contender(model, num_blocks, lambda: Speculator(NgramProposer(), clock=time.perf_counter)),
+        "draft model": Contender(model, num_blocks, lambda: Speculator(proposer, clock=time.perf_counter)),
+    }
+
+
 def make_loads(
     tokenizer: Tokenizer, vocab_size: int, context_len: int, num_tokens: int, batches: Sequence[int]
 ) -> list[Load]:
@@ -109,6 +122,8 @@ def make_loads(
         sentences = [tokenizer.encode(f" {make_sentence(draw, Split.HELD_OUT)}") for _ in range(batch)]
         repeats = [[*islice(cycle(sentence), context_len)] for sentence in sentences]
         loads.append(Load(f"{batch} x text that repeats itself", repeats, greedy))
+        pages = [tokenizer.encode(make_english(draw, Split.HELD_OUT, context_len)) for _ in range(batch)]
+        loads.append(Load(f"{batch} x English", [page[:context_len] for page in pages], greedy))
         fresh = [draw.choices(range(1, vocab_size), k=context_len) for _ in range(batch)]
         loads.append(Load(f"{batch} x text that never repeats", fresh, flat))
     return loads
@@ -140,10 +155,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model = Decoder.load(options.checkpoint, options.dtype, torch.device("cpu"), BLOCK_SIZE)
     num_blocks = max(options.batches) * (-(-(options.context + options.tokens) // BLOCK_SIZE) + 1)
-    contenders = {
-        "none": Contender(model, num_blocks, Speculator),
-        "n-gram": Contender(model, num_blocks, lambda: Speculator(NgramProposer())),
-    }
+    contenders = make_contenders(model, options.draft, num_blocks)
     figures: dict[str, float] = {}
     tokenizer = Checkpoint(options.checkpoint).load_tokenizer()
     for load in make_loads(tokenizer, model.vocab_size, options.context, options.tokens, options.batches):
@@ -154,6 +166,7 @@ def main() -> None:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=DEMO_MODEL, help="a folder (default: the demo model)")
+    parser.add_argument("--draft", type=Path, default=DRAFT, help="the draft's folder (default: the demo model's)")
     parser.add_argument("--dtype", help="what it computes in (default: its own)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)

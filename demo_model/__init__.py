@@ -4,3 +4,6 @@ from pathlib import Path
 
 CHECKPOINT: Path = Path(__file__).parent / "checkpoint"
 """The model folder that ships with the project."""
+
+DRAFT: Path = Path(__file__).parent / "draft"
+"""The folder of its draft, which guesses what it says next."""

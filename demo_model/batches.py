@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from demo_model.corpus import Split
+from demo_model.corpus import Split, make_sentence
 from demo_model.documents import WeightedText, make_document
 
 _MIN_PERIOD = 4
@@ -43,6 +43,15 @@ def make_texts(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows:
     for row in range(num_rows):
         token_ids[row], weights[row] = _encode(tokenizer, make_document(rng, Split.TRAIN, length), length)
     return TrainingBatch(token_ids, weights)
+
+
+def make_loops(rng: random.Random, tokenizer: PreTrainedTokenizerFast, num_rows: int, length: int) -> TrainingBatch:
+    """A sentence again and again a row, every token counted alike."""
+    token_ids = torch.empty(num_rows, length, dtype=torch.int64)
+    for row in range(num_rows):
+        tokens = tokenizer(f" {make_sentence(rng, Split.TRAIN)}", add_special_tokens=False)["input_ids"]
+        token_ids[row] = torch.tensor(tokens).repeat(length // len(tokens) + 1)[:length]
+    return TrainingBatch(token_ids, torch.ones(num_rows, length))
 
 
 def _encode(

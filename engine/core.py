@@ -240,8 +240,7 @@ class EngineCore:
         """Takes the gains of a run: first the failures, then the tokens, then the blocks they filled and the ends."""
         rows = self._rows
         gains.advance(rows, work.num_rows)
-        if work.drafts:
-            self._events += self._speculator.learn(rows, work.drafts, gains.num_gained)
+        self._events += self._speculator.learn(rows, work.drafts, gains.num_gained)
         filled = [rows.sequences[row] for row in rows.full(work.num_rows)]
         for sequence, error in gains.failed.items():
             self._fail(sequence, error)

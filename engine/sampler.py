@@ -67,10 +67,15 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 
     The first of equals; -1 for a row with a value that is no number, or infinite.
     """
-    # argmax takes NaN for the greatest, as amin takes it for the least; numpy's is ten times as fast on a CPU.
-    best = torch.from_numpy(logits.numpy().argmax(-1)) if logits.is_cpu else logits.argmax(-1)
+    # argmax takes NaN for the greatest, as amin takes it for the least.
+    best = argmax(logits)
     span = logits.gather(1, best[:, None]).squeeze(1) - logits.amin(-1)
     return torch.where(span < torch.inf, best, -1).cpu()
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Finds the place of the greatest value of each row [R, V], int64 [R]; numpy is ten times as fast on a CPU."""
+    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.is_cpu else logits.argmax(-1)
 
 
 @torch.inference_mode()

@@ -13,7 +13,8 @@ Sources: Leviathan et al., "Fast inference from transformers via speculative dec
 Saxena (2023).
 """
 
-from collections.abc import Container, Mapping
+import logging
+from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,8 @@ from engine.decode_rows import DecodeRows, Ints
 from engine.events import Drafted
 from engine.sequence import Sequence
 
+log = logging.getLogger(__name__)
+
 MAX_ROWS = 16
 """Of a step with guesses, in all: further rows cost nearly as much as tokens."""
 DEFAULT_DRAFT_LEN = 7
@@ -33,6 +36,11 @@ MISS_PAUSE = 7
 """Steps without a draft after one without a guess."""
 MAX_PAUSE = 32
 """The most steps without a draft after drafts of which nothing came true."""
+PLAIN_EVERY = 32
+"""Steps among which one has no drafts, to tell what drafts gain."""
+TRIAL_STEPS = 4
+TRIAL_PAUSE, MAX_TRIAL_PAUSE = 32, 1024
+"""Steps without drafts after as many with drafts that were slower than without: the first time, and the longest."""
 NGRAM_LENGTHS = (3, 2)
 MAX_A_STEP = 4096
 """The most tokens of a sequence that one step adds to its n-grams: 4 ms of the engine's thread."""
@@ -174,40 +182,88 @@ class DraftLength:
             self._pause = min(2 * self._pause, MAX_PAUSE)
 
 
+class Payoff:
+    """The seconds a token takes in steps of one number of rows, with drafts and without: whether drafts pay there."""
+
+    def __init__(self) -> None:
+        self._plain_s: float | None = None
+        self._drafted_s: float | None = None
+        self._num_steps = self._num_drafted = self._num_to_skip = 0
+        self._pause = TRIAL_PAUSE
+
+    def is_due(self) -> bool:
+        """Counts a step; tells whether it may have drafts. The first has none, nor one in a while, to compare with."""
+        self._num_steps += 1
+        self._num_to_skip -= 1
+        return self._num_to_skip < 0 and self._num_steps % PLAIN_EVERY != 1
+
+    def learn(self, plain_s: float | None, drafted_s: float | None) -> None:
+        """Takes the seconds a token of a step of either kind; leaves drafts out for a while once a trial has lost."""
+        self._plain_s = _smoothed(self._plain_s, plain_s)
+        self._drafted_s = _smoothed(self._drafted_s, drafted_s)
+        self._num_drafted += drafted_s is not None
+        if self._num_drafted < TRIAL_STEPS or self._plain_s is None or self._drafted_s is None:
+            return
+        if self._drafted_s > self._plain_s:
+            self._num_to_skip, self._pause = self._pause, min(2 * self._pause, MAX_TRIAL_PAUSE)
+            self._num_drafted, self._drafted_s = 0, None
+        else:
+            self._pause = TRIAL_PAUSE
+
+
 class Speculator:
     """The drafts of an engine's steps: how long, for which rows, and how they fared. None without a proposer.
 
-    max_draft_len: guesses of one row in one step. num_drafts, num_guessed, num_accepted: so far.
+    max_draft_len: guesses of one row in one step. num_drafts, num_guessed, num_accepted: so far. clock: in seconds, by
+    which drafts are left out where they lose time; without one they never are.
     """
 
-    def __init__(self, proposer: Proposer | None = None, max_draft_len: int = DEFAULT_DRAFT_LEN) -> None:
+    def __init__(
+        self,
+        proposer: Proposer | None = None,
+        max_draft_len: int = DEFAULT_DRAFT_LEN,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.num_drafts = self.num_guessed = self.num_accepted = 0
         self._proposer = proposer
         self._max_draft_len = max_draft_len
         self._draft_lens: dict[Sequence, DraftLength] = {}
+        self._clock = clock
+        self._payoffs = [Payoff() for _ in range(MAX_ROWS)]
+        self._began: tuple[int, float] | None = None
 
     def draft(self, rows: DecodeRows, num_rows: int, num_tokens: int) -> Drafts:
         """Makes drafts for the first rows of a step that runs `num_tokens` tokens anyway; none where it is loaded."""
         budget = MAX_ROWS - num_tokens
         if self._proposer is None or budget <= 0:
             return NO_DRAFTS
+        if self._clock is not None and num_rows == num_tokens:
+            self._began = num_rows, self._clock()
+        if self._clock is not None and not self._payoffs[num_tokens].is_due():
+            return NO_DRAFTS
         rooms = rows.room[:num_rows].tolist()
-        wanted = {
-            sequence: min(length, budget)
+        lengths = {
+            sequence: length
             for sequence, room in zip(rows.sequences, rooms, strict=False)
             if room > 1 and (length := min(self._length(sequence), room - 1)) > 0
         }
-        guesses = self._proposer.propose(wanted) if wanted else {}
+        wanted = _share(budget, lengths)
+        guesses = self._propose(wanted) if wanted else {}
         for sequence in wanted:
             if not guesses.get(sequence):
                 self._draft_lens[sequence].rest(MISS_PAUSE)
         if not any(guesses.values()):
+            if wanted:
+                self._began = None
             return NO_DRAFTS
         some = {row: guesses[one] for row, one in enumerate(rows.sequences[:num_rows]) if guesses.get(one)}
-        return Drafts.of(rows.token_ids[:num_rows], _share(budget, some))
+        return Drafts.of(rows.token_ids[:num_rows], some)
 
     def learn(self, rows: DecodeRows, drafts: Drafts, num_gained: Ints | int) -> list[Drafted]:
-        """Takes the tokens that each row of a step with drafts has gained; returns an event for each draft."""
+        """Takes the tokens that each row of a step has gained; returns an event for each draft."""
+        self._time(drafts, num_gained)
+        if not drafts:
+            return []
         events = []
         gained = np.broadcast_to(num_gained, drafts.lengths.shape).tolist()
         for sequence, length, num_new in zip(rows.sequences, drafts.lengths.tolist(), gained, strict=False):
@@ -219,10 +275,27 @@ class Speculator:
         self.num_guessed += len(drafts)
         return events
 
+    def _time(self, drafts: Drafts, num_gained: Ints | int) -> None:
+        """Takes the time of a step of decoding rows alone."""
+        if self._clock is None or self._began is None:
+            return
+        (num_rows, began_s), self._began = self._began, None
+        token_s = (self._clock() - began_s) / (np.sum(num_gained) if drafts else num_rows)
+        self._payoffs[num_rows].learn(*(None, token_s) if drafts else (token_s, None))
+
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that decodes no more. Does nothing for an unknown one."""
         if self._draft_lens.pop(sequence, None) is not None and self._proposer is not None:
             self._proposer.forget(sequence)
+
+    def _propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
+        """Asks the proposer; its failure costs the guesses of a step."""
+        assert self._proposer is not None
+        try:
+            return self._proposer.propose(wanted)
+        except Exception as failure:  # of whatever kind a draft model, or what it runs on, may raise
+            log.warning("no guesses, for the proposer failed: %r", failure)
+            return {}
 
     def _length(self, sequence: Sequence) -> int:
         """Tells how many tokens to guess: the run gains one more than come true."""
@@ -234,7 +307,14 @@ class Speculator:
         return min(draft_len.length, self._max_draft_len, sequence.max_output - len(sequence.output_ids) - 1)
 
 
-def _share(budget: int, row_to_guesses: Mapping[int, Seq[int]]) -> dict[int, Seq[int]]:
-    """Cuts guesses so that there are at most `budget`."""
-    length = max(1, budget // len(row_to_guesses))
-    return {row: guesses[:length] for row, guesses in islice(row_to_guesses.items(), budget)}
+def _smoothed(mean: float | None, value: float | None) -> float | None:
+    """Takes a further value into a running mean, to which one far above it is twice it."""
+    if mean is None or value is None:
+        return value if mean is None else mean
+    return mean + (min(value, 2 * mean) - mean) / 8
+
+
+def _share(budget: int, lengths: Mapping[Sequence, int]) -> dict[Sequence, int]:
+    """Cuts drafts so that they have at most `budget` guesses together."""
+    most = max(1, budget // max(1, len(lengths)))
+    return {sequence: min(length, most) for sequence, length in islice(lengths.items(), budget)}

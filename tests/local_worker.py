@@ -1,6 +1,7 @@
 """A worker in this process, assembled as a real one, on a model and tiers that a test has."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from decode_worker.actor import decode_behaviour
 from engine.model.batch import Model
@@ -20,6 +21,8 @@ from worker.engine_watch import MAX_SILENCE_S
 
 FINGERPRINT = b"f" * 32
 TOKEN = "the cluster's token"
+UNTIMED = replace(THREADS, stopwatch=lambda: 0.0)
+"""All steps take no time: whether there are guesses does not depend on the machine."""
 _BEHAVIOURS = {Role.PREFILL: prefill_behaviour, Role.DECODE: decode_behaviour}
 
 
@@ -32,9 +35,10 @@ def local_worker(
     batch: BatchSettings | None = None,
     max_silence_s: float = MAX_SILENCE_S,
     on_broken: Callable[[], None] = lambda: None,
-    threads: Threads = THREADS,
+    threads: Threads = UNTIMED,
     node_id: str = "",
     proposer: str = "off",
+    draft: Model | None = None,
 ) -> Assembly:
     """Its service is not started. Folder and socket in its configuration are nowhere; a node is its own address."""
     config = WorkerConfig(
@@ -49,4 +53,4 @@ def local_worker(
         max_silence_s=max_silence_s,
     )
     behaviour = _BEHAVIOURS[role](config.batch, config.pool.block_size)
-    return assemble_on(model, tiers, config, behaviour, on_broken, threads)
+    return assemble_on(model, tiers, config, behaviour, on_broken, threads, draft)

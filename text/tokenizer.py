@@ -64,7 +64,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
+        ids = frozenset(self.vocabulary.values())
         self._vocab_size = max(ids, default=-1) + 1
         self._silent_ids = frozenset(range(self._vocab_size)) - ids | _special_ids(backend)
         self._byte_ids = _byte_fallback_ids(backend)
@@ -73,6 +73,11 @@ class Tokenizer:
         self._char_to_byte = {ord(char): chr(byte) for char, byte in byte_alphabet().items()} if is_byte_level else {}
         self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
         self.special_tokens = tuple(self._added[token_id] for token_id in sorted(_special_ids(backend)))
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Copies the id of each token."""
+        return self._backend.get_vocab(with_added_tokens=True)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":

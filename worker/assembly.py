@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.draft import naming_the_draft, open_draft
 from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.core import EngineCore
 from engine.model.batch import Model
 from engine.model.decoder import Decoder
+from engine.model.draft_proposer import DraftProposer
 from engine.speculation import NgramProposer, Proposer, Speculator
-from kernels.backend import select_backend
+from kernels.backend import Backend, select_backend
 from kernels.cpu.library import NoKernels
 from kv_store.block_store import BlockStore
 from kv_store.device_pool import DevicePool
@@ -54,12 +56,13 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Threads:
-    """The parts of a worker that have threads beside its event loop, and the clock of all."""
+    """The parts of a worker that have threads beside its event loop, the clock of all, and that of engine steps."""
 
     clock: Callable[[], float] = time.monotonic
     new_inbox: Callable[[], Inbox] = Inbox
     new_loop: Callable[..., WorkerLoop] = WorkerLoop
     new_transfers: Callable[[BlockStore, Callable[[], None]], ThreadTransfers] = ThreadTransfers
+    stopwatch: Callable[[], float] = time.perf_counter
 
 
 THREADS = Threads()
@@ -102,7 +105,18 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
     def peer(address: str) -> BlockSource:
         return BlockReader(address, payload_bytes, token, PEER_TIMEOUT_S, identity=config.server.identity)
 
-    return assemble_on(model, Tiers(arena, directory, cold, peer), config, behaviour, on_broken)
+    return assemble_on(
+        model, Tiers(arena, directory, cold, peer), config, behaviour, on_broken, draft=_load_draft(config, backend)
+    )
+
+
+def _load_draft(config: WorkerConfig, backend: Backend) -> Model | None:
+    """Loads the draft, with the threads of the model's own kernels. Raises ModelError for an unfit folder."""
+    if config.speculation.draft is None:
+        return None
+    with naming_the_draft():
+        draft = open_draft(Path(config.speculation.draft), Checkpoint(Path(config.model.folder)))
+        return Decoder.load(draft.folder, None, torch.device(config.model.device), config.pool.block_size, backend)
 
 
 def assemble_on(
@@ -112,14 +126,16 @@ def assemble_on(
     behaviour: Behaviour,
     on_broken: Callable[[], None],
     threads: Threads = THREADS,
+    draft: Model | None = None,
 ) -> Assembly:
-    """Puts an engine over a model and a store, and a service over that. `on_broken` is WorkerService's."""
+    """Puts an engine over a model, its draft and a store, and a service over that. `on_broken` is WorkerService's."""
     pool = DevicePool(model.layout, config.pool.num_blocks, model.device)
     store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool, threads.clock, tiers.peer)
     inbox = threads.new_inbox()
     transfers = threads.new_transfers(store, inbox.ring)
     transfers.start()
-    speculator = Speculator(_PROPOSERS[config.speculation.proposer](), config.speculation.max_draft_len)
+    proposer = DraftProposer(draft, pool.ledger.num_pages) if draft else _PROPOSERS[config.speculation.proposer]()
+    speculator = Speculator(proposer, config.speculation.max_draft_len, threads.stopwatch)
     engine = EngineCore(model, pool, behaviour.batcher, transfers, speculator)
     info = _describe(config, model, tiers.arena.num_slots)
     service = WorkerService(

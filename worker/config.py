@@ -109,16 +109,22 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class SpeculationSettings:
-    """Guesses of next tokens. proposer: of PROPOSERS. max_draft_len: guesses of one choice in one step."""
+    """Guesses of next tokens. proposer: of PROPOSERS. max_draft_len: guesses of one choice in one step.
+
+    draft: the folder of a draft model, which guesses in place of a proposer.
+    """
 
     proposer: str = "off"
     max_draft_len: int = 7
+    draft: str | None = None
 
     def __post_init__(self) -> None:
         if self.proposer not in PROPOSERS:
             raise ConfigError(f"speculation.proposer must be one of {', '.join(PROPOSERS)}")
         if not 1 <= self.max_draft_len <= MAX_DRAFT_LEN:
             raise ConfigError(f"speculation.max_draft_len must be between 1 and {MAX_DRAFT_LEN}")
+        if self.draft is not None and self.proposer != "off":
+            raise ConfigError("speculation.proposer must be off where speculation.draft names a model that guesses")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ _DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
 _WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a little less exact (default: auto)"
 _KV = "what KV is kept in: auto, as it computes, or half the memory in int8 or fp8, a little less exact (default: auto)"
 _SPECULATE = "ngram: guess next tokens by what followed the same ones before; no token changes (default: off)"
+_DRAFT = "guess next tokens by a smaller model of the same vocabulary; no token changes (default: none)"
 _INSECURE = "allow settings that leave a port open to strangers: see docs/security.md"
 _HOST = "the address of the ports for clients; another one wants keys and TLS, or --insecure (default: 127.0.0.1)"
 _TLS = "certificate chain of the ports for clients, as PEM; read again when it changes (default: no TLS)"
@@ -54,6 +55,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
     },
     "workers": {
         "--speculate": ("speculation.proposer", None, str, _SPECULATE),
+        "--draft": ("speculation.draft", "PATH_OR_HUB_NAME", str, _DRAFT),
         "--prefill": ("pools.prefill", "N", int, "prefill workers, 0 for none (default: 1)"),
         "--decode": ("pools.decode", "M", int, "decode workers (default: 1)"),
         "--pool-bytes": ("worker.pool_bytes", "SIZE", str, "KV pages of each worker, like 512MiB"),

@@ -178,11 +178,14 @@ class Startup:
         asked, is_joined = self._config.worker.num_gpus, self._config.ray.address is not None
         # Of a Ray cluster that is joined, other nodes than this may have the GPUs that are asked for.
         device = "cuda" if (machine.gpus or (is_joined and asked)) and asked != 0 else "cpu"
-        model = inspect_model(self._config.model, device, self._config.worker.cpu_kernels)
+        draft = self._config.speculation.draft
+        model = inspect_model(self._config.model, device, self._config.worker.cpu_kernels, draft)
         served = model.served
         self._reporter.tell(
             "model", f"{served.name}, {served.dtype} on {device} ({model.kernels}), context {served.max_context_len}"
         )
+        if model.draft.folder is not None:
+            self._reporter.tell("draft", f"{model.draft.folder}, {format_bytes(model.draft.weight_bytes)}")
         return model
 
     def _plan(self, model: ModelFacts, machine: Machine, redis_url: str | None) -> ClusterPlan:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from deploy.plan.authority import Authority
 from deploy.plan.config import ClusterConfig, RouterSettings, is_within
 from deploy.plan.machine import SHARED_MEMORY, Machine
-from deploy.plan.model import ModelFacts
+from deploy.plan.model import DraftFacts, ModelFacts
 from deploy.plan.resources import RayNode, Resources, num_fitting
 from deploy.plan.sizing import Sizes, num_more, size
 from gateway.config import GatewayConfig
@@ -124,7 +124,7 @@ class ClusterPlan:
         every = [self.resources(one) for one in Role for _ in range(self.config.pools[one])]
         num_workers = len(every) if self.is_alone else num_fitting(home.node, every)
         try:
-            return size(self._config_of(role), self.model, home.machine, num_workers)
+            return size(self._config_of(role), self._model_of(role), home.machine, num_workers)
         except ConfigError as error:
             if self.is_alone:
                 raise
@@ -132,7 +132,7 @@ class ClusterPlan:
 
     def num_more(self, role: Role, machine: Machine) -> int:
         """Counts the further workers of a role for which a node, one of several, has memory now."""
-        return num_more(self._config_of(role), self.model, machine)
+        return num_more(self._config_of(role), self._model_of(role), machine)
 
     def node_config(self, home: Home) -> NodeConfig:
         """Returns the configuration of a node's service.
@@ -171,7 +171,7 @@ class ClusterPlan:
             store=replace(self._store(home), node_id=home.node.name, block_address=home.block_address),
             server=ServerSettings(self.token, host, identity=self._identity(worker.id, host)),
             batch=self.config.batch,
-            speculation=self.config.speculation,
+            speculation=replace(self.config.speculation, draft=self._model_of(worker.role).draft.folder),
             num_threads=sizes.num_threads,
             max_silence_s=self.config.worker.max_silence_s or default_silence_s,
             worker_id=worker.id,
@@ -190,6 +190,10 @@ class ClusterPlan:
         """Returns the settings as workers of a role have them."""
         worker = replace(self.config.worker.of(role), num_gpus=self.resources(role).num_gpus)
         return replace(self.config, worker=worker)
+
+    def _model_of(self, role: Role) -> ModelFacts:
+        """Returns the model as workers of a role have it: prefill workers have no draft."""
+        return self.model if role is Role.DECODE else replace(self.model, draft=DraftFacts())
 
     def _store(self, home: Home) -> StoreSettings:
         """Names the socket of a node's directory, in a folder of its service's own, and the tiers in its reach."""

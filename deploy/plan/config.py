@@ -31,7 +31,15 @@ MAX_WORKERS = 64
 ALLOW = "--insecure allows it"
 WORKER_TABLES = ("worker", *(f"worker.{role.value}" for role in Role))
 TEXTS = (
-    *("model.path", "model.served_name", "redis.url", "ray.address", "files.folder", "secret_file"),
+    *(
+        "model.path",
+        "speculation.draft",
+        "model.served_name",
+        "redis.url",
+        "ray.address",
+        "files.folder",
+        "secret_file",
+    ),
     *("tls.certificate", "tls.key", "tls.client_ca"),
 )
 MIB = 1 << 20

@@ -1,23 +1,40 @@
 """The model to serve: the facts that a plan needs before any worker has loaded it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deploy.plan.config import ModelSettings
 from router.config import ServedModel
 from wire.errors import ConfigError
 
+if TYPE_CHECKING:
+    from engine.checkpoint.checkpoint import Checkpoint
+
 DEMO_MODEL = "demo-model"
 
 
 @dataclass(frozen=True)
+class DraftFacts:
+    """A checked folder of a draft model, and the bytes of a page of its KV; without one there is no folder."""
+
+    folder: str | None = None
+    weight_bytes: int = 0
+    block_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class ModelFacts:
-    """A checked model folder. `device` is cpu or cuda, `kernels` the backend that all workers use there."""
+    """A checked model folder. `device` is cpu or cuda, `kernels` the backend that all workers use there.
+
+    draft: of decode workers, which has as many pages as they have.
+    """
 
     served: ServedModel
     device: str
     weight_bytes: int
     kernels: str = "auto"
+    draft: DraftFacts = field(default_factory=DraftFacts)
 
     @property
     def context_bytes(self) -> int:
@@ -25,9 +42,16 @@ class ModelFacts:
         layout = self.served.layout
         return layout.num_blocks(self.served.max_context_len) * layout.block_bytes
 
+    def worker_bytes(self, pool_bytes: int) -> int:
+        """Sums the weights and pages of a worker, and of its draft."""
+        num_blocks = pool_bytes // self.served.layout.block_bytes
+        return self.weight_bytes + pool_bytes + self.draft.weight_bytes + num_blocks * self.draft.block_bytes
 
-def inspect_model(settings: ModelSettings, device: str, cpu_kernels: str = "auto") -> ModelFacts:
-    """Finds, checks and hashes a model; reads no file again that has not changed since an earlier hashing.
+
+def inspect_model(
+    settings: ModelSettings, device: str, cpu_kernels: str = "auto", draft: str | None = None
+) -> ModelFacts:
+    """Finds, checks and hashes a model, and finds and checks its draft; reads no unchanged file again to hash it.
 
     Blocks for as long as a download or the hashing takes. Raises ModelError for an unfit folder.
     """
@@ -35,6 +59,7 @@ def inspect_model(settings: ModelSettings, device: str, cpu_kernels: str = "auto
     import torch
 
     from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.draft import naming_the_draft, open_draft
     from engine.checkpoint.fingerprint import DigestCache, fingerprint
     from engine.checkpoint.hub import find_folder
     from engine.model.decoder import compute_dtype
@@ -61,8 +86,19 @@ def inspect_model(settings: ModelSettings, device: str, cpu_kernels: str = "auto
         fingerprint_hex=fingerprint(checkpoint.files, dtype, backend.version, DigestCache.of_user()).hex(),
         layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
     )
-    weights = [file for file in checkpoint.files if file.suffix == ".safetensors"]
-    return ModelFacts(served, device, sum(file.stat().st_size for file in weights), backend.name)
+    facts = ModelFacts(served, device, _weight_bytes(checkpoint), backend.name)
+    if draft is None:
+        return facts
+    with naming_the_draft():
+        other = open_draft(find_folder(draft), checkpoint)
+        check_weights(other)
+    its_dtype = str(compute_dtype(None, other.config, backend)).removeprefix("torch.")
+    layout = other.config.kv_layout(its_dtype, settings.block_size)
+    return replace(facts, draft=DraftFacts(str(other.folder.resolve()), _weight_bytes(other), layout.block_bytes))
+
+
+def _weight_bytes(checkpoint: "Checkpoint") -> int:
+    return sum(file.stat().st_size for file in checkpoint.files if file.suffix == ".safetensors")
 
 
 def _demo_model() -> str:

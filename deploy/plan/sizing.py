@@ -41,7 +41,7 @@ def size(config: ClusterConfig, model: ModelFacts, machine: Machine, num_workers
     if arena_bytes > machine.shared_bytes:
         problem = f"the arena takes {format_bytes(arena_bytes)}, but only {format_bytes(machine.shared_bytes)}"
         raise ConfigError(f"{problem} of /dev/shm are free: set arena.size_bytes")
-    worker_bytes = WORKER_BYTES + (0 if num_gpus else pool_bytes + model.weight_bytes)
+    worker_bytes = WORKER_BYTES + (0 if num_gpus else model.worker_bytes(pool_bytes))
     advice = "; start fewer, or set worker.pool_bytes and arena.size_bytes"
     _require_memory(num_workers, "workers", worker_bytes, machine.memory_bytes - arena_bytes, advice)
     sizes = Sizes(
@@ -75,14 +75,16 @@ def num_more(config: ClusterConfig, model: ModelFacts, machine: Machine) -> int:
     """
     worker = config.worker
     pool_bytes = worker.pool_bytes or _default_pool_bytes(0.0, 1, model, machine)
-    worker_bytes = WORKER_BYTES + (0 if worker.num_gpus else pool_bytes + model.weight_bytes)
+    worker_bytes = WORKER_BYTES + (0 if worker.num_gpus else model.worker_bytes(pool_bytes))
     return machine.memory_bytes // worker_bytes
 
 
 def _default_pool_bytes(num_gpus: float, num_workers: int, model: ModelFacts, machine: Machine) -> int:
     """Takes what weights and activations leave of a GPU, and a small share of memory: a laptop stays usable."""
     if num_gpus:
-        return int(min(machine.gpus) * num_gpus) - model.weight_bytes - GPU_RESERVE_BYTES
+        free_bytes = int(min(machine.gpus) * num_gpus) - model.worker_bytes(0) - GPU_RESERVE_BYTES
+        block_bytes = model.served.layout.block_bytes
+        return free_bytes // (block_bytes + model.draft.block_bytes) * block_bytes
     share = machine.memory_bytes // (8 * num_workers)
     return min(MAX_DEFAULT_POOL_BYTES, share, MAX_DEFAULT_CONTEXTS * model.context_bytes)
 

@@ -31,10 +31,11 @@ def test_other_tokens_end_the_run() -> None:
 
 def test_loads_repeat_or_do_not() -> None:
     tokenizer = Checkpoint(DEMO_MODEL).load_tokenizer()
-    repeats, fresh = make_loads(tokenizer, 1408, 240, 50, [2])
+    repeats, english, fresh = make_loads(tokenizer, 1408, 240, 50, [2])
     for prompt in map(list, repeats.prompts):
         assert len(prompt) == 240
         assert len({*pairwise(prompt)}) < 40
     assert all(len({*pairwise(prompt)}) == 239 for prompt in fresh.prompts)
+    assert all(len(prompt) == 240 and len({*pairwise(prompt)}) > 100 for prompt in english.prompts)
     assert repeats.sampling.temperature == 0
     assert fresh.sampling.temperature > 1

@@ -1,4 +1,5 @@
 import random
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine.model.hash_model import HashModel
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.sequence import Sequence
-from engine.speculation import MAX_PAUSE, MAX_ROWS, DraftLength, Drafts, NgramProposer, NgramText, Speculator
+from engine.speculation import MAX_PAUSE, MAX_ROWS, DraftLength, Drafts, NgramProposer, NgramText, Payoff, Speculator
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.pair import Node, drive, gained, make_core, prefill, request, resume, serve
@@ -308,3 +309,50 @@ def test_pace_grows_with_success_and_pauses_after_failures() -> None:
         draft_len.learn(draft_len.length, 0)
         waits.append(next(step for step in range(100) if draft_len.is_due()))
     assert waits == [1, 2, 4, 8, 16, MAX_PAUSE, MAX_PAUSE, MAX_PAUSE]
+
+
+def judged(payoff: Payoff, plain_s: float, drafted_s: float, num_steps: int) -> list[bool]:
+    """Runs steps of these times a token; tells which of them had drafts."""
+    had_drafts = []
+    for _ in range(num_steps):
+        had_drafts.append(payoff.is_due())
+        payoff.learn(*(None, drafted_s) if had_drafts[-1] else (plain_s, None))
+    return had_drafts
+
+
+def test_drafts_that_gain_time_stay_but_for_a_step_in_a_while() -> None:
+    assert [step for step, had in enumerate(judged(Payoff(), 2.0, 1.0, 100)) if not had] == [0, 32, 64, 96]
+
+
+def test_drafts_that_lose_time_are_tried_ever_more_seldom() -> None:
+    had = judged(Payoff(), 1.0, 1.1, 4000)
+    assert sum(had[:100]) == 8
+    assert sum(had[2000:]) < 12
+
+
+def test_drafts_come_back_once_they_gain() -> None:
+    payoff = Payoff()
+    judged(payoff, 1.0, 2.0, 100)
+    assert sum(judged(payoff, 1.0, 0.5, 300)) > 150
+
+
+def test_an_engine_leaves_out_drafts_that_lose_time() -> None:
+    """Each guess takes as long as a run here, by a clock that the proposer moves on."""
+    seconds = [0.0]
+
+    class Slow(Seer):
+        def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
+            seconds[0] += sum(wanted.values()) * per_guess_s
+            return super().propose(wanted)
+
+    def clock() -> float:
+        seconds[0] += 0.5
+        return seconds[0]
+
+    numbers = []
+    for per_guess_s in (0.1, 2.0):  # noqa: B007
+        outputs = {PROMPT: [MODEL.oracle(PROMPT, 300)]}
+        core = make_core(MODEL, speculator=Speculator(Slow(outputs, 0.0), clock=clock))
+        assert serve(core, PROMPT, greedy(300)).outputs[0] == outputs[PROMPT][0]
+        numbers.append(core.stats().num_accepted_tokens)
+    assert numbers[0] > 2 * numbers[1]

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from engine.core import EngineCore
 from engine.events import Failed, Fetched, Preempted
 from engine.model.decoder import Decoder
+from engine.model.draft_proposer import DraftProposer
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
-from engine.speculation import NgramProposer, Speculator
+from engine.speculation import NgramProposer, Proposer, Speculator
 from kernels.cpu.library import best_isa
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -105,12 +106,12 @@ class Mix:
             max_draft_len=(0, 2, 7, 15)[sum(index for index, _ in keys) % 4],
         )
 
-    def run(self, model: Decoder) -> tuple[Crowd, list[Tokens]]:
-        """Serves the requests on an engine of their own; returns it and their tokens."""
+    def run(self, model: Decoder, proposer: Proposer | None = None) -> tuple[Crowd, list[Tokens]]:
+        """Serves the requests on an engine of their own; returns it and their tokens. proposer: else n-grams."""
         node, requests = Node(model), [request(prompt(index), params) for index, params in self.keys]
         Crowd(make_core(model, node, 512)).run([request(prompt(key[0]), key[1]) for key in self.keys[: self.num_seen]])
         batcher = ContinuousBatcher(max_step_tokens=self.chunk_len + 16, max_running=16)
-        speculator = Speculator(NgramProposer(), self.max_draft_len) if self.max_draft_len else None
+        speculator = Speculator(proposer or NgramProposer(), self.max_draft_len) if self.max_draft_len else None
         crowd = Crowd(make_core(model, node, self.num_blocks, batcher, speculator))
         return crowd, crowd.run(requests, self.steps)
 
@@ -124,6 +125,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def model(request: pytest.FixtureRequest, folder: Path) -> Decoder:
     kernels, dtype, kept = request.param
     return Decoder.load(folder, dtype, torch.device("cpu"), 16, make_backend(kernels), kept)
+
+
+@pytest.fixture(scope="module")
+def draft(folder: Path) -> Decoder:
+    """Guesses most of what the model says: it is the same one, but for the kernels and the dtype."""
+    return Decoder.load(folder, "float32", torch.device("cpu"), 16)
 
 
 class Alone(dict[Key, Tokens]):
@@ -179,6 +186,21 @@ def test_with_guesses(model: Decoder, alone: Alone, error_rate: float) -> None:
         assert (core.stats().num_accepted_tokens > 0) is (error_rate < 1)
 
 
+@pytest.mark.parametrize("num_pages", [12, 512])
+def test_with_a_draft_model(model: Decoder, alone: Alone, draft: Decoder, num_pages: int) -> None:
+    """One by one, among seven, and while prompts come in; with pages for all sequences, and for a few."""
+    keys, _ = asked(range(7))
+    expected = [alone[key] for key in keys]
+    for size, steps in ((1, [0]), (7, [0] * 7), (7, [3 * place for place in range(7)])):
+        proposer = DraftProposer(draft, num_pages)
+        batcher = ContinuousBatcher(max_step_tokens=8, max_running=7) if steps[-1] else None
+        core = make_core(model, num_blocks=512, batcher=batcher, speculator=Speculator(proposer))
+        for place in range(0, 7, size):
+            assert Crowd(core).run(asked(range(7))[1][place : place + size], steps) == expected[place : place + size]
+        assert 0 < core.stats().num_accepted_tokens < core.stats().num_guessed_tokens
+        assert proposer.pool.ledger.num_allocatable == num_pages
+
+
 def test_with_guesses_while_another_prompt_comes_in(model: Decoder, alone: Alone) -> None:
     """Rows with guesses and a chunk are in one step: prompts join one by one while others decode."""
     outputs = {prompt(key[0]): [[token_id for token_id, _ in alone[key]]] for key in alone if key[1] is SEEDED}
@@ -217,7 +239,8 @@ def test_handed_over_and_taken_over(model: Decoder, alone: Alone) -> None:
 
 @settings(max_examples=16, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_in_any_mix(model: Decoder, alone: Alone, seed: int) -> None:
+def test_in_any_mix(model: Decoder, alone: Alone, draft: Decoder, seed: int) -> None:
     draw = random.Random(seed)  # hypothesis took its own random objects for flaky here
     mix = Mix.drawn(draw, draw.randint(1, 12), (GREEDY, SEEDED))
-    assert mix.run(model)[1] == [alone[key] for key in mix.keys]
+    proposer = DraftProposer(draft, draw.choice([8, 40, 200])) if draw.random() < 0.5 else None
+    assert mix.run(model, proposer)[1] == [alone[key] for key in mix.keys]

@@ -39,6 +39,7 @@ class Sizes:
     streams: StreamBounds = field(default_factory=StreamBounds)
     max_silence_s: float = MAX_SILENCE_S
     proposer: str = "off"
+    draft: Model | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class LocalCluster:
             lambda: self._broke(name),
             node_id=parts.node_id,
             proposer=sizes.proposer,
+            draft=sizes.draft,
         )
         await worker.service.start()
         return worker

@@ -15,7 +15,8 @@ from wire.pb import inference_pb2 as pb
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 MODEL = HashModel(LAYOUT, vocab_size=4)
 """So few tokens that every n-gram was there before, and is often followed by another token."""
-PLAIN, NGRAM = Sizes(), Sizes(proposer="ngram")
+PLAIN, NGRAM, DRAFT = Sizes(), Sizes(proposer="ngram"), Sizes(draft=MODEL)
+"""The draft is the model itself: it comes true where the likeliest token is drawn."""
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 1.0, "seed": 3, "logprobs": 2},
@@ -46,22 +47,24 @@ async def num_accepted(cluster: LocalCluster) -> int:
     return sum(worker.num_accepted_tokens for worker in status.workers)
 
 
+@pytest.mark.parametrize("guessing", [NGRAM, DRAFT], ids=["n-gram", "draft"])
 @pytest.mark.parametrize("num_prefill", [0, 1])
-async def test_answers_are_the_same_co_located_and_disaggregated(num_prefill: int) -> None:
+async def test_answers_are_the_same_co_located_and_disaggregated(num_prefill: int, guessing: Sizes) -> None:
     async with local_cluster(MODEL, num_prefill, 1) as cluster:
         expected = await outputs(cluster)
         assert await num_accepted(cluster) == 0
-    async with local_cluster(MODEL, num_prefill, 1, NGRAM) as cluster:
+    async with local_cluster(MODEL, num_prefill, 1, guessing) as cluster:
         assert await outputs(cluster) == expected
         assert await num_accepted(cluster) > 0
 
 
+@pytest.mark.parametrize("guessing", [NGRAM, DRAFT], ids=["n-gram", "draft"])
 @pytest.mark.parametrize("kill_at", [1, 5, 20, 40])
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
-async def test_answers_are_the_same_after_a_decode_worker_dies(kind: str, kill_at: int) -> None:
+async def test_answers_are_the_same_after_a_decode_worker_dies(kind: str, kill_at: int, guessing: Sizes) -> None:
     async with local_cluster(MODEL, 1, 1) as cluster:
         expected = (await cluster.generate(ask(**KINDS[kind]))).token_ids[0]
-    async with local_cluster(MODEL, 1, 2, NGRAM) as cluster:
+    async with local_cluster(MODEL, 1, 2, guessing) as cluster:
         session = cluster.router.dispatcher.open(ask(**KINDS[kind]), 60.0)
         tokens: list[int] = []
         killed: list[str] = []

@@ -8,7 +8,7 @@ from deploy.plan.authority import Authority
 from deploy.plan.cluster_plan import ClusterPlan, Home, cold_settings, make_plan
 from deploy.plan.config import ClusterConfig, RouterSettings
 from deploy.plan.machine import Machine
-from deploy.plan.model import ModelFacts
+from deploy.plan.model import DraftFacts, ModelFacts
 from deploy.plan.resources import RayNode
 from router.config import AdmissionBounds, ServedModel, StreamBounds
 from tests.kv_store.names import LAYOUT
@@ -73,6 +73,14 @@ def test_each_bound_of_a_batch_is_passed_on() -> None:
     bounds = {"max_step_tokens": 100, "max_running": 21, "max_chunk_tokens": 22, "patience_tokens": 23}
     config = ClusterConfig.load(None, {"batch": bounds})
     assert asdict(worker_of(planned(config)).batch) == bounds
+
+
+def test_decode_workers_alone_have_the_draft() -> None:
+    model = replace(MODEL, draft=DraftFacts("/resolved", 100, 4096))
+    plan = planned(ClusterConfig.load(None, {"speculation": {"draft": "asked"}}), model)
+    assert worker_of(plan).speculation.draft == "/resolved"
+    assert worker_of(plan, role=Role.PREFILL).speculation.draft is None
+    assert worker_of(planned(ClusterConfig())).speculation.draft is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import demo_model
 from deploy.plan.config import ModelSettings
-from deploy.plan.model import inspect_model
+from deploy.plan.model import DraftFacts, inspect_model
 from tests.checkpoints import make_checkpoint
 from tests.kernels.backends import lend_kernels
 from tests.text.backends import byte_level
@@ -102,3 +102,51 @@ def test_without_a_name_and_a_demo_model_it_says_what_to_give(tmp_path: Path, mo
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         inspect_model(ModelSettings(str(tmp_path)), "cpu")
+
+
+def test_what_is_known_of_a_draft(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama-gqa", tmp_path / "model")
+    other = make_checkpoint("llama-mqa", tmp_path / "draft", seed=1, num_hidden_layers=1)
+    without, model = (inspect_model(ModelSettings(str(folder)), "cpu", draft=draft) for draft in (None, str(other)))
+    assert model.served == without.served
+    assert model.draft == DraftFacts(str(other), (other / "model.safetensors").stat().st_size, 4096)
+    assert without.draft.folder is None
+    assert model.worker_bytes(10 * 16384) == without.worker_bytes(10 * 16384) + model.draft.weight_bytes + 20 * 4096
+
+
+def rewrite(folder: Path, **fields: object) -> None:
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps({name: one for name, one in (config | fields).items() if one != ""}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda folder: make_checkpoint("llama-gqa", folder, vocab_size=300),
+            "a vocab_size of 300, the model's is 256",
+        ),
+        (lambda folder: rewrite(folder, max_position_embeddings=512), "a max_position_embeddings of 512, less than"),
+        (lambda folder: rewrite(folder, vocab_size=""), "vocab_size"),
+        (lambda folder: rewrite(folder, hidden_size="wide"), "hidden_size"),
+        (lambda folder: rewrite(folder, intermediate_size=64), "config.json makes it"),
+        (rename_layers, "which is no part of the model"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda folder: swap_tokens(folder / "tokenizer.json"), "tokenizer.json gives 'A' the id"),
+    ],
+    ids=["vocabulary", "context", "lacks a field", "no number", "lies", "lies of layers", "no weights", "other tokens"],
+)
+def test_a_draft_that_is_none_of_the_model_is_refused_by_name(
+    tmp_path: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    folder, draft = (make_checkpoint("llama-gqa", tmp_path / name) for name in ("model", "draft"))
+    spoil(draft)
+    with pytest.raises(ModelError, match=f"^speculation.draft: .*{message}"):
+        inspect_model(ModelSettings(str(folder)), "cpu", draft=str(draft))
+
+
+def swap_tokens(file: Path) -> None:
+    tokenizer = json.loads(file.read_bytes())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    file.write_text(json.dumps(tokenizer))

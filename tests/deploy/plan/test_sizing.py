@@ -7,7 +7,7 @@ import pytest
 
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine
-from deploy.plan.model import ModelFacts
+from deploy.plan.model import DraftFacts, ModelFacts
 from deploy.plan.sizing import Sizes, require_room, size
 from router.config import ServedModel
 from wire.errors import ConfigError
@@ -64,6 +64,17 @@ def test_sizes(
     sizes = divide(config(**tables), model, machine)
     assert (sizes.num_pool_blocks, sizes.num_arena_slots) == (pool_blocks, arena_slots)
     assert (sizes.num_threads, sizes.num_gpus) == (threads, gpus)
+
+
+def test_a_draft_has_a_page_for_each_page() -> None:
+    """Its weights and pages are counted in a worker's memory, and on a GPU they leave less for the worker's own."""
+    draft = DraftFacts("/d", 2 * GIB, LARGE.served.layout.block_bytes // 4)
+    model = replace(LARGE, draft=draft)
+    assert divide(config(), model, GPU_NODE).num_pool_blocks == (140 - 3 - 2 - 2) * GIB // (2 * MIB + MIB // 2)
+    tables = {"worker": {"pool_bytes": "1GiB"}, "pools": {"prefill": 0}}
+    assert divide(config(**tables), model, LAPTOP).num_pool_blocks == 512
+    with pytest.raises(ConfigError, match=r"1 workers take 6\.5 GiB of memory each"):
+        divide(config(**tables), model, replace(LAPTOP, memory_bytes=7 * GIB))
 
 
 @pytest.mark.parametrize(
