@@ -105,4 +105,4 @@ class Router:
         num_blocks = self.members.num_pool_blocks
         if num_blocks is None:
             num_blocks = -(-model.max_context_len // block_size)
-        return Limits(model.name, model.vocab_size, model.max_context_len, num_blocks, block_size)
+        return Limits(model.name, model.vocab_size, model.max_context_len, num_blocks, block_size, model.aliases)

@@ -52,14 +52,16 @@ def inspect_model(settings: ModelSettings, device: str, cpu_kernels: str = "auto
         raise ConfigError(f"worker.cpu_kernels or model.weights: {error}") from error
     asked = None if settings.dtype == "auto" else settings.dtype
     dtype = str(compute_dtype(asked, checkpoint.config, backend)).removeprefix("torch.")
+    name, *aliases = settings.served_names or (_name(settings.path),)
     served = ServedModel(
-        name=settings.served_name or _name(settings.path),
+        name=name,
         folder=str(checkpoint.folder.resolve()),
         dtype=dtype,
         max_context_len=checkpoint.config.max_context_len,
         vocab_size=checkpoint.config.vocab_size,
         fingerprint_hex=fingerprint(checkpoint.files, dtype, backend.version, DigestCache.of_user()).hex(),
         layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size).encode().hex(),
+        aliases=tuple(aliases),
     )
     weights = [file for file in checkpoint.files if file.suffix == ".safetensors"]
     return ModelFacts(served, device, sum(file.stat().st_size for file in weights), backend.name)

@@ -27,6 +27,7 @@ class Limits:
     max_context_len: int
     num_blocks: int
     block_size: int
+    aliases: tuple[str, ...] = ()
 
     @property
     def max_sequence_len(self) -> int:
@@ -159,7 +160,7 @@ def _require_room(num_tokens: int, limits: Limits, at_least: str = "") -> None:
 
 
 def _require_model(message: pb.GenerateRequest, limits: Limits) -> None:
-    if message.HasField("model") and message.model != limits.model:
+    if message.HasField("model") and message.model not in (limits.model, *limits.aliases):
         raise ModelNotFound("model: no model of that name is served")
 
 

@@ -12,6 +12,7 @@ from baton.client import AsyncStream
 from baton.request import Message, Options, Prompt, make_detokenize_request, make_request, make_tokenize_request
 from baton.results import Model, Tokens
 from gateway.app import Gateway
+from router.config import RouterConfig
 from router.requests.dispatch import OpenRequest
 from router.router import Router
 from tests.router.fake_cluster import CONFIG, WAIT_S, FakeCluster, running
@@ -40,7 +41,10 @@ class LocalClient(AsyncClient):
 
     async def list_models(self) -> tuple[Model, ...]:
         model = self._router.config.model
-        return (Model(model.name, model.max_context_len, model.dtype, model.fingerprint_hex),)
+        return tuple(
+            Model(name, model.max_context_len, model.dtype, model.fingerprint_hex)
+            for name in (model.name, *model.aliases)
+        )
 
 
 class LocalCall:
@@ -139,9 +143,9 @@ class LocalGateway:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[LocalGateway]:
+async def serving(config: RouterConfig = CONFIG) -> AsyncIterator[LocalGateway]:
     """A gateway before a prefill and a decode worker; the model is called `fake`."""
-    async with running(1, 1, CONFIG) as cluster:
+    async with running(1, 1, config) as cluster:
         gateway = LocalGateway(cluster)
         yield gateway
         await gateway.client.close()

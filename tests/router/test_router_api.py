@@ -137,6 +137,16 @@ async def test_models_are_listed(service: Service) -> None:
     assert [(model.name, model.max_context_len, model.dtype) for model in models] == [("fake", 2000, "float32")]
 
 
+async def test_a_model_answers_to_all_its_names() -> None:
+    async with serving(replace(CONFIG, model=replace(CONFIG.model, aliases=("b", "c")))) as service:
+        models = (await service.inference.ListModels(pb.ListModelsRequest())).models
+        assert [(one.name, one.max_context_len) for one in models] == [("fake", 2000), ("b", 2000), ("c", 2000)]
+        for name in ("fake", "b", "c"):
+            message = request(max_tokens=3)
+            message.model = name
+            assert (await read(service.inference.Generate(message)))[-1].HasField("complete")
+
+
 async def test_an_invalid_request_is_told_with_its_parameter(service: Service) -> None:
     failure = await failure_of(service.inference.Generate(request(temperature=3.0)))
     assert failure.code() == Code.INVALID_ARGUMENT
