@@ -54,7 +54,7 @@ class Gateway:
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._list_models),
             "/v1/completions": ("POST", partial(self._generate, CompletionsDialect)),
-            "/v1/chat/completions": ("POST", partial(self._generate, ChatDialect)),
+            "/v1/chat/completions": ("POST", self._chat),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
             "/health": ("GET", self._health),
@@ -100,6 +100,12 @@ class Gateway:
         self._num_reading_bytes += num_bytes
         if self._num_reading_bytes > MAX_READING_BYTES:
             raise Overloaded("as many bytes of bodies are on their way as may be")
+
+    async def _chat(self, request: Request) -> "bytes | Events":
+        """Asks for the model's format of tool calls where a request has tools."""
+        has_tools = bool(request.body.get("tools"))
+        tool_format = (await self._find(next(self._clients), None)).tool_format if has_tools else ""
+        return await self._generate(partial(ChatDialect, tool_format), request)
 
     async def _generate(self, dialect: Callable[[], Dialect], request: Request) -> "bytes | Events":
         client, maker = next(self._clients), dialect()

@@ -42,7 +42,13 @@ class LocalClient(AsyncClient):
     async def list_models(self) -> tuple[Model, ...]:
         model = self._router.config.model
         return tuple(
-            Model(name, model.max_context_len, model.dtype, model.fingerprint_hex)
+            Model(
+                name,
+                model.max_context_len,
+                model.dtype,
+                model.fingerprint_hex,
+                self._router.dispatcher.tool_format,
+            )
             for name in (model.name, *model.aliases)
         )
 

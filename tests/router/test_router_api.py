@@ -23,7 +23,7 @@ from router.ports.server import RouterServer
 from router.requests.validator import ValidRequest, validate
 from tests.router.fake_cluster import CONFIG, WAIT_S, FakeCluster, expected, request, until
 from text.byte_tokenizer import ByteTokenizer
-from text.chat import NoRenderer
+from text.chat import Chat, NoRenderer
 from wire.convert import status_of, tiers_from_pb
 from wire.errors import ConfigError, Unsupported
 from wire.ids import WorkerId
@@ -524,7 +524,7 @@ async def test_a_chat_without_messages(service: Service) -> None:
 async def test_a_model_without_a_template_takes_no_chat() -> None:
     renderer = NoRenderer()
     with pytest.raises(Unsupported, match="no chat template"):
-        await renderer.render([], 0)
+        await renderer.render(Chat(()), 0)
 
 
 async def test_a_text_and_its_tokens(service: Service) -> None:
