@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from baton import AsyncClient
 from baton.request import Options
 from baton.results import Model
-from gateway import fields
+from gateway import fields, openapi
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
 from gateway.errors import HttpError
@@ -35,6 +35,12 @@ READY_TIMEOUT_S = 2.0
 METRICS_TIMEOUT_S = 5.0
 OWNER = "baton"
 MODEL_PATH = "/v1/models/"
+PATH_TO_FIELDS = {
+    "/v1/completions": CompletionsDialect.fields,
+    "/v1/chat/completions": ChatDialect.fields,
+    "/tokenize": fields.TOKENIZE,
+    "/detokenize": fields.DETOKENIZE,
+}
 
 Handler = Callable[["Request"], Awaitable["bytes | Events"]]
 
@@ -61,6 +67,7 @@ class Gateway:
             "/ready": ("GET", self._ready),
             "/version": ("GET", self._version),
             "/metrics": ("GET", self._metrics),
+            "/openapi.json": ("GET", self._openapi),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -167,6 +174,10 @@ class Gateway:
 
     async def _version(self, _: Request) -> bytes:
         return json.dumps({"version": version("baton-serve")}).encode()
+
+    async def _openapi(self, _: Request) -> bytes:
+        readable = (path for path, (method, _) in self._routes.items() if method == "GET")
+        return openapi.describe(PATH_TO_FIELDS, (*readable, f"{MODEL_PATH}{{model}}"))
 
     async def _metrics(self, _: Request) -> bytes:
         """Returns the router's metrics behind the gateway's own, if they can be had."""

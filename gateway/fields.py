@@ -109,8 +109,7 @@ def messages(value: object, name: str) -> list[dict[str, Any]]:
 
 def tools(value: object, name: str) -> list[dict[str, Any]]:
     """Reads the functions that an answer may call."""
-    given = value if isinstance(value, list) else [value]
-    return [_tool(one, f"{name}[{index}]") for index, one in enumerate(given)]
+    return [_tool(one, f"{name}[{index}]") for index, one in enumerate(_list(value, name))]
 
 
 def tool_choice(value: object, name: str) -> str:
@@ -222,8 +221,7 @@ def _message(value: object, name: str) -> dict[str, Any]:
 
 def _calls(value: object, name: str) -> list[str]:
     """Reads the calls of an assistant's turn, as the router takes them."""
-    given = value if isinstance(value, list) else [value]
-    return [json.dumps(_call(one, f"{name}[{index}]")) for index, one in enumerate(given)]
+    return [json.dumps(_call(one, f"{name}[{index}]")) for index, one in enumerate(_list(value, name))]
 
 
 def _call(value: object, name: str) -> dict[str, Any]:
@@ -288,6 +286,12 @@ def _part(value: object, name: str) -> str:
     taken = _inner(value, name, {"type": text, "text": text})
     _require("text" in taken, f"{name}.text", "is missing")
     return str(taken["text"])
+
+
+def _list(value: object, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InvalidRequest(name, "must be a list")
+    return value
 
 
 def _items(value: object, name: str, what: str) -> list[Any]:
