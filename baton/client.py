@@ -2,25 +2,31 @@
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from copy import copy
 from typing import Any, Unpack
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.request import (
     TIMEOUT_S,
     Message,
     Options,
     Prompt,
+    credentials,
     make_detokenize_request,
     make_request,
     make_tokenize_request,
     typed_errors,
 )
 from baton.results import Chunk, Completion, Draft, Model, Tokens, read_models
+from wire.errors import Unavailable
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 class _Answer:
@@ -56,10 +62,25 @@ class Stream(_Answer, AbstractContextManager["Stream"]):
 
 
 class Client(AbstractContextManager["Client"]):
-    """A connection to a cluster's public port, HOST:PORT. Threads may share it. `timeout_s` bounds each call."""
+    """A connection to a cluster's public port, HOST:PORT. Threads may share it. `timeout_s` bounds each call.
 
-    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    api_key: None takes it from BATON_API_KEY, if that is set. tls: of `grpc.ssl_channel_credentials`, where the port
+    speaks TLS; with key and certificate where it wants them.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        api_key: str | None = None,
+        tls: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._metadata = credentials(api_key)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, tls, options=CHANNEL_OPTIONS)
         self._stub = InferenceStub(self._channel)
         self._timeout_s = timeout_s
 
@@ -73,31 +94,35 @@ class Client(AbstractContextManager["Client"]):
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""
         timeout_s = options.get("timeout_s", self._timeout_s)
-        return Stream(self._stub.Generate(make_request(prompt, options), timeout=timeout_s), timeout_s)
+        return Stream(
+            self._stub.Generate(make_request(prompt, options), timeout=timeout_s, metadata=self._metadata), timeout_s
+        )
 
     def abort(self, request_id: str) -> None:
         """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
         with typed_errors(self._timeout_s):
-            self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s)
+            self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s, metadata=self._metadata)
 
     def tokenize(self, prompt: str | Sequence[Message]) -> Tokens:
         """Returns the tokens of a text, or of messages as the model's template renders them. Raises BatonError."""
         request = make_tokenize_request(prompt)
         with typed_errors(self._timeout_s):
-            answer = self._stub.Tokenize(request, timeout=self._timeout_s)
+            answer = self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata)
         return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens. Raises BatonError."""
         request = make_detokenize_request(token_ids)
         with typed_errors(self._timeout_s):
-            answer = self._stub.Detokenize(request, timeout=self._timeout_s)
+            answer = self._stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata)
         return str(answer.text)
 
     def list_models(self) -> tuple[Model, ...]:
         """Lists the models that the cluster serves."""
         with typed_errors(self._timeout_s):
-            return read_models(self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
+            return read_models(
+                self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s, metadata=self._metadata)
+            )
 
     def close(self) -> None:
         """Closes the connection, which ends the calls on it."""
@@ -122,10 +147,21 @@ class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
 
 
 class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
-    """A connection to a cluster's public port, HOST:PORT, of one event loop. `timeout_s` bounds each call."""
+    """A connection to a cluster's public port, HOST:PORT, of one event loop. Takes the arguments of `Client`."""
 
-    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        api_key: str | None = None,
+        tls: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._metadata = credentials(api_key)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls, options=CHANNEL_OPTIONS)
         self._stub = InferenceStub(self._channel)
         self._timeout_s = timeout_s
 
@@ -139,31 +175,51 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """Sends a prompt; its answer comes chunk by chunk. Raises InvalidRequest, reading the stream any BatonError."""
         timeout_s = options.get("timeout_s", self._timeout_s)
-        return AsyncStream(self._stub.Generate(make_request(prompt, options), timeout=timeout_s), timeout_s)
+        return AsyncStream(
+            self._stub.Generate(make_request(prompt, options), timeout=timeout_s, metadata=self._metadata), timeout_s
+        )
 
     async def abort(self, request_id: str) -> None:
         """Ends a running request, whose stream then raises Cancelled. RequestNotFound if it does not run."""
         with typed_errors(self._timeout_s):
-            await self._stub.Abort(pb.AbortRequest(request_id=request_id), timeout=self._timeout_s)
+            await self._stub.Abort(
+                pb.AbortRequest(request_id=request_id), timeout=self._timeout_s, metadata=self._metadata
+            )
 
     async def tokenize(self, prompt: str | Sequence[Message]) -> Tokens:
         """Returns the tokens of a text, or of messages as the model's template renders them. Raises BatonError."""
         request = make_tokenize_request(prompt)
         with typed_errors(self._timeout_s):
-            answer = await self._stub.Tokenize(request, timeout=self._timeout_s)
+            answer = await self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata)
         return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens. Raises BatonError."""
         request = make_detokenize_request(token_ids)
         with typed_errors(self._timeout_s):
-            answer = await self._stub.Detokenize(request, timeout=self._timeout_s)
+            answer = await self._stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata)
         return str(answer.text)
 
     async def list_models(self) -> tuple[Model, ...]:
         """Lists the models that the cluster serves."""
         with typed_errors(self._timeout_s):
-            return read_models(await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s))
+            return read_models(
+                await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s, metadata=self._metadata)
+            )
+
+    def with_key(self, api_key: str) -> "AsyncClient":
+        """Returns a client that shares the connection, and shows this key; "" shows none. Raises InvalidRequest."""
+        shared = copy(self)
+        shared._metadata = credentials(api_key)
+        return shared
+
+    async def require_ready(self) -> None:
+        """Raises BatonError unless the router serves. Wants no key."""
+        request = health_pb2.HealthCheckRequest(service=_SERVICE)
+        with typed_errors(self._timeout_s):
+            answer = await health_pb2_grpc.HealthStub(self._channel).Check(request, timeout=self._timeout_s)
+        if answer.status != health_pb2.HealthCheckResponse.SERVING:
+            raise Unavailable("the router is stopping")
 
     async def close(self) -> None:
         """Closes the connection, which ends the calls on it."""

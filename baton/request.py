@@ -1,5 +1,7 @@
 """Requests of a client as messages, and failures of its calls as errors."""
 
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NotRequired, TypedDict, cast
@@ -14,6 +16,9 @@ from wire.rpc_status import details_of, from_rpc_error
 TIMEOUT_S = 600.0
 OF_REQUESTS = ("request_id", "model", "timeout_s", "tools")
 """Options that are no settings of sampling."""
+API_KEY = "BATON_API_KEY"
+"""The variable of the environment that has the key of a client which is given none."""
+Metadata = tuple[tuple[str, str], ...]
 
 
 class Message(TypedDict):
@@ -62,6 +67,17 @@ class Options(TypedDict, total=False):
     skip_special_tokens: bool
     include_stop_str_in_output: bool
     tools: Sequence[str]
+
+
+def credentials(api_key: str | None) -> Metadata:
+    """Returns the metadata by which a call shows its key: "" is no key, None that of the environment, if any.
+
+    Raises InvalidRequest for a text that no call can carry.
+    """
+    given = os.environ.get(API_KEY, "") if api_key is None else api_key
+    if not re.fullmatch(r"[!-~]*", given):
+        raise InvalidRequest("api_key", "must be of printable ASCII characters")
+    return (("authorization", f"Bearer {given}"),) if given else ()
 
 
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:

@@ -22,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baton_service import BatonService
 from benchmarks.flood import make_model
-from benchmarks.latency import Limits, ModeSummary, QuietLimits, Record, percentiles_ms, summarize
-from benchmarks.load_client import LoadClient
 from benchmarks.machine import MachineState
-from benchmarks.request_trace import ScaledTrace, read_trace, scale
+from benchmarks.quiet_limits import QuietLimits
 from benchmarks.result_file import write_result
-from benchmarks.schedule import Arrival, poisson, replay
+from deploy.load.latency import Limits, ModeSummary, Record, percentiles_ms, summarize
+from deploy.load.open_loop import LoadClient
+from deploy.load.schedule import Arrival, poisson, replay
+from deploy.load.trace import ScaledTrace, read_trace, scale
 
 NUM_CORES = 2
 MAX_CONTEXT_LEN = 2048

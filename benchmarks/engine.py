@@ -2,10 +2,12 @@
 
     python benchmarks/engine.py --profile --before ../earlier
     python benchmarks/engine.py --checkpoint /path/to/a/checkpoint
+    python benchmarks/engine.py --kv-dtype int8 --requests 16 --context 4096
 
 --profile: microseconds per decoded token of a model that costs next to nothing, its own time subtracted; with
 `--before` also of the engine in another folder of this repository, in turns. Else: where a step of a real model spends
-its time, and the bytes a second of weights and KV over what as many threads read from memory in the same run.
+its time, and the bytes a second of weights and KV over what as many threads read from memory in the same run; with
+`--kv-dtype` tokens a second with KV of that dtype and in bfloat16, in turns.
 """
 
 import argparse
@@ -34,7 +36,7 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from wire.ids import NamespaceRoot, RequestId
-from wire.layout import KVLayout
+from wire.layout import KV_DTYPES, KVLayout
 from wire.sampling import SamplingParams
 
 SHAPES = ((1, 64), (32, 64), (128, 64), (512, 64), (32, 32_000))
@@ -66,6 +68,22 @@ class FreeModel:
         began_s = time.perf_counter()
         logits = self._logits[: len(batch.sample_rows)]
         self.spent_s += time.perf_counter() - began_s
+        return logits
+
+
+class PrefilledModel:
+    """A Model in whose pages all prompts have some KV already: only decoding rows cost time."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, batch: Batch, kv: Any) -> torch.Tensor:
+        if batch.num_decodes < len(batch.token_ids):
+            return torch.zeros(len(batch.sample_rows), self._model.vocab_size)
+        logits: torch.Tensor = self._model.forward(batch, kv)
         return logits
 
 
@@ -189,6 +207,31 @@ def operations(folder: Path, num_sequences: int, context_len: int, num_threads: 
     }
 
 
+def kv_speed(folder: Path, kv_dtype: str, num_sequences: int, context_len: int, num_threads: int) -> dict[str, float]:
+    """Measures tokens a second of decoding with KV in bfloat16 and in another dtype, in turns; ratio of medians."""
+    from engine.model.decoder import Decoder
+
+    torch.set_num_threads(num_threads)
+    cores, samples = {}, defaultdict[str, list[float]](list)
+    for name in ("auto", kv_dtype):
+        model: Any = PrefilledModel(Decoder.load(folder, "bfloat16", torch.device("cpu"), BLOCK_SIZE, kv_dtype=name))
+        cores[name] = decoding_core(model, num_sequences, context_len, 4 * NUM_STEPS)
+        cores[name].step()
+    for _ in range(BLOCK_SIZE):
+        for name, core in cores.items():
+            with _stopwatch(spent := defaultdict[str, float](float), name):
+                core.step()
+            samples[name].append(spent[name])
+    speeds = {name: num_sequences / median(each) for name, each in samples.items()}
+    sizes = {name: core.pool.layout.payload_bytes for name, core in cores.items()}
+    return {
+        "bfloat16_tokens_s": speeds["auto"],
+        f"{kv_dtype}_tokens_s": speeds[kv_dtype],
+        "speed_ratio": speeds[kv_dtype] / speeds["auto"],
+        "blocks_ratio": sizes["auto"] / sizes[kv_dtype],
+    }
+
+
 def _matrices(layer: Any) -> list[Any]:
     return [one.weight for one in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)]
 
@@ -228,7 +271,11 @@ def main() -> None:
         from benchmarks.peers import default_folder, make_model
 
         folder = options.checkpoint or make_model(default_folder())
-        _report(options, {"step": operations(folder, options.requests, options.context, options.threads)}, "of_a_step")
+        case = options.requests, options.context, options.threads
+        if options.kv_dtype is None:
+            _report(options, {"step": operations(folder, *case)}, "of_a_step")
+        else:
+            _report(options, {"decoding": kv_speed(folder, options.kv_dtype, *case)}, f"kv_{options.kv_dtype}")
 
 
 def _report(options: argparse.Namespace, figures: dict[str, dict[str, float]], what: str) -> None:
@@ -247,6 +294,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--context", type=int, default=512, help="tokens of each request's prompt")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES[1:], help="decode with such KV, beside bfloat16")
     parser.add_argument("--out", default="engine", help="prefix of the results in benchmarks/results")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

@@ -24,12 +24,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baton_service import BatonService
-from benchmarks.latency import Record
-from benchmarks.load_client import LoadClient
 from benchmarks.observer import Answer, observe, refusal_figures
 from benchmarks.result_file import write_result
-from benchmarks.schedule import Arrival, poisson
 from benchmarks.server_process import server_process
+from deploy.load.latency import Record
+from deploy.load.open_loop import LoadClient
+from deploy.load.schedule import Arrival, poisson
 from tests.checkpoints import make_checkpoint
 
 _REFUSED = "RESOURCE_EXHAUSTED"

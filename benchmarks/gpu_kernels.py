@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_timing import Copy, Row, time_in_turn
 from kernels import kv_write, paged_decode
-from kernels.backend import AttentionVariant
+from kernels.backend import AttentionVariant, KVPages
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 DTYPE = torch.bfloat16
@@ -85,7 +85,7 @@ def _paged_layers(shape: DecodeShape, query: Tensor) -> Callable[[], None]:
     pool = _random(num_pages, shape.num_layers, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     block_tables = torch.randperm(num_pages, device="cuda").int().view(shape.num_seqs, blocks_each)
     context_lens = torch.full((shape.num_seqs,), shape.context_len, dtype=torch.int32, device="cuda")
-    layers, variant = pool.unbind(1), AttentionVariant(HEAD_DIM**-0.5)
+    layers, variant = [KVPages(layer) for layer in pool.unbind(1)], AttentionVariant(HEAD_DIM**-0.5)
 
     def run() -> None:
         for layer in layers:

@@ -95,6 +95,9 @@ class Stream(asyncio.Protocol):
         if b"[DONE]" in data:
             self._transport.close()
 
+    def close(self) -> None:
+        self._transport.abort()
+
     def connection_lost(self, _reason: Exception | None) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
@@ -118,16 +121,21 @@ def main() -> None:
 
 def _measure_gateway(options: argparse.Namespace) -> dict[str, Any]:
     """Measures a gateway, and the router behind it by its processor time, before workers that give tokens at beats."""
-    fields = {"prompt": "hello", "max_tokens": options.tokens, "stream": True, "ignore_eos": True, "temperature": 0}
-    sent = json.dumps(fields).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}"
-    request = head.encode() + b"\r\n\r\n" + sent
+    request = completion_request(options.tokens)
     with ExitStack() as servers:
         workers = servers.enter_context(server_process("workers", str(options.interval)))
         router = servers.enter_context(server_process("router", *workers.addresses))
         gateway = servers.enter_context(server_process("gateway", *router.addresses))
         port = int(gateway.addresses[0].rpartition(":")[2])
         return {"gateway": asyncio.run(_round(port, psutil.Process(gateway.pid), request, options))}
+
+
+def completion_request(num_tokens: int) -> bytes:
+    """Writes a request for a stream of so many tokens."""
+    fields = {"prompt": "hello", "max_tokens": num_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+    sent = json.dumps(fields).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent
 
 
 @contextmanager

@@ -18,9 +18,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.latency import Record
-from benchmarks.load_client import LoadClient
-from benchmarks.schedule import poisson
+from deploy.load.latency import Record
+from deploy.load.open_loop import LoadClient
+from deploy.load.schedule import poisson
 
 _WARM_UP_S = 1.0
 _INPUT_LEN = 16

@@ -28,6 +28,7 @@ from demo_model.documents import make_english
 from demo_model.recall import Depth, RecallPrompt, is_right, make_recall_prompt
 from engine.engine import Engine
 from text.tokenizer import Tokenizer
+from wire.layout import KV_DTYPES
 
 _BATCH_SIZE = 25
 _ANSWER_LEN = 4
@@ -147,6 +148,7 @@ def _load_engine(args: argparse.Namespace) -> EngineBackend:
     engine = Engine.load(
         str(args.model),
         dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
         device=args.device,
         block_size=args.block_size,
         num_blocks=args.num_blocks,
@@ -162,6 +164,7 @@ def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=100, help="prompts per length and depth (default: 100)")
     parser.add_argument("--lengths", type=_lengths, default=(64, 150, 300, 900), help="such as 64,150,300")
     parser.add_argument("--dtype", help="what Baton computes in (default: float32)")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="what Baton keeps KV in (default: auto)")
     parser.add_argument("--device", default="cpu", help="where Baton computes (default: cpu)")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--num-blocks", type=int, default=2048)

@@ -25,10 +25,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baton_service import BatonService
-from benchmarks.latency import Record
-from benchmarks.load_client import LoadClient
 from benchmarks.result_file import write_result
-from benchmarks.schedule import Arrival, poisson
+from deploy.load.latency import Record
+from deploy.load.open_loop import LoadClient
+from deploy.load.schedule import Arrival, poisson
 from tests.checkpoints import make_checkpoint
 
 _POLL_S = 0.1

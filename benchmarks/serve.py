@@ -18,12 +18,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baton_service import BatonService
-from benchmarks.latency import LatencyLimits, Record
-from benchmarks.load_client import LoadClient
 from benchmarks.machine import MachineState
-from benchmarks.request_trace import read_trace, scale
-from benchmarks.schedule import Arrival, poisson, replay
 from benchmarks.serve_report import ServeReport
+from deploy.load.latency import LatencyLimits, Record
+from deploy.load.open_loop import LoadClient
+from deploy.load.schedule import Arrival, poisson, replay
+from deploy.load.trace import read_trace, scale
 
 _MODES = {"co-located": (0, 2), "disaggregated": (1, 1)}
 _WARM_UP_SEED = -1

@@ -2,21 +2,24 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.latency import LatencyLimits, ModeSummary, Percentiles, Record, summarize
 from benchmarks.machine import MachineState
+from deploy.load.latency import (
+    LATENCIES,
+    LatencyLimits,
+    ModeSummary,
+    Percentiles,
+    Record,
+    describe_limits,
+    rates,
+    summarize,
+    without_nan,
+)
 
 _WIDTH = 26
-_ROWS: tuple[tuple[str, Callable[[ModeSummary], Percentiles]], ...] = (
-    ("TTFT ms", lambda summary: summary.ttft_ms),
-    ("TPOT ms", lambda summary: summary.tpot_ms),
-    ("ITL ms", lambda summary: summary.itl_ms),
-    ("e2e ms", lambda summary: summary.e2e_ms),
-    ("client late by ms", lambda summary: summary.client_lateness_ms),
-)
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,9 @@ class ServeReport:
     def text(self) -> str:
         """A table with a column a mode, and with two modes the ratio of the second to the first."""
         summaries = {mode: summarize(rounds, self.limits) for mode, rounds in self.rounds_by_mode.items()}
-        lines = [self.load, "", _line("", summaries), *_latency_lines(summaries), *self._rate_lines(summaries)]
+        lines = [self.load, "", _line("", summaries), *_latency_lines(summaries)]
+        told = [rates(summary) for summary in summaries.values()]
+        lines += [*(_line(name, [one[name] for one in told]) for name in told[0]), describe_limits(self.limits)]
         lines += self._ratio_lines()
         lines += ["", f"before: {self.machine_before.describe()}", f"after:  {self.machine_after.describe()}"]
         return "\n".join(lines)
@@ -51,27 +56,14 @@ class ServeReport:
                 for mode, rounds in self.rounds_by_mode.items()
             },
         }
-        return json.dumps(_without_nan(report), indent=2, allow_nan=False)
-
-    def _rate_lines(self, summaries: Mapping[str, ModeSummary]) -> list[str]:
-        kept = f"TTFT <= {self.limits.ttft_s * 1000:g} ms, TPOT <= {self.limits.tpot_s * 1000:g} ms"
-        each = summaries.values()
-        return [
-            _line("requests ended / sent", [f"{one.num_ended} / {one.num_sent}" for one in each]),
-            _line("errors", [_counts(one.errors) for one in each]),
-            _line("requests a second", [f"{one.throughput_rps:.2f}" for one in each]),
-            _line("output tokens a second", [f"{one.output_tokens_per_s:.1f}" for one in each]),
-            _line("goodput, requests a s", [f"{one.goodput_rps:.2f} ({one.good_share:.0%})" for one in each]),
-            _line("prompt tokens from cache", [f"{one.cached_prompt_share:.0%}" for one in each]),
-            f"goodput: {kept}",
-        ]
+        return json.dumps(without_nan(report), indent=2, allow_nan=False)
 
     def _ratio_lines(self) -> list[str]:
         if len(self.rounds_by_mode) != 2:
             return []
         (first, firsts), (second, seconds) = self.rounds_by_mode.items()
         lines = ["", f"{second} / {first}, all rounds (lowest .. highest round)"]
-        for name, pick in _ROWS[:4]:
+        for name, pick in LATENCIES[:4]:
             whole = _ratio(pick(summarize(seconds, self.limits)), pick(summarize(firsts, self.limits)))
             each = [
                 _ratio(pick(summarize([b], self.limits)), pick(summarize([a], self.limits)))
@@ -83,7 +75,7 @@ class ServeReport:
 
 def _latency_lines(summaries: Mapping[str, ModeSummary]) -> list[str]:
     lines = [_line("p50 / p90 / p99", [""] * len(summaries))]
-    for name, pick in _ROWS:
+    for name, pick in LATENCIES:
         lines.append(_line(name, [_three(pick(summary)) for summary in summaries.values()]))
     return lines
 
@@ -96,17 +88,5 @@ def _three(figures: Percentiles) -> str:
     return f"{figures.p50:.1f} / {figures.p90:.1f} / {figures.p99:.1f}"
 
 
-def _counts(errors: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in errors.items()) or "0"
-
-
 def _ratio(figures: Percentiles, base: Percentiles) -> float:
     return figures.p50 / base.p50 if base.p50 else math.nan
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nan(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

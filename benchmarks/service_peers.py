@@ -28,8 +28,6 @@ from urllib.request import urlopen
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baton_service import BatonService
-from benchmarks.latency import LatencyLimits, ModeSummary, Record, summarize
-from benchmarks.load_client import CompletionsClient, LoadClient, OpenLoopClient
 from benchmarks.machine import MachineState
 from benchmarks.peers import (
     EngineFailed,
@@ -43,7 +41,9 @@ from benchmarks.peers import (
     vllm_env,
 )
 from benchmarks.result_file import write_result
-from benchmarks.schedule import poisson
+from deploy.load.latency import LatencyLimits, ModeSummary, Record, summarize
+from deploy.load.open_loop import CompletionsClient, LoadClient, OpenLoopClient
+from deploy.load.schedule import poisson
 from tests.checkpoints import byte_level_tokenizer
 
 HOST = "127.0.0.1"
@@ -122,7 +122,9 @@ class Door:
             async with LoadClient(self._place, self._timeout_s) as client:
                 yield client
         else:
-            yield CompletionsClient(HOST, *self._place, self._timeout_s)
+            port, model = self._place
+            async with CompletionsClient(f"http://{HOST}:{port}/v1", self._timeout_s, model) as client:
+                yield client
 
 
 async def take_turns(doors: Mapping[str, Door], options: argparse.Namespace) -> dict[float, Rounds]:

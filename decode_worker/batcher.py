@@ -34,5 +34,5 @@ class DecodeBatcher:
 
 def _num_spare(running: Sequence[Candidate], pages: Pages) -> int:
     """Counts the pages that are left when each running sequence has pages for its next token and one to grow into."""
-    spoken_for = sum(pages.needed(candidate, candidate.num_missing + 1) + 1 for candidate in running)
+    spoken_for = sum(pages.needed_in_all(candidate) + 1 for candidate in running)
     return pages.num_allocatable - spoken_for

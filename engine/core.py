@@ -142,9 +142,9 @@ class EngineCore:
         if request.request_id in self._roster:
             raise RequestExists("a request of this id is running", request_id=request.request_id)
         request.require_runnable(self.model.vocab_size, self.model.max_context_len)
-        num_tokens, capacity = request.max_len, self.pool.ledger.num_pages * self.pool.layout.block_size
-        if num_tokens > capacity:
-            raise InvalidRequest("max_tokens", f"{num_tokens} tokens exceed what the pool holds ({capacity})")
+        capacity = self.pool.layout.max_len(self.pool.ledger.num_pages, request.max_len)
+        if request.max_len > capacity:
+            raise InvalidRequest("max_tokens", f"{request.max_len} tokens exceed what the pool holds ({capacity})")
 
     def _finish_transfers(self) -> int:
         finished = self._cache.poll()

@@ -50,7 +50,7 @@ class DecodeRows:
         self.sequences: list[Sequence] = []
         self._handle_to_row: dict[int, int] = {}
         self._block_size = model.layout.block_size
-        self._max_blocks = min(num_pages, -(-model.max_context_len // self._block_size))
+        self._max_blocks = model.layout.num_blocks(model.layout.max_len(num_pages, model.max_context_len))
         self._is_pinned = model.device.type == "cuda"
         self._reserve(_FIRST_ROWS)
 

@@ -61,15 +61,19 @@ class Engine:
         model: str,
         *,
         dtype: str | None = None,
+        kv_dtype: str = "auto",
         device: str = "cpu",
         block_size: int = 16,
         num_blocks: int = 1024,
         batcher: Batcher | None = None,
     ) -> "Engine":
-        """Loads a checkpoint folder, or a hub's name of one. ModelError if it cannot be served."""
+        """Loads a checkpoint folder, or a hub's name of one. ModelError if it cannot be served.
+
+        kv_dtype: of wire.layout.KV_DTYPES.
+        """
         folder: Path = find_folder(model)
         tokenizer = Checkpoint(folder).load_tokenizer()
-        decoder = Decoder.load(folder, dtype, torch.device(device), block_size)
+        decoder = Decoder.load(folder, dtype, torch.device(device), block_size, kv_dtype=kv_dtype)
         pool = DevicePool(decoder.layout, num_blocks, decoder.device)
         return cls(EngineCore(decoder, pool, batcher or ContinuousBatcher(), NoStore()), tokenizer)
 

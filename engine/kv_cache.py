@@ -3,6 +3,7 @@
 No other module of the engine touches the pool's ledger and the transfers. All of it runs on the engine's thread.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -14,7 +15,7 @@ from engine.schedule.batcher import Pages, Phase
 from engine.sequence import BlockTable, Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
-from kv_store.transfers import Fetch, Publish, Transfer, Transfers, Withdraw
+from kv_store.transfers import Done, Fetch, Publish, Transfer, Transfers, Withdraw
 from wire.ids import PageId
 from wire.keys import BlockName
 from wire.tier import Tier
@@ -28,6 +29,19 @@ class PublishedFor:
     num_held: int
 
 
+@dataclass(frozen=True)
+class Lookup:
+    """A search for the blocks of a sequence's first `num_tokens` tokens.
+
+    found: the device page of each block, None where there is none. missing: the places of blocks to ask the store for.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+    found: list[PageId | None]
+    missing: list[int]
+
+
 class KVCache:
     """Pages of sequences over one pool, with the store behind it."""
 
@@ -35,12 +49,14 @@ class KVCache:
         self.pool = pool
         self._ledger = pool.ledger
         self._transfers = transfers
-        self._block_size = pool.layout.block_size
-        self._waiting: dict[Transfer, Sequence] = {}
+        self._layout = pool.layout
+        self._lookups: dict[Transfer, Lookup] = {}
+        self._hand_offs: dict[Transfer, Sequence] = {}
 
     @property
     def pages(self) -> Pages:
-        return Pages(self._ledger.num_allocatable, self._ledger.counts().draining, self._block_size)
+        layout, num_draining = self._layout, self._ledger.counts().draining
+        return Pages(self._ledger.num_allocatable, num_draining, layout.block_size, layout.most_needed)
 
     @property
     def num_in_flight(self) -> int:
@@ -50,37 +66,67 @@ class KVCache:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
 
         False, and nothing changed, if too few pages are free. Covers readable tokens: the last known one is always run.
-        The tail of a prompt is copied from a sibling's page, if all before it is on the device.
+        The tail of a prompt is copied from a sibling's page, if all else that is needed is on the device.
         """
-        names = [] if sequence.request.computes_all else sequence.cover(sequence.num_readable)
-        hits = self._ledger.find_longest([name.key for name in names if not name.is_tail])
+        num_tokens = 0 if sequence.request.computes_all else sequence.num_readable
+        names = sequence.cover(num_tokens)
+        found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
+        first = self._usable(found, num_tokens).start
+        hits = [page for page in found[first:] if page is not None]
+        missing = [place for place in range(first, len(found)) if found[place] is None]
+        starts = self._starts(missing, len(found), num_tokens)
         for page in hits:
             self._ledger.acquire(page)
         try:
-            to_fill = self._ledger.allocate(len(names) - len(hits))
+            to_fill = self._ledger.allocate(max((end - start for end, start in enumerate(starts, 1)), default=0))
         except OutOfBlocks:
             self._free(hits)
             return False
         sequence.pages = BlockTable([*hits, *to_fill])
         sequence.phase = Phase.FETCHING
-        if len(to_fill) == 1 and names[-1].is_tail and self._copy_tail(sequence, siblings):
-            names, to_fill = names[: len(hits)], []
-        self._begin(Fetch(names[len(hits) :], to_fill, sequence.request.sources), sequence)
+        if len(missing) == 1 and names[-1].is_tail and self._copy_tail(sequence, missing[0], to_fill[0], siblings):
+            found[-1], missing, to_fill = to_fill[0], [], []
+        fetch = Fetch(
+            [names[place] for place in missing],
+            to_fill,
+            sequence.request.sources,
+            None if self._layout.window is None else starts[: len(missing)],
+        )
+        self._lookups[fetch] = Lookup(sequence, num_tokens, found, missing)
+        self._begin(fetch)
         return True
 
-    def _copy_tail(self, sequence: Sequence, siblings: Iterable[Sequence]) -> bool:
-        """Copies the last page from a sibling that has computed the same tokens; False if there is none."""
-        last = len(sequence.pages) - 1
+    def _usable(self, found: Seq[PageId | None], num_tokens: int) -> slice:
+        """Finds the blocks of the longest prefix whose next token can be run: all that its row needs is here."""
+        end = len(found)
+        for place in reversed(range(len(found))):
+            if place < self._first_block(end, num_tokens):
+                break
+            if found[place] is None:
+                end = place
+        return slice(self._first_block(end, num_tokens), end)
+
+    def _first_block(self, end: int, num_tokens: int) -> int:
+        """Finds the first block that the token after `end` blocks, or after `num_tokens`, needs."""
+        return self._layout.first_block(min(end * self._layout.block_size, num_tokens))
+
+    def _starts(self, missing: Seq[int], num_blocks: int, num_tokens: int) -> list[int]:
+        """Tells for each missing block which missing one is the first that is needed with it, at the longest prefix."""
+        ends = [*missing[1:], num_blocks]
+        return [bisect_left(missing, self._first_block(end, num_tokens)) for end in ends[: len(missing)]]
+
+    def _copy_tail(self, sequence: Sequence, place: int, page: PageId, siblings: Iterable[Sequence]) -> bool:
+        """Copies the tail of a prompt from a sibling that has computed the same tokens; False if there is none."""
         for one in siblings:
             if sequence.num_known - 1 == sequence.num_prompt <= one.num_computed:
-                [page], [source] = sequence.pages[last:], one.pages[last : last + 1]
-                self.pool.kv.data[page] = self.pool.kv.data[source]
+                [source] = one.pages[place : place + 1]
+                self.pool.page_bytes(page).copy_(self.pool.page_bytes(source))
                 return True
         return False
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Makes room for the next `num_tokens` tokens; False, and nothing changed, if there is none."""
-        num_blocks = -(-(sequence.num_computed + num_tokens) // self._block_size)
+        num_blocks = -(-(sequence.num_computed + num_tokens) // self._layout.block_size)
         try:
             sequence.pages.extend(self._ledger.allocate(max(0, num_blocks - len(sequence.pages))))
         except OutOfBlocks:
@@ -100,33 +146,40 @@ class KVCache:
     def publish_filled(self, sequence_to_start: Mapping[Sequence, int]) -> None:
         """Publishes the blocks that sequences have filled since they had `start` tokens with KV.
 
-        On the device, and through to the store, all in one transfer.
+        On the device, and through to the store, all in one transfer. Blocks that are behind the window now are left.
         """
         filled = [one for sequence, start in sequence_to_start.items() for one in sequence.full_blocks(start)]
         for name, page in filled:
             self._ledger.publish(page, name.key)
-        self._publish([name for name, _ in filled], [page for _, page in filled], None)
+        self._publish([name for name, _ in filled], [page for _, page in filled])
+        for sequence in sequence_to_start:
+            self._free(sequence.pages.leave_behind(self._layout.first_block(sequence.num_computed)))
 
     def hand_off(self, sequence: Sequence) -> None:
-        """Publishes all blocks of a sequence's prompt, tail included, under a hold; PublishedFor tells the end."""
-        names = sequence.cover(sequence.num_prompt)
-        self._publish(names, sequence.pages[: len(names)], sequence)
+        """Publishes all blocks of a prompt that the next token needs, tail included; PublishedFor tells the end.
+
+        They are held for the request.
+        """
+        names, first = sequence.cover(sequence.num_prompt), self._layout.first_block(sequence.num_prompt)
+        publish = Publish(names[first:], sequence.pages[first : len(names)], sequence.request.request_id)
+        self._hand_offs[publish] = sequence
+        self._begin(publish)
 
     def set_aside(self, sequence: Sequence) -> None:
         """Takes a sequence's pages away; its computed blocks can be found again, its tail in the store."""
         tail = sequence.tail(sequence.num_computed)
         if tail is not None and sequence.num_computed == sequence.num_known - 1:
-            index = sequence.num_computed // self._block_size
-            self._publish([tail], sequence.pages[index : index + 1], None)
+            index = sequence.num_computed // self._layout.block_size
+            self._publish([tail], sequence.pages[index : index + 1])
         self.free(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Makes the blocks of a sequence unfindable: here, in the store, and on nodes that it may have read from."""
         names = sequence.cover(sequence.num_computed)
-        for page in sequence.pages[:]:
+        for page in sequence.pages.held:
             self._ledger.withdraw(page)
         if names:
-            self._begin(Withdraw(names, sources=sequence.request.sources), None)
+            self._begin(Withdraw(names, sources=sequence.request.sources))
 
     @contextmanager
     def borrowed_page(self) -> Iterator[PageId | None]:
@@ -137,7 +190,7 @@ class KVCache:
 
     def free(self, sequence: Sequence) -> None:
         """Gives a sequence's pages back; pages with a transfer under way drain first."""
-        self._free(sequence.pages[:])
+        self._free(sequence.pages.held)
         sequence.drop_pages()
 
     def poll(self) -> list[Fetched | PublishedFor]:
@@ -146,46 +199,51 @@ class KVCache:
         for done in self._transfers.poll():
             for page in done.transfer.pages:
                 self._ledger.end_transfer(page)
-            sequence = self._waiting.pop(done.transfer, None)
-            if sequence is not None and isinstance(done.transfer, Publish):
-                ended.append(PublishedFor(sequence, done.num_resident))
-            elif sequence is not None and sequence.phase is Phase.FETCHING:
-                ended.append(self._fetched(sequence, done.transfer.names, done.tiers))
+            lookup = self._lookups.pop(done.transfer, None)
+            handing_off = self._hand_offs.pop(done.transfer, None)
+            if handing_off is not None:
+                ended.append(PublishedFor(handing_off, done.num_resident))
+            elif lookup is not None and lookup.sequence.phase is Phase.FETCHING:
+                ended.append(self._fetched(lookup, done))
         return ended
 
-    def _fetched(self, sequence: Sequence, names: Seq[BlockName], tiers: Seq[Tier]) -> Fetched:
-        num_device = len(sequence.pages) - len(names)
-        num_hits = num_device + len(tiers)
-        self._free(sequence.pages[num_hits:])
-        sequence.pages = BlockTable(sequence.pages[:num_hits])
-        sequence.begin_run(min(num_hits * self._block_size, sequence.num_readable))
-        for name, page in zip(names, sequence.pages[num_device:], strict=False):
+    def _fetched(self, lookup: Lookup, done: Done) -> Fetched:
+        """Makes the block table of what was found, and gives the other pages back."""
+        sequence, found = lookup.sequence, lookup.found
+        tiers = [Tier.DEVICE] * len(found)
+        places, pages = lookup.missing[done.first :], done.transfer.pages
+        for place, page, tier, name in zip(places, pages, done.tiers, done.transfer.names[done.first :], strict=False):
+            found[place], tiers[place] = page, tier
             if not name.is_tail:
                 self._ledger.publish(page, name.key)
-        tokens = self._prompt_tokens(sequence, [Tier.DEVICE] * num_device + list(tiers))
-        return Fetched(sequence.choice.request_id, sequence.choice.index, tokens)
+        usable = self._usable(found, lookup.num_tokens)
+        table = [page for page in found[usable] if page is not None]
+        self._free([page for page in sequence.pages.held if page not in {*table}])
+        sequence.pages = BlockTable(table, usable.start)
+        sequence.begin_run(min(usable.stop * self._layout.block_size, lookup.num_tokens))
+        behind = tiers[usable][:1] * usable.start
+        return Fetched(
+            sequence.choice.request_id, sequence.choice.index, self._prompt_tokens(sequence, behind + tiers[usable])
+        )
 
     def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> TierTokens:
         """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end."""
         covered = min(sequence.num_computed, sequence.num_prompt)
         found = Counter[str]()
-        for index, tier in enumerate(tiers[: -(-covered // self._block_size)]):
-            found[tier] += min(covered - index * self._block_size, self._block_size)
+        for index, tier in enumerate(tiers[: -(-covered // self._layout.block_size)]):
+            found[tier] += min(covered - index * self._layout.block_size, self._layout.block_size)
         return TierTokens(found, sequence.num_prompt - covered)
 
-    def _publish(self, names: list[BlockName], pages: list[PageId], hand_off: Sequence | None) -> None:
-        hold = None if hand_off is None else hand_off.request.request_id
+    def _publish(self, names: list[BlockName], pages: list[PageId]) -> None:
         if names:
-            self._begin(Publish(names, pages, hold), hand_off)
+            self._begin(Publish(names, pages))
 
-    def _begin(self, transfer: Transfer, waiting: Sequence | None) -> None:
+    def _begin(self, transfer: Transfer) -> None:
         for page in transfer.pages:
             self._ledger.begin_transfer(page)
-        if waiting is not None:
-            self._waiting[transfer] = waiting
         self._transfers.begin(transfer)
 
     def _free(self, pages: Seq[PageId]) -> None:
-        """Frees the last page first, so that a prefix's end is evicted before its start."""
-        for page in reversed(pages):
+        """Frees the page first that is to be evicted first: a prefix's end, or its start where rows have windows."""
+        for page in reversed(pages) if self._layout.window is None else pages:
             self._ledger.free(page)

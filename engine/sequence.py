@@ -19,10 +19,16 @@ from wire.sampling import FinishReason
 
 
 class BlockTable:
-    """The pages of a sequence, in order; `row` is what a kernel reads of it, int32."""
+    """The pages of a sequence, in order; `row` is what a kernel reads of it, int32.
 
-    def __init__(self, pages: Iterable[PageId] = ()) -> None:
-        self._pages = array("i", pages)
+    num_behind: blocks before the window, which have no page; the row has other sequences' or 0 there, and nothing reads
+    them.
+    """
+
+    def __init__(self, pages: Iterable[PageId] = (), num_behind: int = 0) -> None:
+        self._pages = array("i", [0] * num_behind)
+        self._pages.extend(pages)
+        self.num_behind = num_behind
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -32,6 +38,17 @@ class BlockTable:
 
     def extend(self, pages: Iterable[PageId]) -> None:
         self._pages.extend(pages)
+
+    @property
+    def held(self) -> list[PageId]:
+        """Lists the pages that the sequence has."""
+        return self[self.num_behind :]
+
+    def leave_behind(self, num_blocks: int) -> list[PageId]:
+        """Leaves the first blocks behind the window; returns the pages that this frees."""
+        pages = self[self.num_behind : num_blocks]
+        self.num_behind = max(self.num_behind, num_blocks)
+        return pages
 
     @property
     def row(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -75,6 +92,7 @@ class Sequence:
         self.num_scored = request.num_scored
         self._num_computed = 0
         self._early_ids = (*sampling.stop_token_ids, *model.eos_token_ids)
+        self._layout = model.layout
         self._block_size = model.layout.block_size
         self._keys = KeyChain(request.root, self._block_size)
 
@@ -133,13 +151,16 @@ class Sequence:
     def candidate(self) -> Candidate:
         """The sequence as batchers see it: while it fetches, it has no token to run and no page to yield."""
         num_computed = self.num_known if self.phase is Phase.FETCHING else self.num_computed
-        return Candidate(self.handle, self.phase, self.num_known, num_computed, len(self.pages))
+        num_behind = self.pages.num_behind
+        return Candidate(self.handle, self.phase, self.num_known, num_computed, len(self.pages), num_behind)
 
     @property
     def follower(self) -> Candidate:
         """The sequence as batchers see it while it waits for a sibling's prompt: it shares the full blocks."""
         num_shared = min(self.num_prompt, self.num_known - 1) // self._block_size
-        return Candidate(self.handle, self.phase, self.num_known, num_shared * self._block_size, num_shared)
+        num_computed = num_shared * self._block_size
+        num_behind = self._layout.first_block(num_computed)
+        return Candidate(self.handle, self.phase, self.num_known, num_computed, num_shared, num_behind)
 
     def tokens(self, start: int, num_tokens: int) -> list[int]:
         """Slices `num_tokens` known tokens from position `start` on."""

@@ -7,6 +7,9 @@ from baton import AsyncClient
 from gateway.app import Gateway
 from gateway.config import GatewayConfig
 from gateway.connections import HttpServer
+from wire.settings import from_json
+from wire.trust.certificates import Certificates
+from wire.trust.key_ring import KeyList, KeyRing
 
 NUM_CHANNELS = 8
 """Connections to the router, which takes 512 calls on each."""
@@ -18,18 +21,26 @@ class GatewayActor:
     def __init__(self, config_json: str) -> None:
         """Raises ConfigError."""
         self._config = GatewayConfig.from_json(config_json)
+        self._keys = KeyRing(self._config.keys)
         self._server: HttpServer | None = None
         self._clients: list[AsyncClient] = []
 
     async def start(self) -> str:
         """Serves from now on. Returns `{"http_address"}`. Raises ConfigError if the port is taken."""
         config = self._config
-        self._clients = [AsyncClient(config.address) for _ in range(NUM_CHANNELS)]
-        self._server = HttpServer(Gateway(self._clients, config.metrics_address))
+        self._clients = [AsyncClient(config.address, api_key="") for _ in range(NUM_CHANNELS)]
+        tls = None if config.tls is None else Certificates(config.tls)
+        app = Gateway(self._clients, self._keys, config.metrics_address)
+        self._server = HttpServer(app, config.knows_host, tls)
         address = await self._server.start(config.host, config.port)
         gc.collect()
         gc.freeze()  # as the router does
         return json.dumps({"http_address": address})
+
+    async def set_keys(self, keys_json: str) -> str:
+        """Lets clients in by these keys, a KeyList, from now on. Returns `{}`."""
+        self._keys.replace(from_json(KeyList, keys_json, "keys"))
+        return "{}"
 
     async def stop(self) -> str:
         """Closes the port and all connections, which ends their requests. Returns `{}`."""

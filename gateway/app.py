@@ -28,12 +28,19 @@ from gateway.generation import Dialect, Generation, answer, events
 from wire import errors
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
+from wire.trust import key_ring
+from wire.trust.key_ring import KeyRing
 
+SMALL_BYTES = 32 << 10
+"""Of a body that is parsed at once."""
+PARSED_BYTES_PER_S = 16 << 20
+"""Larger bodies are parsed at this pace, one at a time: streams go on between them."""
 MAX_READING_BYTES = 64 * MAX_MESSAGE_BYTES
 """Of all bodies on their way together. What has not come yet counts for nothing."""
 READY_TIMEOUT_S = 2.0
 METRICS_TIMEOUT_S = 5.0
 OWNER = "baton"
+HEALTH, READY, METRICS = "/health", "/ready", "/metrics"
 MODEL_PATH = "/v1/models/"
 PATH_TO_FIELDS = {
     "/v1/completions": CompletionsDialect.fields,
@@ -50,10 +57,12 @@ log = logging.getLogger(__name__)
 class Gateway:
     """The ASGI application; spreads requests over several clients of one router."""
 
-    def __init__(self, clients: Sequence[AsyncClient], metrics_address: str = "") -> None:
+    def __init__(self, clients: Sequence[AsyncClient], keys: KeyRing, metrics_address: str = "") -> None:
         self._clients = itertools.cycle(clients)
+        self._keys = keys
         self._metrics_address = metrics_address
         self._num_reading_bytes = 0
+        self._parsing = asyncio.Lock()
         self._registry = CollectorRegistry()
         self._answered = Counter("baton_http_requests", "Answered", ["path", "status"], registry=self._registry)
         self._open = Gauge("baton_http_open_requests", "Under way", registry=self._registry)
@@ -63,12 +72,17 @@ class Gateway:
             "/v1/chat/completions": ("POST", self._chat),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
-            "/health": ("GET", self._health),
-            "/ready": ("GET", self._ready),
+            HEALTH: ("GET", self._health),
+            READY: ("GET", self._ready),
             "/version": ("GET", self._version),
-            "/metrics": ("GET", self._metrics),
+            METRICS: ("GET", self._metrics),
             "/openapi.json": ("GET", self._openapi),
         }
+
+    @property
+    def routes(self) -> dict[str, str]:
+        """Returns the method of each path that is no model's."""
+        return {path: method for path, (method, _) in self._routes.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; whatever fails becomes an error that its client can read."""
@@ -76,6 +90,7 @@ class Gateway:
         reply = Reply(request, send)
         with self._open.track_inprogress():
             try:
+                self._admit(request)
                 handler = self._handler(request)
                 if request.method == "POST":
                     await self._read(request)
@@ -86,6 +101,16 @@ class Gateway:
         path = request.path if request.path in self._routes else "other"
         self._answered.labels(path, reply.status).inc()
         log.info("answered", extra={"path": path, "status": reply.status, "request_id": request.id})
+
+    def _admit(self, request: Request) -> None:
+        """Refuses a request without a key, but for checks of health. Raises Unauthenticated or PermissionDenied."""
+        if request.path not in (HEALTH, READY):
+            scope = key_ring.Scope.METRICS if request.path == METRICS else key_ring.Scope.GENERATE
+            self._keys.admit(request.headers("authorization"), scope)
+
+    def _client(self, request: Request) -> AsyncClient:
+        """Returns a client that shows the key of a request: the gateway has none of its own."""
+        return next(self._clients).with_key(request.key)
 
     def _handler(self, request: Request) -> Handler:
         """Finds the route. Raises HttpError."""
@@ -100,8 +125,18 @@ class Gateway:
     async def _read(self, request: Request) -> None:
         try:
             await request.read(self._hold)
+            await self._parse(request)
         finally:
             self._num_reading_bytes -= request.num_bytes
+
+    async def _parse(self, request: Request) -> None:
+        """Waits for its turn no longer than MAX_READING_BYTES take."""
+        if request.num_bytes <= SMALL_BYTES:
+            request.parse()
+            return
+        async with self._parsing:
+            request.parse()
+            await asyncio.sleep(request.num_bytes / PARSED_BYTES_PER_S)
 
     def _hold(self, num_bytes: int) -> None:
         self._num_reading_bytes += num_bytes
@@ -111,11 +146,11 @@ class Gateway:
     async def _chat(self, request: Request) -> "bytes | Events":
         """Asks for the model's format of tool calls where a request has tools."""
         has_tools = bool(request.body.get("tools"))
-        tool_format = (await self._find(next(self._clients), None)).tool_format if has_tools else ""
+        tool_format = (await self._find(self._client(request), None)).tool_format if has_tools else ""
         return await self._generate(partial(ChatDialect, tool_format), request)
 
     async def _generate(self, dialect: Callable[[], Dialect], request: Request) -> "bytes | Events":
-        client, maker = next(self._clients), dialect()
+        client, maker = self._client(request), dialect()
         taken = fields.take(request.body, maker.fields)
         prompts = maker.take_prompts(taken)
         is_streamed, usage = taken.pop("stream", False), taken.pop("stream_options", None)
@@ -128,7 +163,7 @@ class Gateway:
         return events(generation, maker, client)
 
     async def _tokenize(self, request: Request) -> bytes:
-        client, taken = next(self._clients), fields.take(request.body, fields.TOKENIZE)
+        client, taken = self._client(request), fields.take(request.body, fields.TOKENIZE)
         if ("prompt" in taken) == ("messages" in taken):
             raise InvalidRequest("prompt", "give either a prompt or messages")
         model = await self._find(client, taken.get("model"))
@@ -139,19 +174,19 @@ class Gateway:
         return json.dumps(told).encode()
 
     async def _detokenize(self, request: Request) -> bytes:
-        client, taken = next(self._clients), fields.take(request.body, fields.DETOKENIZE)
+        client, taken = self._client(request), fields.take(request.body, fields.DETOKENIZE)
         if "tokens" not in taken:
             raise InvalidRequest("tokens", "is missing")
         await self._find(client, taken.get("model"))
         return json.dumps({"prompt": await client.detokenize(taken["tokens"])}).encode()
 
-    async def _list_models(self, _: Request) -> bytes:
-        models = await next(self._clients).list_models()
+    async def _list_models(self, request: Request) -> bytes:
+        models = await self._client(request).list_models()
         return json.dumps({"object": "list", "data": list(map(_describe, models))}).encode()
 
     async def _show_model(self, request: Request) -> bytes:
         name = unquote(request.path.removeprefix(MODEL_PATH))
-        return json.dumps(_describe(await self._find(next(self._clients), name))).encode()
+        return json.dumps(_describe(await self._find(self._client(request), name))).encode()
 
     async def _find(self, client: AsyncClient, name: str | None) -> Model:
         """Returns the model of a name; without a name, the served model. Raises ModelNotFound."""
@@ -167,7 +202,7 @@ class Gateway:
         """Raises Unavailable while the router does not answer."""
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                await next(self._clients).list_models()
+                await next(self._clients).require_ready()
         except TimeoutError as error:
             raise Unavailable("the router does not answer") from error
         return b"{}"
@@ -179,13 +214,13 @@ class Gateway:
         readable = (path for path, (method, _) in self._routes.items() if method == "GET")
         return openapi.describe(PATH_TO_FIELDS, (*readable, f"{MODEL_PATH}{{model}}"))
 
-    async def _metrics(self, _: Request) -> bytes:
+    async def _metrics(self, request: Request) -> bytes:
         """Returns the router's metrics behind the gateway's own, if they can be had."""
         own = generate_latest(self._registry)
         if not self._metrics_address:
             return own
         with suppress(OSError, http.client.HTTPException):
-            return own + await asyncio.to_thread(_fetch, f"http://{self._metrics_address}/metrics")
+            return own + await asyncio.to_thread(_fetch, f"http://{self._metrics_address}/metrics", request.key)
         return own
 
 
@@ -218,8 +253,9 @@ def _describe(model: Model) -> dict[str, Any]:
     return named | {"root": model.name, "parent": None, "max_model_len": model.max_context_len}
 
 
-def _fetch(url: str) -> bytes:
+def _fetch(url: str, key: str) -> bytes:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the router is never behind a proxy
-    with opener.open(url, timeout=METRICS_TIMEOUT_S) as answer:
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"})
+    with opener.open(request, timeout=METRICS_TIMEOUT_S) as answer:
         content: bytes = answer.read(MAX_MESSAGE_BYTES)
     return content

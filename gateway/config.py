@@ -1,18 +1,37 @@
 """The configuration of a gateway, as one JSON text. The controller fills it in."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wire.settings import from_json, to_json
+from wire.trust.certificates import TlsFiles
+from wire.trust.key_ring import KeyList
+
+LOOPBACK = "127.0.0.1"
+OWN_HOSTS = ("localhost", LOOPBACK, "[::1]")
 
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """`address` is the router's public port. Port 0 takes a free one. metrics_address: the router's, "" without one."""
+    """`address` is the router's public port. Port 0 takes a free one. metrics_address: the router's, "" without one.
+
+    host_names: that requests may ask for, beside OWN_HOSTS. tls: of its own port; towards the router, which is on this
+    machine, it speaks none. keys: of clients; the router checks them again.
+    """
 
     address: str = ""
     metrics_address: str = ""
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     port: int = 0
+    host_names: tuple[str, ...] = ()
+    tls: TlsFiles | None = None
+    keys: KeyList = field(default_factory=KeyList)
+
+    def knows_host(self, host: str) -> bool:
+        """Tells whether a request may ask for a host, in lower case.
+
+        On loopback a page of the web, whose name was made to lead here, could else use the model: it shows that name.
+        """
+        return self.host != LOOPBACK or host in OWN_HOSTS or host in map(str.lower, self.host_names)
 
     def to_json(self) -> str:
         return to_json(self)

@@ -1,20 +1,30 @@
 """The server's port: uvicorn over httptools, and bounds on what a connection may do before a request is one."""
 
 import asyncio
+import re
 import socket
+from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import RETRY_AFTER_S, HttpError, envelope
 from wire.errors import Unavailable
 from wire.rpc import port_taken
+from wire.trust.certificates import Certificates
 
 MAX_CONNECTIONS = 2048
+MAX_CONNECTIONS_AN_ADDRESS = 256
+"""Of one client's address, but for this machine's own: a proxy there speaks for many."""
+LOOPBACK = ("127.0.0.1", "::1")
+MAX_PIPELINED = 16
+"""Requests of one connection that wait for the answer to another."""
 MAX_HEAD_BYTES = 16 << 10
 MAX_HEADERS = 100
 MAX_HEAD_S = 10.0
@@ -25,6 +35,16 @@ MAX_STALL_S = 30.0
 """How long a reader may leave an answer waiting; uvicorn holds back 64 KiB of it, and then the application."""
 STOP_GRACE_S = 1.0
 BACKLOG = 1024
+MAX_ACCEPTED = 16
+"""Connections taken at a time: asyncio takes as many as its backlog, and streams wait meanwhile."""
+_HOST = re.compile(rb"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
+_KERNELS_BOUNDS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(MAX_IDLE_S)),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(MAX_HEAD_S)),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * MAX_STALL_S)),
+)
+"""For a client that vanished without a word: the kernel ends what it does not acknowledge."""
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -50,7 +70,15 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection. Each bound that is passed ends it, with a word to the client where one can still be said."""
+    """A connection. Each bound that is passed ends it, with a word to the client where one can still be said.
+
+    by_address: open connections of a port by their client's address. knows_host: of `HttpServer`.
+    """
+
+    def __init__(self, by_address: Counter[str], knows_host: Callable[[str], bool], **parts: Any) -> None:
+        super().__init__(**parts)
+        self._by_address = by_address
+        self._knows_host = knows_host
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -58,16 +86,26 @@ class BoundedProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._in_head = True
         self._num_head_bytes = 0
+        self._cycles: list[RequestResponseCycle] = []
         self._refusal: HttpError | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._late = self.loop.call_later(MAX_HEAD_S, self._end_late)
-        if len(self.connections) > MAX_CONNECTIONS:
+        self._address = self.client[0] if self.client else ""
+        self._by_address[self._address] += 1
+        is_greedy = self._by_address[self._address] > MAX_CONNECTIONS_AN_ADDRESS and self._address not in LOOPBACK
+        if is_greedy or len(self.connections) > MAX_CONNECTIONS:
             self._refuse(HttpError(HTTPStatus.SERVICE_UNAVAILABLE, "as many connections are open as may be"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._late.cancel()
         if self._stalled is not None:
             self._stalled.cancel()
+        self._by_address[self._address] -= 1
+        if not self._by_address[self._address]:
+            del self._by_address[self._address]
+        for cycle in self._cycles:  # uvicorn tells the last one only, and another may be the one that is answered
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -97,9 +135,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.has_offer():
             return
+        self._require_host()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = HttpError(HTTPStatus.TOO_MANY_REQUESTS, "as many requests wait on this connection as may")
+            raise httptools.HttpParserError("too many")
         self._in_head, self._num_head_bytes = False, 0
         self._late.cancel()
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
 
     def on_message_complete(self) -> None:
         if not self.parser.has_offer():
@@ -110,6 +153,16 @@ class BoundedProtocol(HttpToolsProtocol):
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
+
+    def _require_host(self) -> None:
+        """Ends a request of no host, of several, or of one that is not known; HTTP/1.0 needs none."""
+        given = [value for name, value in self.headers if name == b"host"]
+        if not given and self.parser.get_http_version() == "1.0":
+            return
+        found = _HOST.fullmatch(given[0]) if len(given) == 1 else None
+        if found is None or not self._knows_host(found[1].decode().lower()):
+            self._refusal = _OTHER_HOST
+            raise httptools.HttpParserError("another host")
 
     def _count(self, num_bytes: int) -> None:
         self._num_told_bytes += num_bytes
@@ -154,6 +207,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
 _TOO_MUCH = HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the head of the request is too long")
 
+_OTHER_HOST = HttpError(
+    HTTPStatus.BAD_REQUEST, "no host of this server: ask for 127.0.0.1 or localhost, or list it in http.host_names"
+)
+
 
 class _Server(uvicorn.Server):
     """A server that leaves the signals of its process alone."""
@@ -162,19 +219,26 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves an application on one port, from `start` to `stop`. Belongs to the running event loop."""
+    """Serves an application on one port, from `start` to `stop`. Belongs to the running event loop.
 
-    def __init__(self, app: Any) -> None:
+    knows_host: whether a request may name this host, without its port and in lower case. tls: None for none.
+    """
+
+    def __init__(
+        self, app: Any, knows_host: Callable[[str], bool] = lambda host: True, tls: Certificates | None = None
+    ) -> None:
         config = uvicorn.Config(
             app,
-            http=BoundedProtocol,
+            http=partial(BoundedProtocol, Counter(), knows_host),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
             log_level="critical",  # the application logs; uvicorn would log a line for each bad request
             access_log=False,
+            backlog=MAX_ACCEPTED,
             server_header=False,
             proxy_headers=False,
+            ssl_context_factory=None if tls is None else lambda *_: tls.server_context(),
             timeout_keep_alive=MAX_IDLE_S,  # type: ignore[arg-type]
             timeout_graceful_shutdown=STOP_GRACE_S,  # type: ignore[arg-type]
         )
@@ -185,6 +249,8 @@ class HttpServer:
         """Returns the address; port 0 takes a free one. Raises ConfigError if the port is taken."""
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for bound in _KERNELS_BOUNDS:  # connections inherit them
+            listener.setsockopt(*bound)
         try:
             listener.bind((host, port))
             listener.listen(BACKLOG)
@@ -198,6 +264,7 @@ class HttpServer:
                 self._serving.result()
                 raise Unavailable("the HTTP server has not started")
             await asyncio.sleep(0.001)
+        listener.listen(BACKLOG)  # asyncio has asked for its own
         return f"{host}:{listener.getsockname()[1]}"
 
     async def stop(self) -> None:

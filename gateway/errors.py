@@ -2,6 +2,7 @@
 
 import json
 from http import HTTPStatus
+from math import ceil
 
 from wire.errors import (
     BatonError,
@@ -10,6 +11,7 @@ from wire.errors import (
     ModelNotFound,
     Overloaded,
     Status,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -21,6 +23,7 @@ _CODES: dict[type[BatonError], str] = {
     ContextLengthExceeded: "context_length_exceeded",
     InvalidRequest: "invalid_value",
     ModelNotFound: "model_not_found",
+    Unauthenticated: "invalid_api_key",
 }
 
 
@@ -46,7 +49,9 @@ def envelope(error: BatonError) -> bytes:
 def headers(error: BatonError) -> list[tuple[bytes, bytes]]:
     """Lists the headers that tell when to try again, or by which method."""
     told = [(b"allow", error.ids["allow"].encode())] if "allow" in error.ids else []
+    if isinstance(error, Unauthenticated):
+        told.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, Overloaded | Unavailable):
         after_s = error.retry_after_s if isinstance(error, Overloaded) else None
-        told.append((b"retry-after", str(max(RETRY_AFTER_S, round(after_s or 0))).encode()))
+        told.append((b"retry-after", str(max(RETRY_AFTER_S, ceil(after_s or 0))).encode()))
     return told

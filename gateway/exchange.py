@@ -12,7 +12,10 @@ from gateway.errors import HttpError, envelope, headers
 from wire.errors import BatonError, Cancelled, InvalidRequest
 from wire.ids import REQUEST_ID
 from wire.rpc import MAX_MESSAGE_BYTES
+from wire.trust.key_ring import bearer
 
+MAX_COMMAS = 1 << 18
+"""In a body: what has more is longer than contexts are, and would keep the event loop for as long as it is parsed."""
 MAX_BODY_S = 10.0
 """How long a body may take to come."""
 _JSON = re.compile(r"application/json\s*(;.*)?", re.IGNORECASE)
@@ -41,14 +44,23 @@ class Request:
         self.is_read = self.header("content-length") in (None, "0") and self.header("transfer-encoding") is None
         self.num_bytes = 0
         self.body: dict[str, Any] = {}
+        self._body = b""
 
     def header(self, name: str) -> str | None:
         """Returns the first header of that name."""
-        found = (value for key, value in self._headers if key == name.encode())
-        return next((value.decode("latin-1") for value in found), None)
+        return next(iter(self.headers(name)), None)
+
+    def headers(self, name: str) -> list[str]:
+        """Returns all headers of that name."""
+        return [value.decode("latin-1") for key, value in self._headers if key == name.encode()]
+
+    @property
+    def key(self) -> str:
+        """Returns the key that the request shows, "" without one; it may not be valid."""
+        return bearer(self.headers("authorization"))
 
     async def read(self, hold: Callable[[int], None]) -> None:
-        """Reads the body, an object. Raises HttpError or InvalidRequest, and what `hold` raises.
+        """Reads the body. Raises HttpError or InvalidRequest, and what `hold` raises.
 
         hold: is told of the bytes of each piece once `num_bytes` counts them.
         """
@@ -60,11 +72,17 @@ class Request:
             raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-encoding must be identity")
         try:
             async with asyncio.timeout(MAX_BODY_S):
-                body = await self._read(hold)
+                self._body = await self._read(hold)
         except TimeoutError as error:
             raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "the body has not come in time") from error
         self.is_read = True
-        self.body = fields.parse(body)
+
+    def parse(self) -> None:
+        """Parses the body that was read. Raises HttpError or InvalidRequest."""
+        if self._body.count(b",") > MAX_COMMAS:
+            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have at most {MAX_COMMAS} commas")
+        self.body = fields.parse(self._body)
+        self._body = b""
 
     async def gone(self) -> None:
         """Returns when the client has gone. The body must have been read."""

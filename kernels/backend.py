@@ -12,6 +12,9 @@ from kernels.cpu.library import NoKernels, best_isa
 
 logger = logging.getLogger(__name__)
 
+LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Dtypes of quantized pages."""
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -56,12 +59,17 @@ class KVPages:
     """KV in pages, of all layers of a model or of one.
 
     data: [num_pages, num_layers, 2, num_kv_heads, block_size, head_dim], of one layer without num_layers; each head's
-    block is contiguous. scales: the place of the factors of quantized pages, [num_pages, num_layers, ...] like data;
-    None for data of the compute dtype, which is all there is so far.
+    block is contiguous; of the compute dtype, or codes: int8 or float8_e4m3fn. scales: of codes, bfloat16 like data
+    without head_dim, and as many bytes apart. Raises ValueError for other dtypes.
     """
 
     data: Tensor
     scales: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        scale = None if self.scales is None else self.scales.dtype
+        if scale is not (torch.bfloat16 if self.data.dtype in LARGEST_CODE else None):
+            raise ValueError(f"pages of {self.data.dtype} with scales of {scale}")
 
     def layer(self, index: int) -> "KVPages":
         """Views the pages of one layer."""
@@ -155,6 +163,8 @@ class Backend(Protocol):
         self, qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor
     ) -> Tensor:
         """Normalizes and rotates queries and keys, and writes keys and values into one layer of KV, in place.
+
+        Pages of codes get them quantized, as `kernels.reference.quantize` says.
 
         qkv: [T, (num_queries + 2 * num_kv) * size], which may be changed; angles: a row for each of qkv's; pages: one
         layer; slot_mapping: as in `kernels.reference.write_kv`. Returns queries [T, num_queries, size], perhaps a view.

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.backend import AttentionVariant
+from kernels.backend import AttentionVariant, KVPages
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 TILE_LEN = 64
@@ -30,6 +30,7 @@ LAUNCH_OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
 def attend_split(
     query_ptr,  # [num_seqs, num_heads, head_dim]
     kv_ptr,  # [num_pages, 2, num_kv_heads, block_size, head_dim]
+    scales_ptr,  # [num_pages, 2, num_kv_heads, block_size] of codes, or None
     block_tables_ptr,  # [num_seqs, max_blocks] int32
     context_lens_ptr,  # [num_seqs] int32
     partial_ptr,  # [num_seqs, num_heads, num_splits, head_dim], each split's own attention
@@ -44,6 +45,9 @@ def attend_split(
     kv_plane_stride,
     kv_head_stride,
     kv_offset_stride,
+    scales_page_stride,
+    scales_plane_stride,
+    scales_head_stride,
     table_seq_stride,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -94,7 +98,12 @@ def attend_split(
         key = tl.load(key_ptrs, mask=loaded, other=0.0)
         value = tl.load(key_ptrs + kv_plane_stride, mask=loaded, other=0.0)
 
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * log2_scale
+        # Codes are numbers of the query's dtype exactly: scores and weights are multiplied by their scales.
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * log2_scale
+        if scales_ptr is not None:
+            scale_ptrs = scales_ptr + pages * scales_page_stride + kv_head.to(tl.int64) * scales_head_stride
+            scale_ptrs += positions % BLOCK_SIZE
+            scores *= tl.load(scale_ptrs, mask=live, other=0.0).to(tl.float32)[None, :]
         if log2_soft_cap is not None:
             # A tanh that neither overflows nor depends on a library.
             scores = log2_soft_cap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / log2_soft_cap)) + 1.0))
@@ -104,7 +113,10 @@ def attend_split(
         correction = tl.exp2(running_max - tile_max)
         running_sum = running_sum * correction + tl.sum(weights, 1)
         attended = attended * correction[:, None]
-        attended = tl.dot(weights.to(value.dtype), value, attended, input_precision="ieee")
+        if scales_ptr is not None:
+            weights *= tl.load(scale_ptrs + scales_plane_stride, mask=live, other=0.0).to(tl.float32)[None, :]
+        weights = weights.to(query.dtype)
+        attended = tl.dot(weights, value.to(query.dtype), attended, input_precision="ieee")
         running_max = tile_max
 
     # A split of no tokens (a context shorter than its splits) leaves zeros of weight 2^-inf.
@@ -146,18 +158,18 @@ def merge_splits(
 
 def paged_decode_attention(
     query: Tensor,
-    kv_layer: Tensor,
+    pages: KVPages,
     block_tables: Tensor,
     context_lens: Tensor,
     variant: AttentionVariant,
 ) -> Tensor:
     """Does as `kernels.reference.paged_decode_attention`, on the current GPU, accumulating in float32.
 
-    `query`, `kv_layer` and `block_tables` may have any strides in front of a contiguous last dimension. The number of
+    `query`, `pages` and `block_tables` may have any strides in front of a contiguous last dimension. The number of
     splits follows from the shapes alone, never from the contexts' lengths: nothing waits for the GPU.
     """
     num_seqs, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = kv_layer.shape[2:4]
+    num_kv_heads, block_size = pages.data.shape[2:4]
     output = query.new_empty(query.shape)
     if num_seqs == 0:
         return output
@@ -171,7 +183,8 @@ def paged_decode_attention(
     log_sum = query.new_empty(partial_shape[:3], dtype=torch.float32)
     attend_split[(num_seqs, num_kv_heads, num_splits)](
         query,
-        kv_layer,
+        pages.data,
+        pages.scales,
         block_tables,
         context_lens,
         partial,
@@ -181,7 +194,8 @@ def paged_decode_attention(
         None if variant.soft_cap is None else variant.soft_cap * LOG2_E.value,
         window,
         *query.stride()[:2],
-        *kv_layer.stride()[:4],
+        *pages.data.stride()[:4],
+        *((0, 0, 0) if pages.scales is None else pages.scales.stride()[:3]),
         block_tables.stride(0),
         GROUP_SIZE=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,

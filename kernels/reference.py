@@ -9,7 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.backend import AttentionVariant
+from kernels.backend import LARGEST_CODE, AttentionVariant, KVPages
+
+
+def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rounds heads [..., head_dim] to codes of a dtype and scales [...] bfloat16; code times scale is the number.
+
+    The largest magnitude of a head becomes the largest code. A head with infinity or NaN gets the scale NaN.
+    """
+    most, wide = LARGEST_CODE[dtype], heads.float()
+    largest = wide.abs().amax(-1)
+    scales = (largest * (1 / most)).where(largest.isfinite(), torch.nan).bfloat16()
+    divisors = scales.float().where(scales > 0, 1.0)
+    codes = (wide / divisors[..., None]).nan_to_num().clamp(-most, most)
+    return (codes.round() if dtype is torch.int8 else codes).to(dtype), scales
 
 
 def write_kv(key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
@@ -31,14 +44,14 @@ def write_kv(key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor)
 
 def paged_decode_attention(
     query: Tensor,
-    kv_layer: Tensor,
+    pages: KVPages,
     block_tables: Tensor,
     context_lens: Tensor,
     variant: AttentionVariant,
 ) -> Tensor:
     """Attends with one new token per sequence over that sequence's pages.
 
-    `query` [num_seqs, num_heads, head_dim]; `kv_layer` as in `write_kv`, already holding the new tokens; query head h
+    `query` [num_seqs, num_heads, head_dim]; `pages` of one layer, already holding the new tokens; query head h
     reads KV head h // (num_heads // num_kv_heads). `block_tables` [num_seqs, max_blocks] int32 holds each sequence's
     pages; entries beyond its context do not matter. `context_lens` [num_seqs] int32 counts its tokens, the new one
     included; a sequence of none gets zeros. A query at position p sees the keys at p - variant.window + 1 to p; their
@@ -47,20 +60,20 @@ def paged_decode_attention(
     Returns [num_seqs, num_heads, head_dim] in the dtype of `query`.
     """
     num_seqs, num_heads, head_dim = query.shape
-    num_kv_heads = kv_layer.shape[2]
+    num_kv_heads = pages.data.shape[2]
     grouped = query.reshape(num_seqs, 1, num_kv_heads, num_heads // num_kv_heads, head_dim)
     output = query.new_zeros(grouped.shape)
     for seq, context_len in enumerate(context_lens.tolist()):
         if context_len:
             begin = _first_visible(context_len - 1, variant)
-            keys, values = _gather_kv(kv_layer, block_tables[seq], begin, context_len)
+            keys, values = _gather_kv(pages, block_tables[seq], begin, context_len, query.dtype)
             output[seq] = _attend_alone(grouped[seq], keys, values, variant)
     return output.view(num_seqs, num_heads, head_dim)
 
 
 def paged_prefill_attention(
     query: Tensor,
-    kv_layer: Tensor,
+    pages: KVPages,
     block_tables: Tensor,
     context_lens: Tensor,
     cu_query_lens: Tensor,
@@ -83,7 +96,7 @@ def paged_prefill_attention(
         query_len = chunk.stop - chunk.start
         if query_len:
             begin = _first_visible(context_len - query_len, variant)
-            keys, values = _gather_kv(kv_layer, block_tables[seq], begin, context_len)
+            keys, values = _gather_kv(pages, block_tables[seq], begin, context_len, query.dtype)
             output[chunk] = attend(query[chunk], keys, values, variant)
     return output
 
@@ -92,13 +105,16 @@ def _first_visible(position: int, variant: AttentionVariant) -> int:
     return 0 if variant.window is None else max(0, position - variant.window + 1)
 
 
-def _gather_kv(kv_layer: Tensor, block_table: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+def _gather_kv(pages: KVPages, block_table: Tensor, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Gathers K and V [num_kv_heads, end - begin, head_dim] of the positions begin to end - 1 of one sequence."""
-    _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+    _, _, num_kv_heads, block_size, head_dim = pages.data.shape
     first_block, last_block = begin // block_size, (end - 1) // block_size
-    pages = kv_layer.index_select(0, block_table[first_block : last_block + 1])
+    own = block_table[first_block : last_block + 1]
+    blocks = pages.data.index_select(0, own)
+    if pages.scales is not None:
+        blocks = (blocks.float() * pages.scales.index_select(0, own)[..., None]).to(dtype)
     visible = slice(begin - first_block * block_size, end - first_block * block_size)
-    keys, values = (plane.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, visible] for plane in pages.unbind(1))
+    keys, values = (plane.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, visible] for plane in blocks.unbind(1))
     return keys, values
 
 

@@ -15,7 +15,7 @@ class TorchBackend:
     """Torch's operations, step by step as transformers rounds them."""
 
     name = "torch"
-    version = "torch-2"
+    version = "torch-3"
 
     def record(self) -> Recorder | None:
         return None
@@ -56,7 +56,13 @@ class TorchBackend:
             query = self.rms_norm(query, heads.query_norm, heads.norm_eps)
             key = self.rms_norm(key, heads.key_norm, heads.norm_eps)
         cosines, sines = angles.cosines[:, None], angles.sines[:, None]
-        self.write_kv(_rotate(key, cosines, sines), value, pages.data, slot_mapping)
+        key = _rotate(key, cosines, sines)
+        if pages.scales is not None:
+            (key, key_scales), (value, value_scales) = (
+                reference.quantize(one, pages.data.dtype) for one in (key, value)
+            )
+            self.write_kv(key_scales[..., None], value_scales[..., None], pages.scales[..., None], slot_mapping)
+        self.write_kv(key, value, pages.data, slot_mapping)
         return _rotate(query, cosines, sines)
 
     def attend(
@@ -70,11 +76,11 @@ class TorchBackend:
         lens, blocks, num_decodes = tables.context_lens, tables.block_tables, tables.num_decodes
         parts = []
         if num_decodes:
-            decodes = query[:num_decodes], pages.data, blocks[:num_decodes], lens[:num_decodes], variant
+            decodes = query[:num_decodes], pages, blocks[:num_decodes], lens[:num_decodes], variant
             parts.append(self.decode(*decodes))
         if num_decodes < len(lens):
             starts = tables.cu_query_lens[num_decodes:] - num_decodes
-            prompts = query[num_decodes:], pages.data, blocks[num_decodes:], lens[num_decodes:], starts, variant
+            prompts = query[num_decodes:], pages, blocks[num_decodes:], lens[num_decodes:], starts, variant
             parts.append(reference.paged_prefill_attention(*prompts))
         return _given(parts[0] if len(parts) == 1 else torch.cat(parts), out)
 

@@ -8,7 +8,7 @@ class TritonBackend(TorchBackend):
     """Torch's operations, with Triton's attention of decoding rows and write of KV."""
 
     name = "triton"
-    version = "triton-2"
+    version = "triton-3"
 
     write_kv = staticmethod(kv_write.write_kv)
     decode = staticmethod(paged_decode.paged_decode_attention)

@@ -33,6 +33,12 @@ class BlockStore(Protocol):
         sources: block ports of other nodes to ask, in this order.
         """
 
+    def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
+        """Finds the blocks up to the last of `names` that can be used: all from starts[i] to i are here; or none.
+
+        starts: for each name the first of the names that it needs, ascending. sources: as of `fetch`.
+        """
+
     def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
         """Copies pages into the host tier where they are missing; with `hold`, keeps them for that request.
 

@@ -14,21 +14,23 @@ from wire.layout import KVLayout
 
 _POPULATE_WRITE = 23
 """Linux' MADV_POPULATE_WRITE, which `mmap` does not name."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 class DevicePool:
-    """`num_pages` pages of `layout.block_bytes` each in one zeroed buffer, and the ledger over them.
-
-    kv: view of them in the layout's dtype; each page is contiguous, and one follows the other after
-    `layout.block_bytes`.
-    """
+    """`num_pages` pages of `layout.payload_bytes` in one zeroed buffer, without gaps, and the ledger over them."""
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
         self.layout = layout
         self.ledger = Ledger(num_pages)
-        self._pages = _zeros(num_pages * layout.block_bytes, device).view(num_pages, -1)[:, : layout.payload_bytes]
-        self.kv = KVPages(self._pages.view(_DTYPES[layout.dtype]).view(num_pages, *layout.shape))
+        self._pages = _zeros(num_pages * layout.payload_bytes, device).view(num_pages, layout.payload_bytes)
+        self.kv = view_pages(self._pages, layout)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._memory = self._pages.numpy() if device.type == "cpu" else None
 
@@ -65,6 +67,14 @@ class DevicePool:
             target.copy_(source, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def view_pages(pages: torch.Tensor, layout: KVLayout) -> KVPages:
+    """Views pages `uint8 [num_pages, layout.payload_bytes]` as KV."""
+    heads = pages.view(len(pages), layout.num_layers, 2, layout.num_kv_heads, layout.head_bytes)
+    dtype = _DTYPES[layout.quantization if layout.is_quantized else layout.dtype]
+    data = heads[..., : layout.data_bytes].view(dtype).unflatten(-1, (layout.block_size, layout.head_dim))
+    return KVPages(data, heads[..., layout.data_bytes :].view(torch.bfloat16) if layout.is_quantized else None)
 
 
 def _copy_bytes(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:

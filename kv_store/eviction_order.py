@@ -1,5 +1,7 @@
 """The order in which a pool gives up its cached pages: children before parents, and else the least recently used first.
 
+A page may have an owner, by number, whose pages can be asked to go first; 0 is none. Owners share no chain.
+
 A page is counted at its parent as long as both may be evicted, so no chain of parents is ever walked: a page whose last
 child goes takes over that child's last use, and stands in the order from then on.
 """
@@ -31,7 +33,8 @@ class EvictionOrder:
         self._find = find
         self._num_uses = 0
         self._last_use = array("Q", bytes(8 * num_pages))
-        self._ranks = [_Rank(self._last_use) for _ in Worth]
+        self._owners = array("I", bytes(4 * num_pages))
+        self._ranks = [_Rank(self._last_use, self._owners) for _ in Worth]
 
     def __len__(self) -> int:
         return sum([rank.num_pages for rank in self._ranks])
@@ -43,6 +46,13 @@ class EvictionOrder:
         """Counts a use of a page, whether it may be evicted or not."""
         self._num_uses += 1
         self._last_use[page] = self._num_uses
+
+    def owner_of(self, page: PageId) -> int:
+        return self._owners[page]
+
+    def give(self, page: PageId, owner: int) -> None:
+        """Gives a page to an owner. The page must not be one that may be evicted."""
+        self._owners[page] = owner
 
     def found(self, page: PageId, key: BlockKey) -> None:
         """Notes that a page is findable from now on, as the parent of the pages that name its key."""
@@ -73,8 +83,12 @@ class EvictionOrder:
         """Returns the page of a worth that is to go first; None if there is no page."""
         return self._ranks[worth].first()
 
-    def cheapest(self) -> PageId | None:
-        """Returns the page that is to go first of all."""
+    def cheapest(self, owners: Iterable[int]) -> PageId | None:
+        """Returns the page that is to go first: of these owners if they have one, or else of all."""
+        for owner in owners:
+            for rank in self._ranks:
+                if (page := rank.first_of(owner)) is not None:
+                    return page
         return next((page for rank in self._ranks if (page := rank.first()) is not None), None)
 
     def check(self, keys: Sequence[BlockKey | None], parents: Sequence[bytes | None]) -> list[str]:
@@ -89,22 +103,37 @@ class EvictionOrder:
         return above
 
 
+class StartFirst(EvictionOrder):
+    """The same without regard to parents: a prefix's start, used least of late, goes first where rows have windows."""
+
+    def add(self, page: PageId, worth: Worth, parent: bytes | None) -> None:
+        super().add(page, worth, None)
+
+    def remove(self, page: PageId, worth: Worth, parent: bytes | None) -> None:
+        super().remove(page, worth, None)
+
+    def check(self, keys: Sequence[BlockKey | None], parents: Sequence[bytes | None]) -> list[str]:
+        return super().check(keys, [None] * len(parents))
+
+
 class _Rank:
     """The pages of one worth.
 
     num_children: for each page, its children in this rank. orphans: the same by key, for parents that are not findable.
-    The queue has every page without children, and may have others; an entry is a last use times the number of all
-    pages, plus the page. An entry that is out of date is put right when it comes first.
+    The queue of its owner has every page without children, and may have others; an entry is a last use times the
+    number of all pages, plus the page. An entry that is out of date is put right when it comes first. queued_for: for
+    each page, the owner in whose queue its entry is, plus 1; 0 without one.
     """
 
-    def __init__(self, last_use: "array[int]") -> None:
+    def __init__(self, last_use: "array[int]", owners: "array[int]") -> None:
         self.num_pages = 0
         self.has = bytearray(len(last_use))
         self.num_children = array("I", bytes(4 * len(last_use)))
         self.orphans = Counter[bytes]()
         self._last_use = last_use
-        self._queue: list[int] = []
-        self._is_queued = bytearray(len(last_use))
+        self._owners = owners
+        self._queues: dict[int, list[int]] = {}
+        self._queued_for = array("I", bytes(4 * len(last_use)))
 
     def add(self, page: PageId) -> None:
         self.has[page] = 1
@@ -126,17 +155,26 @@ class _Rank:
         if self.has[parent] and not self.num_children[parent]:
             self._enqueue(parent)
 
-    def first(self) -> PageId | None:
-        while self._queue:
-            used, number = divmod(self._queue[0], len(self.has))
+    def first_of(self, owner: int) -> PageId | None:
+        queue = self._queues.get(owner, [])
+        while queue:
+            used, number = divmod(queue[0], len(self.has))
             page = PageId(number)
-            if not self.has[page] or self.num_children[page]:
-                self._is_queued[page] = 0
-                heappop(self._queue)
+            if self._queued_for[page] != owner + 1:
+                heappop(queue)
+            elif not self.has[page] or self.num_children[page]:
+                self._queued_for[page] = 0
+                heappop(queue)
             elif used != self._last_use[page]:
-                heapreplace(self._queue, self._entry(page))
+                heapreplace(queue, self._entry(page))
             else:
                 return page
+        return None
+
+    def first(self) -> PageId | None:
+        firsts = [page for owner in self._queues if (page := self.first_of(owner)) is not None]
+        if firsts:
+            return min(firsts, key=self._last_use.__getitem__)
         return PageId(self.has.find(1)) if self.num_pages else None  # keys in a circle: all have children
 
     def check(self, keys: Sequence[BlockKey | None], parents: Sequence[bytes | None]) -> Iterable[str]:
@@ -145,17 +183,18 @@ class _Rank:
         known = {key: num for key, num in zip(keys, self.num_children, strict=True) if num and key is not None}
         if children != self.orphans + Counter(known) or sum(self.num_children) != sum(known.values()):
             yield "pages have other children than are counted"
-        if not all(self.num_children[page] or self._is_queued[page] for page in pages):
-            yield "a page that may be evicted is not in the queue"
-        if sorted(entry % len(self.has) for entry in self._queue) != [
-            page for page, is_queued in enumerate(self._is_queued) if is_queued
-        ]:
-            yield "the queue differs from what is noted of it"
+        if not all(self.num_children[page] or self._queued_for[page] == self._owners[page] + 1 for page in pages):
+            yield "a page that may be evicted is not in the queue of its owner"
+        queued = [(entry % len(self.has), owner + 1) for owner, queue in self._queues.items() for entry in queue]
+        noted = [(page, queued_for) for page, queued_for in enumerate(self._queued_for) if queued_for]
+        if sorted({one for one in queued if self._queued_for[one[0]] == one[1]}) != noted:
+            yield "the queues differ from what is noted of them"
 
     def _enqueue(self, page: PageId) -> None:
-        if not self._is_queued[page]:
-            self._is_queued[page] = 1
-            heappush(self._queue, self._entry(page))
+        owner = self._owners[page]
+        if self._queued_for[page] != owner + 1:
+            self._queued_for[page] = owner + 1
+            heappush(self._queues.setdefault(owner, []), self._entry(page))
 
     def _entry(self, page: PageId) -> int:
         return self._last_use[page] * len(self.has) + page

@@ -11,9 +11,8 @@ arena's slots alike.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from enum import Enum
-from itertools import takewhile
 
 from kv_store.eviction_order import EvictionOrder, Worth
 from wire.errors import StoreError
@@ -39,12 +38,16 @@ class Ledger:
     """The books of `num_pages` pages. Not thread-safe.
 
     A page is used when it is published, when its last reference goes, and when it is touched. One with a parent is
-    evicted before that; of others, callers free the last page of a sequence first.
+    evicted before that, if the order is by families; of others, callers free the last page of a sequence first.
+    max_owned: for each owner with a bound, the findable pages that it keeps; beyond it, its cached ones are evicted
+    before any other.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, order: type[EvictionOrder] = EvictionOrder) -> None:
         self.num_pages = num_pages
         self.num_evicted = 0
+        self.max_owned: Mapping[int, int] = {}
+        self._num_owned = Counter[int]()
         self._key_to_page: dict[bytes, PageId] = {}
         self._keys: list[BlockKey | None] = [None] * num_pages
         self._parents: list[bytes | None] = [None] * num_pages
@@ -54,7 +57,7 @@ class Ledger:
         self._num = Counter({PageState.FREE: num_pages})
         self._free = [PageId(page) for page in reversed(range(num_pages))]
         self._num_cached = Counter[Worth]()
-        self._order = EvictionOrder(num_pages, self._key_to_page.get)
+        self._order = order(num_pages, self._key_to_page.get)
 
     @property
     def num_allocatable(self) -> int:
@@ -65,7 +68,7 @@ class Ledger:
         """Gives out pages with one reference each: free ones, then evicted ones. OutOfBlocks if there are fewer."""
         if num_pages > self.num_allocatable:
             raise OutOfBlocks(f"{num_pages} pages wanted, {self.num_allocatable} to be had")
-        while len(self._free) < num_pages and (victim := self._order.cheapest()) is not None:
+        while len(self._free) < num_pages and (victim := self._next_victim()) is not None:
             self.withdraw(victim)
             self.num_evicted += 1
         pages = self._free[: -num_pages - 1 : -1]
@@ -85,10 +88,17 @@ class Ledger:
             raise ValueError(f"page {page} has no reference to give back")
         self._change(page, self._references, -1)
 
-    def publish(self, page: PageId, key: BlockKey, worth: Worth = Worth.ONLY_COPY, parent: bytes | None = None) -> bool:
+    def publish(
+        self,
+        page: PageId,
+        key: BlockKey,
+        worth: Worth = Worth.ONLY_COPY,
+        parent: bytes | None = None,
+        owner: int = 0,
+    ) -> bool:
         """Makes a page findable. False if another page is found under that key: this one then stays as it is.
 
-        parent: the key of the block before it, which is evicted after it.
+        parent: the key of the block before it, which is evicted after it. owner: a number, 0 for none.
         """
         before = self.state(page)
         if before is PageState.FREE:
@@ -102,6 +112,8 @@ class Ledger:
         self._keys[page] = key
         self._parents[page] = parent if above is None else self._keys[above]  # equal, and no second copy
         self._worth[page] = worth
+        self._order.give(page, owner)
+        self._num_owned[owner] += 1
         self._order.found(page, key)
         self._settle(page, before)
         return True
@@ -111,6 +123,7 @@ class Ledger:
         key, before = self._keys[page], self.state(page)
         if key is not None:
             del self._key_to_page[key]
+            self._num_owned[self._order.owner_of(page)] -= 1
             self._keys[page] = None
             self._settle(page, before)
             self._order.lost(page, key)
@@ -119,10 +132,6 @@ class Ledger:
     def find(self, key: BlockKey) -> PageId | None:
         """Finds the page of a key, without a reference and without counting a use."""
         return self._key_to_page.get(key)
-
-    def find_longest(self, keys: Iterable[BlockKey]) -> list[PageId]:
-        """Finds the pages of the longest prefix of `keys` without a hole."""
-        return [self._key_to_page[key] for key in takewhile(self._key_to_page.__contains__, keys)]
 
     def key_of(self, page: PageId) -> BlockKey | None:
         return self._keys[page]
@@ -158,6 +167,17 @@ class Ledger:
             self._num_cached[self._worth[page]] -= 1
             self._num_cached[worth] += 1
         self._worth[page] = worth
+
+    def give(self, page: PageId, owner: int) -> None:
+        """Gives a findable page to another owner."""
+        is_idle = self._order.has(page, self._worth[page])
+        if is_idle:
+            self._order.remove(page, self._worth[page], self._parents[page])
+        self._num_owned.update({self._order.owner_of(page): -1})
+        self._num_owned[owner] += 1
+        self._order.give(page, owner)
+        if is_idle:
+            self._order.add(page, self._worth[page], self._parents[page])
 
     def oldest(self, worth: Worth, num_pages: int) -> list[PageId]:
         """Lists the up to `num_pages` pages of a worth that are to be evicted first."""
@@ -197,6 +217,8 @@ class Ledger:
         found = {state: sorted(page for page in pages if states[page] is state) for state in PageState}
         idle = {page for page in found[PageState.CACHED] if not self._transfers[page]}
         rules = {
+            "the counts of owners differ from the pages": +self._num_owned
+            == Counter(self._order.owner_of(page) for page in pages if self._keys[page] is not None),
             "a count is negative": min([*self._references, *self._transfers], default=0) >= 0,
             "the states do not sum to the pool": self._num.total() == self.num_pages,
             "the counts differ from the pages": all(self._num[state] == len(found[state]) for state in PageState),
@@ -208,6 +230,10 @@ class Ledger:
         }
         problems = [problem for problem, holds in rules.items() if not holds]
         return problems + self._order.check(self._keys, self._parents)
+
+    def _next_victim(self) -> PageId | None:
+        over = (owner for owner, most in self.max_owned.items() if self._num_owned[owner] > most)
+        return self._order.cheapest(over)
 
     def _change(self, page: PageId, count: "array[int]", by: int) -> None:
         before = self.state(page)

@@ -79,6 +79,9 @@ class NodeStore:
     def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], sources: Sequence[str] = ()) -> list[Tier]:
         return self._or_else([], lambda: self._fetch(names, pages, sources))
 
+    def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
+        return self._or_else(slice(0, 0), lambda: self._longest(names, starts, sources))
+
     def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
         return self._or_else(0, lambda: self._publish(names, pages, hold))
 
@@ -115,6 +118,20 @@ class NodeStore:
         finally:
             held = self._directory.release(lease.lease_id)
         return tiers if held else []
+
+    def _longest(self, names: Sequence[BlockName], starts: Sequence[int], addresses: Sequence[str]) -> slice:
+        """Goes from the end, from hole to hole: blocks before a hole may be used without it."""
+        is_here = self._directory.exists([name.key for name in names])
+        missing = [place for place, here in enumerate(is_here) if not here]
+        sources, deadline = [*self._peers_at(addresses), *self._cold], self._clock() + _FAR_BUDGET_S
+        far = self._far([names[place] for place in reversed(missing)], sources, deadline)
+        end = len(names)
+        for place, source in zip(reversed(missing), far, strict=True):
+            if not end or place < starts[end - 1]:
+                break
+            if source is None:
+                end = place
+        return slice(starts[end - 1] if end else 0, end)
 
     def _publish(self, names: Sequence[BlockName], pages: Sequence[PageId], request_id: RequestId | None) -> int:
         self._attach()

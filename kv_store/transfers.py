@@ -36,12 +36,19 @@ class Transfer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Fetch(Transfer):
-    """An order to fill pages with blocks of the store. sources: as in `BlockStore.fetch`."""
+    """An order to fill pages with blocks of the store. sources: as in `BlockStore.fetch`.
+
+    starts: as in `BlockStore.longest`, where a block can be used without all before it; the pages are for as many
+    blocks as any name needs.
+    """
 
     sources: Sequence[str] = ()
+    starts: Sequence[int] | None = None
 
     def run(self, store: BlockStore) -> "Done":
-        return Done(self, tiers=store.fetch(self.names, self.pages, self.sources))
+        run = slice(0) if self.starts is None else store.longest(self.names, self.starts, self.sources)
+        names = self.names if self.starts is None else self.names[run]
+        return Done(self, store.fetch(names, self.pages, self.sources), first=run.start or 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +76,13 @@ class Withdraw(Transfer):
 class Done:
     """The end of a transfer. With an `error`, a fetch filled no page, and the rest may have done nothing.
 
-    tiers: of a fetch; the first `len(tiers)` blocks are in their pages. num_resident: blocks of a publish in the host
-    tier.
+    tiers: of a fetch; so many blocks are in the first pages. first: the place of the first of them in the names.
+    num_resident: blocks of a publish in the host tier.
     """
 
     transfer: Transfer
     tiers: list[Tier] = field(default_factory=list)
+    first: int = 0
     num_resident: int = 0
     error: str | None = None
 

@@ -37,4 +37,4 @@ class PrefillBatcher:
 
 def _num_unclaimed(running: Sequence[Candidate], pages: Pages) -> int:
     """Counts the pages that are left when each running sequence has pages for its whole prompt."""
-    return pages.num_allocatable - sum(pages.needed(one, one.num_missing + 1) for one in running)
+    return pages.num_allocatable - sum(pages.needed_in_all(one) for one in running)

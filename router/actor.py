@@ -23,8 +23,11 @@ from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
 from wire.ids import WorkerId
 from wire.pools import PoolSizes, Role, Worker, WorkerState
+from wire.settings import from_json
+from wire.trust.key_ring import KeyList
 
 TELL_TIMEOUT_S = 5.0
+KEYS_TIMEOUT_S = 20.0
 SCALE_TIMEOUT_S = 590.0
 """Less than the command line waits for an answer."""
 PAUSE_S = 0.5
@@ -41,7 +44,7 @@ class RouterActor:
         self._router: Router | None = None
 
     async def start(self) -> str:
-        """Serves from now on. Returns `{"address", "operator_address", "metrics_address"}`.
+        """Serves from now on. Returns `{"address", "local_address", "operator_address", "metrics_address"}`.
 
         Raises ConfigError or ModelError.
         """
@@ -63,6 +66,7 @@ class RouterActor:
         return json.dumps(
             {
                 "address": addresses.public,
+                "local_address": addresses.local,
                 "operator_address": addresses.operator,
                 "metrics_address": addresses.metrics,
             }
@@ -80,6 +84,11 @@ class RouterActor:
         ]
         router.members.sizes = PoolSizes(**told["sizes"])
         return json.dumps(await router.membership.set(listed))
+
+    async def set_keys(self, keys_json: str) -> str:
+        """Lets callers in by these keys, a KeyList, from now on. Returns `{}`."""
+        self._started.keys.replace(from_json(KeyList, keys_json, "keys"))
+        return "{}"
 
     async def stop(self) -> str:
         """Ends open requests and closes the ports. Returns `{}`."""
@@ -118,6 +127,9 @@ class RayController:
 
     async def shutdown(self) -> None:
         await self._call("shutdown", TELL_TIMEOUT_S)
+
+    async def reload_keys(self) -> None:
+        await self._call("reload_keys", KEYS_TIMEOUT_S)
 
     async def events(self) -> Sequence[ClusterEvent]:
         answer = await self._call("events", TELL_TIMEOUT_S)

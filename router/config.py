@@ -3,10 +3,17 @@
 from dataclasses import dataclass, field
 
 from wire.errors import ConfigError, WireError
-from wire.identity import Identity
+from wire.ids import NamespaceRoot
+from wire.keys import namespace_root
 from wire.layout import KVLayout
 from wire.settings import from_json, to_json
+from wire.trust.certificates import TlsFiles
+from wire.trust.identity import Identity
+from wire.trust.key_ring import KeyList
 
+NO_ADAPTER = ""
+FULL_CACHE = ""
+"""The policy of a cache that keeps every token."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -38,15 +45,18 @@ class Listeners:
 
     host: of the ports for clients and metrics; the operator's port is on this machine only.
     max_connections: that either of the gRPC ports takes; more are closed at once.
-    reflection: whether these ports describe their services to clients.
+    reflection: whether these ports describe their services to clients. tls: of the port for clients; then metrics are
+    on this machine only, and so is another port for clients without TLS, `local_port`, for the gateway.
     """
 
     host: str = LOOPBACK
     grpc_port: int = 0
+    local_port: int = 0
     operator_port: int = 0
     metrics_port: int | None = None
     max_connections: int = 2048
     reflection: bool = True
+    tls: TlsFiles | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ class StreamBounds:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """`max_prefix_keys`: blocks whose whereabouts the router remembers."""
+    """`max_prefix_keys`: blocks whose whereabouts the router remembers. keys: of callers."""
 
     model: ServedModel
     cluster: ClusterAccess
@@ -102,6 +112,14 @@ class RouterConfig:
     admission: AdmissionBounds = field(default_factory=AdmissionBounds)
     streams: StreamBounds = field(default_factory=StreamBounds)
     max_prefix_keys: int = 65536
+    keys: KeyList = field(default_factory=KeyList)
+
+    def root_of(self, tenant: str) -> NamespaceRoot:
+        """Derives the root of the names of a tenant's blocks."""
+        model = self.model
+        return namespace_root(
+            self.cluster.secret, tenant, model.fingerprint, model.layout.encode(), NO_ADAPTER, FULL_CACHE
+        )
 
     def to_json(self) -> str:
         return to_json(self)

@@ -21,10 +21,7 @@ from router.workers.members import Members
 from router.workers.membership import Membership
 from text.chat import NoRenderer, Renderer
 from text.codec import TextCodec
-from wire.keys import namespace_root
-
-TENANT = "default"
-NO_ADAPTER = ""
+from wire.trust.key_ring import KeyRing
 
 
 class Router:
@@ -44,6 +41,7 @@ class Router:
         model, layout = config.model, config.model.layout
         self.config = config
         self.port = port
+        self.keys = KeyRing(config.keys)
         self.metrics = RequestMetrics()
         self.members = Members(model.fingerprint, layout.encode())
         self.holds = Holds(self.members)
@@ -69,8 +67,8 @@ class Router:
             self.metrics,
             self._renderer,
         )
-        root = namespace_root(config.cluster.secret, TENANT, model.fingerprint, layout.encode(), NO_ADAPTER)
-        self.dispatcher = Dispatcher(services, root, Admission(config.admission), config.streams, self._limits)
+        admission = Admission(config.admission)
+        self.dispatcher = Dispatcher(services, config.root_of, admission, config.streams, self._limits)
         self.statuses = StatusReader(self.members, self.dispatcher, self.check)
         self.watch = StatusWatch(self.statuses, asyncio.get_running_loop().time)
         self.metrics.registry.register(WorkerCollector(lambda: self.watch.last))
@@ -101,8 +99,8 @@ class Router:
 
     def _limits(self) -> Limits:
         """Bounds as the workers are now; without workers, the bounds of the model."""
-        model, block_size = self.config.model, self.config.model.layout.block_size
+        model, layout = self.config.model, self.config.model.layout
         num_blocks = self.members.num_pool_blocks
         if num_blocks is None:
-            num_blocks = -(-model.max_context_len // block_size)
-        return Limits(model.name, model.vocab_size, model.max_context_len, num_blocks, block_size, model.aliases)
+            num_blocks = layout.num_needed(model.max_context_len)
+        return Limits(model.name, model.vocab_size, model.max_context_len, num_blocks, layout, model.aliases)

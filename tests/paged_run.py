@@ -8,6 +8,7 @@ import torch
 
 from engine.model.batch import Batch, Model
 from kernels.backend import KVPages
+from kv_store.device_pool import view_pages
 
 
 @dataclass
@@ -35,7 +36,10 @@ class PagedRun:
         block_size = model.layout.block_size
         sizes = [-(-(len(prompt) + num_tokens) // block_size) for prompt in prompts]
         pages = random.Random(0).sample(range(sum(sizes)), sum(sizes))
-        self.kv = torch.full((len(pages), *model.layout.shape), torch.nan, dtype=getattr(torch, model.layout.dtype))
+        # Bytes of ones are NaN in every dtype but int8, whose scales they make NaN.
+        memory = torch.full((len(pages), model.layout.payload_bytes), 255, dtype=torch.uint8)
+        view = view_pages(memory, model.layout)
+        self.kv, self.scales = view.data, view.scales
         self.rows = [
             Row(list(prompt), [pages.pop() for _ in range(size)]) for prompt, size in zip(prompts, sizes, strict=True)
         ]
@@ -58,7 +62,7 @@ class PagedRun:
             key=lambda row: len(row.tokens) - row.num_computed > 1,
         )
         chunks = [(row, min(chunk_len, len(row.tokens) - row.num_computed)) for row in rows]
-        best = self.model.forward(self.batch(chunks), KVPages(self.kv)).argmax(-1).tolist()
+        best = self.model.forward(self.batch(chunks), KVPages(self.kv, self.scales)).argmax(-1).tolist()
         for row, length in chunks:
             row.num_computed += length
             if row.num_computed == len(row.tokens):

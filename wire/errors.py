@@ -10,6 +10,7 @@ BatonError                INTERNAL             500
 ├── RequestExists         ALREADY_EXISTS       409
 ├── Overloaded            RESOURCE_EXHAUSTED   429   may carry a delay after which to retry
 ├── Unauthenticated       UNAUTHENTICATED      401
+├── PermissionDenied      PERMISSION_DENIED    403   a key without the scope
 ├── PairRefused           FAILED_PRECONDITION  400   workers that do not fit together
 ├── Unavailable           UNAVAILABLE          503
 │   └── WorkerLeaving                                of its own accord; others serve what it gives back
@@ -124,9 +125,15 @@ class Overloaded(BatonError):
 
 
 class Unauthenticated(BatonError):
-    """The call lacks the cluster's token."""
+    """The call lacks a valid key, or the cluster's token."""
 
     status = Status("UNAUTHENTICATED", 401, False)
+
+
+class PermissionDenied(BatonError):
+    """The key is valid, and does not open this."""
+
+    status = Status("PERMISSION_DENIED", 403, False)
 
 
 class PairRefused(BatonError):

@@ -1,6 +1,6 @@
 """Names of KV blocks, from the tokens and the namespace of their KV. The only module that makes keys.
 
-root   = HMAC-SHA-256(secret, tenant, fingerprint, layout, adapter)
+root   = HMAC-SHA-256(secret, tenant, fingerprint, layout, adapter, policy)
 key[i] = SHA-256(key[i-1] || tokens of block i as little-endian u32),  key[-1] = root
 tail   = SHA-256(key[i] || "tail" || number of tokens || tokens)       a last block, partly filled
 
@@ -34,9 +34,20 @@ class BlockName:
     is_tail: bool = False
 
 
-def namespace_root(secret: bytes, tenant: str, fingerprint: bytes, layout: bytes, adapter: str) -> NamespaceRoot:
-    """Derives the root of all keys of one tenant, model, layout and adapter. Fields are length-prefixed."""
-    return NamespaceRoot(hmac.digest(secret, msgpack.packb([tenant, fingerprint, layout, adapter]), "sha256"))
+def namespace_root(
+    secret: bytes, tenant: str, fingerprint: bytes, layout: bytes, adapter: str, policy: str
+) -> NamespaceRoot:
+    """Derives the root of all keys of one tenant, model, layout, adapter and policy. Fields are length-prefixed.
+
+    layout: KV dtype and quantization included. policy: of what the cache keeps, empty where it keeps all.
+    """
+    parts = [tenant, fingerprint, layout, adapter, policy]
+    return NamespaceRoot(hmac.digest(secret, msgpack.packb(parts), "sha256"))
+
+
+def digest_of(root: NamespaceRoot) -> bytes:
+    """Returns the digest by which stores know a namespace."""
+    return hashlib.sha256(root).digest()
 
 
 class KeyChain:
@@ -47,7 +58,7 @@ class KeyChain:
 
     def __init__(self, root: NamespaceRoot, block_size: int) -> None:
         self._root = root
-        self._root_digest = hashlib.sha256(root).digest()
+        self._root_digest = digest_of(root)
         self._block_size = block_size
         self._tokens: list[int] = []
         self._full: list[BlockName] = []

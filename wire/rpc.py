@@ -1,7 +1,6 @@
 """Options of every gRPC server and channel of ours, their TLS between nodes, and the check of the cluster's token."""
 
 import asyncio
-import hmac
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +11,10 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from wire.errors import ConfigError, Unauthenticated
-from wire.identity import NONCE_BYTES, ROUTER, Identity, is_proven, prove
 from wire.pb.worker_pb2 import ConnectRequest
 from wire.rpc_status import to_status
+from wire.trust.certificates import Certificates
+from wire.trust.identity import NONCE_BYTES, ROUTER, Identity, is_proven, prove
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -81,21 +81,6 @@ WORKER_SERVER_OPTIONS = (
 """Of two options of one name gRPC takes the first."""
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """An interceptor that refuses calls without the cluster's token; health checks need none."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
-
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        if _asks_for_health(handler_call_details):
-            return await continuation(handler_call_details)
-        given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_METADATA, "")
-        if hmac.compare_digest(str(given).encode(), self._token):
-            return await continuation(handler_call_details)
-        return grpc.stream_unary_rpc_method_handler(_refuse)
-
-
 class ProofInterceptor(grpc.aio.ServerInterceptor):
     """An interceptor that refuses lines of any but a router that proves the token; health checks need no proof.
 
@@ -109,7 +94,7 @@ class ProofInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
-        if _asks_for_health(handler_call_details):
+        if asks_for_health(handler_call_details):
             return handler
         if handler is None or handler.stream_stream is None:
             return grpc.stream_unary_rpc_method_handler(_refuse)
@@ -150,7 +135,8 @@ async def first_of_line(call: Any, token: str, nonce: bytes) -> ConnectRequest:
     return ConnectRequest(proof=prove(token.encode(), b"router", nonce, theirs))
 
 
-def _asks_for_health(details: Any) -> bool:
+def asks_for_health(details: Any) -> bool:
+    """Tells whether a call is a health check, which needs no proof."""
     return str(details.method).startswith("/grpc.health.v1.")
 
 
@@ -159,23 +145,33 @@ async def _refuse(_messages: Any, context: Context) -> None:
     await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
 
-def listen(server: grpc.aio.Server, host: str, port: int, identity: Identity | None = None) -> str:
+def listen(server: grpc.aio.Server, host: str, port: int, proof: Identity | Certificates | None = None) -> str:
     """Binds a server to a port, a free port for 0. Returns the address; raises ConfigError if the port is taken.
 
-    identity: the server's, which then asks each client for a certificate of the cluster; None without TLS.
+    proof: with an identity the server asks each client for a certificate of the cluster; None without TLS.
     """
     asked = f"{host}:{port}"
     try:
-        bound = _listen_securely(server, asked, identity) if identity else server.add_insecure_port(asked)
+        bound = server.add_insecure_port(asked) if proof is None else server.add_secure_port(asked, _prove(proof))
     except RuntimeError as error:
         raise port_taken(host, port) from error
     return f"{host}:{bound}"
 
 
-def _listen_securely(server: grpc.aio.Server, address: str, identity: Identity) -> int:
-    pair = identity.key_pem.encode(), identity.certificate_pem.encode()
-    credentials = grpc.ssl_server_credentials([pair], identity.authority_pem.encode(), require_client_auth=True)
-    return server.add_secure_port(address, credentials)
+def _prove(proof: Identity | Certificates) -> grpc.ServerCredentials:
+    if isinstance(proof, Certificates):
+
+        def renew() -> Any:
+            return _configuration(proof) if proof.refresh() else None
+
+        return grpc.dynamic_ssl_server_credentials(_configuration(proof), renew, proof.pems.client_ca is not None)
+    pair = proof.key_pem.encode(), proof.certificate_pem.encode()
+    return grpc.ssl_server_credentials([pair], proof.authority_pem.encode(), require_client_auth=True)
+
+
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    pems = certificates.pems
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.certificate)], pems.client_ca)
 
 
 def open_channel(address: str, options: Sequence[tuple[str, Any]], identity: Identity | None) -> grpc.aio.Channel:

@@ -91,7 +91,8 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
         backend = select_backend(device, checkpoint.kernels)
     except NoKernels as error:
         raise ConfigError(f"worker.cpu_kernels: {error}") from error
-    model = Decoder.load(Path(checkpoint.folder), checkpoint.dtype, device, config.pool.block_size, backend)
+    block_size, kv_dtype = config.pool.block_size, checkpoint.kv_dtype
+    model = Decoder.load(Path(checkpoint.folder), checkpoint.dtype, device, block_size, backend, kv_dtype)
     _require_same_model(config, model.layout.dtype, backend.version)
     directory = DirectoryClient(config.store.directory_path)
     arena = Arena.open(directory.attach().arena_path)

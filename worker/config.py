@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 
 from wire.errors import ConfigError
 from wire.frame import MAC_KEY_BYTES
-from wire.identity import Identity
+from wire.layout import KV_DTYPES
 from wire.pools import Role
 from wire.settings import from_json, to_json
 from wire.tier import ColdSettings
+from wire.trust.identity import Identity
 from worker.engine_watch import MAX_SILENCE_S
 
 FINGERPRINT_BYTES = 32
@@ -19,16 +20,18 @@ MIN_SILENCE_S = 3.0
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """The model's folder and device. kernels: a CPU's; see `select_backend`."""
+    """The model's folder and device. kernels: a CPU's; see `select_backend`. kv_dtype: of wire.layout.KV_DTYPES."""
 
     folder: str
     fingerprint_hex: str
     dtype: str | None = None
     device: str = "cpu"
     kernels: str = "auto"
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         _require(self.folder, "model.folder", "must not be empty")
+        _require(self.kv_dtype in KV_DTYPES, "model.kv_dtype", f"must be one of {', '.join(KV_DTYPES)}")
         _require(len(self.fingerprint) == FINGERPRINT_BYTES, "model.fingerprint_hex", "must be 32 bytes")
 
     @property

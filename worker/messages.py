@@ -18,7 +18,7 @@ from wire.convert import (
     tiers_to_pb,
 )
 from wire.errors import InvalidRequest
-from wire.ids import REQUEST_ID, AttemptId, NamespaceRoot
+from wire.ids import AttemptId, NamespaceRoot, is_qualified
 from wire.pb import inference_pb2, worker_pb2
 from wire.tier import COLD_COUNTS, FAR_TIERS, WRITE_COUNTS, BlockCounts, ColdStatus, Tier
 from worker.stopwatch import Span
@@ -33,7 +33,7 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
 
     Raises InvalidRequest for a field out of its range, which no router sends.
     """
-    _require(REQUEST_ID.fullmatch(message.id.request_id), "request_id", "not an id that a router gives")
+    _require(is_qualified(message.id.request_id), "request_id", "not an id that a router gives")
     _require(message.id.attempt, "attempt", "must be at least 1")
     _require(len(message.namespace_root) == ROOT_BYTES, "namespace_root", f"must be {ROOT_BYTES} bytes")
     _require(len(message.block_addresses) <= MAX_SOURCES, "block_addresses", f"must be at most {MAX_SOURCES}")

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Protocol
 
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report
-from benchmarks.request_trace import TraceRow, read_trace, scale
+from deploy.load.trace import TraceRow, read_trace, scale
 from deploy.plan.capacity import Fit, RequestKV
 from deploy.plan.shape import ModelShape
 from engine.schedule.batcher import Candidate, Pages, Phase

@@ -6,10 +6,12 @@ import logging
 import os
 import socket
 import stat
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from deploy.plan.cluster_plan import NodeConfig
+from kv_store.eviction_order import EvictionOrder, StartFirst
 from kv_store.node.arena import Arena
 from kv_store.node.block_port import BlockServer
 from kv_store.node.cold_writer import ColdWriter
@@ -63,6 +65,13 @@ class NodeActor:
                     await asyncio.sleep(DRAIN_EVERY_S)
         return json.dumps(self._left(self._directory))
 
+    async def set_shares(self, shares_json: str) -> str:
+        """Bounds the slots of tenants by `{digest of a namespace root: share of the arena}`. Returns `{}`."""
+        if self._directory is None:
+            raise Unavailable("the node's service has not started")
+        await asyncio.to_thread(self._directory.set_shares, _by_digest(json.loads(shares_json)))
+        return "{}"
+
     def _left(self, directory: Directory) -> dict[str, int]:
         unwritten = directory.leave() if self._config.store.cold else 0
         return {"unfetched": directory.status().num_holds, "unwritten": unwritten}
@@ -113,8 +122,13 @@ def _make(config: NodeConfig) -> tuple[ExitStack, Directory, str]:
         parts.callback(arena.unlink)
         writes = {one.tier: one.write for one in store.cold}
         directory = Directory(
-            config.num_slots, arena_path=config.arena_path, block_bytes=layout.block_bytes, writes=writes
+            config.num_slots,
+            arena_path=config.arena_path,
+            block_bytes=layout.block_bytes,
+            order=EvictionOrder if layout.window is None else StartFirst,
+            writes=writes,
         )
+        directory.set_shares(_by_digest(config.shares))
         server = DirectoryServer(directory, store.directory_path)
         server.start()
         parts.callback(server.stop)
@@ -133,6 +147,10 @@ def _make(config: NodeConfig) -> tuple[ExitStack, Directory, str]:
         for writer in writers:  # called before all stops, so that they finish side by side
             parts.callback(writer.finish, FINISH_S)
         return parts.pop_all(), directory, block_address
+
+
+def _by_digest(shares: Mapping[str, float]) -> dict[bytes, float]:
+    return {bytes.fromhex(digest): share for digest, share in shares.items()}
 
 
 def _remove(folder: Path) -> None:

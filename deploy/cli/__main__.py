@@ -11,7 +11,7 @@ from contextlib import suppress
 from deploy.cli.command import Parser
 from wire.errors import BatonError
 
-COMMANDS = ("up", "generate", "chat", "status", "scale", "drain", "down", "size")
+COMMANDS = ("up", "generate", "chat", "status", "scale", "drain", "down", "size", "bench", "doctor", "key")
 FAILED = 1
 INTERRUPTED = 130
 

@@ -124,7 +124,7 @@ def read_options(args: argparse.Namespace) -> Options:
 
 
 def _generate(state: ClusterState, prompt: Prompt, options: Options, is_shown: bool) -> Completion:
-    with Client(state.address) as client, client.stream(prompt, **options) as stream:
+    with Client(state.client_address) as client, client.stream(prompt, **options) as stream:
         for chunk in stream:
             if is_shown and chunk.index == 0:
                 print(chunk.text, end="", flush=True)

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError(f"{args.model[:64]} is neither a folder nor a config.json")
     shape = ModelShape.read(path)
     layout = shape.kv_layout(ModelSettings.block_size)
-    kv = RequestKV(layout, args.context or shape.max_context_len, BITS[args.kv_dtype or shape.dtype], args.window)
+    kv = RequestKV(layout, args.context or shape.max_context_len, BITS[shape.dtype], args.window)
+    kv = kv.kept_in(args.kv_dtype) if args.kv_dtype else kv
     fit = Fit(parse_bytes(args.gpu, "--gpu"), shape.weight_bytes(), kv)
     if args.json:
         print(json.dumps(to_object(shape, fit, args.concurrency)))
@@ -151,7 +152,7 @@ def _gpus(fit: Fit) -> str:
 
 
 def _techniques(shape: ModelShape, fit: Fit) -> str:
-    is_served = fit.kv.window is None and fit.kv.bits >= BITS["bfloat16"]
+    is_served = fit.kv.window is None and fit.kv.bits >= BITS["int8"]
     rows = [Technique("none", fit, "yes" if is_served else "not yet"), *techniques(shape, fit)]
     gpu = format_bytes(fit.device_bytes)
     head = ("change", "KV of a token", "of a request", f"requests on {gpu}", "in Baton")

@@ -13,6 +13,7 @@ from deploy.local.state import ClusterState, command_line
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.config import DTYPES, WEIGHTS, ClusterConfig
 from deploy.plan.model import DEMO_MODEL
+from wire.layout import KV_DTYPES
 from worker.config import PROPOSERS
 
 DESCRIPTION = """\
@@ -33,11 +34,14 @@ _MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (defau
 _SERVED = "what clients call it; several names are names of one model (default: the folder's name)"
 _DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
 _WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a little less exact (default: auto)"
+_KV = "what KV is kept in: auto, as it computes, or half the memory in int8 or fp8, a little less exact (default: auto)"
 _SPECULATE = "ngram: guess next tokens by what followed the same ones before; no token changes (default: off)"
 _INSECURE = "allow settings that leave a port open to strangers: see docs/security.md"
-_HOST = "the address of the gRPC and metrics ports; another one wants --insecure (default: 127.0.0.1)"
+_HOST = "the address of the ports for clients; another one wants keys and TLS, or --insecure (default: 127.0.0.1)"
+_TLS = "certificate chain of the ports for clients, as PEM; read again when it changes (default: no TLS)"
+_CLIENT_CA = "authority of a certificate that each client must show, as PEM (default: none)"
 _GRPC = "where clients connect; 0 is any free port (default: 50051)"
-_HTTP = "where clients of OpenAI's HTTP connect, on 127.0.0.1; 0 is any free port, `off` is none (default: 8000)"
+_HTTP = "where clients of OpenAI's HTTP connect; 0 is any free port, `off` is none (default: 8000)"
 _METRICS = "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)"
 _REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"
 FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
@@ -46,6 +50,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--served-model-name": ("model.served_name", "NAME", str, _SERVED),
         "--dtype": ("model.dtype", None, str, _DTYPE),
         "--weights": ("model.weights", None, str, _WEIGHTS),
+        "--kv-dtype": ("model.kv_dtype", None, str, _KV),
         "--block-size": ("model.block_size", "TOKENS", int, "tokens per block of KV (default: 16)"),
     },
     "workers": {
@@ -58,6 +63,9 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
     },
     "services": {
         "--host": ("router.host", "ADDRESS", str, _HOST),
+        "--tls-cert": ("tls.certificate", "FILE", str, _TLS),
+        "--tls-key": ("tls.key", "FILE", str, "the key of that certificate, as PEM"),
+        "--tls-client-ca": ("tls.client_ca", "FILE", str, _CLIENT_CA),
         "--grpc-port": ("router.grpc_port", "PORT", int, _GRPC),
         "--http-port": ("http.port", "PORT", _port_or_off, _HTTP),
         "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
@@ -73,7 +81,12 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
     },
 }
 """Flags by group: the setting of the file that each one is, too, and its value."""
-CHOICES = {"model.dtype": DTYPES, "model.weights": WEIGHTS, "speculation.proposer": PROPOSERS}
+CHOICES = {
+    "model.dtype": DTYPES,
+    "model.weights": WEIGHTS,
+    "model.kv_dtype": KV_DTYPES,
+    "speculation.proposer": PROPOSERS,
+}
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -130,7 +143,8 @@ class Console:
         took_s = time.monotonic() - self._began_s
         prompt = DEMO_PROMPT if state.model == DEMO_MODEL else "Once upon a time"
         generate, status, down = (command_line(verb, state.name) for verb in ("generate", "status", "down"))
-        http = f", and at http://{state.http_address}/v1 in OpenAI's dialect," if state.http_address else ""
+        scheme = "https" if state.speaks_tls else "http"
+        http = f", and at {scheme}://{state.http_address}/v1 in OpenAI's dialect," if state.http_address else ""
         print(f"\nServing {state.model} at {state.address}{http} after {took_s:.1f} s. Now:")
         print(f'  {generate} "{prompt}"\n  {status}\n  {down}', flush=True)
 

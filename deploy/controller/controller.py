@@ -20,6 +20,7 @@ from deploy.controller.nodes import Nodes
 from deploy.controller.pools import Pools, PoolsRecord
 from deploy.controller.singleton import Singleton
 from deploy.controller.tasks import Tasks, persist
+from deploy.local.key_file import KeyFile
 from deploy.plan.authority import Authority
 from deploy.plan.cluster_plan import CONTROLLER, ClusterPlan
 from deploy.plan.resources import RayNode
@@ -32,6 +33,7 @@ from wire.settings import from_json, to_json
 ROUTER = "router.actor:RouterActor"
 GATEWAY = "gateway.actor:GatewayActor"
 START_TIMEOUT_S = 1800.0
+KEYS_TIMEOUT_S = 10.0
 SCALE_TIMEOUT_S = 570.0
 """Less than the router waits for an answer."""
 
@@ -44,7 +46,9 @@ class Controller:
         start_logging(CONTROLLER)
         plan = from_json(ClusterPlan, plan_json, "plan")
         run_dir = Path(plan.run_dir)
-        self._plan = plan = plan.under(authority_of(run_dir)) if plan.wants_tls else plan
+        plan = plan.under(authority_of(run_dir)) if plan.wants_tls else plan
+        self._key_file = KeyFile(Path(plan.key_file))
+        self._plan = plan = plan.with_keys(self._key_file.read())
         self._events = EventLog(time.monotonic)
         record_own(run_dir, CONTROLLER)
         self._host = RayHost(run_dir)
@@ -64,7 +68,7 @@ class Controller:
             self._tasks.begin(self._take_over())
 
     async def start(self) -> str:
-        """Returns `{"address", "operator_address", "metrics_address", "http_address"}` when the cluster serves.
+        """Returns the addresses of router and gateway, `{"address", ..., "http_address"}`, when the cluster serves.
 
         Raises BatonError, with the reason, if any part does not start; `shutdown` ends the parts that did.
         """
@@ -116,6 +120,13 @@ class Controller:
         """Returns `[{"age_s", "text"}]`, newest last."""
         return self._events.encode()
 
+    async def reload_keys(self) -> str:
+        """Returns `{}` when router, gateway and nodes go by the keys in the file. Raises ConfigError or Unavailable."""
+        self._plan = self._plan.with_keys(self._key_file.read())
+        self._keep_ports()
+        await asyncio.gather(self._tell_keys("router"), self._tell_keys("gateway"), self._nodes.share(self._plan))
+        return "{}"
+
     async def shutdown(self) -> str:
         """Returns `{}`, then ends every actor of the cluster, this one last."""
         self._tasks.cancel()
@@ -129,9 +140,11 @@ class Controller:
         self._tasks.begin(self._fleet.run())
         await self._router.take_over()
         self._keep_ports()
+        self._begin_telling_keys("router")
         if self._gateway is not None:
             await self._gateway.take_over()
             self._keep_ports()
+            self._begin_telling_keys("gateway")
         self._watch()
 
     async def _open_only_node(self) -> None:
@@ -143,11 +156,24 @@ class Controller:
         return "{}" if self._gateway is None else await self._gateway.start()
 
     def _watch(self) -> None:
-        self._tasks.begin(self._router.watch(on_restart=self._fleet.introduce))
+        self._tasks.begin(self._router.watch(on_restart=self._introduce))
         if self._gateway is not None:
-            self._tasks.begin(self._gateway.watch(on_restart=lambda: None))
+            self._tasks.begin(self._gateway.watch(on_restart=lambda: self._begin_telling_keys("gateway")))
         if not self._plan.is_alone:
             self._tasks.begin(self._nodes.watch())
+
+    def _introduce(self) -> None:
+        """Tells a new router its workers, and the keys that may have changed while it started."""
+        self._fleet.introduce()
+        self._begin_telling_keys("router")
+
+    def _begin_telling_keys(self, name: str) -> None:
+        self._tasks.begin(persist(f"telling the {name} the keys", lambda: self._tell_keys(name), self._events))
+
+    async def _tell_keys(self, name: str) -> None:
+        if name == "router" or self._gateway is not None:
+            keys_json = to_json(self._plan.router.keys)
+            await self._host.call(name, "set_keys", keys_json, timeout_s=KEYS_TIMEOUT_S)
 
     async def _ray_drains(self, node: RayNode) -> None:
         await self.drain(node.name)
@@ -158,13 +184,14 @@ class Controller:
         if self._router.answer is None:
             return
         addresses = json.loads(self._router.answer)
-        names = {"grpc_port": "address", "operator_port": "operator_address", "metrics_port": "metrics_address"}
+        own = ("operator", "metrics", "local")
+        names = {"grpc_port": "address"} | {f"{name}_port": f"{name}_address" for name in own}
         ports: dict[str, Any] = {port: _port(addresses[name]) for port, name in names.items() if addresses[name]}
         listeners = replace(self._plan.router.listeners, **ports)
         self._router.config_json = to_json(replace(self._plan.router, listeners=listeners))
         if self._gateway is None or self._plan.gateway is None:
             return
-        given = {name: addresses[name] for name in ("address", "metrics_address")}
+        given = {"address": addresses["local_address"], "metrics_address": addresses["metrics_address"]}
         if self._gateway.answer is not None:
             given["port"] = _port(json.loads(self._gateway.answer)["http_address"])
         self._gateway.config_json = to_json(replace(self._plan.gateway, **given))

@@ -18,6 +18,7 @@ from wire.errors import BatonError, ConfigError, Unavailable
 from wire.settings import from_json, to_json
 
 LOOK_EVERY_S = 3.0
+SHARE_TIMEOUT_S = 10.0
 SUFFIX = ".home"
 TARGET = "deploy.actors.node:NodeActor"
 
@@ -42,6 +43,7 @@ class Nodes:
         self._run_dir = Path(plan.run_dir)
         self._homes: dict[str, asyncio.Future[Home]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._services: dict[str, tuple[Home, Singleton]] = {}
 
     async def join(self, node: RayNode) -> Home:
         """Returns a node's home once its service serves; makes the service if there is none.
@@ -68,6 +70,17 @@ class Nodes:
         """Ends the service of a node that hosts no worker any more."""
         await self._forget(node.id)
         self._events.note(f"node {node.name} is drained: its Ray can be stopped")
+
+    async def share(self, plan: ClusterPlan) -> None:
+        """Shares the arenas among tenants as a new plan says; a service that starts again does, too.
+
+        Raises Unavailable for a service that does not answer.
+        """
+        self._plan = plan
+        for home, service in self._services.values():
+            service.config_json = to_json(plan.node_config(home))
+        names, told = [service.name for _, service in self._services.values()], json.dumps(plan.shares)
+        await asyncio.gather(*(self._host.call(name, "set_shares", told, timeout_s=SHARE_TIMEOUT_S) for name in names))
 
     def take_over(self) -> None:
         """Goes on with the services that an earlier controller has left."""
@@ -122,6 +135,7 @@ class Nodes:
             self._record(home.node.id).try_write(to_json(opened.result()).encode())
 
         service.config_json = to_json(self._plan.node_config(home))  # with the address that workers know
+        self._services[home.node.id] = home, service
         self._watches[home.node.id] = asyncio.create_task(service.watch(on_restart=is_back))
 
     def _record(self, node_id: str) -> AtomicFile:
@@ -159,6 +173,7 @@ class Nodes:
         if node_id not in self._homes:
             return
         self._homes.pop(node_id).cancel()
+        self._services.pop(node_id, None)
         if node_id in self._watches:
             self._watches.pop(node_id).cancel()
         self._record(node_id).path.unlink(missing_ok=True)

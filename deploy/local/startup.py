@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deploy.local import redis_server, run_dir
+from deploy.local.key_file import KeyFile
 from deploy.local.ray_process import RayProcess, asks_for_token
 from deploy.local.shutdown import connection_problem, tear_down
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line, load_secret
@@ -24,6 +25,7 @@ from deploy.processes.process import ProcessRef
 from router.config import LOOPBACK
 from wire.errors import ConfigError
 from wire.pools import Role
+from wire.trust.certificates import Certificates
 
 
 class Reporter(Protocol):
@@ -79,14 +81,28 @@ class Startup:
         router = self._config.router
         _require_free("--grpc-port", router.host, router.grpc_port)
         _require_free("--metrics-port", router.host, router.metrics_port)
-        _require_free("--http-port", LOOPBACK, self._config.http_port)
+        _require_free("--http-port", router.host, self._config.http_port)
         if (problem := connection_problem(self._config.ray.address or "")) is not None:
             raise ConfigError(f"no Ray cluster answers at {self._config.ray.address} ({problem})")
         self._secret = load_secret(self._config.secret_file)
+        self._reporter.tell("keys", self._find_keys())
+        if (files := self._config.tls.files) is not None:
+            Certificates(files)
+            self._reporter.tell("tls", "clients show a certificate" if files.client_ca else "at the ports for clients")
         self._reporter.tell("redis", self._find_redis())
         if (folder := self._config.files.folder) is not None:
             _require_folder(folder)
             self._reporter.tell("files", f"{folder}, at most {format_bytes(self._config.files.max_bytes)}")
+
+    def _find_keys(self) -> str:
+        """Describes the keys of callers. Raises ConfigError where other machines would need none."""
+        listed = KeyFile.of(self._config.name).read()
+        if self._config.is_public and not self._config.insecure and not listed.keys:
+            problem = "without keys any machine there may use the model: make one with"
+            create = f"`{command_line('key create --tenant NAME', self._config.name)}`"
+            raise ConfigError(f"router.host {self._config.router.host}: {problem} {create} ({ALLOW})")
+        num_valid = sum(not key.is_revoked for key in listed.keys)
+        return f"{num_valid} valid, which each call must show one of" if listed.keys else "none: calls need no key"
 
     def _remove_earlier(self) -> None:
         """Removes the remains of a cluster of the name that crashed or never came up: no other start has the lock.
@@ -172,7 +188,8 @@ class Startup:
     def _plan(self, model: ModelFacts, machine: Machine, redis_url: str | None) -> ClusterPlan:
         cold = cold_settings(self._config, redis_url)
         only = machine if self._config.ray.address is None else None
-        return make_plan(self._config, model, only, cold, self._state.run_dir, self._state.token, self._secret)
+        token, key_file = self._state.token, str(KeyFile.of(self._config.name).path)
+        return make_plan(self._config, model, only, cold, self._state.run_dir, token, self._secret, key_file)
 
     def _size(self, plan: ClusterPlan) -> int:
         """Tells the sizes of workers, and returns that of the arena; 0 where they depend on each node."""
@@ -182,15 +199,15 @@ class Startup:
             self._reporter.tell("workers", f"{pools.prefill} prefill and {pools.decode} decode, {each}")
             return 0
         home = Home(RayNode("", LOOPBACK, is_head=True), plan.machine)
-        block_bytes = plan.model.served.layout.block_bytes
+        layout = plan.model.served.layout
         for role in Role:
             sizes = plan.sizes(role, home)
-            pool = format_bytes(sizes.num_pool_blocks * block_bytes)
+            pool = format_bytes(sizes.num_pool_blocks * layout.payload_bytes)
             each = f"{pool} of KV pages and {sizes.num_threads} threads each"
             self._reporter.tell("workers", f"{pools[role]} {role.value}, {each}")
         for note in sizes.notes:
             self._reporter.tell("note", note)
-        return sizes.num_arena_slots * block_bytes
+        return sizes.num_arena_slots * layout.block_bytes
 
     def _require_guarded(self, ray_address: str) -> None:
         """Raises ConfigError for a Ray cluster that asks for no token, where that is not allowed."""

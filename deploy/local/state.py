@@ -35,7 +35,8 @@ class ClusterState:
     """A cluster: its addresses, and the processes and files that end with it.
 
     command: the `baton up` that is or was at work. head: leads the session of all processes of the Ray cluster that
-    Baton started; None on one that it joined. token: opens the operator's port.
+    Baton started; None on one that it joined. token: opens the operator's port. local_address: where clients on
+    this machine need no TLS.
     """
 
     name: str
@@ -49,9 +50,20 @@ class ClusterState:
     metrics_address: str = ""
     ray_address: str = ""
     http_address: str = ""
+    local_address: str = ""
     head: ProcessRef | None = None
     redis: ProcessRef | None = None
     version: int = VERSION
+
+    @property
+    def speaks_tls(self) -> bool:
+        """True where clients of other machines must."""
+        return self.local_address not in ("", self.address)
+
+    @property
+    def client_address(self) -> str:
+        """Returns the address for clients on this machine."""
+        return self.local_address or self.address
 
     @property
     def is_alive(self) -> bool:
@@ -70,7 +82,7 @@ class ClusterState:
     @property
     def ports(self) -> list[int]:
         """The ports that are free when the cluster is gone: Ray's too, where Ray is the cluster's own."""
-        own = [self.address, self.operator_address, self.metrics_address, self.http_address]
+        own = [self.address, self.local_address, self.operator_address, self.metrics_address, self.http_address]
         own.append(self.ray_address if self.head else "")
         return [int(address.rpartition(":")[2]) for address in own if address]
 
@@ -94,7 +106,7 @@ class StateFile:
         Raises Unavailable if another command has it until the timeout, ConfigError if there can be no lock.
         """
         deadline = time.monotonic() + timeout_s
-        with _explained(self.path.with_suffix(".lock")) as path:
+        with explained_path(self.path.with_suffix(".lock")) as path:
             descriptor = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_NONBLOCK, 0o600)
         try:
             while not _try_lock(descriptor):
@@ -120,14 +132,14 @@ class StateFile:
         try:
             self._parse()
         except ConfigError as error:
-            with self.lock(0), _explained(self.path) as path:
+            with self.lock(0), explained_path(self.path) as path:
                 path.replace(path.with_suffix(".json.broken"))
             return error.message
         return None
 
     def write(self, state: ClusterState) -> None:
         """Replaces the state in one step. Raises ConfigError, and then leaves it as it was."""
-        with _explained(self.path):
+        with explained_path(self.path):
             self._file.write(to_json(state).encode())
 
     def remove(self) -> None:
@@ -161,7 +173,7 @@ def state_dir() -> Path:
     folder = Path(os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state"), "baton")
     if not folder.is_absolute():
         raise ConfigError(f"XDG_STATE_HOME must be the absolute path of a folder, not {str(folder.parent)[:64]!r}")
-    with _explained(folder):
+    with explained_path(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
@@ -173,7 +185,7 @@ def load_secret(given: str | None = None) -> bytes:
     own is made at first use, and outlives restarts; commands that start at once get the same.
     """
     path = state_dir() / "secret" if given is None else Path(given)
-    with _explained(path, OTHER_HOME if given is None else NEW_SECRET):
+    with explained_path(path, OTHER_HOME if given is None else NEW_SECRET):
         if given is None and not os.path.lexists(path):
             AtomicFile(path).create(secrets.token_bytes(SECRET_BYTES))
         content, mode = AtomicFile(path).read(), path.stat().st_mode
@@ -184,7 +196,7 @@ def load_secret(given: str | None = None) -> bytes:
 
 
 @contextmanager
-def _explained(path: Path, advice: str = OTHER_HOME) -> Iterator[Path]:
+def explained_path(path: Path, advice: str = OTHER_HOME) -> Iterator[Path]:
     """Turns an OSError into a ConfigError that names the path, and the way out."""
     try:
         yield path

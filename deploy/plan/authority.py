@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from wire.identity import Identity
+from wire.trust.identity import Identity
 
 NAME = "baton"
 VALID_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)

@@ -1,6 +1,6 @@
 """KV of requests, and how many fit on a device beside a model's weights. Pure.
 
-Blocks are counted as the pools of `deploy.plan.sizing` have them: whole ones, padded, after weights and reserve.
+Blocks are counted as the pools of `deploy.plan.sizing` have them: whole ones, after weights and reserve.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from deploy.plan.shape import BITS, ModelShape
 from deploy.plan.sizing import GPU_RESERVE_BYTES
-from wire.layout import KVLayout, padded
+from wire.layout import QUANTIZATIONS, KVLayout
 
 COMMON_WINDOW = 4096
 
@@ -22,9 +22,14 @@ class RequestKV:
     bits: int
     window: int | None = None
 
+    def kept_in(self, dtype: str) -> "RequestKV":
+        """Returns the same request with KV in a dtype of BITS: int8 and fp8 with their scales, int4 without."""
+        quantization = dtype if dtype in QUANTIZATIONS else "none"
+        return replace(self, layout=replace(self.layout, quantization=quantization), bits=BITS[dtype])
+
     @property
     def bytes_per_token(self) -> int:
-        return self._payload_bytes // self.layout.block_size
+        return self.block_bytes // self.layout.block_size
 
     @property
     def bytes_per_token_per_layer(self) -> int:
@@ -32,7 +37,8 @@ class RequestKV:
 
     @property
     def block_bytes(self) -> int:
-        return padded(self._payload_bytes)
+        """Bytes of a block in a pool, scales included."""
+        return self.layout.payload_bytes * self.bits // (8 * self.layout.item_bytes)
 
     @property
     def num_blocks(self) -> int:
@@ -43,10 +49,6 @@ class RequestKV:
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
-
-    @property
-    def _payload_bytes(self) -> int:
-        return self.layout.payload_bytes * self.bits // (8 * self.layout.item_bytes)
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,9 @@ class Technique:
 def techniques(shape: ModelShape, fit: Fit) -> Iterator[Technique]:
     """Yields each technique that changes something, alone."""
     kv = fit.kv
-    for dtype in ("int8", "int4"):
+    for dtype, status in (("int8", "yes"), ("int4", "not yet (scales left out)")):
         if BITS[dtype] < kv.bits:
-            yield Technique(
-                f"KV in {dtype}", replace(fit, kv=replace(kv, bits=BITS[dtype])), "not yet (scales left out)"
-            )
+            yield Technique(f"KV in {dtype}", replace(fit, kv=kv.kept_in(dtype)), status)
     window = shape.window or COMMON_WINDOW
     if kv.window is None and window < kv.num_tokens:
         windowed = replace(fit, kv=replace(kv, window=window))

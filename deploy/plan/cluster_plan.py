@@ -1,6 +1,6 @@
 """The plan of a cluster, which starts its controller, and the configuration of each process by it. Pure."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,10 +14,12 @@ from gateway.config import GatewayConfig
 from router.config import LOOPBACK, AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
 from wire.errors import ConfigError
 from wire.frame import mac_key_of
-from wire.identity import ROUTER, Identity
+from wire.keys import digest_of
 from wire.layout import KVLayout
 from wire.pools import Role, Worker
 from wire.tier import ColdSettings, Tier, Write
+from wire.trust.identity import ROUTER, Identity
+from wire.trust.key_ring import KeyList
 from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
 from worker.engine_watch import MAX_SILENCE_S
 
@@ -32,6 +34,7 @@ class NodeConfig:
 
     model_folder: must be there. block_address: HOST:PORT from which other nodes read the arena, port 0 for any free
     one; empty where there are none. token: the cluster's, which readers know. identity: the service's, for TLS.
+    shares: of tenants in the arena, by the digests of their namespace roots, in hex.
     """
 
     store: StoreSettings
@@ -42,6 +45,7 @@ class NodeConfig:
     block_address: str = ""
     token: str = ""
     identity: Identity | None = None
+    shares: dict[str, float] = field(default_factory=dict)
 
     @property
     def layout(self) -> KVLayout:
@@ -66,7 +70,7 @@ class ClusterPlan:
 
     machine: that of the only node; None for a Ray cluster that was joined, whose nodes tell of theirs. cold: the tiers
     of the head. run_dir: the cluster's folder on the head, with the controller's records for a successor. authority: it
-    certifies an identity for each configuration; None without TLS.
+    certifies an identity for each configuration; None without TLS. key_file: has the keys of callers.
     """
 
     config: ClusterConfig
@@ -78,6 +82,7 @@ class ClusterPlan:
     run_dir: str
     authority: Authority | None = None
     gateway: GatewayConfig | None = None
+    key_file: str = ""
 
     @property
     def token(self) -> str:
@@ -96,6 +101,17 @@ class ClusterPlan:
         """Returns the plan of the same cluster with TLS between its nodes."""
         access = replace(self.router.cluster, identity=authority.issue(ROUTER, LOOPBACK))
         return replace(self, authority=authority, router=replace(self.router, cluster=access))
+
+    def with_keys(self, listed: KeyList) -> "ClusterPlan":
+        """Returns the plan of the same cluster whose router and gateway go by these keys."""
+        gateway = None if self.gateway is None else replace(self.gateway, keys=listed)
+        return replace(self, router=replace(self.router, keys=listed), gateway=gateway)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Returns the tenants' shares of an arena, by the digests of their namespace roots, in hex."""
+        shares = self.router.keys.shares
+        return {digest_of(self.router.root_of(tenant)).hex(): share for tenant, share in shares.items()}
 
     def resources(self, role: Role) -> Resources:
         """Returns the resources that each worker of a role asks Ray for."""
@@ -133,6 +149,7 @@ class ClusterPlan:
             block_address="" if self.is_alone else home.block_address or f"{home.node.host}:0",
             token=self.token,
             identity=self._identity(home.node.service, home.node.host),
+            shares=self.shares,
         )
 
     def worker_config(self, worker: Worker, home: Home) -> WorkerConfig:
@@ -143,7 +160,12 @@ class ClusterPlan:
         host = LOOPBACK if home.node.is_head else home.node.host
         return WorkerConfig(
             model=CheckpointSettings(
-                served.folder, served.fingerprint_hex, served.dtype, self.model.device, self.model.kernels
+                served.folder,
+                served.fingerprint_hex,
+                served.dtype,
+                self.model.device,
+                self.model.kernels,
+                self.config.model.kv_dtype,
             ),
             pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
             store=replace(self._store(home), node_id=home.node.name, block_address=home.block_address),
@@ -188,6 +210,7 @@ def make_plan(
     run_dir: str,
     token: str,
     secret: bytes,
+    key_file: str,
 ) -> ClusterPlan:
     return ClusterPlan(
         config=config,
@@ -196,14 +219,22 @@ def make_plan(
         router=RouterConfig(
             model=model.served,
             cluster=ClusterAccess(token, secret.hex(), CONTROLLER, namespace(config.name)),
-            listeners=_part(Listeners, config.router),
+            listeners=replace(_part(Listeners, config.router), tls=config.tls.files),
             admission=_part(AdmissionBounds, config.router),
             streams=_part(StreamBounds, config.router),
         ),
         cold=cold,
         mac_key_hex=mac_key_of(secret).hex(),
         run_dir=run_dir,
-        gateway=None if config.http_port is None else GatewayConfig(port=config.http_port),
+        gateway=None
+        if config.http_port is None
+        else GatewayConfig(
+            host=config.router.host,
+            port=config.http_port,
+            host_names=config.http.host_names,
+            tls=config.tls.files,
+        ),
+        key_file=key_file,
     )
 
 

@@ -15,9 +15,11 @@ from deploy.plan.byte_size import parse_bytes
 from deploy.plan.resources import RESERVED
 from router.config import LOOPBACK, AdmissionBounds, StreamBounds
 from wire.errors import ConfigError
+from wire.layout import KV_DTYPES
 from wire.pools import PoolSizes, Role
 from wire.settings import from_object
 from wire.tier import Write
+from wire.trust.certificates import TlsFiles
 from worker.config import MAX_DRAFT_LEN, MIN_SILENCE_S, PROPOSERS, BatchSettings, SpeculationSettings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -28,6 +30,10 @@ DEFAULT_HTTP_PORT = 8000
 MAX_WORKERS = 64
 ALLOW = "--insecure allows it"
 WORKER_TABLES = ("worker", *(f"worker.{role.value}" for role in Role))
+TEXTS = (
+    *("model.path", "model.served_name", "redis.url", "ray.address", "files.folder", "secret_file"),
+    *("tls.certificate", "tls.key", "tls.client_ca"),
+)
 MIB = 1 << 20
 MAX_FILE_BYTES = MIB
 MAX_RESOURCE = 1 << 20
@@ -38,6 +44,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,15}")
 _TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")
 _REDIS_URL = re.compile(r"own|off|rediss?://[^\s/]+(/\d*)?(\?\S*)?|unix://[^\s/]*/\S+")
 _RESOURCE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _RAY_ADDRESS = re.compile(r"auto|[^\s/]+:\d+")
 
 
@@ -50,6 +57,7 @@ class ModelSettings:
     served_name: str | tuple[str, ...] | None = None
     dtype: str = "auto"
     weights: str = "auto"
+    kv_dtype: str = "auto"
     block_size: int = 16
 
     @property
@@ -143,12 +151,29 @@ class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """The gateway's port on 127.0.0.1: 0 is any free one, `off` starts no gateway.
+    """The gateway's port, at `router.host`: 0 is any free one, `off` starts no gateway.
 
-    None is DEFAULT_HTTP_PORT; any free port where `router.grpc_port` is 0.
+    None is DEFAULT_HTTP_PORT; any free port where `router.grpc_port` is 0. host_names: of GatewayConfig.
     """
 
     port: int | str | None = None
+    host_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TlsSettings:
+    """TLS at the ports for clients: paths of PEM files, as of `wire.trust.certificates.TlsFiles`; off without them."""
+
+    certificate: str | None = None
+    key: str | None = None
+    client_ca: str | None = None
+
+    @property
+    def files(self) -> TlsFiles | None:
+        if self.certificate is None or self.key is None:
+            return None
+        client_ca = None if self.client_ca is None else str(Path(self.client_ca).absolute())
+        return TlsFiles(str(Path(self.certificate).absolute()), str(Path(self.key).absolute()), client_ca)
 
 
 @dataclass(frozen=True)
@@ -209,17 +234,19 @@ class ClusterConfig:
     files: FilesSettings = field(default_factory=FilesSettings)
     router: RouterSettings = field(default_factory=RouterSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
+    tls: TlsSettings = field(default_factory=TlsSettings)
     ray: RaySettings = field(default_factory=RaySettings)
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        for name in ("model.path", "model.served_name", "redis.url", "ray.address", "files.folder", "secret_file"):
+        for name in TEXTS:
             value = attrgetter(name)(self)
             is_text = value is None or all(map(_TEXT.fullmatch, [value] if isinstance(value, str) else value))
             _require(is_text, name, "text without control characters, and not empty: leave it out for the default", "")
         choices_of = {
             "model.dtype": DTYPES,
             "model.weights": WEIGHTS,
+            "model.kv_dtype": KV_DTYPES,
             "model.block_size": BLOCK_SIZES,
             "worker.cpu_kernels": CPU_KERNELS,
             "speculation.proposer": PROPOSERS,
@@ -253,10 +280,19 @@ class ClusterConfig:
         _require(not isinstance(http, str) or http == "off", "http.port", "a port or `off`", str(http)[:16])
         is_other = http in (None, 0) or http not in (port, self.router.grpc_port)
         _require(is_other, "http.port", "another port than those of the router", http)
+        are_hosts = all(_HOST_NAME.fullmatch(name) for name in self.http.host_names)
+        _require(are_hosts, "http.host_names", "names without ports", "")
         host, network = self.router.host, self.ray.plain_network
         _require(_is_made(IPv4Address, host), "router.host", "an IPv4 address", host)
         _require(network is None or _is_made(ip_network, network), "ray.plain_network", "like 10.0.0.0/24", network)
+        are_whole = self.tls == TlsSettings() or self.tls.files is not None
+        _require(are_whole, "tls", "given with both certificate and key", "")
         self._require_closed()
+
+    @property
+    def is_public(self) -> bool:
+        """True where other machines may reach the ports for clients."""
+        return not is_within(self.router.host, "127.0.0.0/8")
 
     @property
     def http_port(self) -> int | None:
@@ -269,8 +305,8 @@ class ClusterConfig:
     def _require_closed(self) -> None:
         """Raises ConfigError for a port that is open to strangers, where that is not allowed."""
         host, network = self.router.host, self.ray.plain_network
-        if not self.insecure and not is_within(host, "127.0.0.0/8"):
-            problem = "clients prove nothing and nothing is encrypted, so any machine there may use the model"
+        if not self.insecure and self.is_public and self.tls.files is None:
+            problem = "without TLS, keys, prompts and answers can be read on the wire: give --tls-cert and --tls-key"
             raise ConfigError(f"router.host {host}: {problem} ({ALLOW})")
         if not self.insecure and network is not None:
             raise ConfigError(f"ray.plain_network {network}: KV and tokens cross it unencrypted ({ALLOW})")

@@ -60,7 +60,7 @@ def inspect_model(settings: ModelSettings, device: str, cpu_kernels: str = "auto
         max_context_len=checkpoint.config.max_context_len,
         vocab_size=checkpoint.config.vocab_size,
         fingerprint_hex=fingerprint(checkpoint.files, dtype, backend.version, DigestCache.of_user()).hex(),
-        layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size).encode().hex(),
+        layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
         aliases=tuple(aliases),
     )
     weights = [file for file in checkpoint.files if file.suffix == ".safetensors"]

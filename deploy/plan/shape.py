@@ -14,7 +14,7 @@ from text.model_file import read_regular
 from wire.errors import ModelError
 from wire.layout import KVLayout
 
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "float8": 8, "int8": 8, "int4": 4}
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
 MAX_CONFIG_BYTES = 1 << 20
 MAX_LAYERS = 1024
 _SPELLINGS = {
@@ -212,7 +212,7 @@ def _weight_bits(fields: JsonFields, dtype: str) -> int:
         return BITS[dtype]
     quantization = fields.section("quantization_config")
     if quantization.text("quant_method", "") == "fp8":
-        return BITS["float8"]
+        return BITS["fp8"]
     return quantization.count("bits", most=BITS[dtype])
 
 

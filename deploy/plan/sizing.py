@@ -45,8 +45,8 @@ def size(config: ClusterConfig, model: ModelFacts, machine: Machine, num_workers
     advice = "; start fewer, or set worker.pool_bytes and arena.size_bytes"
     _require_memory(num_workers, "workers", worker_bytes, machine.memory_bytes - arena_bytes, advice)
     sizes = Sizes(
-        num_pool_blocks=_num_blocks(pool_bytes, model, "worker.pool_bytes"),
-        num_arena_slots=_num_blocks(arena_bytes, model, "arena.size_bytes"),
+        num_pool_blocks=_num_blocks(pool_bytes, model.served.layout.payload_bytes, "worker.pool_bytes"),
+        num_arena_slots=_num_blocks(arena_bytes, model.served.layout.block_bytes, "arena.size_bytes"),
         num_threads=config.worker.num_threads or max(1, machine.num_cores // num_workers),
         num_gpus=num_gpus,
     )
@@ -92,10 +92,10 @@ def _default_arena_bytes(model: ModelFacts, machine: Machine) -> int:
     return min(MAX_DEFAULT_ARENA_BYTES, share, MAX_DEFAULT_CONTEXTS * model.context_bytes)
 
 
-def _num_blocks(num_bytes: int, model: ModelFacts, setting: str) -> int:
-    num_blocks = num_bytes // model.served.layout.block_bytes
+def _num_blocks(num_bytes: int, block_bytes: int, setting: str) -> int:
+    num_blocks = num_bytes // block_bytes
     if num_blocks < MIN_BLOCKS:
-        least = format_bytes(MIN_BLOCKS * model.served.layout.block_bytes)
+        least = format_bytes(MIN_BLOCKS * block_bytes)
         raise ConfigError(f"{setting}: {format_bytes(max(0, num_bytes))} is too little, it takes at least {least}")
     return num_blocks
 

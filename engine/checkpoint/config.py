@@ -18,8 +18,8 @@ from typing import Any
 
 from engine.checkpoint.json_fields import JsonFields
 from engine.checkpoint.rope import MAX_CONTEXT, MIN_CONTEXT, RopeConfig
-from wire.errors import ModelError
-from wire.layout import KVLayout
+from wire.errors import ConfigError, ModelError
+from wire.layout import KV_DTYPES, KVLayout
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 1024
@@ -51,6 +51,11 @@ class AttentionConfig:
     output_bias: bool
     qk_norm: bool
     windows: tuple[int | None, ...]
+
+    @property
+    def window(self) -> int | None:
+        """The widest window; None if a layer has none."""
+        return None if None in self.windows else max(window for window in self.windows if window is not None)
 
     @classmethod
     def parse(cls, architecture: str, fields: JsonFields, hidden_size: int, num_layers: int) -> "AttentionConfig":
@@ -117,9 +122,21 @@ class ModelConfig:
             rope=RopeConfig.parse(fields, max_context_len),
         )
 
-    def kv_layout(self, dtype: str, block_size: int) -> KVLayout:
-        """Describes a block of this model's KV in a compute dtype."""
-        return KVLayout(self.num_layers, self.attention.num_kv_heads, self.attention.head_dim, block_size, dtype)
+    def kv_layout(self, dtype: str, block_size: int, kv_dtype: str = "auto") -> KVLayout:
+        """Describes a block of this model's KV. `dtype`: of the computation. ConfigError for an unknown `kv_dtype`."""
+        if kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"unknown KV dtype {kv_dtype[:64]}; known: {', '.join(KV_DTYPES)}")
+        quantization = "none" if kv_dtype == "auto" else kv_dtype
+        attention = self.attention
+        return KVLayout(
+            num_layers=self.num_layers,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            quantization=quantization,
+            window=attention.window,
+        )
 
 
 def parse_eos(fields: JsonFields, vocab_size: int) -> tuple[int, ...]:

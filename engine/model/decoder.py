@@ -16,6 +16,7 @@ from engine.model.batch import Batch
 from engine.model.weights import DecoderWeights, WeightLoader, check_weights
 from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Recorder, Tables, select_backend
 from wire.errors import ConfigError
+from wire.layout import KVLayout
 
 ANGLES_AT_ONCE = 1 << 16
 MIN_PROGRAM_ROWS = 8
@@ -74,12 +75,16 @@ class Decoder:
     """A `Model` with weights. Its twin is `engine.model.hash_model.HashModel`."""
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, dtype: str, block_size: int, backend: Backend
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        layout: KVLayout,
+        backend: Backend,
     ) -> None:
         """Takes the device from the weights, which `backend` has packed."""
         self.config = config
         self.weights = weights
-        self.layout = config.kv_layout(dtype, block_size)
+        self.layout = layout
         self.device = weights.norm.device
         self.vocab_size = config.vocab_size
         self.max_context_len = config.max_context_len
@@ -99,22 +104,25 @@ class Decoder:
         device: torch.device,
         block_size: int,
         backend: Backend | None = None,
+        kv_dtype: str = "auto",
     ) -> "Decoder":
         """Loads a checkpoint folder. Without a dtype it is the checkpoint's own, where the backend is made for it.
 
-        Raises ModelError for a folder that cannot be served, ConfigError for an unknown dtype.
+        kv_dtype: of wire.layout.KV_DTYPES. Raises ModelError for a folder that cannot be served, ConfigError for an
+        unknown dtype.
         """
         checkpoint = Checkpoint(folder)
         check_weights(checkpoint)
         backend = backend or select_backend(device)
         resolved = compute_dtype(dtype, checkpoint.config, backend)
+        layout = checkpoint.config.kv_layout(str(resolved).removeprefix("torch."), block_size, kv_dtype)
         weights = WeightLoader(checkpoint, resolved, device, backend).load()
-        return cls(checkpoint.config, weights, str(resolved).removeprefix("torch."), block_size, backend)
+        return cls(checkpoint.config, weights, layout, backend)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Does as `Model.forward`. Returns an inference tensor of the caller's until the next call. For one thread."""
-        angles = self._angles_within(len(kv.data) * self.layout.block_size)
+        angles = self._angles_within(self.layout.max_len(len(kv.data), self.max_context_len))
         if batch.samples_all:
             program = self._program_for(batch, kv)
             if program is not None:
@@ -151,7 +159,6 @@ class Decoder:
 
     def _angles_within(self, num_positions: int) -> Angles:
         """Makes the angles of all positions that a pool has room for, once."""
-        num_positions = min(num_positions, self.max_context_len)
         if len(self._angles.cosines) < num_positions:
             self._angles = make_angles(self.config.rope, self.config.attention.head_dim, num_positions, self.device)
         return self._angles
@@ -165,13 +172,13 @@ class DecodeProgram:
 
     def __init__(self, decoder: Decoder, recorder: Recorder, kv: KVPages, num_rows: int) -> None:
         half = decoder.config.attention.head_dim // 2
-        num_blocks = min(len(kv.data), -(-decoder.max_context_len // decoder.layout.block_size))
+        num_blocks = decoder.layout.num_blocks(decoder.layout.max_len(len(kv.data), decoder.max_context_len))
         ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         self._batch = Batch(ids[0], ids[1], ids[2], tables, lens, starts, num_rows, ids[0])
         self._angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half))
-        buffers = Buffers.make(decoder.config, num_rows, kv.data.dtype)
+        buffers = Buffers.make(decoder.config, num_rows, decoder.weights.norm.dtype)
         self._logits = decoder.run(recorder, self._batch, self._angles, kv, buffers)
         self._program = recorder.finish()
         self._kept = decoder.weights, kv, buffers

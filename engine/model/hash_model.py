@@ -2,7 +2,7 @@
 
     state[p]  = mix(sum[p-1], token[p])                            sum[-1] = mix(seed)
     stored    = state[p] * FACTOR[w]                               in every 64-bit word w of position p, in all layers
-    sum[p]    = sum[p-1] + PLACE[p] * (WEIGHT . stored at p)
+    sum[p]    = sum[p-1] + PLACE[p] * (WEIGHT . stored at p)       less the shares behind the window, if there is one
     next      = mix(sum[p]) % vocab_size                           the likeliest token; the other logits are noise
 
 All modulo 2**64. No sum outlives its step: all earlier positions are read back through the block tables. So KV is a
@@ -10,6 +10,7 @@ pure function of the prefix (and of layout and seed), and a block that is wrong,
 follows.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -57,11 +58,11 @@ class HashModel:
 
     def oracle(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
         """Computes the greedy continuation of a prompt without any KV."""
-        known, total = list(prompt_ids), self._empty
+        known, seen = list(prompt_ids), _Seen(self._empty, self.layout.window)
         for position in range(len(known) + num_tokens):
             if position >= len(prompt_ids):
-                known.append(self._next_token(total))
-            total = self._absorb(position, total, self._state(total, known[position]))
+                known.append(self._next_token(seen.total))
+            self._take(seen, position, known[position])
         return known[len(prompt_ids) :]
 
     @torch.inference_mode()
@@ -73,28 +74,31 @@ class HashModel:
         totals: list[int] = []
         for row, context_len in enumerate(batch.context_lens.tolist()):
             begin, end = bounds[row], bounds[row + 1]
-            total = self._read(words, batch.block_tables[row], context_len - (end - begin))
+            seen = self._read(words, batch.block_tables[row], context_len - (end - begin))
             for position, token in zip(positions[begin:end], batch.token_ids[begin:end].tolist(), strict=True):
-                states.append(self._state(total, token))
-                total = self._absorb(position, total, states[-1])
-                totals.append(total)
+                states.append(self._take(seen, position, token))
+                totals.append(seen.total)
         self._write(words, batch.slot_mapping, _words(states))
         return self._logits([totals[row] for row in batch.sample_rows.tolist()])
 
-    def _state(self, total: int, token: int) -> int:
-        return _mix(total ^ _mix(token))
-
-    def _absorb(self, position: int, total: int, state: int) -> int:
-        return (total + self._places[position] * self._gain * state) & _MASK
+    def _take(self, seen: "_Seen", position: int, token: int) -> int:
+        """Returns the state of the token at a position, and adds its share to what the next one sees."""
+        seen.make_room()
+        state = _mix(seen.total ^ _mix(token))
+        seen.add(self._places[position] * self._gain * state)
+        return state
 
     def _next_token(self, total: int) -> int:
         return _mix(total) % self.vocab_size
 
-    def _read(self, words: torch.Tensor, block_table: torch.Tensor, length: int) -> int:
-        """Sums up the first `length` positions, from the bytes of their pages."""
-        pages = block_table[: -(-length // self.layout.block_size)]
-        stored = (words[pages] * self._weights.unsqueeze(3)).sum((1, 2, 3, 5)).flatten()[:length]
-        return (self._empty + int((stored * self._place_words[:length]).sum())) & _MASK
+    def _read(self, words: torch.Tensor, block_table: torch.Tensor, length: int) -> "_Seen":
+        """Takes the shares of the positions before `length` that are in its window, from the bytes of their pages."""
+        first, window = self.layout.first_block(length), self.layout.window
+        pages = block_table[first : self.layout.num_blocks(length)]
+        stored = (words[pages] * self._weights.unsqueeze(3)).sum((1, 2, 3, 5)).flatten()
+        begin = 0 if window is None else max(0, length + 1 - window)
+        shares = stored[begin - first * self.layout.block_size :][: length - begin] * self._place_words[begin:length]
+        return _Seen(self._empty, window, [int(shares.sum())] if window is None else shares.tolist())
 
     def _write(self, words: torch.Tensor, slot_mapping: torch.Tensor, states: torch.Tensor) -> None:
         pages, offsets = slot_mapping // self.layout.block_size, slot_mapping % self.layout.block_size
@@ -105,6 +109,24 @@ class HashModel:
         for row, total in enumerate(totals):
             noise[row, self._next_token(total)] = _TOP_LOGIT
         return noise
+
+
+class _Seen:
+    """The sum of the shares that a row sees, and the latest shares, oldest first, as far as a window needs them."""
+
+    def __init__(self, empty: int, window: int | None, shares: Sequence[int] = ()) -> None:
+        self.total = (empty + sum(shares)) & _MASK
+        self._window = window
+        self._shares = deque(shares)
+
+    def make_room(self) -> None:
+        """Takes out the share that the next row sees no more."""
+        if len(self._shares) == self._window:
+            self.total = (self.total - self._shares.popleft()) & _MASK
+
+    def add(self, share: int) -> None:
+        self.total = (self.total + share) & _MASK
+        self._shares.append(share)
 
 
 def _mix(value: int) -> int:

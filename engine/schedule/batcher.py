@@ -26,13 +26,21 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A sequence as batchers see it. `num_known` counts prompt and output tokens, `num_computed` tokens with KV."""
+    """A sequence as batchers see it. `num_known` counts prompt and output tokens, `num_computed` tokens with KV.
+
+    num_blocks: up to the last page; the first `num_behind` of them are behind the window, and have no page.
+    """
 
     handle: int
     phase: Phase
     num_known: int
     num_computed: int
     num_blocks: int
+    num_behind: int = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self.num_blocks - self.num_behind
 
     @property
     def num_missing(self) -> int:
@@ -42,15 +50,24 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Pages:
-    """Pages of a pool: allocatable now, draining and so allocatable soon, and the size of a page in tokens."""
+    """Pages of a pool: allocatable now, draining and so allocatable soon, and the size of a page in tokens.
+
+    most_needed: the most pages that a sequence needs at once; None if as many as it is long.
+    """
 
     num_allocatable: int
     num_draining: int
     block_size: int
+    most_needed: int | None = None
 
     def needed(self, candidate: Candidate, num_tokens: int) -> int:
-        """Pages to add before `num_tokens` more tokens of a candidate can be run."""
+        """Pages to add before `num_tokens` more tokens of a candidate can be run, in one step."""
         return max(0, -(-(candidate.num_computed + num_tokens) // self.block_size) - candidate.num_blocks)
+
+    def needed_in_all(self, candidate: Candidate) -> int:
+        """Pages to add before all known tokens of a candidate, and the next one, can be run in steps."""
+        needed = self.needed(candidate, candidate.num_missing + 1)
+        return needed if self.most_needed is None else min(needed, max(0, self.most_needed - candidate.num_pages))
 
     def affordable(self, candidate: Candidate, num_pages: int) -> int:
         """Tokens of a candidate that can be run with `num_pages` more pages."""

@@ -68,16 +68,16 @@ class _Sharing:
     def _preempt(self, younger: Sequence[Candidate], num_pages: int) -> None:
         victims = _youngest(younger, self.yielding, num_pages)
         self.yielding += victims
-        self.num_left += sum(victim.num_blocks for victim in victims)
+        self.num_left += sum(victim.num_pages for victim in victims)
 
 
 def _youngest(younger: Sequence[Candidate], yielding: Sequence[Candidate], num_pages: int) -> list[Candidate]:
     """Picks the youngest sequences that together hold `num_pages`, or all."""
     victims: list[Candidate] = []
     for candidate in reversed(younger):
-        if sum(victim.num_blocks for victim in victims) >= num_pages:
+        if sum(victim.num_pages for victim in victims) >= num_pages:
             break
-        if candidate not in yielding and candidate.phase is not Phase.FETCHING and candidate.num_blocks:
+        if candidate not in yielding and candidate.phase is not Phase.FETCHING and candidate.num_pages:
             victims.append(candidate)
     return victims
 
@@ -86,7 +86,7 @@ def _admissible(waiting: Sequence[Candidate], pages: Pages, num_spare: int) -> t
     """Picks sequences from the head of the queue while their known tokens, and the next one, find pages."""
     admitted = []
     for candidate in waiting:
-        num_spare -= pages.needed(candidate, candidate.num_missing + 1)
+        num_spare -= pages.needed_in_all(candidate)
         if num_spare < 0:
             break
         admitted.append(candidate.handle)

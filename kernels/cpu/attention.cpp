@@ -116,12 +116,13 @@ class Rows {
                 for (int v = 0; v < 2 * PANELS; ++v)
                     store(scores_.data() + r * PIECE + panel * PANEL + v * LANES, sums[r][v] * splat(scale_));
         });
+        if (piece.key_scales()) scale(ROWS, piece.num_keys(), piece.key_scales());
         if (soft_cap_) cap(ROWS, piece.num_keys());
         alignas(64) float kept[LANES];
         if (piece.num_keys() == PIECE)
-            weigh<ROWS>(row, begin, std::integral_constant<int, PIECE>(), kept);
+            weigh<ROWS>(row, begin, std::integral_constant<int, PIECE>(), piece.value_scales(), kept);
         else
-            weigh<ROWS>(row, begin, int(piece.num_keys()), kept);
+            weigh<ROWS>(row, begin, int(piece.num_keys()), piece.value_scales(), kept);
         for_panels<ROWS>(num_panels, [&]<int PANELS>(int64_t panel) {
             Floats sums[ROWS][2 * PANELS];
             float* values = segment.values.data() + row * segment.columns + panel * PANEL;
@@ -134,6 +135,13 @@ class Rows {
         });
     }
 
+    // Multiplies the scores of rows by the scales of their keys.
+    void scale(int num_rows, int64_t num_keys, const float* scales) {
+        for (int r = 0; r < num_rows; ++r)
+            for (float *score = scores_.data() + r * PIECE, *end = score + num_keys; score < end; score += LANES)
+                store(score, load(score) * load(scales + (score - end + num_keys)));
+    }
+
     // Caps the scores of rows, which are still to be multiplied by the cap.
     void cap(int num_rows, int64_t num_keys) {
         for (int r = 0; r < num_rows; ++r)
@@ -141,10 +149,10 @@ class Rows {
                 store(score, splat(soft_cap_) * tanh(load(score)));
     }
 
-    // Turns the scores of rows into weights, and tells of each row the factor of what was summed before. The number of keys
-    // is a constant for a full piece: its loops are then unrolled.
+    // Turns the scores of rows into weights, multiplied by the scales of the values, and tells of each row the factor of what
+    // was summed before. The number of keys is a constant for a full piece: its loops are then unrolled.
     template <int ROWS, class Count>
-    void weigh(int64_t row, int64_t begin, Count num_keys, float* kept) {
+    void weigh(int64_t row, int64_t begin, Count num_keys, const float* scales, float* kept) {
         float now[LANES] = {}, powers[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             float* scores = scores_.data() + r * PIECE;
@@ -156,7 +164,7 @@ class Rows {
             for (int i = 0; i < num_keys; i += LANES) {
                 const Floats power = exponential(load(scores + i) - splat(now[r]));
                 all = all + power;
-                store(weights_.data() + r * PIECE + i, power);
+                store(weights_.data() + r * PIECE + i, scales ? power * load(scales + i) : power);
             }
             powers[r] = sum(all);
         }
@@ -194,7 +202,6 @@ template <class T>
 struct Call {
     const T* query;
     int64_t query_stride;
-    const T* kv;
     const int32_t* tables;
     int64_t table_stride;
     const int32_t* context_lens;
@@ -233,14 +240,14 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
     const int64_t group = shape.group();
     const auto walk_of = [&](const Unit& unit) {
         const int32_t* table = call.tables + unit.sequence * call.table_stride;
-        return Walk<T>(shape, call.kv, table, unit.begin, first_visible(shape, call.context_lens[unit.sequence] - 1), unit.end);
+        return Walk(shape, table, unit.begin, first_visible(shape, call.context_lens[unit.sequence] - 1), unit.end);
     };
     const auto out = [&](int64_t sequence, int64_t head) { return call.out + (sequence * shape.num_heads + head) * shape.head_size; };
     std::vector<Sums> parts(num_parts * shape.num_kv_heads);  // [segment][KV head]
     parallel(int64_t(units.size()), [&](int64_t index) {
         auto& rows = own<std::vector<Rows<T>>>();
         auto& piece = own<Piece<T>>();
-        auto& ahead = own<Ahead<T>>();
+        auto& ahead = own<Ahead>();
         auto& totals = own<std::vector<Sums>>();
         const Unit& unit = units[index];
         if (int64_t(rows.size()) < unit.num_heads) rows.resize(unit.num_heads);
@@ -251,8 +258,8 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
             totals[head].reshape(group, rows[head].segment.columns);
             totals[head].clear();
         }
-        Tokens<T> tokens, next;
-        Walk<T> walk = walk_of(unit);
+        Tokens tokens, next;
+        Walk walk = walk_of(unit);
         walk.next(tokens);
         for (int64_t begin = unit.begin; begin < unit.end; begin += PIECE) {
             if (begin + PIECE < unit.end) {
@@ -266,7 +273,7 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
                 piece.pack(shape, tokens, unit.end - begin, unit.first_head + head, ahead);
                 rows[head].attend(piece, begin);
             }
-            std::copy_n(next, PIECE, tokens);
+            tokens = next;
             if ((begin + PIECE) % SEGMENT && begin + PIECE < unit.end) continue;
             for (int64_t head = 0; head < unit.num_heads; ++head) {
                 for (int64_t i = 0; i < group; ++i) totals[head].merge(i, rows[head].segment, i);
@@ -312,7 +319,7 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
     const auto run = [&](const auto& run, const Unit& unit) -> void {
         Rows<T>& rows = own<Rows<T>>();
         Piece<T>& piece = own<Piece<T>>();
-        Ahead<T>& ahead = own<Ahead<T>>();
+        Ahead& ahead = own<Ahead>();
         Sums& total = own<Sums>();
         const int64_t position = call.context_lens[unit.sequence] - starts[unit.sequence + 1] + unit.first_token;
         const int64_t end = position + unit.num_tokens, num_rows = unit.num_tokens * group;
@@ -321,15 +328,15 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
         total.clear();
         const int64_t begin = first_visible(shape, position);
         const int64_t first = begin / PIECE * PIECE;
-        Walk<T> walk(shape, call.kv, call.tables + unit.sequence * call.table_stride, first, begin, end);
-        Tokens<T> tokens, next;
+        Walk walk(shape, call.tables + unit.sequence * call.table_stride, first, begin, end);
+        Tokens tokens, next;
         walk.next(tokens);
         for (int64_t at = first; at < end; at += PIECE) {
             walk.next(next);
             ahead.begin(shape, next, unit.kv_head, 1);
             piece.pack(shape, tokens, end - at, unit.kv_head, ahead);
             rows.attend(piece, at);
-            std::copy_n(next, PIECE, tokens);
+            tokens = next;
             if ((at + PIECE) % SEGMENT && at + PIECE < end) continue;
             for (int64_t row = 0; row < num_rows; ++row) total.merge(row, rows.segment, row);
             rows.segment.clear();
@@ -350,19 +357,21 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
 
 }  // namespace
 
-// query [rows, num_heads, head_size], its rows query_stride elements apart; out [rows, num_heads, head_size]. The first num_decodes
+// query [rows, num_heads, head_size], its rows query_stride elements apart; out [rows, num_heads, head_size]. kv: one layer of
+// what is `kept`, with strides in bytes, and scales of bfloat16 where that is codes, as many bytes apart. The first num_decodes
 // sequences have one row each; the rows of the others end at cu_query_lens [num_sequences + 1]. window and soft_cap:
 // 0 for none; sinks [num_heads]: null for none.
-extern "C" void baton_attention(int dtype, const void* query, int64_t query_stride, const void* kv, int64_t page_stride,
-                                int64_t plane_stride, int64_t head_stride, int64_t block_size, const int32_t* tables,
-                                int64_t table_stride, const int32_t* context_lens, const int32_t* cu_query_lens,
-                                int64_t num_sequences, int64_t num_decodes, int64_t num_heads, int64_t num_kv_heads,
-                                int64_t head_size, float scale, int64_t window, float soft_cap, const float* sinks, void* out) {
-    const Shape shape{num_heads,  num_kv_heads, head_size, page_stride, plane_stride, head_stride,
-                      block_size, scale,        window ? window : std::numeric_limits<int32_t>::max(),
-                      soft_cap,   sinks};
+extern "C" void baton_attention(int dtype, const void* query, int64_t query_stride, int kept, const void* kv, const void* scales,
+                                int64_t page_stride, int64_t plane_stride, int64_t head_stride, int64_t block_size,
+                                const int32_t* tables, int64_t table_stride, const int32_t* context_lens,
+                                const int32_t* cu_query_lens, int64_t num_sequences, int64_t num_decodes, int64_t num_heads,
+                                int64_t num_kv_heads, int64_t head_size, float scale, int64_t window, float soft_cap,
+                                const float* sinks, void* out) {
     FOR_DTYPE(dtype, {
-        const Call<T> call{(const T*)query, query_stride, (const T*)kv, tables, table_stride, context_lens, cu_query_lens, (T*)out};
+        const Shape shape{num_heads, num_kv_heads, head_size, Kept(kept), (const char*)kv, (const char*)scales,
+                          page_stride, plane_stride, head_stride, block_size, kept == PLAIN ? int64_t(sizeof(T)) : 1,
+                          scale, window ? window : std::numeric_limits<int32_t>::max(), soft_cap, sinks};
+        const Call<T> call{(const T*)query, query_stride, tables, table_stride, context_lens, cu_query_lens, (T*)out};
         decode(shape, call, num_decodes);
         prefill(shape, call, num_decodes, num_sequences);
     })

@@ -31,6 +31,8 @@ class DECODES(ctypes.c_int64):
 Argument = Tensor | int | float | None
 
 DTYPE_TO_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KEPT_TO_CODE = {torch.int8: 1, torch.float8_e4m3fn: 2}
+"""Else 0: pages of the compute dtype. As in dtypes.h."""
 PANEL, GROUP = 32, 64
 """As in products.h and linear.cpp."""
 POINTER, SIZE, CODE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -42,10 +44,10 @@ KERNELS: dict[str, list[type]] = {
     "gate": [CODE, POINTER, ROWS, SIZE, POINTER],
     "rotate_and_write": [
         *[CODE, POINTER, POINTER, POINTER, REAL, POINTER, POINTER],
-        *[ROWS, *[SIZE] * 3, POINTER, *[SIZE] * 4, POINTER],
+        *[ROWS, *[SIZE] * 3, CODE, POINTER, POINTER, *[SIZE] * 4, POINTER],
     ],
     "attention": [
-        *[CODE, POINTER, SIZE, POINTER, *[SIZE] * 4, POINTER, SIZE, POINTER, POINTER],
+        *[CODE, POINTER, SIZE, CODE, POINTER, POINTER, *[SIZE] * 4, POINTER, SIZE, POINTER, POINTER],
         *[SEQUENCES, DECODES, *[SIZE] * 3, REAL, SIZE, REAL, POINTER, POINTER],
     ],
 }
@@ -136,7 +138,7 @@ class CpuBackend:
         self._call(
             "rotate_and_write", DTYPE_TO_CODE[qkv.dtype], qkv, heads.query_norm, heads.key_norm, heads.norm_eps,
             angles.cosines, angles.sines, len(qkv), heads.num_queries, heads.num_kv, heads.size,
-            pages.data, *pages.data.stride()[:3], pages.data.shape[3], slot_mapping,
+            *_described(pages), slot_mapping,
         )  # fmt: skip
         return qkv.view(len(qkv), -1, heads.size)[:, : heads.num_queries]
 
@@ -152,7 +154,7 @@ class CpuBackend:
         _, num_heads, head_size = query.shape
         self._call(
             "attention", DTYPE_TO_CODE[query.dtype], query, query.stride(0),
-            pages.data, *pages.data.stride()[:3], pages.data.shape[3],
+            *_described(pages),
             tables.block_tables, tables.block_tables.stride(0), tables.context_lens, tables.cu_query_lens,
             len(tables.context_lens), tables.num_decodes,
             num_heads, pages.data.shape[2], head_size,
@@ -234,6 +236,18 @@ class Program:
         for kind, number in ((ROWS, num_rows), (SEQUENCES, num_sequences), (DECODES, num_decodes)):
             self._words[self._at[kind]] = number
         self._replay(self._address, self._num_calls)
+
+
+def _described(pages: KVPages) -> tuple[Argument, ...]:
+    """Tells what a layer of pages keeps, where it lies, the strides in bytes, and the block size."""
+    data, scales = pages.data, pages.scales
+    strides = [stride * data.itemsize for stride in data.stride()[:3]]
+    if scales is not None:
+        others = [stride * scales.itemsize for stride in scales.stride()[:3]]
+        # The stride of a dimension of one is anything.
+        if any(size > 1 and a != b for size, a, b in zip(scales.shape, strides, others, strict=False)):
+            raise ValueError("the scales of pages must be as many bytes apart as their codes")
+    return KEPT_TO_CODE.get(data.dtype, 0), data, scales, *strides, data.shape[3]
 
 
 @cache

@@ -1,9 +1,12 @@
-// The C interface: its dtypes, 0 float32, 1 bfloat16, 2 float16; and its kernels as calls that can be recorded.
+// The C interface: its dtypes, 0 float32, 1 bfloat16, 2 float16; what pages keep; and its kernels as calls that can be recorded.
 #pragma once
 
 #include <utility>
 
 #include "floats.h"
+
+// The numbers in pages of KV: those of the compute dtype, or codes of eight bits with a scale for each token's head.
+enum Kept : int { PLAIN, INT8, FP8 };
 
 // Runs a statement with T as the dtype.
 #define FOR_DTYPE(dtype, ...)  \

@@ -23,6 +23,10 @@ struct f16 {
     uint16_t bits;
 };
 
+struct fp8 {  // e4m3: no infinity; its NaN is never written
+    uint8_t bits;
+};
+
 inline float bits_to_float(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
@@ -52,6 +56,9 @@ inline float to_float(f16 value) {
 }
 #endif
 
+// A float with the exponent of an fp8, times 2^120, is the fp8: exactly, subnormal ones too.
+inline float to_float(fp8 value) { return bits_to_float(uint32_t(value.bits & 0x80) << 24 | uint32_t(value.bits & 0x7f) << 20) * 0x1p120f; }
+
 // Rounds to the nearest, ties to even.
 inline void from_float(float value, float* out) { *out = value; }
 
@@ -77,6 +84,16 @@ inline void from_float(float value, f16* out) {
 }
 #endif
 
+// At most 127, or 448, either way.
+inline void from_float(float value, int8_t* out) { *out = int8_t(std::nearbyint(value)); }
+
+inline void from_float(float value, fp8* out) {
+    const uint32_t bits = float_to_bits(value), magnitude = bits & 0x7fffffff;
+    const uint32_t normal = (magnitude - 0x3c000000 + 0x7ffff + (magnitude >> 20 & 1)) >> 20;
+    const uint32_t subnormal = float_to_bits(bits_to_float(magnitude) + 0x1p14f) - 0x46800000;  // its last bit stands for 2^-9
+    out->bits = uint8_t(bits >> 24 & 0x80 | (magnitude < 0x3c800000 ? subnormal : normal));
+}
+
 #if defined(__AVX512F__)
 
 struct Floats {
@@ -91,6 +108,11 @@ inline Floats load(const bf16* p) {
 }
 inline Floats load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 inline Floats load(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+inline Floats load(const fp8* p) {
+    const __m512i bytes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)), sign = _mm512_set1_epi32(int(0x80000000));
+    const __m512i rest = _mm512_and_si512(_mm512_slli_epi32(bytes, 20), _mm512_set1_epi32(0x07f00000));
+    return {_mm512_mul_ps(_mm512_castsi512_ps(_mm512_or_si512(_mm512_and_si512(bytes, sign), rest)), _mm512_set1_ps(0x1p120f))};
+}
 inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
 inline void store(bf16* p, Floats a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
 inline void store(f16* p, Floats a) {
@@ -123,6 +145,15 @@ inline Floats load(const f16* p) {
 inline Floats load(const int8_t* p) {
     const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+inline __m256 widen_fp8(__m128i eight) {
+    const __m256i bytes = _mm256_cvtepi8_epi32(eight), sign = _mm256_set1_epi32(int(0x80000000));
+    const __m256i rest = _mm256_and_si256(_mm256_slli_epi32(bytes, 20), _mm256_set1_epi32(0x07f00000));
+    return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(bytes, sign), rest)), _mm256_set1_ps(0x1p120f));
+}
+inline Floats load(const fp8* p) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+    return {widen_fp8(bytes), widen_fp8(_mm_srli_si128(bytes, 8))};
 }
 inline void store(float* p, Floats a) {
     _mm256_storeu_ps(p, a.lo);

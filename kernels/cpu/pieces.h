@@ -4,13 +4,17 @@
 #include <type_traits>
 #include <vector>
 
+#include "dtypes.h"
 #include "products.h"
 
 constexpr int PIECE = 2 * PANEL;
 
 struct Shape {
     int64_t num_heads, num_kv_heads, head_size;
-    int64_t page_stride, plane_stride, head_stride, block_size;  // of KV, in elements
+    Kept kept;
+    const char *kv, *scales;  // scales: where those of the first block are, null for none
+    int64_t page_stride, plane_stride, head_stride, block_size;  // of KV and of its scales, in bytes
+    int64_t item_bytes;
     float scale;
     int64_t window;  // tokens that a row sees, itself included
     float soft_cap;  // 0 for none
@@ -18,6 +22,7 @@ struct Shape {
     int64_t group() const { return num_heads / num_kv_heads; }
     const float* sink(int64_t head) const { return sinks ? sinks + head : nullptr; }
     int64_t num_panels() const { return (head_size + PANEL - 1) / PANEL; }
+    int64_t token_bytes() const { return head_size * item_bytes + (scales ? sizeof(bf16) : 0); }  // of a head's key, or value
 };
 
 // The dtype in which scores and values are multiplied: bf16 where the machine does, else float32.
@@ -60,49 +65,51 @@ inline void in_order(Floats& first, Floats& second) {
 #endif
 }
 
-// The tokens of a piece: where the first KV head of each has its key, null for one that is not seen. The key of another
-// head lies head_stride behind it, a value one plane behind its key.
-template <class T>
-using Tokens = const T* [PIECE];
+// The tokens of a piece: where the first KV head of each has its key, null for one that is not seen, and the key's scale. The
+// key of another head lies head_stride behind it, a value one plane behind its key, and so do their scales.
+struct Tokens {
+    const char *keys[PIECE], *scales[PIECE];
+};
 
 // Goes through the tokens of a sequence piece by piece.
-template <class T>
 class Walk {
    public:
     // Begins at a position; first_visible to end - 1 are seen.
-    Walk(const Shape& shape, const T* kv, const int32_t* block_table, int64_t position, int64_t first_visible, int64_t end)
-        : kv_(kv), block_(block_table + position / shape.block_size), page_stride_(shape.page_stride), block_size_(shape.block_size),
-          head_size_(shape.head_size), offset_(position % shape.block_size), num_hidden_(first_visible - position), num_left_(end - position) {}
+    Walk(const Shape& shape, const int32_t* block_table, int64_t position, int64_t first_visible, int64_t end)
+        : kv_(shape.kv), scales_(shape.scales), block_(block_table + position / shape.block_size), page_stride_(shape.page_stride),
+          block_size_(shape.block_size), row_bytes_(shape.head_size * shape.item_bytes), offset_(position % shape.block_size),
+          num_hidden_(first_visible - position), num_left_(end - position) {}
 
-    void next(Tokens<T>& tokens) {
-        for (const T*& token : tokens) {
-            token = num_left_-- <= 0 ? nullptr : kv_ + *block_ * page_stride_ + offset_ * head_size_;
-            if (num_hidden_-- > 0) token = nullptr;
+    void next(Tokens& tokens) {
+        for (int64_t i = 0; i < PIECE; ++i) {
+            const char*& key = tokens.keys[i];
+            key = num_left_-- <= 0 ? nullptr : kv_ + *block_ * page_stride_ + offset_ * row_bytes_;
+            if (num_hidden_-- > 0) key = nullptr;
+            if (scales_ && key) tokens.scales[i] = scales_ + *block_ * page_stride_ + offset_ * sizeof(bf16);
             if (++offset_ == block_size_) ++block_, offset_ = 0;
         }
     }
 
    private:
-    const T* kv_;
+    const char *kv_, *scales_;
     const int32_t* block_;
-    int64_t page_stride_, block_size_, head_size_, offset_, num_hidden_, num_left_;
+    int64_t page_stride_, block_size_, row_bytes_, offset_, num_hidden_, num_left_;
 };
 
 // Keys and values that come after those at work. They are brought nearer a few lines at a time and in the order in which
 // they lie: a burst of lines would hold up the work.
-template <class T>
 class Ahead {
    public:
-    // Begins with a piece: its tokens, with num_heads KV heads from first_head on.
-    void begin(const Shape& shape, const Tokens<T>& tokens, int64_t first_head, int64_t num_heads) {
+    // Begins with a piece: its tokens, with num_heads KV heads from first_head on. Scales lie behind the tokens of a block.
+    void begin(const Shape& shape, const Tokens& tokens, int64_t first_head, int64_t num_heads) {
         const int64_t tokens_per_run = std::min<int64_t>(PIECE, shape.block_size);
-        run_bytes_ = tokens_per_run * shape.head_size * sizeof(T);
+        run_bytes_ = tokens_per_run * shape.token_bytes();
         runs_.clear();
         run_ = done_bytes_ = 0;
         for (int64_t token = 0; token < PIECE; token += tokens_per_run)
-            for (int64_t plane = 0; plane < 2 && tokens[token]; ++plane)
+            for (int64_t plane = 0; plane < 2 && tokens.keys[token]; ++plane)
                 for (int64_t head = first_head; head < first_head + num_heads; ++head)
-                    runs_.push_back((const char*)(tokens[token] + plane * shape.plane_stride + head * shape.head_stride));
+                    runs_.push_back(tokens.keys[token] + plane * shape.plane_stride + head * shape.head_stride);
     }
 
     void bring(int64_t num_bytes) {
@@ -127,14 +134,19 @@ class Piece {
    public:
     // Packs the first num_tokens of a piece, or all if there are fewer, and brings nearer as much of what comes next. Tokens that are not seen become
     // zeros, for even the weight 0 would not keep an infinity out of a sum.
-    void pack(const Shape& shape, const Tokens<T>& tokens, int64_t num_tokens, int64_t kv_head, Ahead<T>& ahead) {
+    void pack(const Shape& shape, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Ahead& ahead) {
         reshape(shape);
-        for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) add(tokens + num_keys_, kv_head * shape.head_stride, ahead);
+        for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
+            add(tokens.keys + num_keys_, kv_head * shape.head_stride, ahead);
+            if (shape.scales) add_scales(tokens, kv_head * shape.head_stride);
+        }
     }
 
     int64_t num_keys() const { return num_keys_; }  // a multiple of LANES
     const F* keys() const { return keys_.data(); }
     const F* values() const { return values_.data(); }
+    const float* key_scales() const { return kept_ ? key_scales_ : nullptr; }  // of num_keys() keys, 0 for one that is not seen
+    const float* value_scales() const { return kept_ ? value_scales_ : nullptr; }
     int64_t key_steps() const { return head_size_ / DEPTH; }
     int64_t key_panel_stride() const { return head_size_ * PANEL; }
     static constexpr int64_t value_panel_stride() { return PIECE * PANEL; }
@@ -142,6 +154,8 @@ class Piece {
    private:
     void reshape(const Shape& shape) {
         plane_stride_ = shape.plane_stride;
+        token_bytes_ = shape.token_bytes();
+        kept_ = shape.kept;
         if (shape.head_size == head_size_) return;
         head_size_ = shape.head_size;
         columns_ = shape.num_panels() * PANEL;
@@ -151,16 +165,16 @@ class Piece {
     }
 
     // Packs sixteen more tokens.
-    void add(const T* const* tokens, int64_t head_offset, Ahead<T>& ahead) {
+    void add(const char* const* tokens, int64_t head_offset, Ahead& ahead) {
         const F* rows[LANES];
         for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i], head_offset, i);
         F* columns = keys_.data() + num_keys_ / PANEL * key_panel_stride();
         transpose((const uint32_t* const*)rows, key_steps(), (uint32_t*)columns + num_keys_ % PANEL, PANEL);
-        ahead.bring(LANES * head_size_ * sizeof(T));
+        ahead.bring(LANES * token_bytes_);
         for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i], head_offset + plane_stride_, i);
         for (int64_t i = 0; i < LANES; i += DEPTH) {
             pack_values(rows + i, values_.data() + (num_keys_ + i) * PANEL);
-            ahead.bring(DEPTH * head_size_ * sizeof(T));
+            ahead.bring(DEPTH * token_bytes_);
         }
     }
 
@@ -171,17 +185,42 @@ class Piece {
             std::memcpy(out, rows[0] + begin, std::min<int64_t>(PANEL, head_size_ - begin) * sizeof(float));
     }
 
-    // A token's head as factors: where it lies if it has their dtype, else widened into one of our rows; zeros for no token.
-    const F* read(const T* token, int64_t offset, int64_t row) {
+    // A token's head as factors: where it lies if it has their dtype, else widened, scales left out, into one of our rows; zeros for no token.
+    const F* read(const char* token, int64_t offset, int64_t row) {
         if (!token) return rows_.data() + LANES * columns_;
+        if (kept_ == INT8) return widened((const int8_t*)(token + offset), row);
+        if (kept_ == FP8) return widened((const fp8*)(token + offset), row);
         if constexpr (std::is_same_v<T, F>)
-            return token + offset;
-        else {
-            convert(token + offset, rows_.data() + row * columns_, head_size_);
-            return rows_.data() + row * columns_;
+            return (const F*)(token + offset);
+        else
+            return widened((const T*)(token + offset), row);
+    }
+
+    template <class K>
+    const F* widened(const K* head, int64_t row) {
+        F* out = rows_.data() + row * columns_;
+        convert(head, out, head_size_);
+        return out;
+    }
+
+    void add_scales(const Tokens& tokens, int64_t head_offset) {
+        const int64_t last = num_keys_ + LANES - 1;
+        const bool are_seen = tokens.keys[num_keys_] && tokens.keys[last];
+        if (are_seen && tokens.scales[last] - tokens.scales[num_keys_] == (LANES - 1) * int64_t(sizeof(bf16))) {  // of one block
+            const char* scales = tokens.scales[num_keys_] + head_offset;
+            store(key_scales_ + num_keys_, load((const bf16*)scales));
+            store(value_scales_ + num_keys_, load((const bf16*)(scales + plane_stride_)));
+            return;
+        }
+        for (int64_t i = num_keys_; i < num_keys_ + LANES; ++i) {
+            const char* scale = tokens.keys[i] ? tokens.scales[i] + head_offset : nullptr;
+            key_scales_[i] = scale ? to_float(*(const bf16*)scale) : 0;
+            value_scales_[i] = scale ? to_float(*(const bf16*)(scale + plane_stride_)) : 0;
         }
     }
 
-    int64_t head_size_ = 0, columns_ = 0, plane_stride_ = 0, num_keys_ = 0;
+    int64_t head_size_ = 0, columns_ = 0, plane_stride_ = 0, token_bytes_ = 0, num_keys_ = 0;
+    Kept kept_ = PLAIN;
+    float key_scales_[PIECE], value_scales_[PIECE];
     std::vector<F> keys_, values_, rows_;
 };

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "floats.h"
 
@@ -93,11 +94,16 @@ constexpr int MAX_ROWS = 3;
 #endif
 
 inline void convert(const bf16* from, bf16* to, int64_t count) { std::memcpy(to, from, count * sizeof(bf16)); }
-template <class T>
-inline void convert(const T* from, float* to, int64_t count) {
+template <class T, class F>
+inline void convert(const T* from, F* to, int64_t count) {
     int64_t i = 0;
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<F, bf16>)  // whole vectors: two halves could not be read again at once
+        for (; i + PANEL <= count; i += PANEL)
+            _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(load(from + i + LANES).v, load(from + i).v));
+#endif
     for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
-    for (; i < count; ++i) to[i] = to_float(from[i]);
+    for (; i < count; ++i) from_float(to_float(from[i]), to + i);
 }
 
 // Sixteen rows of `count` words of 32 bits become columns: out[word][row], rows of `out` `stride` words apart.

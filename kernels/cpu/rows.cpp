@@ -61,8 +61,11 @@ void gate(const T* gates, const T* ups, int64_t columns, T* out) {
     });
 }
 
-// One layer of paged KV [num_pages, 2, num_kv_heads, block_size, head_dim]: strides in elements, a token's head contiguous.
+// One layer of paged KV [num_pages, 2, num_kv_heads, block_size, head_dim]: strides in bytes, a token's head contiguous. scales
+// [num_pages, 2, num_kv_heads, block_size] of codes, with the same strides.
 struct Layer {
+    Kept kept;
+    char *kv, *scales;
     int64_t page_stride, plane_stride, head_stride, block_size;
 };
 
@@ -70,10 +73,31 @@ struct Heads {
     int64_t num_queries, num_kv, size;
 };
 
+// Rounds a head to codes, the largest of them `most`, and returns what they are to be multiplied by: NaN for a head with
+// infinity or NaN.
+template <class T, class K>
+bf16 quantize(const T* head, int64_t size, float most, K* codes) {
+    Floats largest_of = splat(0), zeros = splat(0);
+    for_columns(size, [&](int64_t i, int count) {
+        const Floats value = load_some(head + i, count);
+        largest_of = max(largest_of, max(value, splat(0) - value));
+        zeros = fma(value, splat(0), zeros);
+    });
+    bf16 scale;
+    from_float(largest(largest_of) * (1 / most) + sum(zeros), &scale);
+    const float divisor = to_float(scale) > 0 ? to_float(scale) : 1;
+    for_columns(size, [&](int64_t i, int count) {
+        float values[LANES];
+        store(values, load_some(head + i, count) / splat(divisor));
+        for (int j = 0; j < count; ++j) from_float(std::max(-most, std::min(most, values[j])), codes + i + j);
+    });
+    return scale;
+}
+
 // A token's row of queries, keys and values: queries are rotated in place, keys and values go to the token's slot.
 template <class T>
 void rotate_and_write(T* row, const T* query_norm, const T* key_norm, float eps, const float* cosines, const float* sines,
-                      Heads heads, T* kv, Layer layer, int64_t slot) {
+                      Heads heads, const Layer& layer, int64_t slot) {
     for (int64_t head = 0; head < heads.num_queries + heads.num_kv; ++head) {
         T* here = row + head * heads.size;
         const T* norm = head < heads.num_queries ? query_norm : key_norm;
@@ -81,12 +105,21 @@ void rotate_and_write(T* row, const T* query_norm, const T* key_norm, float eps,
         rotate(here, cosines, sines, heads.size / 2);
     }
     if (slot < 0) return;
-    T* place = kv + slot / layer.block_size * layer.page_stride + slot % layer.block_size * heads.size;
+    const int64_t page = slot / layer.block_size * layer.page_stride, offset = slot % layer.block_size;
     const T* keys = row + heads.num_queries * heads.size;
     for (int64_t head = 0; head < heads.num_kv; ++head)
-        for (int64_t plane = 0; plane < 2; ++plane)
-            std::memcpy(place + plane * layer.plane_stride + head * layer.head_stride,
-                        keys + (plane * heads.num_kv + head) * heads.size, heads.size * sizeof(T));
+        for (int64_t plane = 0; plane < 2; ++plane) {
+            const int64_t block = page + plane * layer.plane_stride + head * layer.head_stride;
+            const T* from = keys + (plane * heads.num_kv + head) * heads.size;
+            char* to = layer.kv + block + offset * heads.size * (layer.kept == PLAIN ? sizeof(T) : 1);
+            bf16* scale = (bf16*)(layer.scales + block) + offset;
+            if (layer.kept == INT8)
+                *scale = quantize(from, heads.size, 127, (int8_t*)to);
+            else if (layer.kept == FP8)
+                *scale = quantize(from, heads.size, 448, (fp8*)to);
+            else
+                std::memcpy(to, from, heads.size * sizeof(T));
+        }
 }
 
 }  // namespace
@@ -108,18 +141,18 @@ extern "C" void baton_gate(int dtype, const void* gate_up, int64_t num_rows, int
 }
 
 // qkv [rows, (num_queries + 2 * num_kv) * head_size], changed in place; query_norm, key_norm [head_size] or null;
-// cosines, sines [rows, head_size / 2]; slots [rows], -1 for no write.
+// cosines, sines [rows, head_size / 2]; kv and scales as in `Layer`; slots [rows], -1 for no write.
 extern "C" void baton_rotate_and_write(int dtype, void* qkv, const void* query_norm, const void* key_norm, float eps,
                                        const float* cosines, const float* sines, int64_t num_rows,
-                                       int64_t num_queries, int64_t num_kv, int64_t head_size, void* kv, int64_t page_stride,
-                                       int64_t plane_stride, int64_t head_stride, int64_t block_size, const int64_t* slots) {
+                                       int64_t num_queries, int64_t num_kv, int64_t head_size, int kept, void* kv,
+                                       void* scales, int64_t page_stride, int64_t plane_stride, int64_t head_stride,
+                                       int64_t block_size, const int64_t* slots) {
     const Heads heads{num_queries, num_kv, head_size};
-    const Layer layer{page_stride, plane_stride, head_stride, block_size};
+    const Layer layer{Kept(kept), (char*)kv, (char*)scales, page_stride, plane_stride, head_stride, block_size};
     const int64_t columns = (num_queries + 2 * num_kv) * head_size, half = head_size / 2;
     FOR_DTYPE(dtype, for_each_row(num_rows, [&](int64_t row) {
                   rotate_and_write((T*)qkv + row * columns, (const T*)query_norm, (const T*)key_norm, eps,
-                                   cosines + row * half, sines + row * half, heads, (T*)kv, layer,
-                                   slots[row]);
+                                   cosines + row * half, sines + row * half, heads, layer, slots[row]);
               }))
 }
 

@@ -32,10 +32,10 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory_port import DirectoryPort
 from wire.errors import StoreError
 from wire.frame import CHECKSUM_BYTES, checksum_of
-from wire.identity import NONCE_BYTES, PROOF_BYTES, Identity, is_proven, prove
 from wire.ids import BlockKey
 from wire.keys import BlockName
 from wire.tier import ColdStatus, Tier
+from wire.trust.identity import NONCE_BYTES, PROOF_BYTES, Identity, is_proven, prove
 
 MAX_KEYS = 4096
 KEY_BYTES = 32

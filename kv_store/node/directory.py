@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kv_store.eviction_order import Worth
+from kv_store.eviction_order import EvictionOrder, Worth
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.claims import Holds, Leases, Reservations
 from kv_store.node.copies import Copies
@@ -58,7 +58,7 @@ def _exclusive(method: Callable[Concatenate["Directory", P], T]) -> Callable[Con
 class Directory(DirectoryPort):
     """Holds no bytes; thread-safe; `clock` is monotonic, in seconds.
 
-    high_water, writes: as of `kv_store.node.copies.Copies`.
+    order: in which blocks are evicted. high_water, writes: as of `kv_store.node.copies.Copies`.
     """
 
     def __init__(
@@ -68,11 +68,12 @@ class Directory(DirectoryPort):
         *,
         arena_path: str = "",
         block_bytes: int = 0,
+        order: type[EvictionOrder] = EvictionOrder,
         high_water: float = 0.75,
         writes: Mapping[Tier, Write] | None = None,
     ) -> None:
         self._info = DirectoryInfo(secrets.token_hex(8), arena_path, num_slots, block_bytes)
-        self._ledger = Ledger(num_slots)
+        self._ledger = Ledger(num_slots, order)
         self._leases = Leases(self._ledger, clock)
         self._holds = Holds(self._ledger, clock)
         self._reservations = Reservations(self._ledger)
@@ -80,6 +81,7 @@ class Directory(DirectoryPort):
         self._num_read = Counter[bool]()
         self._copies = Copies(self._ledger, writes or {}, high_water)
         self._cold: dict[Tier, ColdStatus] = {}
+        self._owners: dict[bytes, int] = {}
         self._max_held = num_slots * _MAX_HELD_SHARE
         self._lock = threading.Lock()
 
@@ -179,6 +181,17 @@ class Directory(DirectoryPort):
         return self._copies.want_all()
 
     @_exclusive
+    def set_shares(self, shares: Mapping[bytes, float]) -> None:
+        """Bounds the slots of namespaces, by their roots' digests: beyond its share, a namespace's own go first."""
+        for digest in shares:
+            self._owners.setdefault(digest, len(self._owners) + 1)
+        self._ledger.max_owned = {
+            self._owners[digest]: int(share * self._info.num_slots) for digest, share in shares.items()
+        }
+        for block in self._found():
+            self._ledger.give(block.slot, self._owners.get(block.name.root_digest, 0))
+
+    @_exclusive
     def note_cold(self, cold: ColdStatus) -> None:
         """Notes a cold tier as its writer finds it, for the processes that only read there."""
         self._cold[cold.tier] = cold
@@ -252,7 +265,8 @@ class Directory(DirectoryPort):
 
     def _publish(self, block: Block) -> None:
         worth = Worth.TAIL if block.name.is_tail else Worth.ONLY_COPY
-        if self._ledger.publish(block.slot, block.name.key, worth, block.name.parent):
+        owner = self._owners.get(block.name.root_digest, 0)
+        if self._ledger.publish(block.slot, block.name.key, worth, block.name.parent, owner):
             self._blocks.put(block)
             if not block.name.is_tail:
                 self._copies.begin(block.slot)

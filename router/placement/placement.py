@@ -83,6 +83,10 @@ class Placement:
         addresses = [one.info.block_address for one in holders if one.info.node_id != member.info.node_id]
         return list(dict.fromkeys(filter(None, addresses)))[:MAX_SOURCES]
 
+    def only(self, worker_id: WorkerId) -> "Placement":
+        """Returns a placement on this worker, whose role has no other. Raises WorkerNotFound."""
+        return Placement(self._members.only(worker_id), self._prefixes, self._block_size, self._wait_s)
+
     def wake(self) -> None:
         """Lets requests that wait look again: the members have changed."""
         self._changed.set()

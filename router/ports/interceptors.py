@@ -3,8 +3,9 @@
 A handler's bug becomes INTERNAL with an opaque id; the log has the rest.
 """
 
+import hmac
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +17,45 @@ from grpc_status import rpc_status
 from router.ports.arrivals import Context, Pace, take_all, take_one
 from wire import errors
 from wire.errors import BatonError
+from wire.rpc import TOKEN_METADATA, asks_for_health
 from wire.rpc_status import to_status
+from wire.trust.key_ring import KeyRing, Scope
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """An interceptor that refuses calls without a key of its scope, before their message is there. Health needs none.
+
+    token: opens the port, too.
+    """
+
+    def __init__(self, keys: KeyRing, scope: Scope, token: str = "") -> None:
+        self._keys = keys
+        self._scope = scope
+        self._token = token.encode()
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        metadata = tuple(handler_call_details.invocation_metadata or ())
+        if not asks_for_health(handler_call_details) and not self._has_token(metadata):
+            try:
+                self._keys.admit(credentials_of(metadata), self._scope)
+            except BatonError as error:
+                return grpc.stream_unary_rpc_method_handler(partial(_refuse, _status_of(error)))
+        return await continuation(handler_call_details)
+
+    def _has_token(self, metadata: Metadata) -> bool:
+        given = str(dict(metadata).get(TOKEN_METADATA, "")).encode()
+        return bool(self._token) and hmac.compare_digest(given, self._token)
+
+
+def credentials_of(metadata: Metadata | None) -> list[str]:
+    """Returns the `authorization` fields of a call, of which there should be one."""
+    return [str(value) for name, value in metadata or () if name == "authorization"]
+
+
+async def _refuse(status: Any, _messages: Any, context: Context) -> None:
+    await context.abort_with_status(status)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

@@ -6,17 +6,22 @@ from typing import Any
 import grpc.aio
 
 from router.router import Router
-from wire.errors import BatonError
+from wire.errors import BatonError, Cancelled
 from wire.ids import WorkerId
 from wire.pb import cluster_pb2
+from wire.pb import inference_pb2 as pb
 from wire.pb.cluster_pb2_grpc import ClusterServicer
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a router answers: clients, the command line, and Prometheus, which may have no address: ""."""
+    """Where a router answers: clients, the command line, and Prometheus, which may have no address: "".
+
+    local: where clients on this machine need no TLS; the public address, where that is so there.
+    """
 
     public: str
+    local: str
     operator: str
     metrics: str = ""
 
@@ -52,9 +57,28 @@ class ClusterApi(ClusterServicer):
         await self._port.drain(WorkerId(request.worker_id))
         return cluster_pb2.DrainResponse()
 
+    async def Probe(self, request: cluster_pb2.ProbeRequest, context: Context) -> cluster_pb2.ProbeResponse:  # noqa: N802
+        sampling = pb.SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+        asked = pb.GenerateRequest(token_ids=request.prompt, sampling_params=sampling)
+        opened = self._router.dispatcher.open_on(WorkerId(request.worker_id), asked, context.time_remaining())
+        answer = cluster_pb2.ProbeResponse()
+        try:
+            async for response in opened.outbox:
+                answer.token_ids.extend(response.chunk.token_ids)
+                answer.timeline.MergeFrom(response.complete.timeline)
+        finally:
+            opened.stop(Cancelled("the caller went away"))
+        return answer
+
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Context) -> cluster_pb2.ShutdownResponse:  # noqa: N802
         await self._port.shutdown()
         return cluster_pb2.ShutdownResponse()
+
+    async def ReloadKeys(  # noqa: N802
+        self, request: cluster_pb2.ReloadKeysRequest, context: Context
+    ) -> cluster_pb2.ReloadKeysResponse:
+        await self._port.reload_keys()
+        return cluster_pb2.ReloadKeysResponse()
 
     async def _add_events(self, status: cluster_pb2.ClusterStatus) -> None:
         """A cluster whose controller is gone still serves, and its status can still be read."""

@@ -4,25 +4,29 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from router.config import LOOPBACK
 from router.ports.arrivals import ArrivalLimit
 from router.ports.inference import InferenceApi
-from router.ports.interceptors import ErrorInterceptor
+from router.ports.interceptors import ErrorInterceptor, KeyInterceptor
 from router.ports.operator import Addresses, ClusterApi
 from router.router import Router
-from wire.errors import ConfigError
+from wire.errors import BatonError, ConfigError
 from wire.pb import cluster_pb2, inference_pb2
 from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
 from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
-from wire.rpc import SERVER_OPTIONS, TokenInterceptor, listen, port_taken
+from wire.rpc import SERVER_OPTIONS, listen, port_taken
+from wire.trust.certificates import Certificates
+from wire.trust.key_ring import KeyRing, Scope
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +45,11 @@ class RouterServer:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._health = health.aio.HealthServicer()
-        token = TokenInterceptor(router.config.cluster.token)
+        callers = KeyInterceptor(router.keys, Scope.GENERATE)
+        operators = KeyInterceptor(router.keys, Scope.OPERATE, router.config.cluster.token)
         self._arrivals = ArrivalLimit(router.dispatcher, _GENERATE)
-        self._public = self._server(_INFERENCE, [ErrorInterceptor(self._arrivals.arriving)])
-        self._operator = self._server(_CLUSTER, [token, ErrorInterceptor()])
+        self._public = self._server(_INFERENCE, [callers, ErrorInterceptor(self._arrivals.arriving)])
+        self._operator = self._server(_CLUSTER, [operators, ErrorInterceptor()])
         self._metrics: MetricsServer | None = None
 
     @property
@@ -60,7 +65,7 @@ class RouterServer:
             await self.stop()
             raise
         router, config = self._router, self._router.config
-        inference = InferenceApi(config.model, router.dispatcher, config.streams)
+        inference = InferenceApi(config.model, router.dispatcher, config.streams, router.keys)
         cluster = ClusterApi(router, addresses)
         add_InferenceServicer_to_server(inference, self._public)
         add_ClusterServicer_to_server(cluster, self._operator)
@@ -82,10 +87,15 @@ class RouterServer:
 
     def _bind(self) -> Addresses:
         listeners = self._router.config.listeners
+        tls = None if listeners.tls is None else Certificates(listeners.tls)
         if listeners.metrics_port is not None:
-            self._metrics = MetricsServer(self._router.metrics.registry, listeners.host, listeners.metrics_port)
+            host = LOOPBACK if tls else listeners.host
+            registry, keys = self._router.metrics.registry, self._router.keys
+            self._metrics = MetricsServer(registry, keys, host, listeners.metrics_port)
+        public = listen(self._public, listeners.host, listeners.grpc_port, tls)
         return Addresses(
-            listen(self._public, listeners.host, listeners.grpc_port),
+            public,
+            public if tls is None else listen(self._public, LOOPBACK, listeners.local_port),
             listen(self._operator, LOOPBACK, listeners.operator_port),
             self._metrics.address if self._metrics is not None else "",
         )
@@ -101,16 +111,22 @@ class RouterServer:
 
 
 class MetricsServer:
-    """Prometheus' own HTTP server over a registry, from its making to `stop`, on threads of its own."""
+    """Prometheus' own HTTP application over a registry, from its making to `stop`, on threads of its own.
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+    Wants a key with the scope `metrics`, where there are keys.
+    """
+
+    def __init__(self, registry: CollectorRegistry, keys: KeyRing, host: str, port: int) -> None:
         """Port 0 takes a free one. Raises ConfigError if the port is taken."""
+        values = {"timeout": SCRAPER_TIMEOUT_S, "slots": threading.Semaphore(MAX_SCRAPERS)}
+        scrape = type("Scrape", (_Scrape,), values)
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            app = _guarded(make_wsgi_app(registry), keys)
+            self._server = make_server(host, port, app, ThreadingWSGIServer, scrape)
         except OSError as error:
             raise port_taken(host, port) from error
-        values = {"timeout": SCRAPER_TIMEOUT_S, "slots": threading.Semaphore(MAX_SCRAPERS)}
-        self._server.RequestHandlerClass = type("Scrape", (_Scrape,), values)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         self.address = f"{host}:{self._server.server_port}"
 
     def stop(self) -> None:
@@ -118,6 +134,20 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _guarded(app: Any, keys: KeyRing) -> Any:
+    def guarded(environ: Any, start_response: Any) -> Any:
+        given = [environ["HTTP_AUTHORIZATION"]] if "HTTP_AUTHORIZATION" in environ else []
+        try:
+            keys.admit(given, Scope.METRICS)
+        except BatonError as error:
+            status = HTTPStatus(error.status.http)
+            start_response(f"{status.value} {status.phrase}", [("WWW-Authenticate", "Bearer")])
+            return [error.message.encode()]
+        return app(environ, start_response)
+
+    return guarded
 
 
 class _Scrape(WSGIRequestHandler):

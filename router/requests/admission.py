@@ -15,6 +15,10 @@ class Admission:
         self._running: set[RequestId] = set()
 
     @property
+    def retry_after_s(self) -> float:
+        return self._bounds.retry_after_s
+
+    @property
     def num_queued(self) -> int:
         return len(self._queued_bytes)
 

@@ -5,6 +5,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from router.config import StreamBounds
@@ -12,18 +13,21 @@ from router.observe.record import OK, RequestRecord, outcome_of
 from router.requests.admission import Admission
 from router.requests.flow import Flow, Order, Services
 from router.requests.outbox import Outbox
+from router.requests.quotas import Quotas
 from router.requests.validator import Limits, ValidPrompt, encode, require_known, require_may_fit, valid_text, validate
 from text.codec import TextCodec
 from wire import errors
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, Overloaded, RequestNotFound, Unavailable
-from wire.ids import NamespaceRoot, RequestId
+from wire.ids import NamespaceRoot, RequestId, WorkerId, qualified
 from wire.pb import inference_pb2 as pb
+from wire.trust.key_ring import ANYONE, Key
 
 log = logging.getLogger(__name__)
 
 MAX_TOKENIZING = 64
 """Texts of Tokenize at a time, each of which may have as many bytes as a message."""
 TOKENIZE_AGAIN_S = 1.0
+ROOT_BYTES = 32
 LAST_WORD_S = 0.05
 """How long before its deadline a request ends: its client is to hear why, before its own gRPC gives up."""
 
@@ -41,16 +45,17 @@ class OpenRequest:
         services: Services,
         outbox: Outbox,
         on_first_token: Callable[[RequestId], None],
-        on_end: Callable[[RequestId], None],
+        on_end: Callable[[RequestId, int], None],
     ) -> None:
-        """on_first_token, on_end: called with the request's id, the latter once."""
+        """on_first_token, on_end: called with the request's name, the latter once, with its tokens."""
         self.outbox = outbox
         self.request_id = order.request_id
+        self._name = order.name
         self._metrics = services.metrics
         self._on_end = on_end
         self._reason: BatonError | None = None
         self._loop = asyncio.get_running_loop()
-        self._flow = Flow(order, services, outbox, lambda: on_first_token(order.request_id), self.stop)
+        self._flow = Flow(order, services, outbox, lambda: on_first_token(order.name), self.stop)
         self._task = asyncio.create_task(self._flow.serve())
         self._task.add_done_callback(self._ended)
         self._life_s = order.life_s
@@ -68,10 +73,10 @@ class OpenRequest:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._deadline.cancel()
-        self._on_end(self.request_id)
         error, flow = self._error_of(task), self._flow
         del self._flow  # it refers to this object: the two, and the text, would stay until garbage is looked for
         summary = flow.summary
+        self._on_end(self._name, summary.num_prompt_tokens + summary.num_output_tokens)
         timeline = flow.timeline.finish(self._loop.time())
         if error is None:
             complete = flow.complete
@@ -82,7 +87,7 @@ class OpenRequest:
         else:
             self.outbox.fail(error)
         outcome = OK if error is None else outcome_of(error)
-        record = RequestRecord(self.request_id, outcome, summary, flow.timing.ttft_s, timeline)
+        record = RequestRecord(self._name, outcome, summary, flow.timing.ttft_s, timeline)
         self._metrics.ended(record)
         log.info("request ended", extra=record.values)
 
@@ -97,7 +102,7 @@ class OpenRequest:
         except BatonError as error:
             return error.with_traceback(None)
         except Exception as error:
-            return errors.report(error, request_id=self.request_id)
+            return errors.report(error, request_id=self._name)
         return None
 
     def _out_of_time(self) -> DeadlineExceeded:
@@ -110,20 +115,21 @@ class OpenRequest:
 class Dispatcher:
     """All open requests: checks and admits each, starts its task, forgets it at its end.
 
-    limits: what fits into the cluster as it is now. root: the namespace root of all requests.
+    limits: what fits into the cluster as it is now. root_of: a tenant's namespace root.
     """
 
     def __init__(
         self,
         services: Services,
-        root: NamespaceRoot,
+        root_of: Callable[[str], NamespaceRoot],
         admission: Admission,
         bounds: StreamBounds,
         limits: Callable[[], Limits],
     ) -> None:
-        self.root = root
+        self.root_of = root_of
         self._services = services
         self._admission = admission
+        self._quotas = Quotas(admission.retry_after_s)
         self._bounds = bounds
         self._limits = limits
         self._open: dict[RequestId, OpenRequest] = {}
@@ -149,18 +155,29 @@ class Dispatcher:
             self._admission.require_room()
             yield
 
-    def open(self, request: pb.GenerateRequest, time_left_s: float | None) -> OpenRequest:
+    def open(self, request: pb.GenerateRequest, time_left_s: float | None, caller: Key = ANYONE) -> OpenRequest:
         """Starts a request, or raises InvalidRequest or Overloaded at once. None: it has no deadline."""
         with self._refusals_counted():
-            return self._begin(request, time_left_s)
+            return self._begin(request, time_left_s, self._services, self.root_of(caller.tenant), caller)
 
-    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+    def open_on(self, worker_id: WorkerId, request: pb.GenerateRequest, time_left_s: float | None) -> OpenRequest:
+        """Starts a request on one worker, under a root drawn for it: no cache has any of it. Raises as `open` does.
+
+        Raises WorkerNotFound, too.
+        """
+        pinned = replace(self._services, placement=self._services.placement.only(worker_id))
+        return self._begin(request, time_left_s, pinned, NamespaceRoot(secrets.token_bytes(ROOT_BYTES)), ANYONE)
+
+    async def tokenize(self, request: pb.TokenizeRequest, caller: Key = ANYONE) -> pb.TokenizeResponse:
         """Returns the tokens of a text. Raises InvalidRequest, Unsupported, DeadlineExceeded, or Overloaded at once."""
         services, limits = self._services, self._limits()
         prompt = valid_text(request)
         require_may_fit(prompt, services.codec, limits)
         if self._num_tokenizing >= MAX_TOKENIZING:
             raise Overloaded("as many texts are being tokenized as may be", TOKENIZE_AGAIN_S)
+        clock = asyncio.get_running_loop().time
+        self._quotas.require_room(caller, clock())
+        self._quotas.enter(caller, clock())
         self._num_tokenizing += 1
         try:
             async with asyncio.timeout(self._bounds.max_deadline_s):
@@ -170,15 +187,19 @@ class Dispatcher:
             raise DeadlineExceeded("the text was not tokenized in time") from error
         finally:
             self._num_tokenizing -= 1
+            self._quotas.leave(caller, 0, clock())
 
     def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         """Returns the text of token ids. Raises InvalidRequest."""
         require_known(request.token_ids, self._limits())
         return pb.DetokenizeResponse(text=self._services.codec.decode(request.token_ids))
 
-    async def abort(self, request_id: RequestId) -> None:
-        """Ends a request with Cancelled; returns when its id is free again. Raises RequestNotFound."""
-        request = self._open.get(request_id)
+    async def abort(self, request_id: RequestId, caller: Key = ANYONE) -> None:
+        """Ends a request with Cancelled; returns when its id is free again.
+
+        Raises RequestNotFound, for a request of another tenant too.
+        """
+        request = self._open.get(qualified(caller.tenant, request_id))
         if request is None:
             raise RequestNotFound("no request of that id is running")
         request.stop(Cancelled("the request was aborted", request_id=request_id))
@@ -194,27 +215,38 @@ class Dispatcher:
         problems = self._admission.check()
         if len(self._open) != self.num_queued + self.num_running:
             problems.append(f"{len(self._open)} requests are open, {self.num_queued + self.num_running} admitted")
-        return problems
+        return problems + self._quotas.check(len(self._open) + self._num_tokenizing)
 
-    def _begin(self, request: pb.GenerateRequest, time_left_s: float | None) -> OpenRequest:
+    def _begin(
+        self,
+        request: pb.GenerateRequest,
+        time_left_s: float | None,
+        services: Services,
+        root: NamespaceRoot,
+        caller: Key,
+    ) -> OpenRequest:
         now_s = asyncio.get_running_loop().time()
         limits = self._limits()
         valid = validate(request, limits)
         require_may_fit(valid.prompt, self._services.codec, limits)
         request_id = valid.request_id or RequestId(secrets.token_hex(12))
-        self._admission.admit(request_id, request.ByteSize())
+        name = qualified(caller.tenant, request_id)
+        self._quotas.require_room(caller, now_s)
+        self._admission.admit(name, request.ByteSize())
         max_s = self._bounds.max_deadline_s
         life_s = max_s if time_left_s is None else min(time_left_s, max_s)
         deadline_s = now_s + life_s - min(LAST_WORD_S, life_s / 10)
-        order = Order(request_id, valid, limits, self.root, now_s, life_s, deadline_s)
+        order = Order(request_id, name, valid, limits, root, now_s, life_s, deadline_s)
         outbox = Outbox(self._bounds.max_buffered_events)
-        opened = OpenRequest(order, self._services, outbox, self._admission.started, self._leave)
-        self._open[request_id] = opened
+        opened = OpenRequest(order, services, outbox, self._admission.started, partial(self._leave, caller))
+        self._quotas.enter(caller, now_s)
+        self._open[name] = opened
         return opened
 
-    def _leave(self, request_id: RequestId) -> None:
-        self._admission.leave(request_id)
-        del self._open[request_id]
+    def _leave(self, caller: Key, name: RequestId, num_tokens: int) -> None:
+        self._admission.leave(name)
+        self._quotas.leave(caller, num_tokens, asyncio.get_running_loop().time())
+        del self._open[name]
 
     @contextmanager
     def _refusals_counted(self) -> Iterator[None]:

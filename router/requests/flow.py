@@ -87,10 +87,13 @@ class Services:
 class Order:
     """A request that was let in. `root` is its tenant's; times are of the event loop's clock.
 
+    name: the request id as it is known behind the ports, which tells the tenant.
+
     life_s: the deadline as the client gave it, or the longest there is. deadline_s: a moment before it is over.
     """
 
     request_id: RequestId
+    name: RequestId
     valid: ValidRequest
     limits: Limits
     root: NamespaceRoot
@@ -131,7 +134,7 @@ class Flow:
         self._loop = asyncio.get_running_loop()
         self._attempts = Attempts()
         self._is_alone = False
-        self._attempt_id = AttemptId(order.request_id, 0)
+        self._attempt_id = AttemptId(order.name, 0)
         self._prepared: Prepared | None = None
         self._answer: Answer | None = None
         self._prompt_answer: PromptAnswer | None = None
@@ -149,7 +152,7 @@ class Flow:
             self._is_alone = step is NextStep.RETRY_ALONE
             self.timeline.begin_span("wait_trial")
             try:
-                async with self._services.suspects.alone(self._order.request_id) if self._is_alone else nullcontext():
+                async with self._services.suspects.alone(self._order.name) if self._is_alone else nullcontext():
                     if self._is_alone:
                         self._end_span("wait_trial")
                     await self._attempt()
@@ -184,7 +187,7 @@ class Flow:
 
     async def _attempt(self) -> None:
         """Goes through prefill and decode; leaves prefill out where a token is out or decode is done sooner."""
-        self._attempt_id = AttemptId(self._order.request_id, next(self._services.attempt_numbers))
+        self._attempt_id = AttemptId(self._order.name, next(self._services.attempt_numbers))
         self._has_read_cache = False
         if not self.answer.num_tokens:
             self._prefill_worker = self._cached = None
@@ -196,7 +199,7 @@ class Flow:
             return
         node_id = placement.prefill_node(keys, num_prompt, lambda node_id: holds.budgets[node_id].has_room)
         self.timeline.begin_span("wait_room")
-        async with holds.hold(self._attempt_id, keys, node_id) as hold:
+        async with holds.hold(self._attempt_id, self.prepared.held_keys, node_id) as hold:
             self._end_span("wait_room")
             member = placement.choose_prefill(keys, num_prompt, hold.node_id)
             if member is not None:
@@ -282,7 +285,7 @@ class Flow:
             for chunk in self.answer.accept(update.choices):
                 self._send(chunk)
             if self._is_alone and not self._attempts.is_in_vain(self.answer.num_tokens):
-                self._services.suspects.clear(self._order.request_id)
+                self._services.suspects.clear(self._order.name)
             spans.extend(update.end.spans)
             return not self.answer.worker_goes_on
 

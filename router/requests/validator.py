@@ -12,6 +12,7 @@ from wire.convert import sampling_from_pb
 from wire.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from wire.ids import REQUEST_ID, BlockKey, NamespaceRoot, RequestId
 from wire.keys import cover
+from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_TURNS
 from wire.sampling import MAX_TOLD_PROMPT_LEN, SamplingParams
@@ -30,13 +31,13 @@ class Limits:
     vocab_size: int
     max_context_len: int
     num_blocks: int
-    block_size: int
+    layout: KVLayout
     aliases: tuple[str, ...] = ()
 
     @property
     def max_sequence_len(self) -> int:
         """Tokens, prompt and output, that one choice may have."""
-        return min(self.max_context_len, self.num_blocks * self.block_size)
+        return self.layout.max_len(self.num_blocks, self.max_context_len)
 
 
 ValidPrompt = Chat | Rendered | str | tuple[int, ...]
@@ -57,12 +58,14 @@ class ValidRequest:
 class Prepared:
     """A request ready for workers. `keys` name all blocks of the prompt, a partly filled last one included.
 
+    held_keys: the ones that a decode worker fetches.
     echo: the prompt's text, if it was asked for. shown: special tokens that are part of the answer's text.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     keys: tuple[BlockKey, ...]
+    held_keys: tuple[BlockKey, ...]
     echo: str = ""
     shown: Sequence[str] = ()
 
@@ -108,10 +111,13 @@ def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: Namespa
     encoded = encode(valid.prompt, codec)
     sampling = resolve(valid, encoded, limits, secrets.randbits(SEED_BITS))
     prompt_ids = tuple(encoded)
-    keys = tuple(name.key for name in cover(root, prompt_ids, limits.block_size))
+    names = cover(root, prompt_ids, limits.layout.block_size)
+    keys = tuple(name.key for name in names)
+    held_keys = keys[limits.layout.first_block(len(prompt_ids)) :]
     echo = _echo(valid, prompt_ids, codec) if sampling.echo else ""
     marks = valid.prompt.call_marks if isinstance(valid.prompt, Rendered) else ()
-    return Prepared(prompt_ids, sampling, keys, echo, marks if sampling.skip_special_tokens else codec.special_tokens)
+    shown = marks if sampling.skip_special_tokens else codec.special_tokens
+    return Prepared(prompt_ids, sampling, keys, held_keys, echo, shown)
 
 
 def _echo(valid: ValidRequest, prompt_ids: Sequence[int], codec: TextCodec) -> str:

@@ -35,6 +35,10 @@ class ControllerPort(Protocol):
         """Starts to stop every actor of the cluster, the router's own among them; returns before that."""
         ...
 
+    async def reload_keys(self) -> None:
+        """Returns when every door goes by the keys that are in the cluster's file now."""
+        ...
+
     async def events(self) -> Sequence[ClusterEvent]:
         """The last ones, newest last."""
         ...
@@ -52,6 +56,7 @@ class LocalController:
         self.drained: list[WorkerId] = []
         self.lost: list[WorkerId] = []
         self.is_shut_down = False
+        self.num_reloads = 0
         self._events: list[ClusterEvent] = []
 
     async def scale(self, prefill: int | None, decode: int | None) -> PoolSizes:
@@ -68,6 +73,10 @@ class LocalController:
 
     async def shutdown(self) -> None:
         self.is_shut_down = True
+
+    async def reload_keys(self) -> None:
+        self._require_running()
+        self.num_reloads += 1
 
     async def events(self) -> Sequence[ClusterEvent]:
         self._require_running()

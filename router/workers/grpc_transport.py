@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 import grpc.aio
 
 from wire.errors import Unauthenticated, Unavailable
-from wire.identity import NONCE_BYTES, Identity
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerStub
 from wire.rpc import LINE_OPTIONS, NONCE_METADATA, first_of_line, open_channel
 from wire.rpc_status import from_rpc_error
+from wire.trust.identity import NONCE_BYTES, Identity
 
 _OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 """Else gRPC shares a connection, and the growing time between two tries at it, with lines that have ended."""

@@ -113,6 +113,18 @@ class Members:
     def ready(self, role: Role) -> list[Member]:
         return [member for member in self if member.role is role and member.state is WorkerState.READY]
 
+    def only(self, worker_id: WorkerId) -> "Members":
+        """Returns the worker alone, as the only one of its role; with it, if it prefills, all decode workers.
+
+        Raises WorkerNotFound for a worker that is not ready.
+        """
+        chosen = Members(self._fingerprint, self._layout)
+        if (member := self[worker_id]).state is not WorkerState.READY:
+            raise WorkerNotFound("the worker takes no work now", worker_id=worker_id)
+        for one in [member, *(self.ready(Role.DECODE) if member.role is Role.PREFILL else [])]:
+            chosen.add(one)
+        return chosen
+
     @property
     def num_pool_blocks(self) -> int | None:
         """Blocks of the smallest pool that a request may meet; None without workers."""

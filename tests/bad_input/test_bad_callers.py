@@ -15,10 +15,10 @@ from tests.bad_input.raw_http2 import raw_http2
 from tests.local_worker import TOKEN
 from wire.convert import error_from_pb, sampling_to_pb
 from wire.errors import InvalidRequest
-from wire.identity import NONCE_BYTES
 from wire.pb import inference_pb2, worker_pb2
 from wire.rpc import NONCE_METADATA, TOKEN_METADATA, first_of_line
 from wire.sampling import SamplingParams
+from wire.trust.identity import NONCE_BYTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

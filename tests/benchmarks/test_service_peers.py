@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks import service_peers
-from benchmarks.latency import Record
 from benchmarks.peers import EngineFailed
 from benchmarks.service_peers import compare, make_served_model, tabulate, vllm_service
+from deploy.load.latency import Record
 
 SHELL = """#!/bin/sh
 echo "no such model: $5" >&2

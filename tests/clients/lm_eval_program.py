@@ -17,7 +17,7 @@ class Bytes:
         return list(text.encode())
 
 
-class Completions(LocalCompletionsAPI):
+class Completions(LocalCompletionsAPI):  # type: ignore[misc]
     """The same client, which needs no tokenizer of the hub."""
 
     def tok_encode(self, string: Any, **_: Any) -> Any:

@@ -3,11 +3,13 @@
 import json
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.baton_service import num_in_use
 from tests.cluster.served_cluster import ServedCluster, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -34,6 +36,31 @@ def test_curl_is_answered_and_a_gateway_that_dies_comes_back(tmp_path: Path) -> 
         wait_until(lambda: curl(address, "/ready", check=False) == "{}", "the gateway is back")
         assert json.loads(curl(address, "/v1/chat/completions", chat))["usage"]["prompt_tokens"]
         assert cluster.status()["http_address"] == address
+    finally:
+        cluster.run("down")
+    assert cluster.left_behind() == []
+
+
+def test_a_gateway_that_dies_under_load_takes_its_own_requests_and_no_others(tmp_path: Path) -> None:
+    cluster = ServedCluster(f"k{os.getpid()}", tmp_path)
+    cluster.do("up", "--prefill", "1", "--decode", "1", "--grpc-port", "0", "--redis-url", "off")
+    try:
+        asked = (",".join(map(str, range(40, 90))), "--json", "--max-tokens", "1500", "--ignore-eos")
+        expected = json.loads(cluster.do("generate", "--token-ids", *asked))["token_ids"]
+        orphan = {"prompt": QUESTION, "max_tokens": 1900, "n": 16, "ignore_eos": True, "stream": True}
+        address = cluster.status()["http_address"]
+        with ThreadPoolExecutor() as threads:
+            orphans = [threads.submit(curl, address, "/v1/completions", orphan, check=False) for _ in range(3)]
+            wait_until(lambda: cluster.status()["num_running"] == len(orphans), "the gateway's requests run")
+            others = [cluster.start("generate", "--token-ids", *asked) for _ in range(2)]
+            wait_until(lambda: cluster.status()["num_running"] == len(orphans) + len(others), "the others run, too")
+            cluster.actor("gateway").kill()
+            assert not [one for one in orphans if "[DONE]" in one.result()]
+        wait_until(lambda: cluster.status()["num_running"] <= len(others), "the orphans are gone")
+        assert [other.poll() for other in others] == [None] * len(others), "the orphans would have ended by themselves"
+        assert [json.loads(other.communicate(timeout=60)[0])["token_ids"] for other in others] == [expected] * 2
+        wait_until(lambda: not num_in_use(cluster.status()), "all pages, leases and holds are given back")
+        cluster.do("status", "--check")
     finally:
         cluster.run("down")
     assert cluster.left_behind() == []

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,20 @@ def test_a_bad_request_is_refused_by_name_and_the_next_is_served(
     assert named in refused.stderr
     assert refused.stderr.count("\n") == 1
     assert cluster.generate([1, 2, 3], "--max-tokens", "2", "--ignore-eos")["usage"]["completion_tokens"] == 2
+
+
+def test_the_doctor_finds_nothing_wrong(cluster: ServedCluster) -> None:
+    checks = json.loads(cluster.do("doctor", "--json"))["checks"]
+    assert {one["verdict"] for one in checks.values()} == {"ok"}
+    assert checks["tokens"]["found"] == "2 workers give the same 8 tokens"
+
+
+@pytest.mark.parametrize("door", ["gRPC", "HTTP"])
+def test_a_bench_of_either_door(cluster: ServedCluster, door: str, tmp_path: Path) -> None:
+    flags = ["--url", f"http://{cluster.status()['http_address']}/v1"] if door == "HTTP" else []
+    load = ["--rate", "20", "--num-requests", "10", "--input-len", "50", "--output-len", "6", "--prefix-len", "32"]
+    cluster.do("bench", *flags, *load, "--json", str(tmp_path / "figures.json"))
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["summary"]["num_ended"] == 10
+    assert {sum(count for _, count in one["chunks"]) for one in figures["requests"]} == {6}
+    assert figures["summary"]["cached_prompt_share"] > 0

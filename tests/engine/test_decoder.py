@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine.model.decoder import Decoder
 from kernels.backend import KVPages
+from kernels.cpu.library import best_isa
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, choose_prompt, make_checkpoint, shard
+from tests.kernels.backends import make_backend
 from tests.paged_run import PagedRun, generate
 from wire.errors import ConfigError
 
@@ -83,6 +86,31 @@ def test_half_precision_stays_close_to_float32(checkpoint: Checkpoints, dtype: s
 def first_logits(model: Decoder, prompt: tuple[int, ...]) -> torch.Tensor:
     run = PagedRun(model, [prompt], 1)
     return model.forward(run.batch([(run.rows[0], len(prompt))]), KVPages(run.kv))
+
+
+@pytest.mark.parametrize("kernels", ["torch", best_isa()])
+@pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.02), ("fp8", 0.1)])
+def test_quantized_kv_stays_close_to_transformers(
+    checkpoint: Checkpoints, kernels: str, kv_dtype: str, most: float
+) -> None:
+    """Logits of a whole prompt, which reads its own tokens quantized, and of one more token over it."""
+    folder = checkpoint("qwen3")
+    prompt = choose_prompt(folder, 100).prompt_ids
+    with torch.inference_mode():
+        dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(torch.tensor([prompt])).logits
+    model = Decoder.load(folder, "float32", CPU, 16, make_backend(kernels), kv_dtype)
+    run = PagedRun(model, [prompt], 1)
+    for end in (len(prompt) - 1, len(prompt)):
+        run.rows[0].tokens = list(prompt[:end])
+        batch = run.batch([(run.rows[0], end - run.rows[0].num_computed)])
+        logits = model.forward(batch, KVPages(run.kv, run.scales))
+        assert 0 < (logits[0] - dense[0, end - 1]).abs().max() < most * dense[0].abs().max()
+        run.rows[0].num_computed = end
+
+
+def test_an_unknown_kv_dtype_is_refused(checkpoint: Checkpoints) -> None:
+    with pytest.raises(ConfigError, match="unknown KV dtype int3; known: auto, int8, fp8"):
+        Decoder.load(checkpoint("qwen3"), None, CPU, 16, kv_dtype="int3")
 
 
 def test_dtype_is_float32_on_a_cpu_unless_told_otherwise(tmp_path: Path) -> None:

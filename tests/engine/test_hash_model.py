@@ -22,7 +22,7 @@ def test_generates_what_its_oracle_says(dtype: str, chunk_len: int) -> None:
     assert generate(model, PROMPTS, 20, chunk_len) == [model.oracle(prompt, 20) for prompt in PROMPTS]
 
 
-def test_pages_may_stand_apart_as_in_a_padded_pool() -> None:
+def test_pages_may_stand_apart() -> None:
     run = PagedRun(MODEL, PROMPTS, 20)
     pool = torch.zeros(len(run.kv), LAYOUT.block_bytes // 4)
     run.kv = pool[:, : LAYOUT.payload_bytes // 4].view(-1, *LAYOUT.shape)

@@ -31,7 +31,11 @@ NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
 ARCHITECTURES = ("llama-gqa", "mistral-window", "qwen3")
-MODELS = [(best_isa(), "bfloat16"), (best_isa(), "float32"), ("torch", "bfloat16"), ("torch", "float32")]
+MODELS = [
+    *[(best_isa(), dtype, kept) for dtype, kept in (("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8"))],
+    *[("torch", dtype, kept) for dtype, kept in (("bfloat16", "auto"), ("float32", "auto"), ("float32", "fp8"))],
+]
+"""Kernels, compute dtype and KV dtype."""
 
 Tokens = list[tuple[int, Logprobs | None]]
 Key = tuple[int, SamplingParams]
@@ -118,8 +122,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module", params=MODELS, ids="-".join)
 def model(request: pytest.FixtureRequest, folder: Path) -> Decoder:
-    kernels, dtype = request.param
-    return Decoder.load(folder, dtype, torch.device("cpu"), 16, make_backend(kernels))
+    kernels, dtype, kept = request.param
+    return Decoder.load(folder, dtype, torch.device("cpu"), 16, make_backend(kernels), kept)
 
 
 class Alone(dict[Key, Tokens]):

@@ -17,7 +17,7 @@ from tests.faults.mortal_transport import MortalTransport
 from tests.kv_store.fake_clock import FakeClock
 from tests.local_cluster.cluster import LocalCluster, Parts, Sizes
 from wire.directory import Block, Hold
-from wire.ids import NamespaceRoot, RequestId
+from wire.ids import DEFAULT_TENANT, NamespaceRoot, RequestId
 from wire.keys import BlockName, cover
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
@@ -114,7 +114,7 @@ class FaultyCluster(LocalCluster):
 
     def names_of(self, prompt: Sequence[int]) -> list[BlockName]:
         """Of the blocks of a prompt, as the router and the workers name them."""
-        return cover(self.router.dispatcher.root, prompt, self._plain_model.layout.block_size)
+        return cover(self.router.dispatcher.root_of(DEFAULT_TENANT), prompt, self._plain_model.layout.block_size)
 
     def blocks(self) -> list[Block]:
         """What is found in the arena."""

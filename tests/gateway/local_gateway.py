@@ -4,20 +4,30 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, MutableMapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 from baton import AsyncClient
 from baton.client import AsyncStream
-from baton.request import Message, Options, Prompt, make_detokenize_request, make_request, make_tokenize_request
+from baton.request import (
+    Message,
+    Metadata,
+    Options,
+    Prompt,
+    make_detokenize_request,
+    make_request,
+    make_tokenize_request,
+)
 from baton.results import Model, Tokens
 from gateway.app import Gateway
 from router.config import RouterConfig
+from router.ports.interceptors import credentials_of
 from router.requests.dispatch import OpenRequest
 from router.router import Router
 from tests.router.fake_cluster import CONFIG, WAIT_S, FakeCluster, running
 from wire.errors import Cancelled
 from wire.pb import inference_pb2 as pb
+from wire.trust.key_ring import NO_KEYS, KeyList, KeyRing, Scope
 
 TIMEOUT_S = 20.0
 
@@ -30,7 +40,7 @@ class LocalClient(AsyncClient):
         self._router = router
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
-        return AsyncStream(LocalCall(self._router, make_request(prompt, options)), TIMEOUT_S)
+        return AsyncStream(LocalCall(self._router, make_request(prompt, options), self._metadata), TIMEOUT_S)
 
     async def tokenize(self, prompt: str | Sequence[Message]) -> Tokens:
         answer = await self._router.dispatcher.tokenize(make_tokenize_request(prompt))
@@ -38,6 +48,9 @@ class LocalClient(AsyncClient):
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return self._router.dispatcher.detokenize(make_detokenize_request(token_ids)).text
+
+    async def require_ready(self) -> None:
+        """The router is in this process."""
 
     async def list_models(self) -> tuple[Model, ...]:
         model = self._router.config.model
@@ -56,13 +69,15 @@ class LocalClient(AsyncClient):
 class LocalCall:
     """A call of Generate, which begins when it is read."""
 
-    def __init__(self, router: Router, request: pb.GenerateRequest) -> None:
+    def __init__(self, router: Router, request: pb.GenerateRequest, metadata: Metadata) -> None:
         self._router = router
         self._request = request
+        self._metadata = metadata
         self._opened: OpenRequest | None = None
 
     async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
-        self._opened = self._router.dispatcher.open(self._request, TIMEOUT_S)
+        caller = self._router.keys.admit(credentials_of(self._metadata), Scope.GENERATE)
+        self._opened = self._router.dispatcher.open(self._request, TIMEOUT_S, caller)
         async for response in self._opened.outbox:
             yield response
 
@@ -107,7 +122,7 @@ class LocalGateway:
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
         self.client = LocalClient(cluster.router)
-        self.app = Gateway([self.client])
+        self.app = Gateway([self.client], KeyRing(cluster.router.config.keys))
         self.gone = asyncio.Event()
 
     async def get(self, path: str) -> Answer:
@@ -149,9 +164,9 @@ class LocalGateway:
 
 
 @asynccontextmanager
-async def serving(config: RouterConfig = CONFIG) -> AsyncIterator[LocalGateway]:
+async def serving(keys: KeyList = NO_KEYS, config: RouterConfig = CONFIG) -> AsyncIterator[LocalGateway]:
     """A gateway before a prefill and a decode worker; the model is called `fake`."""
-    async with running(1, 1, config) as cluster:
+    async with running(1, 1, replace(config, keys=keys)) as cluster:
         gateway = LocalGateway(cluster)
         yield gateway
         await gateway.client.close()

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.gateway.local_gateway import LocalGateway, serving
 from tests.router.fake_cluster import CONFIG, until
 from wire.errors import Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
+from wire.trust.key_ring import KeyRing
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": "hello", "max_tokens": 1}
@@ -37,7 +39,7 @@ async def test_models(gateway: LocalGateway) -> None:
 
 
 async def test_names_of_one_model() -> None:
-    async with serving(replace(CONFIG, model=replace(CONFIG.model, aliases=("b",)))) as gateway:
+    async with serving(config=replace(CONFIG, model=replace(CONFIG.model, aliases=("b",)))) as gateway:
         assert [one["id"] for one in (await gateway.get("/v1/models")).json["data"]] == ["fake", "b"]
         assert (await gateway.get("/v1/models/b")).json["id"] == "b"
         answers = [(await gateway.post(COMPLETIONS, {**BODY, **named})).json for named in ({}, {"model": "b"})]
@@ -107,6 +109,28 @@ async def test_a_body_that_is_too_long(gateway: LocalGateway) -> None:
     for answer in (said, sent):
         assert (answer.status, answer.headers["connection"]) == (413, "close")
         assert answer.error["code"] == "request_entity_too_large"
+
+
+@pytest.mark.parametrize("body", ['{"prompt": [%s1]}', '{"prompt": "a", "stop": "%s"}'])
+async def test_a_body_of_more_values_than_contexts_have(gateway: LocalGateway, body: str) -> None:
+    answer = await gateway.post(COMPLETIONS, (body % ("1," * (exchange.MAX_COMMAS + 1))).encode())
+    assert (answer.status, answer.error["code"]) == (413, "request_entity_too_large")
+
+
+async def test_large_bodies_take_turns(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[float] = []
+    parse, loop = exchange.Request.parse, asyncio.get_running_loop()
+
+    def note(request: exchange.Request) -> None:
+        parsed.append(loop.time())
+        parse(request)
+
+    monkeypatch.setattr(exchange.Request, "parse", note)
+    body = json.dumps(BODY).encode() + b" " * app_module.SMALL_BYTES
+    large = [asyncio.create_task(gateway.post(COMPLETIONS, body)) for _ in range(3)]
+    assert {(await one).status for one in large} == {200}
+    turn_s = len(body) / app_module.PARSED_BYTES_PER_S
+    assert all(after - before >= turn_s for before, after in pairwise(parsed))
 
 
 async def test_a_body_that_does_not_come(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +283,7 @@ async def metrics_before(gateway: LocalGateway, answer: bytes) -> bytes:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        gateway.app = Gateway([gateway.client], f"{host}:{port}")
+        gateway.app = Gateway([gateway.client], KeyRing(), f"{host}:{port}")
         return (await gateway.get("/metrics")).body
 
 
@@ -279,7 +303,7 @@ async def test_a_router_that_is_away(gateway: LocalGateway, monkeypatch: pytest.
     async def away() -> None:
         raise Unavailable("the router is away")
 
-    monkeypatch.setattr(gateway.client, "list_models", away)
+    monkeypatch.setattr(gateway.client, "require_ready", away)
     answer = await gateway.get("/ready")
     assert (answer.status, answer.headers["retry-after"]) == (503, "1")
     assert answer.error["type"] == "server_error"

@@ -1,16 +1,23 @@
 """The port itself: rough connections over real sockets, before an application that answers every request."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from gateway import connections
+from gateway.config import GatewayConfig
 from gateway.connections import HttpServer
 from tests.router.fake_cluster import WAIT_S, until
 from wire.errors import ConfigError
 
+KERNELS_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+)
 GET = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -71,8 +78,8 @@ class Served:
         self.app, self._port = app, port
         self._clients: list[Client] = []
 
-    async def connect(self, sent: bytes = b"") -> Client:
-        client = Client(*await asyncio.open_connection("127.0.0.1", self._port))
+    async def connect(self, sent: bytes = b"", source: str = "127.0.0.1") -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self._port, local_addr=(source, 0)))
         client.writer.write(sent)
         self._clients.append(client)
         return client
@@ -144,10 +151,43 @@ async def test_an_offer_of_another_protocol_is_passed_over(served: Served) -> No
     await served.require_unharmed()
 
 
-@pytest.mark.parametrize("host", [b"x/?", b"x/#", b"[::", b"x y", b""])
-async def test_a_host_changes_no_path(served: Served, host: bytes) -> None:
+HOSTS = {
+    b"x/?": 400,
+    b"x/#": 400,
+    b"[::": 400,
+    b"x y": 400,
+    b"": 400,
+    b"x:99999999": 400,
+    b"a@localhost": 400,
+    b"evil.example": 400,
+    b"localhost.evil.example": 400,
+    b"localhost\r\nHost: localhost": 400,
+    b"localhost\r\nHost: evil.example": 400,
+    b"192.0.2.7": 400,
+    b"localhost": 200,
+    b"LocalHost:8000": 200,
+    b"127.0.0.1:1": 200,
+    b"[::1]:8000": 200,
+    b"llm.example.org": 200,
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+async def test_hosts_that_a_request_may_ask_for(host: bytes) -> None:
+    app = App()
+    server = HttpServer(app, GatewayConfig(host_names=("LLM.example.org",)).knows_host)
+    served = Served(app, int((await server.start("127.0.0.1", 0)).rpartition(":")[2]))
     client = await served.connect(b"GET /a HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
-    assert await client.status() in (200, 400)
+    assert (await client.status(), app.num_requests) == (HOSTS[host], int(HOSTS[host] == 200))
+    if HOSTS[host] == 400:
+        assert await client.is_closed()
+    await served.close()
+    await server.stop()
+
+
+async def test_only_http_1_0_may_do_without_a_host(served: Served) -> None:
+    assert await (await served.connect(b"GET /a HTTP/1.0\r\n\r\n")).status() == 200
+    assert await (await served.connect(b"GET /a HTTP/1.1\r\n\r\n")).status() == 400
 
 
 async def test_trailers_are_counted_too(served: Served) -> None:
@@ -197,6 +237,40 @@ async def test_more_connections_than_may_be(served: Served, monkeypatch: pytest.
             pass
 
 
+async def test_one_address_has_no_more_connections_than_it_may(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS_AN_ADDRESS", 2)
+    first, _, third = [await served.connect(source="127.0.0.2") for _ in range(3)]
+    assert await third.status() == 503
+    assert await third.is_closed()
+    for source in ("127.0.0.3", "127.0.0.1", "127.0.0.1", "127.0.0.1"):  # this machine's own address has no such bound
+        assert await (await served.connect(GET, source)).status() == 200
+    first.writer.close()
+    async with asyncio.timeout(WAIT_S):
+        while await (await served.connect(GET, "127.0.0.2")).status() != 200:
+            pass
+
+
+async def test_the_kernel_bounds_a_client_that_vanished(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+
+    class Noted(connections.BoundedProtocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            peer = transport.get_extra_info("socket")
+            taken.extend(peer.getsockopt(*one) for one in KERNELS_OPTIONS)
+
+    monkeypatch.setattr(connections, "BoundedProtocol", Noted)
+    server = HttpServer(app)
+    address = await server.start("127.0.0.1", 0)
+    _, writer = await asyncio.open_connection(*address.split(":"))
+    await until(lambda: taken)
+    assert taken == [1, 30, 30_000]
+    writer.close()
+    await server.stop()
+
+
 async def test_a_reader_that_stalls_is_let_go(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MAX_STALL_S", 0.05)
     client = await served.connect(b"GET /1000000000 HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -216,6 +290,13 @@ async def test_requests_in_one_write_are_answered_in_turn(served: Served) -> Non
     client = await served.connect(GET * 3)
     assert [await client.status() for _ in range(1)] == [200]
     await until(lambda: served.app.num_requests == 3)
+
+
+async def test_requests_that_wait_on_a_connection_are_bounded(served: Served) -> None:
+    client = await served.connect(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n" + GET * (connections.MAX_PIPELINED + 1))
+    assert await client.is_closed()
+    await until(lambda: served.app.left)
+    await served.require_unharmed()
 
 
 async def test_a_port_in_use_is_a_matter_of_configuration(served: Served) -> None:

@@ -32,6 +32,8 @@ async def test_from_start_to_stop() -> None:
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     status, answer = await ask(address, "/v1/completions", {"prompt": "a", "model": "b"})
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    status, answer = await ask(address, "/health", None, host="evil.example")
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     metrics = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read())
     assert b"baton_http_requests_total" in metrics
     assert b"baton_generation_tokens_total" in metrics
@@ -43,9 +45,11 @@ async def test_from_start_to_stop() -> None:
         await ask(address, "/health", None)
 
 
-async def ask(address: str, path: str, body: object) -> tuple[int, Any]:
+async def ask(address: str, path: str, body: object, host: str = "localhost") -> tuple[int, Any]:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://{address}{path}", data, {"content-type": "application/json"})
+    request = urllib.request.Request(
+        f"http://{address}{path}", data, {"content-type": "application/json", "host": host}
+    )
 
     def send() -> tuple[int, Any]:
         try:

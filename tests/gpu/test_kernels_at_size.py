@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import kv_write, paged_decode, reference
-from kernels.backend import AttentionVariant
+from kernels.backend import AttentionVariant, KVPages
 from tests.kernels.paged_batch import (
     FAR_SIZE,
     Heads,
@@ -29,7 +29,7 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCES)
 
 def check_decode(batch: PagedBatch, sliding_window: int | None = None) -> None:
     query = batch.random_query(len(batch.keys))
-    args = (query, batch.kv_layer, batch.block_tables, batch.context_lens, batch.variant(sliding_window))
+    args = (query, batch.pages, batch.block_tables, batch.context_lens, batch.variant(sliding_window))
     decoded, expected = paged_decode.paged_decode_attention(*args), reference.paged_decode_attention(*args)
     tolerance = TOLERANCES[query.dtype]
     torch.testing.assert_close(decoded, expected, atol=tolerance, rtol=tolerance)
@@ -87,7 +87,7 @@ def test_prefill_of_chunks(dtype: torch.dtype, sliding_window: int | None, devic
     query = batch.random_query(sum(query_lens))
     starts = torch.tensor([0, *query_lens], device=device).cumsum(0, dtype=torch.int32)
     prefilled = reference.paged_prefill_attention(
-        query, batch.kv_layer, batch.block_tables, batch.context_lens, starts, batch.variant(sliding_window)
+        query, batch.pages, batch.block_tables, batch.context_lens, starts, batch.variant(sliding_window)
     )
     rows = [
         dense_attention(own, key, value, batch.variant(sliding_window))
@@ -106,4 +106,8 @@ def test_write_and_decode_beyond_32_bit_offsets(device: torch.device) -> None:
     assert kv_layer[far_page].eq(1.0).all()
     tables = torch.tensor([[far_page]], dtype=torch.int32, device=device)
     lens = torch.tensor([16], dtype=torch.int32, device=device)
-    assert paged_decode.paged_decode_attention(rows[:1], kv_layer, tables, lens, AttentionVariant(1.0)).eq(1.0).all()
+    assert (
+        paged_decode.paged_decode_attention(rows[:1], KVPages(kv_layer), tables, lens, AttentionVariant(1.0))
+        .eq(1.0)
+        .all()
+    )

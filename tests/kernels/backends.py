@@ -14,8 +14,8 @@ from kernels.cpu import library
 from kernels.cpu.library import ISA_TO_FEATURES, best_isa
 
 WriteKv = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-PagedDecodeAttention = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionVariant], Tensor]
-PagedPrefillAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, AttentionVariant], Tensor]
+PagedDecodeAttention = Callable[[Tensor, KVPages, Tensor, Tensor, AttentionVariant], Tensor]
+PagedPrefillAttention = Callable[[Tensor, KVPages, Tensor, Tensor, Tensor, AttentionVariant], Tensor]
 
 ISAS = [] if torch.cuda.is_available() else list(ISA_TO_FEATURES)[list(ISA_TO_FEATURES).index(best_isa()) :]
 """None on a machine with a GPU: it may have no compiler, and tests there put tensors on the device."""
@@ -28,17 +28,17 @@ def make_backend(name: str) -> Backend:
 
 
 def cpu_decode(
-    query: Tensor, kv_layer: Tensor, block_tables: Tensor, context_lens: Tensor, variant: AttentionVariant
+    query: Tensor, pages: KVPages, block_tables: Tensor, context_lens: Tensor, variant: AttentionVariant
 ) -> Tensor:
     """Attends as `kernels.reference.paged_decode_attention` does, with the C++ kernels of this machine."""
     starts = torch.arange(len(context_lens) + 1, dtype=torch.int32)
     tables = Tables(block_tables, context_lens, starts, len(context_lens))
-    return make_backend(best_isa()).attend(query, KVPages(kv_layer), tables, variant)
+    return make_backend(best_isa()).attend(query, pages, tables, variant)
 
 
 def cpu_prefill(
     query: Tensor,
-    kv_layer: Tensor,
+    pages: KVPages,
     block_tables: Tensor,
     context_lens: Tensor,
     cu_query_lens: Tensor,
@@ -46,7 +46,7 @@ def cpu_prefill(
 ) -> Tensor:
     """Attends as `kernels.reference.paged_prefill_attention` does, with the C++ kernels of this machine."""
     tables = Tables(block_tables, context_lens, cu_query_lens, 0)
-    return make_backend(best_isa()).attend(query, KVPages(kv_layer), tables, variant)
+    return make_backend(best_isa()).attend(query, pages, tables, variant)
 
 
 DECODES: dict[str, PagedDecodeAttention] = {

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backend import AttentionVariant
+from kernels import reference
+from kernels.backend import AttentionVariant, KVPages
+from kv_store.device_pool import view_pages
+from wire.layout import KVLayout
 
 PAGE_ALIGNMENT = 4096
 # On a GPU torch's own float32 attention is put together from TF32 products.
@@ -30,11 +33,12 @@ class Heads:
 class PagedBatch:
     """Sequences whose pages lie in random order in the middle layer of a pool that is NaN everywhere else.
 
-    `keys` and `values` hold each sequence's [num_kv_heads, context_len, head_dim]; `kv_layer` is the pool's view.
+    `keys` and `values` hold each sequence's [num_kv_heads, context_len, head_dim] as `pages` have them.
     """
 
     heads: Heads
-    kv_layer: Tensor
+    dtype: torch.dtype
+    pages: KVPages
     block_tables: Tensor
     context_lens: Tensor
     keys: Sequence[Tensor]
@@ -44,14 +48,14 @@ class PagedBatch:
         self, window: int | None = None, soft_cap: float | None = None, sink: float | None = None
     ) -> AttentionVariant:
         """Makes a variant with the usual scale; sinks are random around `sink`."""
-        sinks = None if sink is None else torch.randn(self.heads.num_heads, device=self.kv_layer.device) + sink
+        sinks = None if sink is None else torch.randn(self.heads.num_heads, device=self.pages.data.device) + sink
         return AttentionVariant(self.heads.head_dim**-0.5, window, soft_cap, sinks)
 
     def random_query(self, num_tokens: int) -> Tensor:
         """[num_tokens, num_heads, head_dim], cut from a wider row as a fused projection would leave it."""
         heads = self.heads
         row = torch.randn(num_tokens, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
-        return row.to(self.kv_layer)[:, : heads.num_heads]
+        return row.to(self.pages.data.device, self.dtype)[:, : heads.num_heads]
 
 
 def empty_layer(
@@ -74,17 +78,29 @@ def far_layer(memory: Tensor) -> tuple[Tensor, int]:
     return memory.as_strided(shape, strides, storage_offset=2**31), FAR_PAGE
 
 
+def empty_codes(num_pages: int, heads: Heads, block_size: int, kept: str, device: torch.device | str) -> KVPages:
+    """One layer of a pool of three of quantized pages, in which every scale is NaN."""
+    layout = KVLayout(3, heads.num_kv_heads, heads.head_dim, block_size, "float32", kept)
+    return view_pages(
+        torch.full((num_pages, layout.payload_bytes), 255, dtype=torch.uint8, device=device), layout
+    ).layer(1)
+
+
 def make_paged_batch(
     heads: Heads,
     context_lens: Sequence[int],
     block_size: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    kept: str = "none",
 ) -> PagedBatch:
-    """Fills pages with random KV; table entries beyond a context name a page of NaN."""
+    """Fills pages with random KV, quantized as `kept` says; table entries beyond a context name a page of NaN."""
     num_blocks = [-(-context_len // block_size) for context_len in context_lens]
-    kv_layer = empty_layer(sum(num_blocks) + 1, heads, block_size, dtype, device)
-    poison, *pages = torch.randperm(len(kv_layer)).tolist()
+    if kept == "none":
+        pool = KVPages(empty_layer(sum(num_blocks) + 1, heads, block_size, dtype, device))
+    else:
+        pool = empty_codes(sum(num_blocks) + 1, heads, block_size, kept, device)
+    poison, *pages = torch.randperm(len(pool.data)).tolist()
     block_tables = torch.full((len(context_lens), max(num_blocks) + 2), poison, dtype=torch.int32, device=device)
     keys, values = [], []
     for seq, context_len in enumerate(context_lens):
@@ -93,11 +109,17 @@ def make_paged_batch(
         contents = torch.randn(2, heads.num_kv_heads, context_len, heads.head_dim, device=device).to(dtype)
         positions = torch.arange(context_len, device=device)
         pages_of = block_tables[seq, positions // block_size]
-        kv_layer[pages_of, :, :, positions % block_size] = contents.permute(2, 0, 1, 3)
+        if pool.scales is not None:
+            codes, scales = reference.quantize(contents, pool.data.dtype)
+            pool.data[pages_of, :, :, positions % block_size] = codes.permute(2, 0, 1, 3)
+            pool.scales[pages_of, :, :, positions % block_size] = scales.permute(2, 0, 1)
+            contents = codes.float() * scales[..., None]
+        else:
+            pool.data[pages_of, :, :, positions % block_size] = contents.permute(2, 0, 1, 3)
         keys.append(contents[0])
         values.append(contents[1])
     lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
-    return PagedBatch(heads, kv_layer, block_tables, lens, keys, values)
+    return PagedBatch(heads, dtype, pool, block_tables, lens, keys, values)
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant) -> Tensor:

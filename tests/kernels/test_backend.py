@@ -134,14 +134,23 @@ print(torch.equal(backend.gate(torch.ones(4096, 64)), backend.gate(torch.ones(1,
 
 
 def test_the_pages_of_a_layer_are_views_with_their_scales() -> None:
-    data, scales = torch.zeros(5, 3, 2, 1, 4, 8), torch.ones(5, 3)
+    data, scales = torch.zeros(5, 3, 2, 1, 4, 8, dtype=torch.int8), torch.ones(5, 3, 2, 1, 4, dtype=torch.bfloat16)
     layer = KVPages(data, scales).layer(1)
     layer.data[4] = 7
     assert data[4, 1].eq(7).all()
     assert data.sum() == 7 * 64
     assert layer.scales is not None
     assert layer.scales.data_ptr() == scales[:, 1].data_ptr()
-    assert KVPages(data).layer(1).scales is None
+    assert KVPages(data.float()).layer(1).scales is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [("int8", None), ("float8_e4m3fn", None), ("int8", "float32"), ("bfloat16", "bfloat16")]
+)
+def test_codes_have_scales_and_other_pages_have_none(dtype: str, scale: str | None) -> None:
+    data = torch.zeros(1, 1, 2, 1, 4, 8).to(getattr(torch, dtype))
+    with pytest.raises(ValueError, match="pages of"):
+        KVPages(data, None if scale is None else torch.zeros(1, 1, 2, 1, 4, dtype=getattr(torch, scale)))
 
 
 def test_an_unknown_compiler_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels import reference
 from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
 from kernels.cpu.backend import CpuBackend
 from kernels.torch_backend import TorchBackend
 from tests.kernels.backends import ISAS, NAMES, make_backend
 from tests.kernels.paged_batch import Heads as Shape
-from tests.kernels.paged_batch import PagedBatch, make_paged_batch
+from tests.kernels.paged_batch import PagedBatch, dense_attention, empty_codes, make_paged_batch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DTYPE_TO_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+KEPT = ("int8", "fp8")
 BATCH_SIZES = (1, 2, 3, 7, 8, 12, 13, 32, 100)
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -90,6 +92,10 @@ def test_a_gate(backend: Backend, dtype: torch.dtype, columns: int) -> None:
     close(backend.gate(gate_up), F.silu(gate) * up, dtype)
 
 
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @each_dtype
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("size", [6, 32, 80])
@@ -107,6 +113,44 @@ def test_rotation_and_write(backend: Backend, dtype: torch.dtype, has_norms: boo
     )
     assert torch.equal(layers[0].isnan(), layers[1].isnan())
     close(layers[1].nan_to_num(), layers[0].nan_to_num(), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("size", [6, 32, 80])
+def test_a_quantized_write_is_that_of_the_oracle_bit_by_bit(
+    backend: Backend, dtype: torch.dtype, kept: str, size: int
+) -> None:
+    """A rotation by no angle leaves keys as they are: no backend's rounding of it shows."""
+    heads, still = Heads(4, 2, size, None, None, 1e-6), Angles(torch.ones(9, size // 2), torch.zeros(9, size // 2))
+    qkv = torch.randn(9, 8, size) * torch.logspace(-30, 4, 9)[:, None, None]
+    qkv[0] = 0
+    qkv[1, 4:] = torch.linspace(-1, 1, size)
+    qkv[2, 5, 3], qkv[2, 7, 0] = torch.inf, torch.nan
+    qkv = qkv.to(dtype)
+    pages = empty_codes(3, Shape(4, 2, size), 16, kept, "cpu")
+    slots = torch.tensor([5, 40, 16, -1, 0, 47, 15, 1, 2])
+    backend.rotate_and_write(qkv.flatten(1).clone(), heads, still, pages, slots)
+    assert pages.scales is not None
+    codes, scales = reference.quantize(qkv[:, 4:].unflatten(1, (2, 2)), pages.data.dtype)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            assert_same(pages.scales[slot // 16, :, :, slot % 16], scales[token])
+            seen = scales[token].isfinite()
+            assert_same(pages.data[slot // 16, :, :, slot % 16].float()[seen], codes[token].float()[seen])
+    assert scales[2].isnan().sum() == 2
+    assert pages.scales.isfinite().sum() == 2 * 2 * 8 - 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kept", "step"), [("int8", 1 / 127), ("fp8", 1 / 8)])
+def test_codes_are_the_nearest(dtype: torch.dtype, kept: str, step: float) -> None:
+    """Within half a step: of the largest number, for fp8 of each number, up to an eighth of it."""
+    heads = (torch.randn(200, 64) * torch.logspace(-20, 20, 200)[:, None]).to(dtype).double()
+    codes, scales = reference.quantize(heads, torch.int8 if kept == "int8" else torch.float8_e4m3fn)
+    largest = heads.abs().amax(-1, keepdim=True)
+    size = largest if kept == "int8" else heads.abs() + largest / 4000
+    assert ((codes.double() * scales[:, None].double() - heads).abs() <= size * step * 0.51).all()
 
 
 @each_dtype
@@ -134,23 +178,51 @@ def attend(
     lens = torch.tensor([end], dtype=torch.int32)
     starts = torch.tensor([0, end - first], dtype=torch.int32)
     tables = Tables(batch.block_tables, lens, starts, int(end - first == 1))
-    return backend.attend(query[first:end], KVPages(batch.kv_layer), tables, variant)
+    return backend.attend(query[first:end], batch.pages, tables, variant)
 
 
 @each_dtype
 @pytest.mark.parametrize("window", [None, 5, 100])
-@pytest.mark.parametrize(("soft_cap", "sink"), [(None, None), (1.5, 2.0)])
+@pytest.mark.parametrize(
+    ("soft_cap", "sink", "kept"), [(None, None, "none"), (1.5, 2.0, "none"), (None, None, "int8"), (1.5, 2.0, "fp8")]
+)
 def test_attention_gives_a_row_the_same_bits_alone_and_in_any_chunk(
-    backend: Backend, dtype: torch.dtype, window: int | None, soft_cap: float | None, sink: float | None
+    backend: Backend, dtype: torch.dtype, window: int | None, soft_cap: float | None, sink: float | None, kept: str
 ) -> None:
     """Positions before, at and behind the ends of pieces and segments of keys."""
-    batch = make_paged_batch(Shape(6, 2, 24), [600], 16, dtype)
+    batch = make_paged_batch(Shape(6, 2, 24), [600], 16, dtype, kept=kept)
     query, variant = batch.random_query(600), batch.variant(window, soft_cap, sink)
     whole = attend(backend, batch, query, 0, 600, variant)
     for position in (0, 1, 15, 16, 63, 64, 65, 255, 256, 257, 511, 512, 599):
         assert torch.equal(attend(backend, batch, query, position, position + 1, variant)[0], whole[position])
     for first, end in ((0, 16), (16, 116), (60, 70), (250, 300), (100, 600)):
         assert torch.equal(attend(backend, batch, query, first, end, variant), whole[first:end])
+
+
+@each_dtype
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("block_size", [8, 16, 32, 128])
+@pytest.mark.parametrize(("window", "soft_cap", "sink"), [(None, None, None), (70, None, None), (None, 1.5, 2.0)])
+def test_attention_over_codes(
+    backend: Backend,
+    dtype: torch.dtype,
+    kept: str,
+    block_size: int,
+    window: int | None,
+    soft_cap: float | None,
+    sink: float | None,
+) -> None:
+    """Rows of a chunk and decoding ones, over what the codes stand for; all else in the pool has scales of NaN."""
+    batch = make_paged_batch(Shape(6, 2, 80), [300, 33], block_size, dtype, kept=kept)
+    query, variant = batch.random_query(100 + 1), batch.variant(window, soft_cap, sink)
+    tables = Tables(
+        batch.block_tables.flip(0), batch.context_lens.flip(0), torch.tensor([0, 1, 101], dtype=torch.int32), 1
+    )
+    expected = [
+        dense_attention(query[rows], batch.keys[of], batch.values[of], variant)
+        for rows, of in ((slice(1), 1), (slice(1, 101), 0))
+    ]
+    close(backend.attend(query, batch.pages, tables, variant), torch.cat(expected), dtype)
 
 
 @each_dtype
@@ -161,13 +233,11 @@ def test_attention_gives_a_decoding_row_the_same_bits_among_others(
     batch = make_paged_batch(Shape(4, 2, 64), [600, 1, 70, 0, 256, 257], 16, dtype)
     query, variant = batch.random_query(6), batch.variant(None, soft_cap, sink)
     starts = torch.arange(7, dtype=torch.int32)
-    whole = backend.attend(
-        query, KVPages(batch.kv_layer), Tables(batch.block_tables, batch.context_lens, starts, 6), variant
-    )
+    whole = backend.attend(query, batch.pages, Tables(batch.block_tables, batch.context_lens, starts, 6), variant)
     for row in range(6):
         own = slice(row, row + 1)
         tables = Tables(batch.block_tables[own], batch.context_lens[own], starts[:2], 1)
-        assert torch.equal(backend.attend(query[own], KVPages(batch.kv_layer), tables, variant), whole[own])
+        assert torch.equal(backend.attend(query[own], batch.pages, tables, variant), whole[own])
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -179,10 +249,10 @@ def test_a_program_attends_as_its_variant_says(name: str) -> None:
     attended, logits = torch.empty(2, 4, 64), torch.empty(2, 8)
     recorder = backend.record()
     assert recorder is not None
-    recorder.attend(query, KVPages(batch.kv_layer), tables, variant, attended)
+    recorder.attend(query, batch.pages, tables, variant, attended)
     recorder.logits(attended.flatten(1), packed, logits)
     recorder.finish().run(2, 2, 2)
-    assert torch.equal(attended, backend.attend(query, KVPages(batch.kv_layer), tables, variant))
+    assert torch.equal(attended, backend.attend(query, batch.pages, tables, variant))
     assert torch.equal(logits, backend.logits(attended.flatten(1), packed))
 
 
@@ -190,28 +260,24 @@ def test_a_program_attends_as_its_variant_says(name: str) -> None:
 def test_a_soft_cap_is_exact_at_any_score(backend: Backend, soft_cap: float) -> None:
     """A row that sees one key, of the value 1, beside a sink of 0 tells its score: the output is its sigmoid."""
     batch = make_paged_batch(Shape(1, 1, 32), [1], 16)
-    batch.kv_layer[batch.block_tables[0, 0], :, :, 0] = 1.0
+    batch.pages.data[batch.block_tables[0, 0], :, :, 0] = 1.0
     magnitudes = torch.logspace(-30, 30, 301)
     scores = torch.cat([magnitudes, -magnitudes, torch.linspace(-40, 40, 1000), torch.tensor([0.0, torch.inf])])
     query = torch.zeros(len(scores), 1, 32)
     query[:, 0, 0] = scores
     starts, lens = torch.arange(len(scores) + 1, dtype=torch.int32), torch.ones(len(scores), dtype=torch.int32)
     tables = Tables(batch.block_tables.expand(len(scores), -1).contiguous(), lens, starts, len(scores))
-    attended = backend.attend(
-        query, KVPages(batch.kv_layer), tables, AttentionVariant(1.0, None, soft_cap, torch.zeros(1))
-    )
+    attended = backend.attend(query, batch.pages, tables, AttentionVariant(1.0, None, soft_cap, torch.zeros(1)))
     expected = (soft_cap * (scores.double() / soft_cap).tanh()).sigmoid()
     torch.testing.assert_close(attended[:, 0, 7].double(), expected, rtol=2e-5, atol=1e-37)
 
 
 def test_a_sink_may_outweigh_everything(backend: Backend) -> None:
     batch = make_paged_batch(Shape(201, 1, 32), [1], 16)
-    batch.kv_layer[batch.block_tables[0, 0], :, :, 0] = 1.0
+    batch.pages.data[batch.block_tables[0, 0], :, :, 0] = 1.0
     sinks = torch.linspace(-100, 100, 201)
     tables = Tables(batch.block_tables, batch.context_lens, torch.tensor([0, 1], dtype=torch.int32), 1)
-    attended = backend.attend(
-        torch.zeros(1, 201, 32), KVPages(batch.kv_layer), tables, AttentionVariant(1.0, sinks=sinks)
-    )
+    attended = backend.attend(torch.zeros(1, 201, 32), batch.pages, tables, AttentionVariant(1.0, sinks=sinks))
     torch.testing.assert_close(attended[0, :, 7].double(), (-sinks.double()).sigmoid(), rtol=2e-5, atol=1e-37)
 
 
@@ -224,7 +290,7 @@ def test_no_bit_depends_on_the_number_of_threads(name: str) -> None:
     tables = Tables(batch.block_tables, batch.context_lens, torch.arange(4, dtype=torch.int32), 3)
 
     def run() -> list[Tensor]:
-        attended = backend.attend(query, KVPages(batch.kv_layer), tables, batch.variant())
+        attended = backend.attend(query, batch.pages, tables, batch.variant())
         return [attended, backend.logits(attended.flatten(1), weight)]
 
     runs = []
@@ -261,7 +327,7 @@ def test_an_infinite_value_reaches_only_the_rows_that_see_it(
     batch = make_paged_batch(Shape(2, 1, 32), [70], 16, dtype)
     query, variant = batch.random_query(70), batch.variant(window)
     expected = attend(backend, batch, query, 0, 70, variant)
-    batch.kv_layer[batch.block_tables[0, 40 // 16], 1, 0, 40 % 16, 3] = torch.inf
+    batch.pages.data[batch.block_tables[0, 40 // 16], 1, 0, 40 % 16, 3] = torch.inf
     actual = attend(backend, batch, query, 0, 70, variant)
     seen_until = 70 if window is None else 40 + window
     assert not actual[40:seen_until].isfinite().all(-1).any()

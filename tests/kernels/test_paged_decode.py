@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import paged_decode
-from kernels.backend import AttentionVariant
+from kernels.backend import AttentionVariant, KVPages
 from tests.kernels.backends import DECODES, PagedDecodeAttention
 from tests.kernels.paged_batch import (
     EXTRAS,
@@ -42,7 +42,7 @@ def check(
     tolerance: float = FLOAT32_TOLERANCE,
 ) -> None:
     query, variant = batch.random_query(len(batch.keys)), variant or batch.variant()
-    actual = decode(query, batch.kv_layer, batch.block_tables, batch.context_lens, variant)
+    actual = decode(query, batch.pages, batch.block_tables, batch.context_lens, variant)
     torch.testing.assert_close(actual, dense_decode(batch, query, variant), atol=tolerance, rtol=tolerance)
 
 
@@ -54,6 +54,19 @@ def test_equals_dense_attention(
 ) -> None:
     """The pool is NaN wherever no sequence of the batch has a token, so this is the poison test, too."""
     check(decode, make_paged_batch(heads, [1, 15, 16, 17, 100], block_size, device=device))
+
+
+@each
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize("heads", [GROUPED, Heads(3, 1, 80), Heads(2, 2, 128)], ids=["gqa", "mqa", "mha"])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_equals_dense_attention_over_what_codes_stand_for(
+    decode: PagedDecodeAttention, heads: Heads, block_size: int, kept: str, device: torch.device
+) -> None:
+    """Scales are NaN wherever no sequence of the batch has a token."""
+    batch = make_paged_batch(heads, [1, 15, 16, 17, 100, 700], block_size, device=device, kept=kept)
+    check(decode, batch)
+    check(decode, batch, batch.variant(33, 1.5, 2.0))
 
 
 @each
@@ -129,16 +142,14 @@ def test_a_sequence_of_no_tokens_gets_zeros(
     tables = torch.zeros(1, max_blocks, dtype=torch.int32, device=device)
     lens = torch.zeros(1, dtype=torch.int32, device=device)
     variant = AttentionVariant(1.0, sinks=None if sinks is None else sinks.to(device))
-    output = decode(torch.randn(1, 4, 32, device=device), kv_layer, tables, lens, variant)
+    output = decode(torch.randn(1, 4, 32, device=device), KVPages(kv_layer), tables, lens, variant)
     assert output.count_nonzero() == 0
 
 
 @each
 def test_a_batch_of_no_sequences(decode: PagedDecodeAttention, device: torch.device) -> None:
     batch = make_paged_batch(GROUPED, [5], 16, device=device)
-    output = decode(
-        batch.random_query(0), batch.kv_layer, batch.block_tables[:0], batch.context_lens[:0], batch.variant()
-    )
+    output = decode(batch.random_query(0), batch.pages, batch.block_tables[:0], batch.context_lens[:0], batch.variant())
     assert output.shape == (0, 4, 32)
 
 
@@ -147,7 +158,7 @@ def test_poison_in_a_seen_token_shows(decode: PagedDecodeAttention, device: torc
     """What the other tests stand on: NaN is in the pool, and a kernel that read one token too many would return it."""
     batch = make_paged_batch(GROUPED, [17], 16, device=device)
     query = batch.random_query(1)
-    output = decode(query, batch.kv_layer, batch.block_tables, batch.context_lens + 1, batch.variant())
+    output = decode(query, batch.pages, batch.block_tables, batch.context_lens + 1, batch.variant())
     assert output.isnan().all()
 
 
@@ -177,7 +188,7 @@ def test_offsets_beyond_32_bits(tmp_path: Path) -> None:
     kv_layer[far_page] = 1.0
     tables, lens = torch.tensor([[far_page]], dtype=torch.int32), torch.tensor([16], dtype=torch.int32)
     query = torch.ones(1, 1, 32, dtype=torch.float16)
-    output = paged_decode.paged_decode_attention(query, kv_layer, tables, lens, AttentionVariant(1.0))
+    output = paged_decode.paged_decode_attention(query, KVPages(kv_layer), tables, lens, AttentionVariant(1.0))
     assert output.eq(1.0).all()
 
 

@@ -24,7 +24,7 @@ def prefill(
     variant: AttentionVariant,
 ) -> torch.Tensor:
     starts = torch.tensor([0, *query_lens], device=query.device).cumsum(0, dtype=torch.int32)
-    return attend(query, batch.kv_layer, batch.block_tables, batch.context_lens, starts, variant)
+    return attend(query, batch.pages, batch.block_tables, batch.context_lens, starts, variant)
 
 
 def check(
@@ -99,7 +99,9 @@ def test_chunk_by_chunk_equals_at_once(
     query = batch.random_query(90)
     at_once = prefill(attend, batch, query, [90], batch.variant(sliding_window))
     for start, end in [(0, 40), (40, 56), (56, 90)]:
-        upto = PagedBatch(batch.heads, batch.kv_layer, batch.block_tables, batch.context_lens * 0 + end, [], [])
+        upto = PagedBatch(
+            batch.heads, batch.dtype, batch.pages, batch.block_tables, batch.context_lens * 0 + end, [], []
+        )
         chunk = prefill(attend, upto, query[start:end], [end - start], batch.variant(sliding_window))
         torch.testing.assert_close(chunk, at_once[start:end], atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
 
@@ -112,7 +114,7 @@ def test_one_query_each_equals_decode(
     batch = make_paged_batch(GROUPED, [1, 30, 47], 16, device=device)
     query = batch.random_query(3)
     variant = batch.variant(sliding_window)
-    decoded = paged_decode_attention(query, batch.kv_layer, batch.block_tables, batch.context_lens, variant)
+    decoded = paged_decode_attention(query, batch.pages, batch.block_tables, batch.context_lens, variant)
     prefilled = prefill(attend, batch, query, [1, 1, 1], variant)
     torch.testing.assert_close(prefilled, decoded, atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
 

@@ -19,9 +19,9 @@ from kv_store.node.directory import Directory
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.frame import checksum_of
-from wire.identity import Identity
 from wire.ids import BlockKey
 from wire.keys import BlockName
+from wire.trust.identity import Identity
 
 TOKEN = b"the cluster's token"
 NUM_SLOTS = 16

@@ -17,7 +17,7 @@ def test_a_page_is_its_blocks_bytes_in_the_order_of_the_layout(device: str, dtyp
     layout = replace(LAYOUT, dtype=dtype)
     pool = DevicePool(layout, 3, torch.device(device))
     assert pool.kv.data.shape == (3, *layout.shape)
-    assert pool.kv.data.stride(0) * layout.item_bytes == layout.block_bytes
+    assert pool.kv.data.stride(0) * layout.item_bytes == layout.payload_bytes
     values = (
         torch.arange(layout.payload_bytes // layout.item_bytes).to(pool.kv.data.dtype).to(device).view(layout.shape)
     )
@@ -30,6 +30,20 @@ def test_a_page_is_its_blocks_bytes_in_the_order_of_the_layout(device: str, dtyp
     assert torch.equal(pool.kv.data[2], pool.kv.data[1])
     assert not pool.kv.data[0].any()
     assert torch.equal(pool.page_bytes(PageId(2)), pool.page_bytes(PageId(1)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("quantization", "dtype"), [("int8", torch.int8), ("fp8", torch.float8_e4m3fn)])
+def test_a_page_of_codes_has_each_heads_scales_behind_them(device: str, quantization: str, dtype: torch.dtype) -> None:
+    layout = replace(LAYOUT, dtype="bfloat16", quantization=quantization, num_kv_heads=3)
+    pool = DevicePool(layout, 3, torch.device(device))
+    assert pool.kv.data.dtype is dtype
+    assert pool.kv.scales is not None
+    pool.kv.data[1, 1, 0, 2, 3, 4], pool.kv.scales[1, 1, 0, 2, 3] = 3, 2
+    [code, *scale] = pool.page_bytes(PageId(1)).nonzero().flatten().tolist()
+    head = (2 * 3 + 2) * layout.head_bytes
+    assert (code, scale) == (head + 3 * layout.head_dim + 4, [head + layout.data_bytes + 3 * 2 + 1])  # 2 is 0x4000
+    assert not pool.kv.data[[0, 2]].float().any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

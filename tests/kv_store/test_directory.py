@@ -13,12 +13,13 @@ from kv_store.node.directory_server import DirectoryServer
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import committed, names_of
 from wire.directory import Block, Entry, Hold
-from wire.ids import BlockKey, PageId, RequestId
-from wire.keys import BlockName
+from wire.ids import BlockKey, NamespaceRoot, PageId, RequestId
+from wire.keys import BlockName, cover, digest_of
 from wire.tier import COLD_TIERS, ColdStatus, Tier, Write
 
 NUM_SLOTS = 8
 REQUEST = RequestId("request")
+ROOT_A, ROOT_B = NamespaceRoot(b"a" * 32), NamespaceRoot(b"b" * 32)
 
 
 @dataclass
@@ -455,3 +456,42 @@ def test_a_block_with_a_copy_in_any_tier_is_cheap_to_lose() -> None:
     assert set(written_next(directory, Tier.REDIS)) == set(keys(names)), "no cold tier has these"
     served.publish(names_of(16, first=2000))
     assert (served.found(names), served.found(others)) == ([True] * 4, [False] * 4)
+
+
+class TestShares:
+    """Namespaces a and b; a's share is a quarter of eight slots."""
+
+    def publish(self, directory: Directory, root: NamespaceRoot, first: int, num: int) -> None:
+        names = cover(root, range(first, first + 4 * num), 4)
+        blocks = committed(directory.reserve("w", names, None).slots, names)
+        assert directory.commit("w", blocks, None) == len(blocks) == num
+        assert directory.check() == []
+
+    def num_of(self, directory: Directory, root: NamespaceRoot) -> int:
+        return sum(block.name.root_digest == digest_of(root) for block in directory.blocks())
+
+    @pytest.mark.parametrize("is_late", [False, True])
+    def test_beyond_its_share_its_own_go_first(self, is_late: bool) -> None:
+        directory = Directory(8)
+        if not is_late:
+            directory.set_shares({digest_of(ROOT_A): 0.25})
+        self.publish(directory, ROOT_B, 0, 2)
+        self.publish(directory, ROOT_A, 1000, 6)
+        directory.set_shares({digest_of(ROOT_A): 0.25})
+        assert directory.check() == []
+        assert self.num_of(directory, ROOT_A) == 6, "an arena with room is used"
+        self.publish(directory, ROOT_A, 2000, 3)
+        assert (self.num_of(directory, ROOT_A), self.num_of(directory, ROOT_B)) == (6, 2), "its own have gone"
+        self.publish(directory, ROOT_B, 3000, 4)
+        assert (self.num_of(directory, ROOT_A), self.num_of(directory, ROOT_B)) == (2, 6)
+        self.publish(directory, ROOT_B, 4000, 1)
+        assert self.num_of(directory, ROOT_A) == 2, "within its share, the least recently used of all goes"
+
+    def test_without_a_share_or_after_it_the_oldest_goes(self) -> None:
+        directory = Directory(8)
+        directory.set_shares({digest_of(ROOT_A): 0.25})
+        directory.set_shares({})
+        self.publish(directory, ROOT_B, 0, 2)
+        self.publish(directory, ROOT_A, 1000, 6)
+        self.publish(directory, ROOT_A, 2000, 2)
+        assert self.num_of(directory, ROOT_B) == 0

@@ -48,14 +48,6 @@ def test_too_much_is_refused_and_changes_nothing() -> None:
     assert (ledger.counts(), ledger.find(key(1)) is not None, ledger.num_allocatable) == (before, True, 2)
 
 
-def test_the_longest_prefix_ends_at_the_first_hole() -> None:
-    ledger = Ledger(3)
-    pages = {number: cached(ledger, number) for number in (1, 2, 4)}
-    assert ledger.find_longest([key(number) for number in (1, 2, 3, 4)]) == [pages[1], pages[2]]
-    assert ledger.find_longest([key(3), key(1)]) == []
-    assert ledger.find_longest([]) == []
-
-
 def test_a_key_and_a_page_are_tied_once() -> None:
     ledger = Ledger(2)
     page, other = ledger.allocate(2)

@@ -44,6 +44,9 @@ class FakeStore:
         self._work("fetch", names, pages)
         return [Tier.HOST] * len(names)
 
+    def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
+        return slice(starts[-1], len(names))
+
     def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
         self._work("publish", names, pages, hold)
         return len(names)

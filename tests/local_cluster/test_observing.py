@@ -94,7 +94,7 @@ async def test_waiting_for_a_decode_worker() -> None:
 @asynccontextmanager
 async def scraped(cluster: LocalCluster) -> AsyncIterator[str]:
     """The address at which a cluster's metrics are served."""
-    server = MetricsServer(cluster.router.metrics.registry, "127.0.0.1", 0)
+    server = MetricsServer(cluster.router.metrics.registry, cluster.router.keys, "127.0.0.1", 0)
     try:
         yield server.address
     finally:

@@ -22,8 +22,9 @@ from wire.errors import (
     RequestExists,
     RequestNotFound,
     Unavailable,
+    WorkerNotFound,
 )
-from wire.ids import RequestId, WorkerId
+from wire.ids import DEFAULT_TENANT, RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
 
@@ -376,6 +377,33 @@ async def test_requests_are_spread_over_the_workers() -> None:
             worker.may_go.set()
         await asyncio.gather(*reading)
         assert [len(cluster.workers[name].decodes) for name in ("d0", "d1")] == [4, 4]
+
+
+@pytest.mark.parametrize("name", ["p0", "p1", "d0", "d1"])
+async def test_a_request_on_one_worker_meets_no_other_of_its_role_and_no_cache(name: str) -> None:
+    async with running(2, 2) as cluster:
+        outputs = [
+            await collect(cluster.router.dispatcher.open_on(WorkerId(name), request(max_tokens=5), 20.0))
+            for _ in range(2)
+        ]
+        for output in outputs:
+            assert_is_whole(output, 5)
+        role = cluster.workers[name].role
+        prefills = {one: worker.prefills for one, worker in cluster.workers.items() if worker.prefills}
+        decodes = {one: worker.decodes for one, worker in cluster.workers.items() if worker.decodes}
+        assert list(prefills) == ([name] if role is Role.PREFILL else [])
+        assert role is Role.PREFILL or list(decodes) == [name]
+        begun = (prefills or decodes)[name]
+        usual = cluster.router.dispatcher.root_of(DEFAULT_TENANT)
+        assert len({begin.namespace_root for begin in begun} | {usual}) == 3
+
+
+@pytest.mark.parametrize("name", ["d0", "d9"])
+async def test_a_worker_that_takes_no_work_is_asked_for_none(name: str) -> None:
+    async with running(1, 2) as cluster:
+        await cluster.enlist("p0", "d0", "d1", draining="d0")
+        with pytest.raises(WorkerNotFound):
+            cluster.router.dispatcher.open_on(WorkerId(name), request(), 20.0)
 
 
 async def test_a_prompt_goes_where_its_prefix_went() -> None:

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from router.ports.server import MetricsServer
 from wire.errors import ConfigError
+from wire.trust.key_ring import KeyRing
 
 TIMEOUT_S = 10.0
 
@@ -21,7 +22,7 @@ def serving(*collectors: Collector) -> Iterator[str]:
     for collector in collectors:
         registry.register(collector)
     prometheus.Counter("things", "Some", registry=registry).inc(3)
-    server = MetricsServer(registry, "127.0.0.1", 0)
+    server = MetricsServer(registry, KeyRing(), "127.0.0.1", 0)
     try:
         yield server.address
     finally:
@@ -54,7 +55,7 @@ def test_a_stopped_server_refuses_connections() -> None:
 
 def test_a_port_that_is_taken() -> None:
     with serving() as address, pytest.raises(ConfigError):
-        MetricsServer(prometheus.CollectorRegistry(), "127.0.0.1", int(address.split(":")[1]))
+        MetricsServer(prometheus.CollectorRegistry(), KeyRing(), "127.0.0.1", int(address.split(":")[1]))
 
 
 def test_a_silent_scraper_delays_no_other_and_is_hung_up_on(

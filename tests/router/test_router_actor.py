@@ -40,7 +40,7 @@ async def test_from_start_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write_folder(tmp_path, byte_level())
     actor = RouterActor(config_json(tmp_path))
     started = json.loads(await actor.start())
-    assert set(started) == {"address", "operator_address", "metrics_address"}
+    assert set(started) == {"address", "local_address", "operator_address", "metrics_address"}
     async with served(FakeWorker(WorkerId("d0"), Role.DECODE), CONFIG.cluster.token) as (_, address):
         workers = [
             {"id": "d0", "role": "decode", "address": address, "state": "ready"},

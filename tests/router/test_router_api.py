@@ -474,6 +474,16 @@ async def test_a_lost_worker_shows_in_the_status(service: Service) -> None:
     assert len(status.problems) == 1
 
 
+async def test_the_operator_probes_a_worker(service: Service) -> None:
+    prompt = pb.TokenIds(ids=[7, 8, 9])
+    asked = [cluster_pb2.ProbeRequest(worker_id=one, prompt=prompt, max_tokens=4) for one in ("p0", "d0")]
+    by_prefill, by_decode = [await service.operate.Probe(one, metadata=TOKEN) for one in asked]
+    assert len(by_prefill.token_ids) == len(by_decode.token_ids) == 4
+    assert (by_prefill.timeline.prefill_worker, by_decode.timeline.prefill_worker) == ("p0", "")
+    asked[0].worker_id = "p9"
+    assert (await failure_of_unary(service.operate.Probe(asked[0], metadata=TOKEN))).code() is Code.NOT_FOUND
+
+
 async def test_the_operator_reaches_the_controller(service: Service) -> None:
     scaled = await service.operate.Scale(cluster_pb2.ScaleRequest(decode=3), metadata=TOKEN)
     assert (scaled.prefill, scaled.decode) == (0, 3)

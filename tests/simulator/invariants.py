@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from unittest.mock import patch
 
@@ -19,9 +19,12 @@ from wire.keys import cover
 from wire.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-MODEL = HashModel(LAYOUT, vocab_size=300)
-FOREIGN = HashModel(LAYOUT, vocab_size=300, seed=1)
-"""Another model, whose blocks must never be used."""
+
+
+@cache
+def model_of(window: int | None, seed: int = 0) -> HashModel:
+    """Makes the model of a window; one of another seed is another model, whose blocks must never be used."""
+    return HashModel(replace(LAYOUT, window=window), vocab_size=300, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,8 @@ def payloads(model: HashModel, tokens: tuple[int, ...]) -> list[bytes]:
     kv = torch.zeros(num_blocks, *LAYOUT.shape)
     positions = torch.arange(len(tokens))
     nothing = torch.tensor([], dtype=torch.int64)
-    lens, bounds = torch.tensor([len(tokens)]), torch.tensor([0, len(tokens)])
-    tables = torch.arange(num_blocks)[None]
+    lens, bounds = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([len(tokens)], [0, len(tokens)]))
+    tables = torch.arange(num_blocks, dtype=torch.int32)[None]
     model.forward(Batch(torch.tensor(tokens), positions, positions, tables, lens, bounds, 0, nothing), KVPages(kv))
     return [page.numpy().tobytes() for page in kv[: len(tokens) // LAYOUT.block_size]]
 
@@ -143,7 +146,8 @@ def payloads(model: HashModel, tokens: tuple[int, ...]) -> list[bytes]:
 class Truth:
     """The checksum of every full block that may be there, by its key; and what another namespace has for its tokens."""
 
-    def __init__(self, root: NamespaceRoot) -> None:
+    def __init__(self, root: NamespaceRoot, window: int | None) -> None:
+        self._window = window
         self.foreign: dict[BlockKey, bytes] = {}
         self._root = root
         self._checksums: dict[BlockKey, bytes] = {}
@@ -152,7 +156,7 @@ class Truth:
     def learn(self, tokens: tuple[int, ...]) -> None:
         """Learns of a prompt and all that follows it."""
         keys = [name.key for name in cover(self._root, tokens, LAYOUT.block_size) if not name.is_tail]
-        right, foreign = payloads(MODEL, tokens), payloads(FOREIGN, tokens)
+        right, foreign = payloads(model_of(self._window), tokens), payloads(model_of(self._window, seed=1), tokens)
         self._checksums.update((key, checksum_of(memoryview(one))) for key, one in zip(keys, right, strict=True))
         self.foreign.update(zip(keys, foreign, strict=True))
         self._foreign_checksums.update(checksum_of(memoryview(one)) for one in foreign)

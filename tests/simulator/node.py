@@ -6,6 +6,7 @@ from collections.abc import Sequence, Set
 from math import inf
 from typing import Any, Protocol
 
+from kv_store.eviction_order import EvictionOrder, StartFirst
 from kv_store.node.arena import Arena
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
@@ -80,7 +81,10 @@ class Node:
         self._num_epochs += 1
         self._memory = mmap.mmap(-1, block_bytes * self._num_slots)
         self.path = f"{self.name}/{self._num_epochs}"
-        self.directory = Directory(self._num_slots, self.clock, arena_path=self.path, block_bytes=block_bytes)
+        order = EvictionOrder if self._layout.window is None else StartFirst
+        self.directory = Directory(
+            self._num_slots, self.clock, arena_path=self.path, block_bytes=block_bytes, order=order
+        )
         self.arena = self.map(self.path)
         self.writer = ColdWriter(self._layout, self.arena, self.directory, self._cold)
 

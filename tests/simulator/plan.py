@@ -164,6 +164,7 @@ class Layout:
 
 ALONE = Layout()
 APART = Layout(decode=(1,))
+WINDOW = 40
 LAYOUTS = (ALONE, ALONE, APART, APART, Layout((0, 1), (0, 1)), Layout((0, 1), (1, 2)), Layout((0,), (1, 0)))
 
 
@@ -171,7 +172,7 @@ LAYOUTS = (ALONE, ALONE, APART, APART, Layout((0, 1), (0, 1)), Layout((0, 1), (1
 class Plan:
     """`num_pages` of each worker, which hold any request of the catalogue; `num_slots` of each arena.
 
-    max_queued: the bound of the router on requests without a first token.
+    max_queued: the bound of the router on requests without a first token. window: of the model.
     """
 
     seed: int
@@ -183,6 +184,7 @@ class Plan:
     max_queued: int
     asks: tuple[Ask, ...]
     faults: tuple[Fault, ...]
+    window: int | None = None
 
     @property
     def is_transparent(self) -> bool:
@@ -196,6 +198,7 @@ class Plan:
         head = f"seed {self.seed}: {self.num_prefill} prefill workers on nodes {list(self.layout.prefill)}, "
         head += f"{self.num_decode} decode workers on {list(self.layout.decode)}, "
         head += f"{self.num_pages} pages each, {self.num_slots} slots, {self.max_queued} queued"
+        head += f", a window of {self.window}" if self.window else ""
         return "\n".join([head, *asks, *faults])
 
 
@@ -213,7 +216,8 @@ def draw_plan(seed: int) -> Plan:
     num_pages, num_slots = draw.choice([20, 24, 40]), draw.choice([8, 16, 48])
     max_queued = draw.choice([3, *[512] * 9])
     layout = draw.choice(LAYOUTS)
-    return Plan(seed, layout, num_prefill, num_decode, num_pages, num_slots, max_queued, asks, tuple(faults))
+    window = draw.choice([None, None, WINDOW])
+    return Plan(seed, layout, num_prefill, num_decode, num_pages, num_slots, max_queued, asks, tuple(faults), window)
 
 
 def _draw_ask(draw: random.Random) -> Ask:

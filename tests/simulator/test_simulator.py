@@ -17,7 +17,7 @@ from router.requests.admission import Admission
 from router.requests.answer import ChoiceStream
 from router.workers.holds import Holds
 from tests.simulate import report, shortest
-from tests.simulator.plan import NUM_KINDS, draw_plan
+from tests.simulator.plan import NUM_KINDS, WINDOW, draw_plan
 from tests.simulator.world import reference, simulate
 from wire.frame import FrameSeal, checksum_of
 from wire.ids import PageId
@@ -33,7 +33,8 @@ MAX_SEEDS_TO_FIND = 200
 def references() -> None:
     """Computes all answers while nothing is planted."""
     for kind in range(NUM_KINDS):
-        reference(kind)
+        for window in (None, WINDOW):
+            reference(kind, window)
 
 
 @pytest.mark.parametrize("first", range(1, NUM_SEEDS + 1, 10))

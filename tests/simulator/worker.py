@@ -14,7 +14,7 @@ from kernels.backend import KVPages
 from kv_store.block_store import BlockStore
 from kv_store.transfers import Done, Fetch, ThreadTransfers, Transfer
 from tests.local_worker import local_worker
-from tests.simulator.invariants import MODEL, Truth, Watch
+from tests.simulator.invariants import Truth, Watch
 from tests.simulator.network import Connection
 from tests.simulator.node import Node, SimDirectoryClient
 from tests.simulator.peers import SimPeer
@@ -44,6 +44,7 @@ class World(Protocol):
     truth: Truth
     redis: SimRedis
     num_pages: int
+    model: HashModel
 
     def node_at(self, address: str) -> Node:
         """Finds a node by the address of its block port, gone or not."""
@@ -77,7 +78,7 @@ class SimWorker:
         self.num_lost_calls = self.num_lost_answers = 0
         self.num_cut_blocks = self.num_blocks_twice = 0
         self.connections: list[Connection] = []
-        self.model = SimModel(self._be_poisoned)
+        self.model = SimModel(world.model, self._be_poisoned)
         self._loop = asyncio.get_running_loop()
         self.directory = SimDirectoryClient(self, node)
         self.parts: Assembly = self.process.run(self._assemble)
@@ -152,8 +153,9 @@ class SimModel(HashModel):
     `num_without_numbers` one sequence has logits that are no numbers.
     """
 
-    def __init__(self, on_poison: Callable[[], None]) -> None:
-        vars(self).update(vars(MODEL))
+    def __init__(self, model: HashModel, on_poison: Callable[[], None]) -> None:
+        vars(self).update(vars(model))
+        self._model = model
         self.vocab_size = POISON + 1
         self.num_failing = self.num_without_numbers = 0
         self._on_poison = on_poison
@@ -164,7 +166,7 @@ class SimModel(HashModel):
         if self.num_failing:
             self.num_failing -= 1
             raise RuntimeError("a step that fails")
-        logits = torch.nn.functional.pad(MODEL.forward(batch, kv), (0, 1), value=NEVER)
+        logits = torch.nn.functional.pad(self._model.forward(batch, kv), (0, 1), value=NEVER)
         if self.num_without_numbers and len(logits):
             self.num_without_numbers -= 1
             logits[0] = torch.nan
@@ -276,7 +278,8 @@ class SimTransfers(ThreadTransfers):
         worker, pool = self._worker, self._worker.parts.engine.pool
         if worker.has_lost_lease and done.tiers:
             worker.world.watch.violated("I9", f"{worker.name}: a fetch counts, though its lease had run out")
-        for name, page in zip(done.transfer.names[: len(done.tiers)], done.transfer.pages, strict=False):
+        names = done.transfer.names[done.first :][: len(done.tiers)]
+        for name, page in zip(names, done.transfer.pages, strict=False):
             if not name.is_tail:
                 checksum = checksum_of(pool.page_bytes(page).numpy().data)
                 worker.world.watch.judge(worker.world.truth, f"{worker.name}: a fetched block", name.key, checksum)

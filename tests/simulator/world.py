@@ -19,7 +19,7 @@ from tests.local_cluster.cluster import served
 from tests.local_worker import TOKEN
 from tests.simulator import virtual_time
 from tests.simulator.client import NO_NUMBERS, SimClient
-from tests.simulator.invariants import LAYOUT, MODEL, Truth, Violation, Watch
+from tests.simulator.invariants import LAYOUT, Truth, Violation, Watch, model_of
 from tests.simulator.network import Connection
 from tests.simulator.node import Node
 from tests.simulator.plan import ALONE, POISON, Fault, Kind, Plan, request_of
@@ -31,7 +31,7 @@ from tests.simulator.worker import SimWorker
 from wire import errors
 from wire.errors import BatonError, StoreError
 from wire.frame import checksum_of
-from wire.ids import BlockKey, PageId, WorkerId
+from wire.ids import DEFAULT_TENANT, BlockKey, PageId, WorkerId
 from wire.pools import Role, Worker, WorkerState
 
 MAX_RUN_S = 400.0
@@ -80,12 +80,13 @@ class World:
         self.nodes: list[Node] = []
         self.workers: list[SimWorker] = []
         bounds = AdmissionBounds(max_queued_requests=plan.max_queued)
-        model = replace(served(MODEL), vocab_size=POISON + 1)
+        self.model = model_of(plan.window)
+        model = replace(served(self.model), vocab_size=POISON + 1)
         self._config = RouterConfig(model, ClusterAccess(TOKEN, "00" * 32), admission=bounds)
         self._num_routers = self._num_nodes = 0
         self._lost_nodes: dict[str, Node] = {}
         self.router = self._make_router()
-        self.truth = Truth(self.router.parts.dispatcher.root)
+        self.truth = Truth(self.router.parts.dispatcher.root_of(DEFAULT_TENANT), plan.window)
         for _ in range(plan.layout.num_nodes):
             self.open_node()
         self._steps = Counter[str]()
@@ -98,10 +99,12 @@ class World:
         plan = self.run.plan
         clients = []
         for number, one in enumerate(plan.asks):
-            for tokens in sequences(one.kind):
+            for tokens in sequences(one.kind, plan.window):
                 self.truth.learn(tokens)
             may_be_refused = plan.max_queued < len(plan.asks)
-            clients.append(SimClient(number, one, reference(one.kind), may_be_refused, self.find_router, self.watch))
+            clients.append(
+                SimClient(number, one, reference(one.kind, plan.window), may_be_refused, self.find_router, self.watch)
+            )
         self.router.start()
         roles = [Role.PREFILL] * plan.num_prefill + [Role.DECODE] * plan.num_decode
         await asyncio.gather(*(self._start_one(role) for role in roles))
@@ -175,7 +178,7 @@ class World:
         name = f"node{self._num_nodes}"
         self._num_nodes += 1
         cold = SimRedisTier(self.redis, name, self.loop.time)
-        self.nodes.append(Node(name, LAYOUT, self.run.plan.num_slots, cold, self.watch, self.redis.written))
+        self.nodes.append(Node(name, self.model.layout, self.run.plan.num_slots, cold, self.watch, self.redis.written))
         self._writing = self.loop.create_task(self.nodes[-1].write_cold(), context=Context())
         self.note(f"{name} joins")
         return self.nodes[-1]
@@ -433,7 +436,7 @@ class World:
 def simulate(plan: Plan) -> Run:
     """Runs a plan. The same plan has the same trace, in any process."""
     for one in plan.asks:
-        reference(one.kind)
+        reference(one.kind, plan.window)
     run = Run(plan)
     virtual_time.run(_simulate(run), random.Random(plan.seed))
     return run
@@ -487,7 +490,7 @@ def _logs_to(world: World) -> Iterator[None]:
 
 
 @cache
-def reference(kind: int) -> list[ChoiceAnswer]:
+def reference(kind: int, window: int | None) -> list[ChoiceAnswer]:
     """The answer to a request of the catalogue where nothing goes wrong."""
     answer: list[ChoiceAnswer] = []
     if kind == POISON:
@@ -495,7 +498,7 @@ def reference(kind: int) -> list[ChoiceAnswer]:
 
     async def ask_alone() -> None:
         with _quiet():
-            world = World(Run(Plan(0, ALONE, 0, 1, 64, 64, 1, (), ())))
+            world = World(Run(Plan(0, ALONE, 0, 1, 64, 64, 1, (), (), window)))
             await world.grow(Role.DECODE)
             answer.extend(await Reader(world.router.parts.dispatcher.open(request_of(kind), None).outbox).read_all())
 
@@ -504,15 +507,15 @@ def reference(kind: int) -> list[ChoiceAnswer]:
 
 
 @cache
-def sequences(kind: int) -> list[tuple[int, ...]]:
+def sequences(kind: int, window: int | None) -> list[tuple[int, ...]]:
     """The tokens of each choice of a request of the catalogue, its prompt first, up to `max_tokens` whatever stops it.
 
     The model's own oracle tells those of greedy ones.
     """
     prompt, settings = tuple(request_of(kind).token_ids.ids), request_of(kind).sampling_params
-    outputs = [choice.token_ids for choice in reference(kind)]
+    outputs = [choice.token_ids for choice in reference(kind, window)]
     if outputs and settings.temperature == 0.0:
-        oracle = MODEL.oracle(prompt, settings.max_tokens)
+        oracle = model_of(window).oracle(prompt, settings.max_tokens)
         assert outputs == [oracle[: len(outputs[0])]], "the reference is not the model's answer"
         outputs = [oracle]
     return [(*prompt, *output) for output in outputs]

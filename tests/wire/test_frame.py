@@ -1,5 +1,6 @@
 import hmac
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -105,7 +106,7 @@ def test_the_mac_key_follows_from_the_secret_and_is_none_of_its_roots() -> None:
     extracted = hmac.digest(bytes(32), secret, "sha256")
     assert mac_key_of(secret) == hmac.digest(extracted, b"baton frame mac\x01", "sha256"), "RFC 5869"
     assert mac_key_of(secret) != mac_key_of(b"t" * 32)
-    assert mac_key_of(secret) not in (secret, namespace_root(secret, "", b"", b"", ""))
+    assert mac_key_of(secret) not in (secret, namespace_root(secret, "", b"", b"", "", ""))
 
 
 @pytest.mark.parametrize(
@@ -124,8 +125,10 @@ def test_a_good_frame_of_another_block_is_refused(name: BlockName) -> None:
         opened(sealed(name))
 
 
-@pytest.mark.parametrize("layout", [replace(LAYOUT, dtype="bfloat16"), replace(LAYOUT, num_layers=2, head_dim=1)])
-def test_a_good_frame_of_another_layout_is_refused(layout: KVLayout) -> None:
+@pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"num_layers": 2, "head_dim": 1}, {"quantization": "int8"}])
+def test_a_good_frame_of_another_layout_is_refused(change: dict[str, Any]) -> None:
+    layout = replace(LAYOUT, **change)
+    assert layout.payload_bytes == LAYOUT.payload_bytes
     assert opened(sealed(layout=layout), layout=layout) == PAYLOAD
     with pytest.raises(WireError):
         opened(sealed(layout=layout))

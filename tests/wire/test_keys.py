@@ -31,8 +31,8 @@ def test_names_are_what_the_module_says() -> None:
 
 def test_a_root_is_what_the_module_says() -> None:
     """Pinned: another value would make every stored block of every deployment a miss."""
-    root = namespace_root(b"secret", "default", b"fingerprint", b"layout", "")
-    assert root.hex() == "661349debc3785cf0b6c8feb1f4ba7d9297e93008a6c09310475d11bf542f47b"
+    root = namespace_root(b"secret", "default", b"fingerprint", b"layout", "", "")
+    assert root.hex() == "dc11abc11c13fa1ad349158b267f9f807ad703aacc9e03a697a7b276417fb20e"
 
 
 @given(tokens, tokens)
@@ -63,9 +63,9 @@ def test_a_tail_is_no_full_block_and_no_tail_of_another_length() -> None:
     assert len({full.key, *(tail.key for tail in tails)}) == 4
 
 
-@pytest.mark.parametrize("field", range(4))
+@pytest.mark.parametrize("field", range(5))
 def test_each_part_of_a_root_matters(field: int) -> None:
-    parts: list[Any] = ["default", b"fingerprint", b"layout", "adapter"]
+    parts: list[Any] = ["default", b"fingerprint", b"layout", "adapter", "policy"]
     changed = [*parts]
     changed[field] = parts[field][:-1]
     assert namespace_root(b"secret", *parts) != namespace_root(b"secret", *changed)
@@ -73,7 +73,8 @@ def test_each_part_of_a_root_matters(field: int) -> None:
 
 
 def test_parts_of_a_root_do_not_run_into_one_another() -> None:
-    assert namespace_root(b"s", "ab", b"c", b"", "") != namespace_root(b"s", "a", b"bc", b"", "")
+    assert namespace_root(b"s", "ab", b"c", b"", "", "") != namespace_root(b"s", "a", b"bc", b"", "", "")
+    assert namespace_root(b"s", "", b"", b"", "a", "b") != namespace_root(b"s", "", b"", b"", "", "ab")
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])

@@ -17,6 +17,20 @@ def test_sizes() -> None:
     assert KVLayout(1, 1, 64, 16, "bfloat16").block_bytes == KVLayout(1, 1, 64, 16, "bfloat16").payload_bytes == 4096
 
 
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_a_head_block_of_codes_ends_in_their_scales(quantization: str) -> None:
+    layout = replace(LAYOUT, quantization=quantization, head_dim=128)
+    assert (layout.data_bytes, layout.head_bytes) == (16 * 128, 16 * 128 + 16 * 2)
+    assert layout.payload_bytes == 2 * 2 * 3 * layout.head_bytes
+    assert KVLayout.decode(layout.encode()) == layout
+
+
+def test_a_block_of_codes_is_hardly_more_than_half() -> None:
+    full = KVLayout(32, 8, 128, 16, "bfloat16")
+    codes = replace(full, quantization="int8")
+    assert full.payload_bytes / codes.payload_bytes == full.block_bytes / codes.block_bytes == 256 / 130
+
+
 def test_it_is_the_same_after_the_wire() -> None:
     assert KVLayout.decode(LAYOUT.encode()) == LAYOUT
 
@@ -45,6 +59,8 @@ FIELDS = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 5, "block_size": 16, "
         {"head_dim": 1.5},
         {"block_size": True},
         {"quantization": None},
+        {"quantization": "int5"},
+        {"quantization": ["int8"]},
         {"color": "red"},
     ],
 )

@@ -27,6 +27,9 @@ class SlowStore:
     def fetch(self, names: Sequence[BlockName], pages: Sequence[PageId], sources: Sequence[str] = ()) -> list[Tier]:
         return []
 
+    def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
+        return slice(0, 0)
+
     def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
         return 0
 

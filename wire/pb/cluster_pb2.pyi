@@ -92,10 +92,36 @@ class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ProbeRequest(_message.Message):
+    __slots__ = ("worker_id", "prompt", "max_tokens")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    prompt: _inference_pb2.TokenIds
+    max_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class ProbeResponse(_message.Message):
+    __slots__ = ("token_ids", "timeline")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    timeline: _inference_pb2.Timeline
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., timeline: _Optional[_Union[_inference_pb2.Timeline, _Mapping]] = ...) -> None: ...
+
 class ShutdownRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ShutdownResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReloadKeysRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReloadKeysResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

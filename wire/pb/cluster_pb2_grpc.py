@@ -49,10 +49,20 @@ class ClusterStub:
                 request_serializer=cluster__pb2.DrainRequest.SerializeToString,
                 response_deserializer=cluster__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/baton.v1.Cluster/Probe',
+                request_serializer=cluster__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=cluster__pb2.ProbeResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/baton.v1.Cluster/Shutdown',
                 request_serializer=cluster__pb2.ShutdownRequest.SerializeToString,
                 response_deserializer=cluster__pb2.ShutdownResponse.FromString,
+                _registered_method=True)
+        self.ReloadKeys = channel.unary_unary(
+                '/baton.v1.Cluster/ReloadKeys',
+                request_serializer=cluster__pb2.ReloadKeysRequest.SerializeToString,
+                response_deserializer=cluster__pb2.ReloadKeysResponse.FromString,
                 _registered_method=True)
 
 
@@ -79,8 +89,23 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request, context):
+        """A short request that this worker computes: a decode worker all of it, a prefill worker the prompt, which is then
+        handed over. Its blocks have names of their own, so nothing of it is found in a cache, then or later.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Stops every actor of this cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReloadKeys(self, request, context):
+        """Answers when router and gateway go by the keys that are in the controller's file now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,10 +129,20 @@ def add_ClusterServicer_to_server(servicer, server):
                     request_deserializer=cluster__pb2.DrainRequest.FromString,
                     response_serializer=cluster__pb2.DrainResponse.SerializeToString,
             ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=cluster__pb2.ProbeRequest.FromString,
+                    response_serializer=cluster__pb2.ProbeResponse.SerializeToString,
+            ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
                     request_deserializer=cluster__pb2.ShutdownRequest.FromString,
                     response_serializer=cluster__pb2.ShutdownResponse.SerializeToString,
+            ),
+            'ReloadKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadKeys,
+                    request_deserializer=cluster__pb2.ReloadKeysRequest.FromString,
+                    response_serializer=cluster__pb2.ReloadKeysResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -202,6 +237,33 @@ class Cluster:
             _registered_method=True)
 
     @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/Probe',
+            cluster__pb2.ProbeRequest.SerializeToString,
+            cluster__pb2.ProbeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Shutdown(request,
             target,
             options=(),
@@ -218,6 +280,33 @@ class Cluster:
             '/baton.v1.Cluster/Shutdown',
             cluster__pb2.ShutdownRequest.SerializeToString,
             cluster__pb2.ShutdownResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/ReloadKeys',
+            cluster__pb2.ReloadKeysRequest.SerializeToString,
+            cluster__pb2.ReloadKeysResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,8 +23,8 @@ from tests.kv_store.names import LAYOUT, committed, got_one, names_of
 from tests.kv_store.pools import filled_pool, pages_from
 from wire.directory import Hold
 from wire.errors import ConfigError, Unavailable
-from wire.ids import RequestId
-from wire.keys import BlockName
+from wire.ids import NamespaceRoot, RequestId
+from wire.keys import BlockName, cover
 from wire.settings import to_json
 from wire.tier import ColdSettings, Tier, Write
 from worker.config import StoreSettings
@@ -289,3 +289,26 @@ async def test_a_node_that_drains_has_copies_made_of_what_only_it_has(config: No
     files.close()
     client.close()
     await node.stop()
+
+
+async def test_shares_of_its_arena_are_set_at_the_start_and_later(config: NodeConfig) -> None:
+    root = names_of(4)[0].root_digest
+    node = NodeActor(to_json(replace(config, shares={root.hex(): 0.25})))
+    with pytest.raises(Unavailable):
+        await node.set_shares("{}")
+    await node.start()
+    client = DirectoryClient(config.store.directory_path)
+    assert num_kept(client) == 8, "beyond a quarter of 16 slots its own go first"
+    assert await node.set_shares("{}") == "{}"
+    assert num_kept(client, first=5000) == 4, "without a share the oldest of all go"
+    client.close()
+    await node.stop()
+
+
+def num_kept(client: DirectoryClient, first: int = 1000) -> int:
+    """Publishes 8 blocks of another namespace, then 12 of this one; counts the other's that are found afterwards."""
+    other, own = cover(NamespaceRoot(b"o" * 32), range(first, first + 32), 4), names_of(48, first)
+    for names in (other, own[:8], own[8:]):
+        client.commit("w", committed(client.reserve("w", names, None).slots, names), None)
+    assert client.check() == []
+    return sum(client.exists([name.key for name in other]))

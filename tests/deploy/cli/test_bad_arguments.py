@@ -13,6 +13,7 @@ from deploy.cli.__main__ import main
 from deploy.cli.generate import NO_TIMEOUT_S
 from wire.rpc import MAX_MESSAGE_BYTES
 
+TLS = ("--tls-cert", "/none", "--tls-key", "/none")
 USAGE, CONFIGURATION, FAILED = 2, 78, 1
 NO_UTF8 = "\udcff"
 """As Python hands on an argument of the byte ff."""
@@ -75,6 +76,16 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["scale", "--decode", "0"], CONFIGURATION, "pools.decode must be between 1 and 64, not 0"),
     (["scale", "--decode", "65"], CONFIGURATION, "pools.decode must be between 1 and 64, not 65"),
     (["scale", "--prefill", "-1"], CONFIGURATION, "pools.prefill must be between 0 and 64, not -1"),
+    (["bench"], FAILED, NOT_RUNNING),
+    (["bench", "--rate", "0"], USAGE, "argument --rate: must be above 0, not 0"),
+    (["bench", "--num-requests", "0"], USAGE, "argument --num-requests: must be at least 1, not 0"),
+    (["bench", "--prefix-len", "-1"], USAGE, "argument --prefix-len: must be at least 0, not -1"),
+    (["bench", "--slo", "ttft"], USAGE, "argument --slo: must be a number"),
+    (["bench", "--slo", "e2e=1"], USAGE, "argument --slo: must be like ttft=1000,itl=100"),
+    (["bench", "--url", "localhost:8000"], USAGE, "url: must begin with http:// or https://"),
+    (["bench", "--url", "http://[::1"], USAGE, "url: must be like http://127.0.0.1:8000/v1"),
+    (["bench", "--url", "http://h:99999"], USAGE, "url: must be like"),
+    (["bench", "--api-key", "a\r\nb", "--url", "http://h"], USAGE, "api-key: must be"),
     (["up", "--decode", "0"], CONFIGURATION, "pools.decode must be between 1 and 64, not 0"),
     (["up", "--decode", "65"], CONFIGURATION, "pools.decode must be between 1 and 64, not 65"),
     (["up", "--name", "A/B"], CONFIGURATION, "name must be"),
@@ -85,7 +96,11 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["up", "--model", "/none"], CONFIGURATION, "/none is neither a folder nor a name on the hub"),
     (["up", "--model", "~nosuchuser/x"], CONFIGURATION, "~nosuchuser/x is neither a folder nor a name on the hub"),
     (["up", "--dtype", ""], USAGE, "argument --dtype: invalid choice: ''"),
-    (["up", "--host", "0.0.0.0"], CONFIGURATION, "router.host 0.0.0.0: clients prove nothing"),
+    (["up", "--host", "0.0.0.0"], CONFIGURATION, "router.host 0.0.0.0: without TLS, keys, prompts and answers can be"),
+    (["up", "--host", "0.0.0.0", *TLS], CONFIGURATION, "0.0.0.0: without keys any machine there may use the model"),
+    (["up", *TLS], CONFIGURATION, "/none, /none: not a certificate with its key"),
+    (["up", *TLS[:2]], CONFIGURATION, "tls must be given with both certificate and key"),
+    (["up", "--tls-client-ca", "/none"], CONFIGURATION, "tls must be given with both certificate and key"),
     (["up", "--host", "::"], CONFIGURATION, "router.host must be an IPv4 address, not '::'"),
     (["up", "--insecure", "--host", "localhost"], CONFIGURATION, "router.host must be an IPv4 address"),
     (["up", "--ray-address", ""], CONFIGURATION, "ray.address must be text without control characters"),

@@ -34,9 +34,9 @@ def test_the_object_for_scripts(model: Path, capsys: pytest.CaptureFixture[str])
 def test_flags_change_the_request_and_the_gpu(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--context", 32768, "--kv-dtype", "int8", "--window", 4096, "--gpu", "80GiB", "--concurrency", 300)
     answer = told(capsys, model / "config.json", *flags)
-    assert answer["bytes_per_token"] == 65536
-    assert answer["bytes_per_request"] == 257 * GIB // 1024
-    assert answer["max_requests"] == (80 * GIB - 2 * GIB - answer["weight_bytes"]) // answer["bytes_per_request"] == 251
+    assert answer["bytes_per_token"] == 32 * 2 * 8 * (128 + 2)
+    assert answer["bytes_per_request"] == 257 * 16 * answer["bytes_per_token"]
+    assert answer["max_requests"] == (80 * GIB - 2 * GIB - answer["weight_bytes"]) // answer["bytes_per_request"] == 247
     assert answer["fits"] is False
 
 
@@ -53,7 +53,8 @@ def test_the_screen_shows_the_request_the_gpu_and_each_technique(
         "A GPU of 24 GiB has 7.042 GiB left for KV: room for 7 such requests at once.",
         "32 at once take 48.96 GiB in all, which does not fit.",
         "16 GiB 0 B 0 weights and reserve",
-        "KV in int8 64 KiB 512 MiB 14 not yet (scales left out)",
+        "KV in int8 65 KiB 520 MiB 13 yes",
+        "KV in int4 32 KiB 256 MiB 28 not yet (scales left out)",
     ):
         assert line in shown
 

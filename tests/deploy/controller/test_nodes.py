@@ -17,6 +17,8 @@ from deploy.plan.config import ClusterConfig
 from deploy.plan.resources import RayNode
 from tests.deploy.plan.test_cluster_plan import planned
 from wire.errors import ConfigError, InvalidRequest, Unavailable
+from wire.keys import digest_of
+from wire.trust.key_ring import Allowance, KeyList, Scope, make_key
 
 A, B = RayNode("a" * 56, "10.0.0.1", is_head=True), RayNode("b" * 56, "10.0.0.2")
 
@@ -226,3 +228,26 @@ async def test_a_later_controller_goes_on_with_the_same_services(tmp_path: Path)
     await world.until("the node-aaaaaaaa is back")
     await world.nodes.end()
     assert world.host.actors == {}
+
+
+async def test_shares_reach_every_node_now_and_after_a_restart(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    told: list[tuple[str, str, tuple[str | int, ...]]] = []
+
+    async def call(name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
+        told.append((name, method, arguments))
+        return "{}"
+
+    world.host.call = call  # type: ignore[method-assign]
+    await asyncio.gather(world.nodes.join(A), world.nodes.join(B))
+    listed = KeyList((make_key("acme", [Scope.GENERATE], Allowance(arena_share=0.25))[0],))
+    plan = world.plan.with_keys(listed)
+    await world.nodes.share(plan)
+    root = digest_of(plan.router.root_of("acme")).hex()
+    assert plan.shares == {root: 0.25}
+    assert sorted(told) == sorted((node.service, "set_shares", (json.dumps({root: 0.25}),)) for node in (A, B))
+    world.host.actors[B.service] = Liveness.DEAD
+    await world.until("is back")
+    assert [json.loads(config)["shares"] for config in world.host.configs] == [{}, {}, {root: 0.25}]
+    world.watch.cancel()
+    await world.nodes.end()

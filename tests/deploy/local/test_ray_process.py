@@ -17,8 +17,8 @@ from deploy.plan.config import ClusterConfig
 from deploy.processes.process import ProcessRef, end_session, spawn_leader
 from tests.deploy.plan.test_cluster_plan import planned
 from wire.errors import ConfigError
-from wire.identity import Identity
 from wire.settings import to_json
+from wire.trust.identity import Identity
 
 PLAN = planned(ClusterConfig())
 PROGRAM = """

@@ -1,11 +1,16 @@
 """Worked examples of articles about KV caches, the wrong ones as they should be."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from deploy.plan.capacity import Fit, RequestKV, techniques
 from deploy.plan.shape import ModelShape
 from deploy.plan.sizing import GPU_RESERVE_BYTES
+from kv_store.device_pool import DevicePool
 from tests.deploy.plan.published_models import LLAMA_2_70B, LLAMA_3_8B, MIXTRAL_8X7B, QWEN3_06B
+from wire.ids import PageId
 from wire.layout import KVLayout
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -81,10 +86,30 @@ def test_the_first_part_without_room_is_the_limit(device_gib: int, limited_by: s
     assert (fit.limited_by, fit.max_requests) == (limited_by, max_requests)
 
 
-def test_a_block_is_padded_to_4_kib() -> None:
+def test_a_block_takes_its_pages_bytes() -> None:
     tiny = kv(KVLayout(1, 1, 10, 16, "float16"), 32)
-    assert (tiny.bytes_per_token, tiny.block_bytes, tiny.num_bytes) == (40, 4096, 8192)
-    assert RequestKV(GQA_8B, 16, 16).block_bytes == GQA_8B.block_bytes
+    assert (tiny.bytes_per_token, tiny.block_bytes, tiny.num_bytes) == (40, 640, 1280)
+    assert RequestKV(GQA_8B, 16, 16).block_bytes == GQA_8B.payload_bytes
+
+
+@pytest.mark.parametrize(("dtype", "head_bytes"), [("float32", 512), ("float16", 256), ("int8", 130), ("fp8", 130)])
+def test_another_kv_dtype_takes_the_bytes_of_its_pages(dtype: str, head_bytes: int) -> None:
+    one = kv(GQA_8B, 4096).kept_in(dtype)
+    assert one.bytes_per_token == 32 * 2 * 8 * head_bytes
+    assert one.num_bytes == 4096 * one.bytes_per_token
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_pool_takes_what_the_arithmetic_says(dtype: str) -> None:
+    one = kv(KVLayout(2, 8, 128, 16, "bfloat16"), 160).kept_in(dtype)
+    pool = DevicePool(one.layout, one.num_blocks, torch.device("cpu"))
+    assert pool.page_bytes(PageId(0)).untyped_storage().nbytes() == one.num_bytes
+
+
+@pytest.mark.parametrize(("head_dim", "least"), [(128, 1.95), (64, 1.9)])
+def test_quantized_blocks_fit_nearly_twice_as_often(head_dim: int, least: float) -> None:
+    fit = Fit(40 * GIB, 0, kv(KVLayout(32, 8, head_dim, 16, "bfloat16"), 16))
+    assert replace(fit, kv=fit.kv.kept_in("int8")).max_requests / fit.max_requests >= least
 
 
 def test_a_window_keeps_its_blocks_and_a_partly_passed_one() -> None:
@@ -97,7 +122,7 @@ def test_each_technique_changes_what_it_says() -> None:
     fit = Fit(24 * GIB, shape.weight_bytes(), kv(GQA_8B, 8192))
     found = {one.name: (one.fit.request_bytes, one.fit.max_requests) for one in techniques(shape, fit)}
     assert found == {
-        "KV in int8": (512 * MIB, 14),
+        "KV in int8": (520 * MIB, 13),
         "KV in int4": (256 * MIB, 28),
         "only the last 4,096 tokens kept": (514 * MIB, 14),
         "first half of all prompts the same": (512 * MIB, 13),

@@ -13,10 +13,10 @@ from deploy.plan.resources import RayNode
 from router.config import AdmissionBounds, ServedModel, StreamBounds
 from tests.kv_store.names import LAYOUT
 from wire.errors import ConfigError
-from wire.identity import Identity
 from wire.ids import WorkerId
 from wire.pools import Role, Worker
 from wire.tier import ColdSettings, Tier, Write
+from wire.trust.identity import Identity
 from worker.config import BatchSettings, WorkerConfig
 
 SERVED = ServedModel("m", "/m", "float32", 64, 300, bytes(32).hex(), LAYOUT.encode().hex())
@@ -42,7 +42,7 @@ LISTENERS = {"host": "127.0.0.2", "grpc_port": 19, "metrics_port": 20, "max_conn
 
 
 def planned(config: ClusterConfig, model: ModelFacts = MODEL, machine: Machine | None = MACHINE) -> ClusterPlan:
-    return make_plan(config, model, machine, (REDIS, FILES), "/tmp/baton-a-12345678", "token", b"secret")
+    return make_plan(config, model, machine, (REDIS, FILES), "/tmp/baton-a-12345678", "token", b"secret", "/none")
 
 
 def worker_of(plan: ClusterPlan, home: Home = HEAD, role: Role = Role.DECODE) -> WorkerConfig:

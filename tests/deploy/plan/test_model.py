@@ -42,6 +42,14 @@ def test_the_fingerprint_follows_weights_and_dtype_and_not_the_place(tmp_path: P
     assert len(set(fingerprints)) == 3
 
 
+def test_another_kv_dtype_is_another_layout_of_the_same_model(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama-gqa", tmp_path / "small")
+    full, codes = (inspect_model(ModelSettings(str(folder), kv_dtype=name), "cpu").served for name in ("auto", "int8"))
+    assert full.fingerprint == codes.fingerprint
+    assert (full.layout.quantization, codes.layout.quantization) == ("none", "int8")
+    assert full.layout.payload_bytes / codes.layout.payload_bytes == 4 * 16 / (16 + 2)
+
+
 def rename_layers(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_bytes())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))

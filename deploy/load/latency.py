@@ -1,12 +1,11 @@
 """From what the client saw of each request to the figures that are reported. Pure."""
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
-
-import numpy as np
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -72,32 +71,6 @@ class LatencyLimits:
 
 
 @dataclass(frozen=True)
-class QuietLimits:
-    """Limits by a prompt's length: multiples of what a quiet service took at some lengths, and straight lines between.
-
-    lengths: ascending. ttft_s, tpot_s: of the quiet service, a value a length.
-    """
-
-    lengths: tuple[int, ...]
-    ttft_s: tuple[float, ...]
-    tpot_s: tuple[float, ...]
-    ttft_factor: float = 4.0
-    tpot_factor: float = 3.0
-
-    def holds_for(self, record: Record) -> bool:
-        return self.at(record.prompt_len).holds_for(record)
-
-    def at(self, prompt_len: int) -> LatencyLimits:
-        """Returns the limits of a length."""
-        ttft_s, tpot_s = (float(np.interp(prompt_len, self.lengths, one)) for one in (self.ttft_s, self.tpot_s))
-        return LatencyLimits(self.ttft_factor * ttft_s, self.tpot_factor * tpot_s)
-
-    def describe(self, prompt_len: int) -> str:
-        limits = self.at(prompt_len)
-        return f"{prompt_len}: TTFT {limits.ttft_s * 1000:.0f} TPOT {limits.tpot_s * 1000:.1f}"
-
-
-@dataclass(frozen=True)
 class Percentiles:
     """In milliseconds."""
 
@@ -146,6 +119,41 @@ def summarize(rounds: Sequence[Sequence[Record]], limits: Limits) -> ModeSummary
         cached_prompt_share=sum(r.cached_len for r in ended) / max(1, sum(r.prompt_len for r in ended)),
         client_lateness_ms=percentiles_ms(record.late_s for record in records),
     )
+
+
+LATENCIES: tuple[tuple[str, Callable[[ModeSummary], Percentiles]], ...] = (
+    ("TTFT ms", lambda summary: summary.ttft_ms),
+    ("TPOT ms", lambda summary: summary.tpot_ms),
+    ("ITL ms", lambda summary: summary.itl_ms),
+    ("e2e ms", lambda summary: summary.e2e_ms),
+    ("client late by ms", lambda summary: summary.client_lateness_ms),
+)
+"""Each one's name, and where a summary has it. TTFT and e2e count from when a request should have been sent."""
+
+
+def rates(summary: ModeSummary) -> dict[str, str]:
+    """Describes what is not a latency."""
+    return {
+        "requests ended / sent": f"{summary.num_ended} / {summary.num_sent}",
+        "errors": ", ".join(f"{count} {name}" for name, count in summary.errors.items()) or "0",
+        "requests a second": f"{summary.throughput_rps:.2f}",
+        "output tokens a second": f"{summary.output_tokens_per_s:.1f}",
+        "goodput, requests a s": f"{summary.goodput_rps:.2f} ({summary.good_share:.0%})",
+        "prompt tokens from cache": f"{summary.cached_prompt_share:.0%}",
+    }
+
+
+def describe_limits(limits: LatencyLimits) -> str:
+    return f"goodput: TTFT <= {limits.ttft_s * 1000:g} ms, TPOT <= {limits.tpot_s * 1000:g} ms"
+
+
+def without_nan(value: Any) -> Any:
+    """Puts null in the place of figures without values, for JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: without_nan(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def percentiles_ms(values_s: Iterable[float]) -> Percentiles:

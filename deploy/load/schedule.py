@@ -1,10 +1,11 @@
 """When which request is sent: decided before the first one is, so that no answer can delay a later request."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
-from benchmarks.request_trace import ScaledTrace, TraceRow
+from deploy.load.trace import ScaledTrace, TraceRow
 
 PROMPT_IDS = range(32, 256)
 """Token ids that prompts are made of: every vocabulary has them, and hardly any has special tokens there."""
@@ -21,13 +22,18 @@ class Arrival:
 
 def poisson(rate: float, duration_s: float, input_len: int, output_len: int, seed: int) -> list[Arrival]:
     """Arrivals of a Poisson process with `rate` a second; all prompts differ."""
+    endless = poisson_process(rate, input_len, output_len, seed)
+    return list(takewhile(lambda arrival: arrival.at_s < duration_s, endless))
+
+
+def poisson_process(rate: float, input_len: int, output_len: int, seed: int, prefix_len: int = 0) -> Iterator[Arrival]:
+    """Yields arrivals without end. The first `prefix_len` tokens of all prompts are the same, and no others."""
     draw = random.Random(seed)
-    arrivals: list[Arrival] = []
+    prefix = _random_tokens(random.Random(f"{seed} prefix"), min(prefix_len, input_len))
     at_s = draw.expovariate(rate)
-    while at_s < duration_s:
-        arrivals.append(Arrival(at_s, _random_tokens(draw, input_len), output_len))
+    while True:
+        yield Arrival(at_s, prefix + _random_tokens(draw, input_len - len(prefix)), output_len)
         at_s += draw.expovariate(rate)
-    return arrivals
 
 
 def replay(trace: ScaledTrace, seed: int) -> list[Arrival]:

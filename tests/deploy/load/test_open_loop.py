@@ -4,17 +4,20 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
-from benchmarks.latency import LatencyLimits
-from benchmarks.load_client import CompletionsClient, LoadClient
 from benchmarks.machine import MachineState
-from benchmarks.schedule import Arrival
 from benchmarks.serve_report import ServeReport
+from deploy.load.latency import LatencyLimits, Record
+from deploy.load.open_loop import Answer, CompletionsClient, LoadClient, OpenLoopClient
+from deploy.load.schedule import Arrival
+from gateway.connections import HttpServer
+from tests.gateway.local_gateway import serving
 from wire.convert import tiers_to_pb
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
@@ -110,7 +113,7 @@ async def http_server(answer: str) -> AsyncIterator[tuple[int, list[dict[str, An
 
 async def test_completions_over_http_are_noted_token_by_token() -> None:
     async with http_server("HTTP/1.0 200 OK\r\n\r\n" + "\n\n".join(EVENTS) + "\n\n") as (port, bodies):
-        [record] = await CompletionsClient("127.0.0.1", port, "demo", timeout_s=20).run(SCHEDULE[:1])
+        [record] = await CompletionsClient(f"http://127.0.0.1:{port}/v1", 20, "demo").run(SCHEDULE[:1])
     assert ([count for _, count in record.chunks], record.error) == ([1, 2], None)
     asked = {name: bodies[0][name] for name in ("model", "prompt", "max_tokens", "temperature", "ignore_eos")}
     assert asked == {"model": "demo", "prompt": [5, 6], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
@@ -121,19 +124,63 @@ async def test_completions_over_http_are_noted_token_by_token() -> None:
     [
         ("HTTP/1.0 400 Bad Request\r\n\r\nno such model", "HTTP 400"),
         ('HTTP/1.0 200 OK\r\n\r\ndata: {"error": {"message": "full"}}\n\n', "error in the stream"),
-        ("", "HTTP "),
+        ("", "UNAVAILABLE"),
+        ("no answer\r\n\r\n", "not an answer"),
+        ("HTTP/1.1 200 OK\r\n\r\n" + EVENTS[0] + "\n\n", "broken off"),
     ],
 )
 async def test_what_fails_over_http_is_an_error(answer: str, error: str) -> None:
     async with http_server(answer) as (port, _):
-        [record] = await CompletionsClient("127.0.0.1", port, "demo", timeout_s=20).run(SCHEDULE[:1])
-    assert (record.error, record.chunks) == (error, ())
+        [record] = await CompletionsClient(f"http://127.0.0.1:{port}/v1", 20, "demo").run(SCHEDULE[:1])
+    assert record.error == error
+
+
+async def test_an_answer_in_pieces_and_chunks_counts_as_many_tokens_as_its_usage() -> None:
+    usage = {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}
+    events = [{"choices": [{"text": "a"}]}, {"choices": [{"text": "", "finish_reason": "length"}]}, {"usage": usage}]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    pieces = [body[at : at + 7] for at in range(0, len(body), 7)]
+    chunks = "".join(f"{len(piece):x}\r\n{piece}\r\n" for piece in pieces)
+    async with http_server(f"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n{chunks}0\r\n\r\n") as (port, _):
+        [record] = await CompletionsClient(f"http://127.0.0.1:{port}/v1", 20, "demo").run(SCHEDULE[:1])
+    assert ([count for _, count in record.chunks], record.cached_len, record.error) == ([3], 1, None)
+
+
+async def test_the_gateway_is_a_door() -> None:
+    async with serving() as gateway:
+        server = HttpServer(gateway.app)
+        url = f"http://{await server.start('127.0.0.1', 0)}/v1"
+        async with CompletionsClient(url, timeout_s=20) as client:
+            assert await client.max_context_len() == gateway.cluster.router.config.model.max_context_len
+            first, second = await client.run([Arrival(0.0, (50,) * 40, 3), Arrival(0.01, (51,) * 40, 4)])
+        await server.stop()
+    assert [(record.error, record.num_tokens) for record in (first, second)] == [(None, 3), (None, 4)]
+
+
+async def test_no_more_requests_than_places_are_under_way() -> None:
+    under_way: list[int] = [0]
+    told: list[Record] = []
+
+    class Counting(OpenLoopClient):
+        async def ask(self, arrival: Arrival, answer: Answer) -> None:
+            under_way.append(under_way[-1] + 1)
+            await asyncio.sleep(0)
+            under_way.append(under_way[-1] - 1)
+
+        async def max_context_len(self) -> int:
+            return 0
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+    records = await Counting(20).run([replace(SCHEDULE[0], at_s=0.0)] * 9, 2, told.append)
+    assert max(under_way) == 2
+    assert sorted(map(id, told)) == sorted(map(id, records))
 
 
 async def test_a_server_that_is_gone_is_an_error() -> None:
     async with http_server("") as (port, _):
         pass
-    [record] = await CompletionsClient("127.0.0.1", port, "demo", timeout_s=20).run(SCHEDULE[:1])
+    [record] = await CompletionsClient(f"http://127.0.0.1:{port}/v1", 20, "demo").run(SCHEDULE[:1])
     assert record.error == "UNAVAILABLE"
 
 

@@ -5,7 +5,8 @@ from dataclasses import astuple
 
 import pytest
 
-from benchmarks.latency import LatencyLimits, Percentiles, QuietLimits, Record, percentiles_ms, summarize
+from benchmarks.quiet_limits import QuietLimits
+from deploy.load.latency import LatencyLimits, Percentiles, Record, percentiles_ms, summarize
 
 LIMITS = LatencyLimits(ttft_s=0.5, tpot_s=0.1)
 

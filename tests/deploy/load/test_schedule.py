@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.request_trace import ScaledTrace, TraceRow, read_trace, scale
-from benchmarks.schedule import PROMPT_IDS, poisson, replay
+from deploy.load.schedule import PROMPT_IDS, poisson, replay
+from deploy.load.trace import ScaledTrace, TraceRow, read_trace, scale
 
 
 class TestPoisson:

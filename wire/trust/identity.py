@@ -35,14 +35,19 @@ class Identity:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_verify_locations(cadata=self.authority_pem)
-        # OpenSSL takes a key from a file only; a file in memory is no process's but this one's.
-        memory = os.memfd_create("identity", os.MFD_CLOEXEC)
-        try:
-            os.write(memory, f"{self.key_pem}{self.certificate_pem}".encode())
-            context.load_cert_chain(f"/proc/self/fd/{memory}")
-        finally:
-            os.close(memory)
+        load_pair(context, f"{self.key_pem}{self.certificate_pem}".encode())
         return context
+
+
+def load_pair(context: ssl.SSLContext, pem: bytes) -> None:
+    """Loads a key and its certificates. Raises OSError or ValueError for contents that are not, or are encrypted."""
+    # OpenSSL takes a key from a file only; a file in memory is no process's but this one's.
+    memory = os.memfd_create("identity", os.MFD_CLOEXEC)
+    try:
+        os.write(memory, pem)
+        context.load_cert_chain(f"/proc/self/fd/{memory}", password=lambda: b"")  # else it would ask the terminal
+    finally:
+        os.close(memory)
 
 
 def prove(token: bytes, role: bytes, clients_nonce: bytes, servers_nonce: bytes) -> bytes:

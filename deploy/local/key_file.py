@@ -1,0 +1,36 @@
+"""The file of a cluster's keys: NAME.keys.json beside its state, for its user alone. It outlives the cluster."""
+
+from pathlib import Path
+
+from deploy.local.state import explained_path, state_dir
+from deploy.processes.atomic_file import AtomicFile
+from wire.errors import ConfigError
+from wire.settings import from_json, to_json
+from wire.trust.key_ring import NO_KEYS, KeyList
+
+
+class KeyFile:
+    """The keys as they are kept. Commands change it under the lock of the state; the controller only reads it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = AtomicFile(path)
+
+    @classmethod
+    def of(cls, cluster: str) -> "KeyFile":
+        """Raises ConfigError where there can be none."""
+        return cls(state_dir() / f"{cluster}.keys.json")
+
+    def read(self) -> KeyList:
+        """Returns the keys, none without a file. Raises ConfigError for one that is broken, or open to others."""
+        with explained_path(self.path):
+            content = self._file.read()
+            is_private = content is None or not self.path.stat().st_mode & 0o077
+        if not is_private:
+            raise ConfigError(f"{self.path} must be readable by you only: `chmod 600` it")
+        return NO_KEYS if content is None else from_json(KeyList, content.decode(errors="replace"), str(self.path))
+
+    def write(self, listed: KeyList) -> None:
+        """Replaces the keys in one step. Raises ConfigError, and then leaves them as they were."""
+        with explained_path(self.path):
+            self._file.write(to_json(listed).encode())

@@ -1,0 +1,61 @@
+"""Keys of a real cluster with TLS: made, shown, revoked, and kept by a router that comes back."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.plan.authority import Authority
+from tests.cluster.served_cluster import ServedCluster, wait_until
+
+pytestmark = pytest.mark.cluster
+AUTHORITY = Authority.make()
+BODY = '{"prompt": "hello", "max_tokens": 1}'
+
+
+def test_keys_made_while_the_cluster_runs_hold_at_both_doors_and_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BATON_API_KEY", raising=False)
+    cluster = ServedCluster(f"k{os.getpid()}", tmp_path)
+
+    def key(*arguments: str) -> str:
+        command = [sys.executable, "-m", "deploy.cli", "key", *arguments, "--name", cluster.name]
+        env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+    door = AUTHORITY.issue("door", "127.0.0.1")
+    for name, text in (("cert", door.certificate_pem), ("key", door.key_pem), ("ca", AUTHORITY.certificate_pem)):
+        (tmp_path / name).write_text(text)
+    tls = ("--tls-cert", str(tmp_path / "cert"), "--tls-key", str(tmp_path / "key"))
+    cluster.do("up", "--prefill", "0", "--decode", "1", "--grpc-port", "0", "--redis-url", "off", *tls)
+    try:
+        address = cluster.status()["http_address"]
+        assert status_of(address, "") == "000", "the certificate is not trusted yet"
+        monkeypatch.setenv("CURL_CA_BUNDLE", str(tmp_path / "ca"))
+        assert status_of(address, "") == "200"
+        text = key("create", "--tenant", "acme", "--max-open-requests", "2", "--arena-share", "0.5")
+        refused = cluster.run("generate", "hello")
+        assert (refused.returncode, "a valid key is wanted" in refused.stderr) == (1, True)
+        assert [status_of(address, shown) for shown in ("", text[:-1], text)] == ["401", "401", "200"]
+        monkeypatch.setenv("BATON_API_KEY", text)
+        assert ServedCluster(cluster.name, tmp_path).do("generate", "hello", "--max-tokens", "1")
+        for actor in ("router", "gateway"):
+            cluster.actor(actor).kill()
+        wait_until(lambda: status_of(address, text) == "200", "router and gateway are back")
+        assert status_of(address, "") == "401"
+        key("revoke", text.split("-")[1])
+        assert status_of(address, text) == "401"
+        assert cluster.workers("decode"), "the operator has the cluster's token"
+    finally:
+        cluster.run("down")
+    assert cluster.left_behind() == []
+
+
+def status_of(address: str, text: str) -> str:
+    shown = ["-H", f"Authorization: Bearer {text}"] if text else []
+    command = ["curl", "--silent", "--max-time", "30", "-o", "/dev/null", "-w", "%{http_code}", *shown]
+    command += ["-H", "Content-Type: application/json", "-d", BODY, f"https://{address}/v1/completions"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout

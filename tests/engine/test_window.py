@@ -1,0 +1,155 @@
+"""A model whose rows all have windows: pages behind the window are given up, and hits need the window's blocks only."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.core import EngineCore
+from engine.model.hash_model import HashModel
+from engine.schedule.continuous_batcher import ContinuousBatcher
+from kv_store.tiers.memory_tier import MemoryTier
+from tests.pair import ROOT, Node, drive, make_core, prefill, request, rest_of, resume, serve
+from wire.errors import InvalidRequest
+from wire.ids import BlockKey
+from wire.keys import cover
+from wire.layout import KVLayout
+from wire.sampling import SamplingParams
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32", window=50)
+PROMPT = tuple(range(1, 201))
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=30)
+NUM_NEEDED = 5
+"""Blocks that 49 tokens may touch, and the one that the next token goes to."""
+
+
+@pytest.fixture
+def model() -> HashModel:
+    return HashModel(LAYOUT, 997, max_context_len=32_768)
+
+
+def keys(prompt: tuple[int, ...] = PROMPT) -> list[BlockKey]:
+    return [name.key for name in cover(ROOT, prompt, LAYOUT.block_size)]
+
+
+def forget(core: EngineCore, node: Node, places: range, prompt: tuple[int, ...] = PROMPT) -> None:
+    """Loses blocks of a prompt, on the device and in the node's arena."""
+    lost = [keys(prompt)[place] for place in places]
+    assert node.directory.forget(lost) == len(lost)
+    for key in lost:
+        page = core.pool.ledger.find(key)
+        assert page is not None
+        core.pool.ledger.withdraw(page)
+
+
+def test_most_needed_is_reached_and_never_passed(model: HashModel) -> None:
+    """However chunks cut the prompt, a pool of the window's size is enough, and one page fewer is refused."""
+    for chunk_len in (1, 7, 16, 48, 500):
+        core = make_core(model, None, NUM_NEEDED, ContinuousBatcher(max_step_tokens=chunk_len + 1, max_running=1))
+        assert serve(core, PROMPT, GREEDY).outputs[0] == model.oracle(PROMPT, 30)
+    with pytest.raises(InvalidRequest):
+        make_core(model, num_blocks=NUM_NEEDED - 1).add(request(PROMPT, GREEDY))
+
+
+def test_20_000_tokens_in_a_pool_of_the_windows_size(model: HashModel) -> None:
+    sampling = replace(GREEDY, max_tokens=20_000)
+    assert serve(make_core(model, num_blocks=NUM_NEEDED), PROMPT, sampling).outputs[0] == model.oracle(PROMPT, 20_000)
+
+
+def test_many_share_a_pool(model: HashModel) -> None:
+    """Sequences take one another's pages in turn; each gets the oracle's tokens."""
+    prompts = [(number, *PROMPT) for number in range(8)]
+    runs = drive(make_core(model, num_blocks=3 * NUM_NEEDED), [request(prompt, GREEDY) for prompt in prompts])
+    assert [run.outputs[0] for run in runs] == [model.oracle(prompt, 30) for prompt in prompts]
+
+
+def test_choices_share_a_prompt(model: HashModel) -> None:
+    core = make_core(model, num_blocks=16)
+    run = serve(core, PROMPT, replace(GREEDY, n=3))
+    assert list(run.outputs.values()) == [model.oracle(PROMPT, 30)] * 3
+    assert core.stats().computed_prompt_tokens == len(PROMPT)
+
+
+@pytest.mark.parametrize("is_on_device", [True, False])
+def test_a_hit_needs_nothing_before_the_window(model: HashModel, is_on_device: bool) -> None:
+    node = Node(model)
+    core = make_core(model, node)
+    serve(core, PROMPT, GREEDY)
+    forget(core, node, range(8))
+    run = serve(core if is_on_device else make_core(model, node), PROMPT, GREEDY)
+    assert run.outputs[0] == model.oracle(PROMPT, 30)
+    assert run.fetched[0].num_found == 12 * 16
+
+
+@pytest.mark.parametrize("lost", [9, 10, 11])
+@pytest.mark.parametrize("is_on_device", [True, False])
+def test_no_hit_without_a_block_of_the_window(model: HashModel, is_on_device: bool, lost: int) -> None:
+    """The position before the hole serves, if its window is here; else all is computed."""
+    node = Node(model)
+    core = make_core(model, node)
+    serve(core, PROMPT, GREEDY)
+    forget(core, node, range(lost, lost + 1))
+    run = serve(core if is_on_device else make_core(model, node), PROMPT, GREEDY)
+    assert run.outputs[0] == model.oracle(PROMPT, 30)
+    assert run.fetched[0].num_found == lost * 16
+    forget(core, node, range(lost - 1, lost))
+    forget(core, node, range(2))
+    forget(core, node, range(4, 6))
+    other = serve(make_core(model, node), PROMPT, GREEDY)
+    assert other.outputs[0] == model.oracle(PROMPT, 30)
+
+
+def test_a_window_is_partly_on_the_device_and_partly_in_the_store(model: HashModel) -> None:
+    node = Node(model)
+    first, second = make_core(model, node), make_core(model, node)
+    serve(first, PROMPT[:176], GREEDY)
+    serve(second, PROMPT, GREEDY)
+    node.directory.forget(keys()[:10])
+    run = serve(first, PROMPT, GREEDY)
+    assert run.outputs[0] == model.oracle(PROMPT, 30)
+    assert run.fetched[0].num_found == 12 * 16
+    assert {str(tier) for tier in run.fetched[0].found} == {"device", "host"}
+
+
+def test_holes_in_a_cold_tier(model: HashModel) -> None:
+    """Whatever is lost, tokens stay; the longest position whose window is there is what is found."""
+    for lost in ([0, 1, 2, 3], [11], [5, 10], [3, 8, 11], [2, 5, 8, 11], list(range(12))):
+        cold = MemoryTier(LAYOUT)
+        node = Node(model, cold=cold)
+        serve(make_core(model, node), PROMPT, GREEDY)
+        node.write_all_cold()
+        cold.delete([keys()[place] for place in lost])
+        run = serve(make_core(model, Node(model, cold=cold)), PROMPT, GREEDY)
+        assert run.outputs[0] == model.oracle(PROMPT, 30)
+        ends = [end for end in range(13) if not {*range(max(0, end * 16 - 49) // 16, end)} & {*lost}]
+        assert run.fetched[0].num_found == 16 * max(ends)
+
+
+def test_a_hand_off_holds_the_window_only(model: HashModel) -> None:
+    node = Node(model, num_slots=20)
+    runs = prefill(make_core(model, node), [PROMPT], GREEDY)
+    assert node.directory.status().num_holds == 1
+    assert {block.name.key for block in node.directory.blocks()} >= {*keys()}
+    prefill(make_core(model, node), [tuple(range(300, 480))], GREEDY)
+    here, first = {block.name.key for block in node.directory.blocks()}, LAYOUT.first_block(len(PROMPT))
+    assert {*keys()[first:]} <= here
+    assert not {*keys()} <= here
+    [run] = resume(make_core(model, node), runs)
+    assert run.outputs[0] == model.oracle(PROMPT, 30)
+    assert run.fetched[0].num_found == len(PROMPT)
+
+
+def test_preempted_and_resumed_elsewhere(model: HashModel) -> None:
+    node = Node(model)
+    runs = prefill(make_core(model, node), [(number, *PROMPT) for number in range(6)], GREEDY)
+    core = make_core(model, node, num_blocks=2 * NUM_NEEDED + 1)
+    outputs = [run.outputs[0] for run in drive(core, [rest_of(run) for run in runs])]
+    assert outputs == [model.oracle((number, *PROMPT), 30) for number in range(6)]
+
+
+def test_the_start_of_a_prefix_is_evicted_first(model: HashModel) -> None:
+    core = make_core(model, num_blocks=16)
+    serve(core, PROMPT, GREEDY)
+    serve(core, tuple(range(500, 580)), GREEDY)
+    here = [core.pool.ledger.find(key) is not None for key in keys()[:12]]
+    assert here == sorted(here)
+    assert 0 < sum(here) < 12

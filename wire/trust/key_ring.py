@@ -1,0 +1,129 @@
+"""The keys by which callers come in: each has a tenant, scopes of calls, and an allowance.
+
+A key is `baton-ID-SECRET`: eight hex digits that name it, and 256 random bits in hex, of which only the SHA-256 is
+kept. So many random bits need no slow hash: nothing can be guessed, and a check costs a microsecond.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from wire.errors import ConfigError, PermissionDenied, Unauthenticated
+from wire.ids import DEFAULT_TENANT, TENANT
+
+_KEY = re.compile(r"baton-([0-9a-f]{8})-([0-9a-f]{64})")
+_HEX = re.compile(r"[0-9a-f]*")
+_NO_DIGEST = "0" * 64
+
+
+class Scope(Enum):
+    """A kind of calls that a key opens."""
+
+    GENERATE = "generate"
+    OPERATE = "operate"
+    METRICS = "metrics"
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Bounds on the use of a key; None is no bound. arena_share: the part of each arena its tenant keeps, 0 to 1."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_open_requests: int | None = None
+    arena_share: float | None = None
+
+    def __post_init__(self) -> None:
+        bounds = (self.requests_per_minute, self.tokens_per_minute, self.max_open_requests)
+        if any(bound is not None and bound < 1 for bound in bounds):
+            raise ConfigError("a limit of a key must be at least 1")
+        if self.arena_share is not None and not 0 < self.arena_share <= 1:
+            raise ConfigError("a share of the arena must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key as it is kept: without its secret. A revoked one opens nothing, and its file is no empty one."""
+
+    id: str
+    digest: str
+    tenant: str
+    scopes: tuple[Scope, ...] = (Scope.GENERATE,)
+    allowance: Allowance = field(default_factory=Allowance)
+    is_revoked: bool = False
+
+    def __post_init__(self) -> None:
+        if not TENANT.fullmatch(self.tenant):
+            raise ConfigError("a tenant must be 1 to 32 of a-z, 0-9 and -, beginning with a letter or digit")
+        if not _HEX.fullmatch(self.id + self.digest):
+            raise ConfigError("the id and the digest of a key must be hex digits")
+
+
+ANYONE = Key("", "", DEFAULT_TENANT, (Scope.GENERATE, Scope.METRICS))
+"""The caller of a cluster without keys."""
+
+
+@dataclass(frozen=True)
+class KeyList:
+    """All keys of a cluster, as its file has them."""
+
+    keys: tuple[Key, ...] = ()
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Returns each tenant's share of an arena, the smallest of its keys' where several have one."""
+        given = [(key.tenant, key.allowance.arena_share) for key in self.keys if not key.is_revoked]
+        by_size = sorted(((share, tenant) for tenant, share in given if share is not None), reverse=True)
+        return {tenant: share for share, tenant in by_size}
+
+
+def make_key(tenant: str, scopes: Sequence[Scope], allowance: Allowance) -> tuple[Key, str]:
+    """Draws a key; returns it as it is kept, and the text that its caller sends. Raises ConfigError."""
+    key_id, secret = secrets.token_hex(4), secrets.token_hex(32)
+    return Key(key_id, _digest(secret), tenant, tuple(scopes), allowance), f"baton-{key_id}-{secret}"
+
+
+def bearer(credentials: Sequence[str]) -> str:
+    """Returns the key that a call shows in its only `authorization` field, if it has the form of one, else ""."""
+    scheme, _, key = credentials[0].partition(" ") if len(credentials) == 1 else ("", "", "")
+    return key if scheme.lower() == "bearer" and _KEY.fullmatch(key) else ""
+
+
+NO_KEYS = KeyList()
+
+
+class KeyRing:
+    """The keys in force. Where no key was ever made, every caller comes in, as the tenant `default`. Thread-safe."""
+
+    def __init__(self, listed: KeyList = NO_KEYS) -> None:
+        self.replace(listed)
+
+    def replace(self, listed: KeyList) -> None:
+        """Goes by these keys from now on."""
+        self._by_id = {key.id: key for key in listed.keys if not key.is_revoked}
+        self._is_open = not listed.keys
+
+    def admit(self, credentials: Sequence[str], scope: Scope) -> Key:
+        """Returns the key of a call. Raises Unauthenticated, or PermissionDenied for a key without the scope.
+
+        credentials: the call's `authorization` fields. A missing, a wrong and an unknown one take the same time.
+        """
+        if self._is_open and scope in ANYONE.scopes:
+            return ANYONE
+        matched = _KEY.fullmatch(bearer(credentials))
+        key_id, secret = matched.groups() if matched else ("", "")
+        key = self._by_id.get(key_id)
+        is_right = hmac.compare_digest(_digest(secret), key.digest if key else _NO_DIGEST)
+        if key is None or not is_right:
+            raise Unauthenticated("a valid key is wanted, as `authorization: Bearer KEY`")
+        if scope not in key.scopes:
+            raise PermissionDenied(f"the key has no scope {scope.value}", scope=scope.value)
+        return key
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
