@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import grpc
 import grpc.aio
@@ -14,16 +14,23 @@ from wire.pb import inference_pb2 as pb
 from wire.rpc_status import details_of, from_rpc_error
 
 TIMEOUT_S = 600.0
+OF_REQUESTS = ("request_id", "model", "timeout_s", "tools")
+"""Options that are no settings of sampling."""
 API_KEY = "BATON_API_KEY"
 """The variable of the environment that has the key of a client which is given none."""
 Metadata = tuple[tuple[str, str], ...]
 
 
 class Message(TypedDict):
-    """A turn of a chat. `role` is system, developer, user, assistant or tool, as the model's template takes them."""
+    """A turn of a chat. `role` is system, developer, user, assistant or tool, as the model's template takes them.
+
+    tool_calls: of an assistant, each in JSON; tool_call_id: of a tool's answer. proto/inference.proto gives their form.
+    """
 
     role: str
     content: str
+    tool_calls: NotRequired[Sequence[str]]
+    tool_call_id: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -59,6 +66,7 @@ class Options(TypedDict, total=False):
     echo: bool
     skip_special_tokens: bool
     include_stop_str_in_output: bool
+    tools: Sequence[str]
 
 
 def credentials(api_key: str | None) -> Metadata:
@@ -74,13 +82,18 @@ def credentials(api_key: str | None) -> Metadata:
 
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """Builds the message. Raises InvalidRequest for values that no message can hold; the server checks the rest."""
-    sampling = {name: value for name, value in options.items() if name not in ("request_id", "model", "timeout_s")}
+    sampling = {name: value for name, value in options.items() if name not in OF_REQUESTS}
     with _refusing("request_id"):
         request = pb.GenerateRequest(request_id=options.get("request_id"))
     with _refusing("model"):
         request.MergeFrom(pb.GenerateRequest(model=options.get("model")))
     with _refusing("prompt"):
         _set_prompt(request, prompt)
+    with _refusing("tools"):
+        if options.get("tools"):
+            if not request.HasField("messages"):
+                raise ValueError("want a prompt of messages")
+            request.messages.tools.extend(options["tools"])
     with _refusing("sampling"):
         request.sampling_params.CopyFrom(pb.SamplingParams(**sampling))  # type: ignore[arg-type]
     return request

@@ -104,6 +104,8 @@ class Model:
     max_context_len: int
     dtype: str
     fingerprint: str
+    tool_format: str = ""
+    """Of calls in answers to requests with tools; "" if the model's template knows no tools."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,9 @@ class Draft:
 
 
 def read_models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
-    return tuple(Model(one.name, one.max_context_len, one.dtype, one.fingerprint) for one in response.models)
+    return tuple(
+        Model(one.name, one.max_context_len, one.dtype, one.fingerprint, one.tool_format) for one in response.models
+    )
 
 
 def _read_chunk(request_id: str, chunk: pb.Chunk) -> Chunk:

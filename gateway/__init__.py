@@ -11,6 +11,7 @@ client ──HTTP/1.1──▶ connections ──ASGI──▶ app ──▶ com
 - `app`: routes; a client that goes cancels its request. `exchange`: a request's body in, its answer out.
 - `fields`: strict JSON, and each field by name: read, only with one value, ignored, or refused.
 - `generation`: the prompts of a request under way, whole or as events; `completions` and `chat` are its two dialects.
+- `openapi`: the page that names all paths and fields.
 - `errors`: each error as status and OpenAI's envelope.
 
 It keeps nothing: when it dies, clients of gRPC notice nothing, the router cancels its requests, and another follows.

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from baton import AsyncClient
 from baton.request import Options
 from baton.results import Model
-from gateway import fields
+from gateway import fields, openapi
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
 from gateway.errors import HttpError
@@ -42,6 +42,12 @@ METRICS_TIMEOUT_S = 5.0
 OWNER = "baton"
 HEALTH, READY, METRICS = "/health", "/ready", "/metrics"
 MODEL_PATH = "/v1/models/"
+PATH_TO_FIELDS = {
+    "/v1/completions": CompletionsDialect.fields,
+    "/v1/chat/completions": ChatDialect.fields,
+    "/tokenize": fields.TOKENIZE,
+    "/detokenize": fields.DETOKENIZE,
+}
 
 Handler = Callable[["Request"], Awaitable["bytes | Events"]]
 
@@ -63,13 +69,14 @@ class Gateway:
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._list_models),
             "/v1/completions": ("POST", partial(self._generate, CompletionsDialect)),
-            "/v1/chat/completions": ("POST", partial(self._generate, ChatDialect)),
+            "/v1/chat/completions": ("POST", self._chat),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
             HEALTH: ("GET", self._health),
             READY: ("GET", self._ready),
             "/version": ("GET", self._version),
             METRICS: ("GET", self._metrics),
+            "/openapi.json": ("GET", self._openapi),
         }
 
     @property
@@ -136,6 +143,12 @@ class Gateway:
         if self._num_reading_bytes > MAX_READING_BYTES:
             raise Overloaded("as many bytes of bodies are on their way as may be")
 
+    async def _chat(self, request: Request) -> "bytes | Events":
+        """Asks for the model's format of tool calls where a request has tools."""
+        has_tools = bool(request.body.get("tools"))
+        tool_format = (await self._find(self._client(request), None)).tool_format if has_tools else ""
+        return await self._generate(partial(ChatDialect, tool_format), request)
+
     async def _generate(self, dialect: Callable[[], Dialect], request: Request) -> "bytes | Events":
         client, maker = self._client(request), dialect()
         taken = fields.take(request.body, maker.fields)
@@ -196,6 +209,10 @@ class Gateway:
 
     async def _version(self, _: Request) -> bytes:
         return json.dumps({"version": version("baton-serve")}).encode()
+
+    async def _openapi(self, _: Request) -> bytes:
+        readable = (path for path, (method, _) in self._routes.items() if method == "GET")
+        return openapi.describe(PATH_TO_FIELDS, (*readable, f"{MODEL_PATH}{{model}}"))
 
     async def _metrics(self, request: Request) -> bytes:
         """Returns the router's metrics behind the gateway's own, if they can be had."""

@@ -1,34 +1,45 @@
 """/v1/chat/completions: its fields, and its objects."""
 
 import json
+import secrets
 from collections.abc import Sequence
+from string import ascii_letters, digits
 from typing import Any
 
 from baton import Chunk, Completion
-from baton.results import TokenLogprobs
+from baton.results import Choice, TokenLogprobs
 from gateway import fields
 from gateway.generation import Dialect
+from gateway.tool_calls import FORMATS, CallParser, ToolCall
 from wire.errors import InvalidRequest
 
 FIELDS = {
     **fields.COMMON,
     "messages": fields.messages,
     "max_completion_tokens": fields.whole(fields.INT64),
+    "tools": fields.tools,
+    "tool_choice": fields.tool_choice,
+    "parallel_tool_calls": fields.flag,
     "logprobs": fields.flag,
     "top_logprobs": fields.whole(fields.INT32),
 }
+MAX_CALLS = 128
 
 
 class ChatDialect(Dialect):
-    """The objects of chats."""
+    """The objects of chats. `tool_format`: of calls in the model's answers."""
 
     fields = FIELDS
     object_name = "chat.completion"
     event_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def __init__(self) -> None:
+    def __init__(self, tool_format: str = "") -> None:
         self._begun: set[int] = set()
+        self._tool_format = tool_format
+        self._tool_names: frozenset[str] = frozenset()
+        self._max_calls = MAX_CALLS
+        self._answers: dict[int, _Calls] = {}
 
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
         if "messages" not in taken:
@@ -40,28 +51,88 @@ class ChatDialect(Dialect):
             raise InvalidRequest("top_logprobs", "wants logprobs to be true")
         if wanted:
             taken["logprobs"] = num_top or 0
+        self._take_tools(taken)
         return [taken.pop("messages")]
 
     def choice(self, completion: Completion, index: int, number: int) -> dict[str, Any]:
         choice = completion.choices[index]
+        told = self._calls_of(number)
+        first, last = told.feed(choice.text), told.end()
+        message = {"role": "assistant", "content": first["content"] + last, "refusal": None}
+        if "tool_calls" in first:
+            calls = [{name: one for name, one in call.items() if name != "index"} for call in first["tool_calls"]]
+            message |= {"content": message["content"] or None, "tool_calls": calls}
         return {
             "index": number,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": {"content": _logprobs(choice.logprobs)} if choice.logprobs else None,
-            "finish_reason": choice.finish_reason and choice.finish_reason.value,
+            "finish_reason": told.reason_of(choice),
         }
 
     def event(self, chunk: Chunk, number: int) -> str:
         role = "" if number in self._begun else '"role":"assistant",'
         self._begun.add(number)
         logprobs = json.dumps({"content": _logprobs(chunk.logprobs)}) if chunk.logprobs else "null"
-        delta = f'{{{role}"content":{json.dumps(chunk.text)}}}'
+        gained = self._calls_of(number).feed(chunk.text) if self._tool_names else {"content": chunk.text}
+        delta = f"{{{role}{json.dumps(gained)[1:]}"
         return f'{{"index":{number},"delta":{delta},"logprobs":{logprobs},"finish_reason":null}}'
 
     def last_event(self, completion: Completion, index: int, number: int) -> str:
-        reason = completion.choices[index].finish_reason
-        told = {"index": number, "delta": {}, "logprobs": None, "finish_reason": reason and reason.value}
-        return json.dumps(told)
+        calls = self._calls_of(number)
+        rest = calls.end()
+        delta, reason = {"content": rest} if rest else {}, calls.reason_of(completion.choices[index])
+        return json.dumps({"index": number, "delta": delta, "logprobs": None, "finish_reason": reason})
+
+    def _take_tools(self, taken: dict[str, Any]) -> None:
+        """Gives the tools the router's form; without tools, or without a choice of them, nothing is looked for."""
+        tools, choice = taken.pop("tools", []), taken.pop("tool_choice", "auto")
+        self._max_calls = MAX_CALLS if taken.pop("parallel_tool_calls", True) else 1
+        if tools and choice == "auto":
+            taken["tools"] = [json.dumps(one) for one in tools]
+            self._tool_names = frozenset(one["function"]["name"] for one in tools)
+
+    def _calls_of(self, number: int) -> "_Calls":
+        if number not in self._answers:
+            form = FORMATS.get(self._tool_format) if self._tool_names else None
+            parser = None if form is None else CallParser(form, self._tool_names)
+            self._answers[number] = _Calls(parser, self._max_calls)
+        return self._answers[number]
+
+
+class _Calls:
+    """The text and the calls of one choice, as OpenAI tells them. Calls beyond `max_calls` are left out."""
+
+    def __init__(self, parser: CallParser | None, max_calls: int) -> None:
+        self._parser = parser
+        self._max_calls = max_calls
+        self._num_calls = 0
+
+    def feed(self, text: str) -> dict[str, Any]:
+        """Returns what a choice has gained, as the inner part of a delta."""
+        found = [text] if self._parser is None else self._parser.feed(text)
+        calls = [one for one in found if isinstance(one, ToolCall)][: self._max_calls - self._num_calls]
+        numbered = [_call(one, index) for index, one in enumerate(calls, self._num_calls)]
+        self._num_calls += len(calls)
+        content = "".join(one for one in found if isinstance(one, str))
+        return {"content": content, "tool_calls": numbered} if numbered else {"content": content}
+
+    def end(self) -> str:
+        """Returns the text that was held back."""
+        return "" if self._parser is None else self._parser.flush()
+
+    def reason_of(self, choice: Choice) -> str | None:
+        reason = choice.finish_reason and choice.finish_reason.value
+        return "tool_calls" if self._num_calls and reason == "stop" else reason
+
+
+def _call(call: ToolCall, index: int) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": index, "id": _new_id(), "type": "function", "function": function}
+
+
+def _new_id() -> str:
+    """Draws nine letters and digits: templates of Mistral take no other ids."""
+    return "".join(secrets.choice(ascii_letters + digits) for _ in range(9))
 
 
 def _logprobs(logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The fields of a body: strict JSON, and each field by name. Null is as good as absent. Pure."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ Read = Callable[[object, str], Any]
 MAX_NAME_CHARS = 64
 MAX_PROMPTS = 16
 INT32, INT64 = 1 << 31, 1 << 63
+_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_NUMBER = 1e9
 """Larger ones are in no range."""
 
@@ -98,11 +100,21 @@ def prompts(value: object, name: str) -> list[str | list[int]]:
     return [one if isinstance(one, str) else token_ids(one, name) for one in given]
 
 
-def messages(value: object, name: str) -> list[dict[str, str]]:
+def messages(value: object, name: str) -> list[dict[str, Any]]:
     """Reads the turns of a chat. Content is a text, or a list of parts that are all text."""
     given = _items(value, name, "messages")
     _require(len(given) <= MAX_TURNS, name, f"at most {MAX_TURNS} messages")
     return [_message(one, f"{name}[{index}]") for index, one in enumerate(given)]
+
+
+def tools(value: object, name: str) -> list[dict[str, Any]]:
+    """Reads the functions that an answer may call."""
+    return [_tool(one, f"{name}[{index}]") for index, one in enumerate(_list(value, name))]
+
+
+def tool_choice(value: object, name: str) -> str:
+    _require(value in ("none", "auto"), name, 'is not offered, but as "none" or "auto"')
+    return str(value)
 
 
 def stream_options(value: object, name: str) -> bool:
@@ -197,11 +209,70 @@ TOKENIZE: dict[str, Read] = {"model": text, "prompt": text, "messages": messages
 DETOKENIZE: dict[str, Read] = {"model": text, "tokens": token_ids}
 
 
-def _message(value: object, name: str) -> dict[str, str]:
-    taken = _inner(value, name, {"role": text, "content": _content})
+def _message(value: object, name: str) -> dict[str, Any]:
+    known: dict[str, Read] = {"role": text, "content": _content, "tool_calls": _calls, "tool_call_id": text}
+    taken = _inner(value, name, known)
+    if taken.get("tool_calls"):
+        taken.setdefault("content", "")
     for key in ("role", "content"):
         _require(key in taken, f"{name}.{key}", "is missing")
     return taken
+
+
+def _calls(value: object, name: str) -> list[str]:
+    """Reads the calls of an assistant's turn, as the router takes them."""
+    return [json.dumps(_call(one, f"{name}[{index}]")) for index, one in enumerate(_list(value, name))]
+
+
+def _call(value: object, name: str) -> dict[str, Any]:
+    known: dict[str, Read] = {"name": text, "arguments": _arguments}
+    call: dict[str, Read] = {"id": text, "type": _function_type, "index": whole(INT32)}
+    taken = _inner(value, name, {**call, "function": lambda one, within: _inner(one, within, known)})
+    for key in ("name", "arguments"):
+        _require(key in taken.get("function", {}), f"{name}.function.{key}", "is missing")
+    taken.pop("index", None)
+    return {**taken, "type": "function"}
+
+
+def _arguments(value: object, name: str) -> dict[str, Any]:
+    """Reads the arguments of a call: an object, as JSON in a text."""
+    try:
+        read = json.loads(text(value, name) or "{}", parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(name, "must be JSON") from error
+    if not isinstance(read, dict):
+        raise InvalidRequest(name, "must be an object in JSON")
+    return read
+
+
+def _tool(value: object, name: str) -> dict[str, Any]:
+    known: dict[str, Read] = {"name": _function_name, "description": text, "parameters": _object, "strict": _not_strict}
+    tool: dict[str, Read] = {"type": _function_type}
+    taken = _inner(value, name, {**tool, "function": lambda one, within: _inner(one, within, known)})
+    _require("name" in taken.get("function", {}), f"{name}.function.name", "is missing")
+    taken["function"].pop("strict", None)
+    return {"type": "function", **taken}
+
+
+def _function_type(value: object, name: str) -> str:
+    _require(value == "function", name, "only function is offered")
+    return "function"
+
+
+def _function_name(value: object, name: str) -> str:
+    valid = isinstance(value, str) and _FUNCTION_NAME.fullmatch(value)
+    _require(bool(valid), name, "must be 1 to 64 characters of A-Z a-z 0-9 _ -")
+    return str(value)
+
+
+def _object(value: object, name: str) -> object:
+    _require(isinstance(value, dict), name, "must be an object")
+    return value
+
+
+def _not_strict(value: object, name: str) -> bool:
+    _require(value is False, name, "is not offered, but as false")
+    return False
 
 
 def _content(value: object, name: str) -> str:
@@ -215,6 +286,12 @@ def _part(value: object, name: str) -> str:
     taken = _inner(value, name, {"type": text, "text": text})
     _require("text" in taken, f"{name}.text", "is missing")
     return str(taken["text"])
+
+
+def _list(value: object, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InvalidRequest(name, "must be a list")
+    return value
 
 
 def _items(value: object, name: str, what: str) -> list[Any]:

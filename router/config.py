@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model as workers loaded it. `folder` is where the tokenizer is; bytes are in hex."""
+    """The model as workers loaded it. `folder` is where the tokenizer is; bytes are in hex; aliases: further names."""
 
     name: str
     folder: str
@@ -28,6 +28,7 @@ class ServedModel:
     vocab_size: int
     fingerprint_hex: str
     layout_hex: str
+    aliases: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> bytes:

@@ -5,11 +5,12 @@ The rendered text is tokenized in the pieces between marks, and no piece has the
 """
 
 import asyncio
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 from text.codec import TextCodec
 from wire.errors import InvalidRequest, Unsupported
@@ -19,19 +20,40 @@ _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Unicode's noncharacters, which are for use within a program only."""
 
 
+CALL_MARKS = {
+    "llama": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "qwen": ("<tool_call>", "</tool_call>"),
+}
+"""The formats of tool calls in answers, and the tokens that mark calls, which are special in some vocabularies."""
+
+
 @dataclass(frozen=True)
 class Message:
-    """A turn of a conversation. `role` is one of ROLES."""
+    """A turn of a conversation. `role` is one of ROLES.
+
+    tool_calls: of an assistant, as templates take them: arguments are an object. tool_call_id: of a tool.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    tool_call_id: str | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The message as templates take it: what it has not is left out."""
+        calls = {"tool_calls": list(self.tool_calls)} if self.tool_calls else {}
+        answered = {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": self.content, **calls, **answered}
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation still to be rendered."""
+    """A conversation still to be rendered. `tools`: functions that the assistant may call."""
 
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     def __len__(self) -> int:
         return len(self.messages)
@@ -42,21 +64,41 @@ class Chat:
 
     async def render(self, renderer: "Renderer", special_tokens: Sequence[str], max_added_chars: int) -> "Rendered":
         """Renders the messages with marks in their special tokens. Raises InvalidRequest or Unsupported."""
+        uses_tools = self.tools or any(one.tool_calls or one.role == "tool" for one in self.messages)
+        if uses_tools and not renderer.tool_format:
+            param = "tools" if self.tools else "messages"
+            raise Unsupported(f"{param}: the model's chat template knows no tools", param=param)
         marked, mark = await asyncio.to_thread(self._marked, special_tokens)
-        return Rendered(await renderer.render(marked, max_added_chars), mark)
+        call_marks = CALL_MARKS.get(renderer.tool_format, ()) if self.tools else ()
+        return Rendered(await renderer.render(marked, max_added_chars), mark, call_marks)
 
-    def _marked(self, special_tokens: Sequence[str]) -> tuple[list[Message], str]:
-        """Returns the messages with marks in them, and the mark. Takes as long as they and the tokens are many."""
-        mark = _mark_for(self.text)
-        return [Message(one.role, _cut(one.content, special_tokens, mark)) for one in self.messages], mark
+    def _marked(self, special_tokens: Sequence[str]) -> tuple["Chat", str]:
+        """Returns the chat with marks in it, and the mark. Takes as long as it and the tokens are many."""
+        given = [*(one.variables for one in self.messages), *self.tools]
+        mark = _mark_for(json.dumps(given, ensure_ascii=False))
+
+        def cut(text: str) -> str:
+            return _cut(text, special_tokens, mark)
+
+        messages = tuple(
+            replace(
+                one,
+                content=cut(one.content),
+                tool_calls=_each_text(one.tool_calls, cut),
+                tool_call_id=_each_text(one.tool_call_id, cut),
+            )
+            for one in self.messages
+        )
+        return Chat(messages, _each_text(self.tools, cut)), mark
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as its template wrote it, with marks in it."""
+    """A conversation as its template wrote it, with marks in it. call_marks: of its answer's calls, if it has tools."""
 
     text: str
     mark: str
+    call_marks: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.text)
@@ -69,20 +111,31 @@ class Rendered:
 class Renderer(Protocol):
     """A model's chat template. Implementations are `TemplateProcesses`, its twin `PlainRenderer`, and `NoRenderer`."""
 
-    async def render(self, messages: Sequence[Message], max_added_chars: int) -> str:
-        """Renders messages up to the assistant's next turn. Raises InvalidRequest for what the template does not take.
+    @property
+    def tool_format(self) -> str:
+        """The format of the calls that it asks for, of CALL_MARKS; "" if it knows no tools."""
 
-        max_added_chars: by which the text may be longer than the messages.
+    async def render(self, chat: Chat, max_added_chars: int) -> str:
+        """Renders a chat up to the assistant's next turn. Raises InvalidRequest for what the template does not take.
+
+        max_added_chars: by which the text may be longer than the chat.
         """
 
     async def close(self) -> None: ...
 
 
 class PlainRenderer:
-    """The in-memory twin: a line for each turn."""
+    """The in-memory twin: a line for each tool and turn."""
 
-    async def render(self, messages: Sequence[Message], max_added_chars: int) -> str:
-        return "".join(f"{one.role}: {one.content}\n" for one in messages) + "assistant:"
+    tool_format = "qwen"
+
+    async def render(self, chat: Chat, max_added_chars: int) -> str:
+        tools = "".join(f"tool: {json.dumps(one)}\n" for one in chat.tools)
+        calls = [
+            "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in one.tool_calls) for one in chat.messages
+        ]
+        turns = zip(chat.messages, calls, strict=True)
+        return tools + "".join(f"{one.role}: {one.content}{made}\n" for one, made in turns) + "assistant:"
 
     async def close(self) -> None:
         """Has nothing to close."""
@@ -91,11 +144,22 @@ class PlainRenderer:
 class NoRenderer:
     """The template of a model that has none."""
 
-    async def render(self, messages: Sequence[Message], max_added_chars: int) -> str:
+    tool_format = ""
+
+    async def render(self, chat: Chat, max_added_chars: int) -> str:
         raise Unsupported("messages: the model has no chat template; send a text prompt", param="messages")
 
     async def close(self) -> None:
         """Has nothing to close."""
+
+
+def _each_text(value: Any, cut: Callable[[str], str]) -> Any:
+    """Returns a value of JSON with each text in it cut, the keys of objects too."""
+    if isinstance(value, str):
+        return cut(value)
+    if isinstance(value, Mapping):
+        return {cut(key): _each_text(one, cut) for key, one in value.items()}
+    return tuple(_each_text(one, cut) for one in value) if isinstance(value, list | tuple) else value
 
 
 def _mark_for(text: str) -> str:

@@ -1,6 +1,6 @@
 """A process that renders a model's chat template, with transformers' own renderer: `python -m text.template_child`.
 
-in   {"template", "memory_bytes"}, then any number of {"messages", "variables", "max_chars"}
+in   {"template", "memory_bytes"}, then any number of {"messages", "tools", "variables", "max_chars"}
 out  {}, then for each of these {"text"} or {"failure"}
 
 Each message is JSON behind its length in four bytes. Templates come from model folders and are programs: their memory
@@ -48,7 +48,8 @@ def _answer(render: Any, asked: dict[str, Any]) -> dict[str, str]:
     from jinja2.exceptions import TemplateError
 
     try:
-        [text], _ = render([asked["messages"]], add_generation_prompt=True, **asked["variables"])
+        tools = asked["tools"] or None
+        [text], _ = render([asked["messages"]], tools=tools, add_generation_prompt=True, **asked["variables"])
     except MemoryError:
         return {"failure": "the model's chat template takes too much memory for them"}
     except TemplateError as error:  # the template's own words, as a rule

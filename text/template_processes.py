@@ -3,17 +3,18 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from text.chat import Message
+from text.chat import Chat
 from text.model_file import read_text
 from text.template_child import read_message, write_message
 from wire.errors import InvalidRequest, ModelError, Unavailable
@@ -32,6 +33,14 @@ class Template:
 
     source: str
     variables: Mapping[str, str]
+
+    @property
+    def tool_format(self) -> str:
+        """Tells by what it asks of the model how calls are written, of CALL_MARKS; "" if it knows no tools."""
+        if not re.search(r"\btools\b", self.source):
+            return ""
+        asked = {"qwen": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": '"parameters":'}
+        return next((name for name, sign in asked.items() if sign in self.source), "")
 
     @classmethod
     def load(cls, folder: Path) -> "Template | None":
@@ -66,6 +75,7 @@ class TemplateProcesses:
     """A Renderer over processes, which begin with it, and threads that wait for them."""
 
     def __init__(self, template: Template) -> None:
+        self.tool_format = template.tool_format
         self._variables = dict(template.variables)
         self._children = [_Child(template.source) for _ in range(NUM_PROCESSES)]
         self._idle = list(self._children)
@@ -73,14 +83,12 @@ class TemplateProcesses:
         for child in self._children:
             self._threads.submit(child.start)
 
-    async def render(self, messages: Sequence[Message], max_added_chars: int) -> str:
+    async def render(self, chat: Chat, max_added_chars: int) -> str:
         """Raises Unavailable where no process can be had."""
-        num_chars = sum(len(one.content) for one in messages)
-        asked = {
-            "messages": [vars(one) for one in messages],
-            "variables": self._variables,
-            "max_chars": num_chars + max_added_chars,
-        }
+        given = {"messages": [one.variables for one in chat.messages], "tools": chat.tools}
+        num_chars = len(chat.text) + sum(len(json.dumps(one)) for one in chat.tools)
+        num_chars += sum(len(json.dumps(one.tool_calls)) for one in chat.messages if one.tool_calls)
+        asked = {**given, "variables": self._variables, "max_chars": num_chars + max_added_chars}
         answer = await asyncio.wrap_future(self._threads.submit(self._ask, asked))
         if "failure" in answer:
             raise InvalidRequest("messages", answer["failure"])

@@ -31,6 +31,7 @@ def _port_or_off(text: str) -> int | str:
 
 
 _MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)"
+_SERVED = "what clients call it; several names are names of one model (default: the folder's name)"
 _DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
 _WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a little less exact (default: auto)"
 _KV = "what KV is kept in: auto, as it computes, or half the memory in int8 or fp8, a little less exact (default: auto)"
@@ -47,7 +48,7 @@ _REDIS = "a Redis server of yours, `off` for none, or `own` to start one (defaul
 FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
     "model": {
         "--model": ("model.path", "PATH_OR_HUB_NAME", str, _MODEL),
-        "--served-model-name": ("model.served_name", "NAME", str, "what clients call it (default: the folder's name)"),
+        "--served-model-name": ("model.served_name", "NAME", str, _SERVED),
         "--dtype": ("model.dtype", None, str, _DTYPE),
         "--weights": ("model.weights", None, str, _WEIGHTS),
         "--kv-dtype": ("model.kv_dtype", None, str, _KV),
@@ -106,7 +107,8 @@ def add_parser(commands: Subparsers) -> None:
         group = parser.add_argument_group(title)
         for flag, (setting, metavar, kind, text) in flags.items():
             choices = CHOICES.get(setting)
-            group.add_argument(flag, dest=setting, metavar=metavar, type=kind, choices=choices, help=text)
+            nargs = "+" if setting == "model.served_name" else None
+            group.add_argument(flag, dest=setting, metavar=metavar, type=kind, choices=choices, nargs=nargs, help=text)
         if title == "services":
             help_text = "start no HTTP gateway: gRPC only"
             group.add_argument("--no-http", dest="http.port", action="store_const", const="off", help=help_text)

@@ -58,15 +58,21 @@ _RAY_ADDRESS = re.compile(r"auto|[^\s/]+:\d+")
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The model to serve. Without a path it is the demo model; without a served_name clients know it by its
-    folder's name."""
+    """The model to serve. Without a path it is the demo model; without a served_name, one or several, clients know it
+    by its folder's name."""
 
     path: str | None = None
-    served_name: str | None = None
+    served_name: str | tuple[str, ...] | None = None
     dtype: str = "auto"
     weights: str = "auto"
     kv_dtype: str = "auto"
     block_size: int = 16
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names that were given, each once."""
+        given = (self.served_name,) if isinstance(self.served_name, str) else self.served_name or ()
+        return tuple(dict.fromkeys(given))
 
 
 @dataclass(frozen=True)
@@ -243,7 +249,7 @@ class ClusterConfig:
         check_name(self.name)
         for name in TEXTS:
             value = attrgetter(name)(self)
-            is_text = value is None or _TEXT.fullmatch(value)
+            is_text = value is None or all(map(_TEXT.fullmatch, [value] if isinstance(value, str) else value))
             _require(is_text, name, "text without control characters, and not empty: leave it out for the default", "")
         choices_of = {
             "model.dtype": DTYPES,

@@ -77,14 +77,16 @@ def inspect_model(
         raise ConfigError(f"worker.cpu_kernels or model.weights: {error}") from error
     asked = None if settings.dtype == "auto" else settings.dtype
     dtype = str(compute_dtype(asked, checkpoint.config, backend)).removeprefix("torch.")
+    name, *aliases = settings.served_names or (_name(settings.path),)
     served = ServedModel(
-        name=settings.served_name or _name(settings.path),
+        name=name,
         folder=str(checkpoint.folder.resolve()),
         dtype=dtype,
         max_context_len=checkpoint.config.max_context_len,
         vocab_size=checkpoint.config.vocab_size,
         fingerprint_hex=fingerprint(checkpoint.files, dtype, backend.version, DigestCache.of_user()).hex(),
         layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
+        aliases=tuple(aliases),
     )
     facts = ModelFacts(served, device, _weight_bytes(checkpoint), backend.name)
     if draft is None:

@@ -49,12 +49,15 @@ class InferenceApi(InferenceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: N802
         model = pb.Model(
-            name=self._model.name,
             max_context_len=self._model.max_context_len,
             dtype=self._model.dtype,
             fingerprint=self._model.fingerprint_hex,
+            tool_format=self._dispatcher.tool_format,
         )
-        return pb.ListModelsResponse(models=[model])
+        response = pb.ListModelsResponse()
+        for name in (self._model.name, *self._model.aliases):
+            response.models.add(name=name).MergeFrom(model)
+        return response
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
         return await self._dispatcher.tokenize(request, self._caller(context))

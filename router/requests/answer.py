@@ -128,12 +128,12 @@ def name_tokens(logprobs: Iterable[pb.TokenLogprobs], codec: TextCodec) -> None:
 
 
 class Answer:
-    """All choices of a request. Pure."""
+    """All choices of a request. Pure. `shown`: special tokens that are part of the text."""
 
-    def __init__(self, sampling: SamplingParams, codec: TextCodec) -> None:
+    def __init__(self, sampling: SamplingParams, codec: TextCodec, shown: Sequence[str] = ()) -> None:
         self.num_tokens = 0
         self._num_unfinished = sampling.n
-        decoding = codec if sampling.skip_special_tokens else codec.spelling(codec.special_tokens)
+        decoding = codec.spelling(shown) if shown else codec
         settings = sampling.stop, sampling.min_tokens, sampling.include_stop_str_in_output
         self._choices = [
             ChoiceStream(index, IncrementalText(decoding, *settings), codec, sampling.include_stop_str_in_output)

@@ -143,6 +143,11 @@ class Dispatcher:
     def num_running(self) -> int:
         return self._admission.num_running
 
+    @property
+    def tool_format(self) -> str:
+        """The format of tool calls in the model's answers; "" if its template knows no tools."""
+        return self._services.renderer.tool_format
+
     @contextmanager
     def arriving(self) -> Iterator[None]:
         """While a request is on its way. Raises Overloaded at once if none may come in, whatever it is."""

@@ -179,8 +179,8 @@ class Flow:
         self._end_span("tokenize")
         if services.quarantine.holds(self.prepared.keys[-1], self._loop.time()):
             raise AttemptsExhausted("workers were lost over this prompt; it is not tried again for a while")
-        self._answer = Answer(self.prepared.sampling, services.codec)
         prepared = self.prepared
+        self._answer = Answer(prepared.sampling, services.codec, prepared.shown)
         self._prompt_answer = PromptAnswer(prepared.prompt_ids, prepared.sampling, services.codec, prepared.echo)
         for part in self._prompt_answer.first_parts():
             self._send_prompt(part)

@@ -1,8 +1,10 @@
 """The one place where a client's request is checked, and made ready for workers. What passes is within every range."""
 
+import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from text.chat import ROLES, Chat, Message, Rendered
 from text.codec import TextCodec
@@ -17,6 +19,8 @@ from wire.sampling import MAX_TOLD_PROMPT_LEN, SamplingParams
 
 SEED_BITS = 63
 MAX_CHARACTER_BYTES = 4
+MAX_TOOLS = 128
+MAX_TOOL_DEPTH = 64
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Limits:
     max_context_len: int
     num_blocks: int
     layout: KVLayout
+    aliases: tuple[str, ...] = ()
 
     @property
     def max_sequence_len(self) -> int:
@@ -54,7 +59,7 @@ class Prepared:
     """A request ready for workers. `keys` name all blocks of the prompt, a partly filled last one included.
 
     held_keys: the ones that a decode worker fetches.
-    echo: the prompt's text, if it was asked for.
+    echo: the prompt's text, if it was asked for. shown: special tokens that are part of the answer's text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -62,6 +67,7 @@ class Prepared:
     keys: tuple[BlockKey, ...]
     held_keys: tuple[BlockKey, ...]
     echo: str = ""
+    shown: Sequence[str] = ()
 
 
 def validate(message: pb.GenerateRequest, limits: Limits) -> ValidRequest:
@@ -108,7 +114,10 @@ def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: Namespa
     names = cover(root, prompt_ids, limits.layout.block_size)
     keys = tuple(name.key for name in names)
     held_keys = keys[limits.layout.first_block(len(prompt_ids)) :]
-    return Prepared(prompt_ids, sampling, keys, held_keys, _echo(valid, prompt_ids, codec) if sampling.echo else "")
+    echo = _echo(valid, prompt_ids, codec) if sampling.echo else ""
+    marks = valid.prompt.call_marks if isinstance(valid.prompt, Rendered) else ()
+    shown = marks if sampling.skip_special_tokens else codec.special_tokens
+    return Prepared(prompt_ids, sampling, keys, held_keys, echo, shown)
 
 
 def _echo(valid: ValidRequest, prompt_ids: Sequence[int], codec: TextCodec) -> str:
@@ -164,7 +173,7 @@ def _require_room(num_tokens: int, limits: Limits, at_least: str = "") -> None:
 
 
 def _require_model(message: pb.GenerateRequest, limits: Limits) -> None:
-    if message.HasField("model") and message.model != limits.model:
+    if message.HasField("model") and message.model not in (limits.model, *limits.aliases):
         raise ModelNotFound("model: no model of that name is served")
 
 
@@ -210,7 +219,37 @@ def valid_chat(conversation: pb.Conversation) -> Chat:
     _require(len(conversation.messages) <= MAX_TURNS, "messages", f"at most {MAX_TURNS}")
     for one in conversation.messages:
         _require(one.role in ROLES, "messages", f"a role must be one of {', '.join(ROLES)}")
-    return Chat(tuple(Message(one.role, one.content) for one in conversation.messages))
+    _require(len(conversation.tools) <= MAX_TOOLS, "tools", f"at most {MAX_TOOLS}")
+    tools = tuple(_function(one, "tools") for one in conversation.tools)
+    return Chat(tuple(map(_message, conversation.messages)), tools)
+
+
+def _message(message: pb.Message) -> Message:
+    calls = tuple(_function(one, "messages") for one in message.tool_calls)
+    _require(not calls or message.role == "assistant", "messages", "only an assistant has tool_calls")
+    arguments = all(isinstance(one["function"].get("arguments"), dict) for one in calls)
+    _require(arguments, "messages", "the arguments of a call must be an object")
+    answered = message.tool_call_id if message.HasField("tool_call_id") else None
+    return Message(message.role, message.content, calls, answered)
+
+
+def _function(text: str, param: str) -> dict[str, Any]:
+    """Reads a tool, or a call of one."""
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(param, "a tool, or a call of one, must be JSON") from error
+    function = read.get("function") if isinstance(read, dict) else None
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    _require(_is_shallow(read, MAX_TOOL_DEPTH), param, f"may be nested at most {MAX_TOOL_DEPTH} deep")
+    _require(named, param, "a tool, or a call of one, must be an object that names a function")
+    known: dict[str, Any] = read
+    return known
+
+
+def _is_shallow(value: object, depth: int) -> bool:
+    within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth > 0 and all(_is_shallow(one, depth - 1) for one in within)
 
 
 def _token_ids(ids: Sequence[int], limits: Limits) -> tuple[int, ...]:

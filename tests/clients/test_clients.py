@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -86,6 +87,29 @@ async def test_langchain(served: Served) -> None:
     answered = await served.run("langchain_program.py")
     assert (answered["chat"], answered["chat_streamed"]) == (served.chat, served.chat)
     assert answered["usage"]["output_tokens"] == 6
+
+
+async def test_lm_eval(served: Served) -> None:
+    """Log-likelihoods of the second parts, which the worker makes of positions, and a generation."""
+    answered = await served.run("lm_eval_program.py")
+    assert [one[0] for one in answered["scores"]] == [-float(sum(range(7, 12))), -1.0]
+    assert answered["text"] == [served.text]
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
+async def test_node(served: Served) -> None:
+    """Modules are looked for where the program is: it lies beside them for a moment."""
+    venv = Path(os.environ["BATON_CLIENTS_VENV"])
+    program = Path(shutil.copy(PROGRAMS / "node_program.mjs", venv))
+    answered = json.loads(await served.output("node", str(program), f"http://{served.address}/v1"))
+    assert answered == {
+        "chat": served.chat,
+        "streamed": served.chat,
+        "refused": "temperature",
+        "vercel": served.chat,
+        "vercelStreamed": served.chat,
+        "tokens": 6,
+    }
 
 
 async def test_curl(served: Served) -> None:

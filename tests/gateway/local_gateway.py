@@ -20,6 +20,7 @@ from baton.request import (
 )
 from baton.results import Model, Tokens
 from gateway.app import Gateway
+from router.config import RouterConfig
 from router.ports.interceptors import credentials_of
 from router.requests.dispatch import OpenRequest
 from router.router import Router
@@ -53,7 +54,16 @@ class LocalClient(AsyncClient):
 
     async def list_models(self) -> tuple[Model, ...]:
         model = self._router.config.model
-        return (Model(model.name, model.max_context_len, model.dtype, model.fingerprint_hex),)
+        return tuple(
+            Model(
+                name,
+                model.max_context_len,
+                model.dtype,
+                model.fingerprint_hex,
+                self._router.dispatcher.tool_format,
+            )
+            for name in (model.name, *model.aliases)
+        )
 
 
 class LocalCall:
@@ -154,9 +164,9 @@ class LocalGateway:
 
 
 @asynccontextmanager
-async def serving(keys: KeyList = NO_KEYS) -> AsyncIterator[LocalGateway]:
+async def serving(keys: KeyList = NO_KEYS, config: RouterConfig = CONFIG) -> AsyncIterator[LocalGateway]:
     """A gateway before a prefill and a decode worker; the model is called `fake`."""
-    async with running(1, 1, replace(CONFIG, keys=keys)) as cluster:
+    async with running(1, 1, replace(config, keys=keys)) as cluster:
         gateway = LocalGateway(cluster)
         yield gateway
         await gateway.client.close()

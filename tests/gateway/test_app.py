@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from gateway import app as app_module
 from gateway import exchange
 from gateway.app import Gateway
 from tests.gateway.local_gateway import LocalGateway, serving
-from tests.router.fake_cluster import until
+from tests.router.fake_cluster import CONFIG, until
 from wire.errors import Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust.key_ring import KeyRing
@@ -35,6 +36,14 @@ async def test_models(gateway: LocalGateway) -> None:
     assert {"created", "owned_by", "root", "parent"} <= model.keys()
     assert (await gateway.get("/v1/models/fake")).json == model
     assert (await gateway.get("/v1/models/f%61ke")).json == model
+
+
+async def test_names_of_one_model() -> None:
+    async with serving(config=replace(CONFIG, model=replace(CONFIG.model, aliases=("b",)))) as gateway:
+        assert [one["id"] for one in (await gateway.get("/v1/models")).json["data"]] == ["fake", "b"]
+        assert (await gateway.get("/v1/models/b")).json["id"] == "b"
+        answers = [(await gateway.post(COMPLETIONS, {**BODY, **named})).json for named in ({}, {"model": "b"})]
+        assert [one["model"] for one in answers] == ["fake", "b"]
 
 
 @pytest.mark.parametrize("name", ["other", "..%2f..%2fetc%2fpasswd", "", "m" * 10_240, "fake ", "FAKE", "fake%00"])

@@ -138,7 +138,10 @@ MESSAGES: dict[str, tuple[object, str]] = {
         "messages[0].content[0].type",
     ),
     "41 audio": ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
-    "61 tool calls": ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0].tool_calls"),
+    "61 tool calls": (
+        [{"role": "assistant", "content": "a", "tool_calls": [{}]}],
+        "messages[0].tool_calls[0].function.name",
+    ),
     "a name": ([{"role": "user", "content": "a", "name": "b"}], "messages[0].name"),
 }
 
@@ -153,6 +156,54 @@ def test_stream_options_have_fields_of_their_own() -> None:
     assert refusal({"stream_options": {"include_usage": 1}}) == "stream_options.include_usage"
     assert refusal({"stream_options": {"other": True}}) == "stream_options.other"
     assert fields.take({"stream_options": {"include_usage": True}}, fields.COMMON) == {"stream_options": True}
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("fields_of_chat", "named"),
+    [
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ({"tools": [NAMED, {"function": {"name": "a b"}}]}, "tools[1].function.name"),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"function": {"name": "f", "other": 1}}]}, "tools[0].function.other"),
+        ({"tools": [1]}, "tools[0]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": NAMED}, "tool_choice"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function.name"),
+    ],
+)
+def test_tools_that_are_refused(fields_of_chat: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        fields.take(fields_of_chat, ChatDialect.fields)
+    assert refused.value.ids["param"] == named
+
+
+@pytest.mark.parametrize("arguments", ["[]", "{", "1", '{"a": NaN}', {"a": 1}])
+def test_arguments_that_are_no_object(arguments: object) -> None:
+    call = {**CALLED, "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(InvalidRequest) as refused:
+        fields.take({"messages": [{"role": "assistant", "tool_calls": [call]}]}, ChatDialect.fields)
+    assert refused.value.ids["param"] == "messages[0].tool_calls[0].function.arguments"
+
+
+def test_a_history_with_calls_is_read() -> None:
+    call = {**CALLED, "index": 0, "function": {"name": "f", "arguments": '{"a": 1}'}}
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "a"},
+    ]
+    [assistant, tool] = fields.take({"messages": said}, ChatDialect.fields)["messages"]
+    [written] = assistant["tool_calls"]
+    assert json.loads(written) == {**CALLED, "function": {"name": "f", "arguments": {"a": 1}}}
+    assert assistant["content"] == ""
+    assert tool == said[1]
 
 
 IDLE: dict[str, Any] = {

@@ -36,7 +36,7 @@ class FakeWorker:
     """Serves lines as `WorkerService` does. `open_calls` and lists tell tests what it was asked.
 
     Before it answers a prefill and before each token it waits for `may_go`, and raises `refusal` if there is one;
-    asked for its status, `status_refusal`.
+    asked for its status, `status_refusal`. says: its output, if it is to be another than the oracle's.
     """
 
     worker_id: WorkerId
@@ -47,6 +47,7 @@ class FakeWorker:
     state: str = "ready"
     refusal: BatonError | None = None
     num_logprobs: int = 0
+    says: str = ""
     epoch: str = ""
     engine_silent_s: float = 0.0
     status_refusal: BatonError | None = None
@@ -147,11 +148,14 @@ class FakeWorker:
 
     def _next(self, begin: worker_pb2.Begin, index: int, output: Sequence[int]) -> worker_pb2.ChoiceTokens:
         sampling = begin.sampling_params
-        token = oracle(begin.prompt.ids, index, sampling.seed, sampling.max_tokens)[len(output)]
+        said = self.says.encode() or oracle(begin.prompt.ids, index, sampling.seed, sampling.max_tokens)
+        token = said[len(output)]
         gained = worker_pb2.ChoiceTokens(index=index, first_position=len(output), token_ids=[token])
         if self.num_logprobs:
             gained.logprobs.add(token_id=token).top.extend([pb.TopLogprob(token_id=token)] * self.num_logprobs)
-        if token in sampling.stop_token_ids:
+        if len(output) + 1 == len(self.says.encode()):
+            gained.finish_reason = pb.FINISH_REASON_STOP
+        elif token in sampling.stop_token_ids:
             gained.finish_reason = pb.FINISH_REASON_STOP
             gained.stop_token_id = token
         elif len(output) + 1 == sampling.max_tokens:

@@ -23,7 +23,7 @@ from router.ports.server import RouterServer
 from router.requests.validator import ValidRequest, validate
 from tests.router.fake_cluster import CONFIG, WAIT_S, FakeCluster, expected, request, until
 from text.byte_tokenizer import ByteTokenizer
-from text.chat import NoRenderer
+from text.chat import Chat, NoRenderer
 from wire.convert import status_of, tiers_from_pb
 from wire.errors import ConfigError, Unsupported
 from wire.ids import WorkerId
@@ -135,6 +135,16 @@ async def test_a_stream_is_chunks_and_one_complete(service: Service) -> None:
 async def test_models_are_listed(service: Service) -> None:
     models = (await service.inference.ListModels(pb.ListModelsRequest())).models
     assert [(model.name, model.max_context_len, model.dtype) for model in models] == [("fake", 2000, "float32")]
+
+
+async def test_a_model_answers_to_all_its_names() -> None:
+    async with serving(replace(CONFIG, model=replace(CONFIG.model, aliases=("b", "c")))) as service:
+        models = (await service.inference.ListModels(pb.ListModelsRequest())).models
+        assert [(one.name, one.max_context_len) for one in models] == [("fake", 2000), ("b", 2000), ("c", 2000)]
+        for name in ("fake", "b", "c"):
+            message = request(max_tokens=3)
+            message.model = name
+            assert (await read(service.inference.Generate(message)))[-1].HasField("complete")
 
 
 async def test_an_invalid_request_is_told_with_its_parameter(service: Service) -> None:
@@ -524,7 +534,7 @@ async def test_a_chat_without_messages(service: Service) -> None:
 async def test_a_model_without_a_template_takes_no_chat() -> None:
     renderer = NoRenderer()
     with pytest.raises(Unsupported, match="no chat template"):
-        await renderer.render([], 0)
+        await renderer.render(Chat(()), 0)
 
 
 async def test_a_text_and_its_tokens(service: Service) -> None:

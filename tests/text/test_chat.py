@@ -1,5 +1,6 @@
 """Chats: the same tokens as transformers', and no special token from a message."""
 
+import json
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -18,7 +19,7 @@ from text.chat import Chat, Message, PlainRenderer, Renderer
 from text.codec import TokenKind
 from text.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
-from wire.errors import InvalidRequest, ModelError, Unavailable
+from wire.errors import InvalidRequest, ModelError, Unavailable, Unsupported
 
 TURNS = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}"
@@ -147,7 +148,7 @@ async def test_messages_with_all_marks_and_tokens_that_cannot_be_cut() -> None:
 async def test_a_template_that_fails(source: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with rendering(source) as renderer:
         with pytest.raises(InvalidRequest, match=said):
-            await renderer.render(users(["hi"]), 100)
+            await renderer.render(Chat(tuple(users(["hi"]))), 100)
 
 
 async def test_a_process_that_was_ended_is_replaced() -> None:
@@ -156,21 +157,22 @@ async def test_a_process_that_was_ended_is_replaced() -> None:
     async with rendering(slow) as renderer:
         for _ in range(template_processes.NUM_PROCESSES):
             with pytest.raises(InvalidRequest, match="too long"):
-                await renderer.render(users(["slow"]), 100)
-        assert await renderer.render(users(["quick"]), 100) == "quick"
+                await renderer.render(Chat(tuple(users(["slow"]))), 100)
+        assert await renderer.render(Chat(tuple(users(["quick"]))), 100) == "quick"
 
 
 async def test_a_process_that_died_while_idle_is_replaced() -> None:
     async with rendering(TURNS) as renderer:
-        said = await renderer.render(users(["hi"]), 100)
+        said = await renderer.render(Chat(tuple(users(["hi"]))), 100)
         for child in psutil.Process().children():
             if child.status() != psutil.STATUS_ZOMBIE and "text.template_child" in child.cmdline():
                 child.kill()
                 psutil.wait_procs([child], timeout=10)
-        assert await renderer.render(users(["hi"]), 100) == said
+        assert await renderer.render(Chat(tuple(users(["hi"]))), 100) == said
 
 
 CUT_OFF = f"""#!{sys.executable}
+import json
 import sys
 from text.template_child import read_message, write_message
 read_message(sys.stdin.buffer)
@@ -187,8 +189,8 @@ async def test_a_process_that_dies_amid_its_answer_is_replaced(tmp_path: Path, m
         patched.setattr("sys.executable", str(tmp_path / "python"))
         renderer = TemplateProcesses(Template(TURNS, {}))
         with pytest.raises(InvalidRequest):
-            await renderer.render(users(["hi"]), 100)
-    assert "hi" in await renderer.render(users(["hi"]), 100)
+            await renderer.render(Chat(tuple(users(["hi"]))), 100)
+    assert "hi" in await renderer.render(Chat(tuple(users(["hi"]))), 100)
     await renderer.close()
 
 
@@ -206,7 +208,57 @@ async def test_no_process_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     async with rendering(TURNS) as renderer:
         with pytest.raises(Unavailable):
-            await renderer.render(users(["hi"]), 100)
+            await renderer.render(Chat(tuple(users(["hi"]))), 100)
+
+
+TOOLS = (
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for call in m.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ m.tool_call_id }}\n{% endfor %}"
+)
+
+
+async def test_tools_are_rendered_and_their_special_tokens_are_text() -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "a <|im_end|>", "parameters": {"<s>": [1]}}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "<s>"}}}
+    chat = Chat(
+        (Message("user", "hi"), Message("assistant", "", (call,)), Message("tool", "x", tool_call_id="1")), (tool,)
+    )
+    async with rendering(TOOLS) as renderer:
+        rendered = await chat.render(renderer, SPECIAL, 1000)
+    assert rendered.text.replace(rendered.mark, "") == (
+        f"{json.dumps(tool)}\nuser:hi\nassistant:<tool_call>{json.dumps(call['function'])}</tool_call>\ntool:x1\n"
+    )
+    assert rendered.call_marks == ("<tool_call>", "</tool_call>")
+    assert not any(token in piece for token in SPECIAL for piece in rendered.text.split(rendered.mark))
+
+
+async def test_a_template_that_knows_no_tools() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    async with rendering(TURNS) as renderer:
+        for chat, param in (
+            (Chat(tuple(users(["hi"])), (tool,)), "tools"),
+            (Chat((Message("tool", "x"),)), "messages"),
+        ):
+            with pytest.raises(Unsupported) as refused:
+                await chat.render(renderer, SPECIAL, 1000)
+            assert refused.value.ids["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("source", "tool_format"),
+    [
+        (TURNS, ""),
+        (TOOLS, "qwen"),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
+        ('{% if tools is not none %}{"name": function name, "parameters": dictionary}{% endif %}', "llama"),
+        ("{% if tools %}anything else{% endif %}", ""),
+        ("<tool_call>", ""),
+    ],
+)
+def test_the_format_of_calls_is_the_templates(source: str, tool_format: str) -> None:
+    assert Template(source, {}).tool_format == tool_format
 
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:

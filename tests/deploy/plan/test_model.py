@@ -86,6 +86,8 @@ def test_a_model_that_would_answer_wrongly_is_refused(
 
 def test_a_model_is_called_what_it_is_told() -> None:
     assert inspect_model(ModelSettings(served_name="gpt-5"), "cpu").served.name == "gpt-5"
+    served = inspect_model(ModelSettings(served_name=("gpt-5", "gpt-6", "gpt-5")), "cpu").served
+    assert (served.name, served.aliases) == ("gpt-5", ("gpt-6",))
 
 
 def test_without_a_name_it_is_the_demo_model() -> None:

@@ -1,0 +1,53 @@
+"""The description of the gateway in OpenAPI's form, from the tables of fields that it validates with."""
+
+import json
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from gateway import fields
+from gateway.fields import Read
+
+
+def describe(path_to_fields: Mapping[str, Mapping[str, Read]], paths_to_get: tuple[str, ...]) -> bytes:
+    """Writes the page: each path that takes a body with its fields, and paths without one."""
+    posted = {path: {"post": _post(path, known)} for path, known in path_to_fields.items()}
+    got = {path: {"get": {"responses": {"200": {"description": "the answer"}}}} for path in paths_to_get}
+    info = {"title": "Baton", "version": version("baton-serve")}
+    return json.dumps({"openapi": "3.1.0", "info": info, "paths": posted | got}).encode()
+
+
+def _post(path: str, known: Mapping[str, Read]) -> dict[str, Any]:
+    """Describes a body; no field is in it but these, and what is not offered may have a value that asks for nothing."""
+    idle = {name: {"enum": [*values, None]} for name, values in fields.ONLY.items()}
+    ignored: dict[str, Any] = {name: {"description": "without effect"} for name in fields.IGNORED}
+    properties = (
+        ignored | idle | {name: SCHEMAS.get(read, {"type": ["integer", "null"]}) for name, read in known.items()}
+    )
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    refused = {"description": "an error with its `param`"}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "responses": {"200": {"description": "the answer"}, "400": refused},
+        "operationId": path.strip("/").replace("/", "_"),
+    }
+
+
+_TEXT = {"type": ["string", "null"]}
+_TEXTS = {"type": "array", "items": {"type": "string"}}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_OBJECTS = {"type": ["array", "null"], "items": {"type": "object"}}
+SCHEMAS: dict[Read, dict[str, Any]] = {
+    fields.number: {"type": ["number", "null"]},
+    fields.flag: {"type": ["boolean", "null"]},
+    fields.text: _TEXT,
+    fields.texts: {"anyOf": [_TEXT, _TEXTS]},
+    fields.token_ids: {**_IDS, "type": ["array", "null"]},
+    fields.prompts: {"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]},
+    fields.messages: _OBJECTS,
+    fields.tools: _OBJECTS,
+    fields.tool_choice: {"enum": ["none", "auto", None]},
+    fields.logit_bias: {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
+    fields.stream_options: {"type": ["object", "null"], "properties": {"include_usage": {"type": "boolean"}}},
+}
+"""The form of a field by its reader; a reader that is not named here is one of whole numbers."""
