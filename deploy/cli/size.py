@@ -37,7 +37,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--concurrency", type=_positive, metavar="M", default=1, help="requests at once (default: 1)")
     parser.add_argument("--gpu", type=str, metavar="SIZE", default="24GiB", help="memory of the GPU (default: 24GiB)")
     parser.add_argument("--kv-dtype", choices=tuple(BITS), help="numbers that KV is kept in (default: the model's)")
-    parser.add_argument("--window", type=_positive, metavar="W", help="keep KV of the last W tokens (default: of all)")
+    parser.add_argument("--window", type=_positive, metavar="W", help="keep KV of the last W tokens (default: the model's own)")
     parser.add_argument("--json", action="store_true", help="print one object, for scripts")
 
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError(f"{args.model[:64]} is neither a folder nor a config.json")
     shape = ModelShape.read(path)
     layout = shape.kv_layout(ModelSettings.block_size)
-    kv = RequestKV(layout, args.context or shape.max_context_len, BITS[shape.dtype], args.window)
+    kv = RequestKV(layout, args.context or shape.max_context_len, BITS[shape.dtype], args.window or layout.window)
     kv = kv.kept_in(args.kv_dtype) if args.kv_dtype else kv
     fit = Fit(parse_bytes(args.gpu, "--gpu"), shape.weight_bytes(), kv)
     if args.json:
@@ -152,7 +152,7 @@ def _gpus(fit: Fit) -> str:
 
 
 def _techniques(shape: ModelShape, fit: Fit) -> str:
-    is_served = fit.kv.window is None and fit.kv.bits >= BITS["int8"]
+    is_served = fit.kv.window == fit.kv.layout.window and fit.kv.bits >= BITS["int8"]
     rows = [Technique("none", fit, "yes" if is_served else "not yet"), *techniques(shape, fit)]
     gpu = format_bytes(fit.device_bytes)
     head = ("change", "KV of a token", "of a request", f"requests on {gpu}", "in Baton")

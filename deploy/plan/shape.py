@@ -40,7 +40,8 @@ _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 class ModelShape:
     """A decoder in numbers. `num_matrix_parameters`: the part of `num_parameters` that quantization makes smaller.
 
-    cached_values: numbers that a layer keeps of a token, keys and values together. weight_bits: of a matrix.
+    cached_values: numbers that a layer keeps of a token, keys and values together. weight_bits: of a matrix. window: of
+    some layers. kept_window: of all layers, so that no more than that many tokens are kept.
     """
 
     family: str
@@ -50,6 +51,7 @@ class ModelShape:
     head_dim: int
     max_context_len: int
     window: int | None
+    kept_window: int | None
     dtype: str
     num_parameters: int
     num_matrix_parameters: int
@@ -70,7 +72,8 @@ class ModelShape:
         """Describes a block in the model's dtype; a latent vector counts as key and value of half its length."""
         if self.is_latent:
             return KVLayout(self.num_layers, 1, self.cached_values // 2, block_size, self.dtype)
-        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, self.dtype)
+        window = self.kept_window
+        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, self.dtype, window=window)
 
     @classmethod
     def read(cls, path: Path) -> "ModelShape":
@@ -101,6 +104,7 @@ class ModelShape:
             head_dim=attention.head_dim,
             max_context_len=fields.count("max_position_embeddings"),
             window=_window(fields),
+            kept_window=_window(fields) if _all_slide(family, fields) else None,
             dtype=dtype,
             num_parameters=matrices + _other_parameters(family, fields, num_layers, attention),
             num_matrix_parameters=matrices,
@@ -219,6 +223,16 @@ def _weight_bits(fields: JsonFields, dtype: str) -> int:
 def _window(fields: JsonFields) -> int | None:
     is_off = "sliding_window" not in fields or not fields.flag("use_sliding_window", True)
     return None if is_off else fields.count("sliding_window")
+
+
+def _all_slide(family: str, fields: JsonFields) -> bool:
+    """Tells whether each layer has the window, if there is one."""
+    types = _list(fields, "layer_types")
+    if types:
+        return all(one == "sliding_attention" for one in types)
+    if "max_window_layers" in fields:
+        return fields.raw("max_window_layers") == 0
+    return family in ("mistral", "mixtral")
 
 
 def _check_layer_types(fields: JsonFields, num_layers: int) -> None:
