@@ -136,10 +136,12 @@ class Piece {
     // zeros, for even the weight 0 would not keep an infinity out of a sum.
     void pack(const Shape& shape, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Ahead& ahead) {
         reshape(shape);
-        for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
-            add(tokens.keys + num_keys_, kv_head * shape.head_stride, ahead);
-            if (shape.scales) add_scales(tokens, kv_head * shape.head_stride);
-        }
+        if (kept_ == INT8)
+            pack_as<int8_t>(tokens, num_tokens, kv_head * shape.head_stride, ahead);
+        else if (kept_ == FP8)
+            pack_as<fp8>(tokens, num_tokens, kv_head * shape.head_stride, ahead);
+        else
+            pack_as<T>(tokens, num_tokens, kv_head * shape.head_stride, ahead);
     }
 
     int64_t num_keys() const { return num_keys_; }  // a multiple of LANES
@@ -154,7 +156,6 @@ class Piece {
    private:
     void reshape(const Shape& shape) {
         plane_stride_ = shape.plane_stride;
-        token_bytes_ = shape.token_bytes();
         kept_ = shape.kept;
         if (shape.head_size == head_size_) return;
         head_size_ = shape.head_size;
@@ -164,17 +165,28 @@ class Piece {
         rows_.assign((LANES + 1) * columns_, F{});
     }
 
+    // As above, from pages of K.
+    template <class K>
+    void pack_as(const Tokens& tokens, int64_t num_tokens, int64_t head_offset, Ahead& ahead) {
+        for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
+            add<K>(tokens.keys + num_keys_, head_offset, ahead);
+            if constexpr (!std::is_same_v<K, T>) add_scales(tokens, head_offset);
+        }
+    }
+
     // Packs sixteen more tokens.
+    template <class K>
     void add(const char* const* tokens, int64_t head_offset, Ahead& ahead) {
         const F* rows[LANES];
-        for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i], head_offset, i);
+        const int64_t token_bytes = head_size_ * sizeof(K);
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = read<K>(tokens[i], head_offset, i);
         F* columns = keys_.data() + num_keys_ / PANEL * key_panel_stride();
         transpose((const uint32_t* const*)rows, key_steps(), (uint32_t*)columns + num_keys_ % PANEL, PANEL);
-        ahead.bring(LANES * token_bytes_);
-        for (int64_t i = 0; i < LANES; ++i) rows[i] = read(tokens[i], head_offset + plane_stride_, i);
+        ahead.bring(LANES * token_bytes);
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = read<K>(tokens[i], head_offset + plane_stride_, i);
         for (int64_t i = 0; i < LANES; i += DEPTH) {
             pack_values(rows + i, values_.data() + (num_keys_ + i) * PANEL);
-            ahead.bring(DEPTH * token_bytes_);
+            ahead.bring(DEPTH * token_bytes);
         }
     }
 
@@ -186,21 +198,15 @@ class Piece {
     }
 
     // A token's head as factors: where it lies if it has their dtype, else widened, scales left out, into one of our rows; zeros for no token.
+    template <class K>
     const F* read(const char* token, int64_t offset, int64_t row) {
         if (!token) return rows_.data() + LANES * columns_;
-        if (kept_ == INT8) return widened((const int8_t*)(token + offset), row);
-        if (kept_ == FP8) return widened((const fp8*)(token + offset), row);
-        if constexpr (std::is_same_v<T, F>)
+        if constexpr (std::is_same_v<K, F>)
             return (const F*)(token + offset);
-        else
-            return widened((const T*)(token + offset), row);
-    }
-
-    template <class K>
-    const F* widened(const K* head, int64_t row) {
-        F* out = rows_.data() + row * columns_;
-        convert(head, out, head_size_);
-        return out;
+        else {
+            convert((const K*)(token + offset), rows_.data() + row * columns_, head_size_);
+            return rows_.data() + row * columns_;
+        }
     }
 
     void add_scales(const Tokens& tokens, int64_t head_offset) {
@@ -219,7 +225,7 @@ class Piece {
         }
     }
 
-    int64_t head_size_ = 0, columns_ = 0, plane_stride_ = 0, token_bytes_ = 0, num_keys_ = 0;
+    int64_t head_size_ = 0, columns_ = 0, plane_stride_ = 0, num_keys_ = 0;
     Kept kept_ = PLAIN;
     float key_scales_[PIECE], value_scales_[PIECE];
     std::vector<F> keys_, values_, rows_;
