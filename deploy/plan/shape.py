@@ -231,7 +231,7 @@ def _all_slide(family: str, fields: JsonFields) -> bool:
     if types:
         return all(one == "sliding_attention" for one in types)
     if "max_window_layers" in fields:
-        return fields.raw("max_window_layers") == 0
+        return bool(fields.raw("max_window_layers") == 0)
     return family in ("mistral", "mixtral")
 
 
