@@ -89,13 +89,6 @@ async def test_langchain(served: Served) -> None:
     assert answered["usage"]["output_tokens"] == 6
 
 
-async def test_lm_eval(served: Served) -> None:
-    """Log-likelihoods of the second parts, which the worker makes of positions, and a generation."""
-    answered = await served.run("lm_eval_program.py")
-    assert [one[0] for one in answered["scores"]] == [-float(sum(range(7, 12))), -1.0]
-    assert answered["text"] == [served.text]
-
-
 @pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
 async def test_node(served: Served) -> None:
     """Modules are looked for where the program is: it lies beside them for a moment."""
