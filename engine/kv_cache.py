@@ -71,9 +71,9 @@ class KVCache:
         num_tokens = 0 if sequence.request.computes_all else sequence.num_readable
         names = sequence.cover(num_tokens)
         found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
-        first = self._usable(found, num_tokens).start
-        hits = [page for page in found[first:] if page is not None]
-        missing = [place for place in range(first, len(found)) if found[place] is None]
+        usable = self._usable(found, num_tokens)
+        hits = [page for page in found[usable.start :] if page is not None]
+        missing = [place for place in range(usable.start, len(found)) if found[place] is None]
         starts = self._starts(missing, len(found), num_tokens)
         for page in hits:
             self._ledger.acquire(page)
@@ -81,7 +81,13 @@ class KVCache:
             to_fill = self._ledger.allocate(max((end - start for end, start in enumerate(starts, 1)), default=0))
         except OutOfBlocks:
             self._free(hits)
-            return False
+            if self._layout.window is None:
+                return False
+            # Windows that begin later have no room beside the one on the device, which is taken as it is.
+            found, missing, to_fill = found[: usable.stop], [], []
+            hits = [page for page in found[usable] if page is not None]
+            for page in hits:
+                self._ledger.acquire(page)
         sequence.pages = BlockTable([*hits, *to_fill])
         sequence.phase = Phase.FETCHING
         if len(missing) == 1 and names[-1].is_tail and self._copy_tail(sequence, missing[0], to_fill[0], siblings):
@@ -118,7 +124,8 @@ class KVCache:
     def _copy_tail(self, sequence: Sequence, place: int, page: PageId, siblings: Iterable[Sequence]) -> bool:
         """Copies the tail of a prompt from a sibling that has computed the same tokens; False if there is none."""
         for one in siblings:
-            if sequence.num_known - 1 == sequence.num_prompt <= one.num_computed:
+            is_same = sequence.num_known - 1 == sequence.num_prompt <= one.num_computed
+            if is_same and place >= one.pages.num_behind:
                 [source] = one.pages[place : place + 1]
                 self.pool.page_bytes(page).copy_(self.pool.page_bytes(source))
                 return True
@@ -176,7 +183,8 @@ class KVCache:
     def withdraw(self, sequence: Sequence) -> None:
         """Makes the blocks of a sequence unfindable: here, in the store, and on nodes that it may have read from."""
         names = sequence.cover(sequence.num_computed)
-        for page in sequence.pages.held:
+        found = (self._ledger.find(name.key) for name in names)
+        for page in {*sequence.pages.held, *(page for page in found if page is not None)}:
             self._ledger.withdraw(page)
         if names:
             self._begin(Withdraw(names, sources=sequence.request.sources))

@@ -34,6 +34,10 @@ class BlockTable:
         return len(self._pages)
 
     def __getitem__(self, span: slice) -> list[PageId]:
+        """Lists pages; ValueError for a block behind the window, whose page may be another sequence's by now."""
+        start, stop, _ = span.indices(len(self._pages))
+        if start < min(stop, self.num_behind):
+            raise ValueError(f"block {start} is behind the window")
         return cast(list[PageId], self._pages[span].tolist())
 
     def extend(self, pages: Iterable[PageId]) -> None:
@@ -46,7 +50,7 @@ class BlockTable:
 
     def leave_behind(self, num_blocks: int) -> list[PageId]:
         """Leaves the first blocks behind the window; returns the pages that this frees."""
-        pages = self[self.num_behind : num_blocks]
+        pages = self[self.num_behind : max(self.num_behind, num_blocks)]
         self.num_behind = max(self.num_behind, num_blocks)
         return pages
 

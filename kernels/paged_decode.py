@@ -98,7 +98,8 @@ def attend_split(
         key = tl.load(key_ptrs, mask=loaded, other=0.0)
         value = tl.load(key_ptrs + kv_plane_stride, mask=loaded, other=0.0)
 
-        # Codes are numbers of the query's dtype exactly: scores and weights are multiplied by their scales.
+        # Codes are numbers of the query's dtype exactly, and scores take their scales. So do values, not weights: a
+        # small weight times a small scale would be no normal number of float16.
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * log2_scale
         if scales_ptr is not None:
             scale_ptrs = scales_ptr + pages * scales_page_stride + kv_head.to(tl.int64) * scales_head_stride
@@ -114,9 +115,9 @@ def attend_split(
         running_sum = running_sum * correction + tl.sum(weights, 1)
         attended = attended * correction[:, None]
         if scales_ptr is not None:
-            weights *= tl.load(scale_ptrs + scales_plane_stride, mask=live, other=0.0).to(tl.float32)[None, :]
-        weights = weights.to(query.dtype)
-        attended = tl.dot(weights, value.to(query.dtype), attended, input_precision="ieee")
+            scales = tl.load(scale_ptrs + scales_plane_stride, mask=live, other=0.0).to(tl.float32)
+            value = value.to(tl.float32) * scales[:, None]
+        attended = tl.dot(weights.to(query.dtype), value.to(query.dtype), attended, input_precision="ieee")
         running_max = tile_max
 
     # A split of no tokens (a context shorter than its splits) leaves zeros of weight 2^-inf.

@@ -10,7 +10,7 @@ from pathlib import Path
 from deploy.actors.actor_host import ActorHost
 from deploy.controller.event_log import EventLog
 from deploy.controller.singleton import Singleton
-from deploy.controller.tasks import Tasks, repeat
+from deploy.controller.tasks import Tasks, persist, repeat
 from deploy.plan.cluster_plan import ClusterPlan, Home
 from deploy.plan.resources import RayNode, service_of
 from deploy.processes.atomic_file import AtomicFile
@@ -114,6 +114,7 @@ class Nodes:
             raise
         self._record(node.id).try_write(to_json(home).encode())
         self._begin_watch(home, service)
+        self._begin_sharing(service)
         return home
 
     async def _reopen(self, home: Home) -> Home:
@@ -121,7 +122,16 @@ class Nodes:
         service.config_json = to_json(self._plan.node_config(home))
         await service.take_over()
         self._begin_watch(home, service)
+        self._begin_sharing(service)
         return home
+
+    def _begin_sharing(self, service: Singleton) -> None:
+        """Tells a service the shares, which may have changed since it was given its settings."""
+
+        async def tell() -> None:
+            await self._host.call(service.name, "set_shares", json.dumps(self._plan.shares), timeout_s=SHARE_TIMEOUT_S)
+
+        self._drains.begin(persist(f"sharing {service.name}", tell, self._events))
 
     def _service(self, node: RayNode) -> Singleton:
         return Singleton(node.service, TARGET, "", node.id, self._host, self._run_dir, self._events)

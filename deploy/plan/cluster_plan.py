@@ -19,7 +19,7 @@ from wire.layout import KVLayout
 from wire.pools import Role, Worker
 from wire.tier import ColdSettings, Tier, Write
 from wire.trust.identity import ROUTER, Identity
-from wire.trust.key_ring import KeyList
+from wire.trust.key_ring import NO_CALLER, KeyList
 from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
 from worker.engine_watch import MAX_SILENCE_S
 
@@ -103,7 +103,12 @@ class ClusterPlan:
         return replace(self, authority=authority, router=replace(self.router, cluster=access))
 
     def with_keys(self, listed: KeyList) -> "ClusterPlan":
-        """Returns the plan of the same cluster whose router and gateway go by these keys."""
+        """Returns the plan of the same cluster whose router and gateway go by these keys.
+
+        Without any, a door that other machines reach lets no caller in, unless it was made so with `insecure`.
+        """
+        if not listed.keys and self.config.is_public and not self.config.insecure:
+            listed = NO_CALLER
         gateway = None if self.gateway is None else replace(self.gateway, keys=listed)
         return replace(self, router=replace(self.router, keys=listed), gateway=gateway)
 

@@ -18,7 +18,7 @@ from router.requests.validator import Limits, ValidPrompt, encode, require_known
 from text.codec import TextCodec
 from wire import errors
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, Overloaded, RequestNotFound, Unavailable
-from wire.ids import NamespaceRoot, RequestId, WorkerId, qualified
+from wire.ids import REQUEST_ID, NamespaceRoot, RequestId, WorkerId, qualified
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import ANYONE, Key
 
@@ -199,7 +199,8 @@ class Dispatcher:
 
         Raises RequestNotFound, for a request of another tenant too.
         """
-        request = self._open.get(qualified(caller.tenant, request_id))
+        is_id = REQUEST_ID.fullmatch(request_id) is not None  # else it could be the name of another tenant's
+        request = self._open.get(qualified(caller.tenant, request_id)) if is_id else None
         if request is None:
             raise RequestNotFound("no request of that id is running")
         request.stop(Cancelled("the request was aborted", request_id=request_id))

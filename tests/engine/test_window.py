@@ -1,12 +1,20 @@
 """A model whose rows all have windows: pages behind the window are given up, and hits need the window's blocks only."""
 
+import random
 from dataclasses import replace
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.core import EngineCore
+from engine.events import Failed
+from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from engine.schedule.continuous_batcher import ContinuousBatcher
+from engine.speculation import NgramProposer, Speculator
+from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.pair import ROOT, Node, drive, make_core, prefill, request, rest_of, resume, serve
 from wire.errors import InvalidRequest
@@ -20,6 +28,16 @@ PROMPT = tuple(range(1, 201))
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=30)
 NUM_NEEDED = 5
 """Blocks that 49 tokens may touch, and the one that the next token goes to."""
+
+
+class Spoilt(HashModel):
+    """A model without numbers behind token 199."""
+
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
+        logits = super().forward(batch, kv)
+        if 199 in batch.token_ids.tolist():
+            logits[:] = torch.nan
+        return logits
 
 
 @pytest.fixture
@@ -144,6 +162,62 @@ def test_preempted_and_resumed_elsewhere(model: HashModel) -> None:
     core = make_core(model, node, num_blocks=2 * NUM_NEEDED + 1)
     outputs = [run.outputs[0] for run in drive(core, [rest_of(run) for run in runs])]
     assert outputs == [model.oracle((number, *PROMPT), 30) for number in range(6)]
+
+
+def test_a_failed_request_leaves_nothing_behind(model: HashModel) -> None:
+    """Blocks that a sequence has left behind its window are withdrawn with the rest."""
+    node = Node(model)
+    core = make_core(Spoilt(LAYOUT, 997), node, 64, ContinuousBatcher(max_step_tokens=32, max_running=4))
+    core.add(request(PROMPT, GREEDY))
+    events = [event for _ in range(20) for event in core.step().events]
+    assert any(isinstance(event, Failed) for event in events)
+    assert [key for key in keys() if core.pool.ledger.find(key) is not None] == []
+    assert not any(node.directory.exists(keys()))
+
+
+def test_a_tail_is_not_copied_from_a_page_that_was_given_up(model: HashModel) -> None:
+    """A choice that waits for a slot while its sibling decodes past the window computes its tail again."""
+    batcher = ContinuousBatcher(max_step_tokens=64, max_running=1)
+    sampling = replace(GREEDY, n=2, max_tokens=120)
+    runs = drive(make_core(model, None, 6, batcher), [request(PROMPT, sampling), request(PROMPT[:90], GREEDY)])
+    assert list(runs[0].outputs.values()) == [model.oracle(PROMPT, 120)] * 2
+
+
+@settings(max_examples=16, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_any_window_any_pool(seed: int) -> None:
+    """Rounds of requests on two engines of a node: small pools, choices, guesses; each gets the oracle's tokens."""
+    draw = random.Random(seed)
+    block_size = draw.choice([1, 2, 4, 16])
+    window = draw.choice([1, 2, block_size, block_size + 1, 3 * block_size - 1, 5 * block_size, 50])
+    layout = replace(LAYOUT, block_size=block_size, window=window)
+    model = HashModel(layout, draw.choice([3, 997]), max_context_len=512)
+    node = Node(model, draw.choice([8, 40, 300])) if draw.random() < 0.8 else None
+    most = layout.most_needed
+    assert most is not None
+    cores = [
+        make_core(
+            model,
+            node,
+            draw.randrange(most, 6 * most + 2),
+            ContinuousBatcher(draw.choice([8, 33, 500]), draw.choice([1, 2, 5, 8])),
+            draw.choice([None, Speculator(NgramProposer())]),
+        )
+        for _ in range(2)
+    ]
+    base = [draw.randrange(model.vocab_size) for _ in range(150)]
+    for _ in range(3):
+        asked = []
+        for _ in range(draw.randrange(1, 6)):
+            prompt = base[: draw.randrange(1, 150)] + [
+                draw.randrange(model.vocab_size) for _ in range(draw.choice([0, 3]))
+            ]
+            asked.append(
+                request(prompt, replace(GREEDY, max_tokens=draw.randrange(1, 80), n=draw.choice([1, 1, 2, 3])))
+            )
+        for run in drive(draw.choice(cores), asked):
+            expected = model.oracle(run.request.prompt_ids, run.request.sampling.max_tokens)
+            assert all(output == expected for output in run.outputs.values())
 
 
 def test_the_start_of_a_prefix_is_evicted_first(model: HashModel) -> None:

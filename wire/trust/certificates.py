@@ -51,6 +51,9 @@ class Pems:
         if self.client_ca is not None:
             context.load_verify_locations(cadata=self.client_ca.decode("ascii"))
             context.verify_mode = ssl.CERT_REQUIRED
+            # A resumed session would show no certificate, and outlive its authority.
+            context.num_tickets = 0
+            context.options |= ssl.OP_NO_TICKET
         return context
 
 

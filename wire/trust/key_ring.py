@@ -94,6 +94,8 @@ def bearer(credentials: Sequence[str]) -> str:
 
 
 NO_KEYS = KeyList()
+NO_CALLER = KeyList((Key("", "", DEFAULT_TENANT, (), is_revoked=True),))
+"""Keys that let no caller in."""
 
 
 class KeyRing:
