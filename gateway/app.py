@@ -24,7 +24,7 @@ from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
 from gateway.errors import HttpError
 from gateway.exchange import ClientGone, Events, Receive, Reply, Request, Scope, Send
-from gateway.generation import Dialect, Generation, answer, events
+from gateway.generation import Dialect, Generation, ToldRoom, answer, events
 from wire import errors
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
@@ -63,6 +63,7 @@ class Gateway:
         self._metrics_address = metrics_address
         self._num_reading_bytes = 0
         self._parsing = asyncio.Lock()
+        self.told = ToldRoom()
         self._registry = CollectorRegistry()
         self._answered = Counter("baton_http_requests", "Answered", ["path", "status"], registry=self._registry)
         self._open = Gauge("baton_http_open_requests", "Under way", registry=self._registry)
@@ -159,7 +160,8 @@ class Gateway:
         model = taken.get("model") or (await client.list_models())[0].name
         generation = Generation(request.id, model, prompts, cast(Options, taken), bool(usage))
         if not is_streamed:
-            return await answer(generation, maker, client)
+            async with self.told.taken(generation.num_told):
+                return await answer(generation, maker, client)
         return events(generation, maker, client)
 
     async def _tokenize(self, request: Request) -> bytes:

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Protocol
@@ -13,8 +13,16 @@ from baton import AsyncClient, Chunk, Completion
 from baton.client import AsyncStream
 from baton.request import Options, Prompt
 from gateway.fields import Read
+from wire.errors import Overloaded
 from wire.ids import REQUEST_ID
+from wire.sampling import MAX_TOLD_PROMPT_LEN
 
+MAX_TOLD_TOKENS = 16 * MAX_TOLD_PROMPT_LEN
+"""Of prompts whose log-probabilities are in whole answers at a time; each may take a kilobyte."""
+MAX_WAITING = 64
+"""Requests that wait for room; each may have as many bytes as a message."""
+MAX_TURN_S = 60.0
+TURN_AGAIN_S = 1.0
 DONE = b"data: [DONE]\n\n"
 
 
@@ -54,6 +62,14 @@ class Generation:
         return [client.stream(prompt, **self._options(index)) for index, prompt in enumerate(self.prompts)]
 
     @property
+    def num_told(self) -> int:
+        """Tokens of prompts, at most, whose log-probabilities the answer has."""
+        if "prompt_logprobs" not in self.options:
+            return 0
+        lens = (len(prompt.encode(errors="replace") if isinstance(prompt, str) else prompt) for prompt in self.prompts)
+        return self.num_choices * sum(min(length, MAX_TOLD_PROMPT_LEN) for length in lens)
+
+    @property
     def num_choices(self) -> int:
         """Choices of each prompt."""
         return self.options.get("n", 1)
@@ -64,6 +80,48 @@ class Generation:
             return {**self.options, "request_id": self.request_id}
         name = f"{self.request_id}-{index}"
         return {**self.options, "request_id": name} if REQUEST_ID.fullmatch(name) else self.options
+
+
+class ToldRoom:
+    """A bound on the tokens told of prompts in whole answers: requests beyond it wait, the first come first."""
+
+    def __init__(self) -> None:
+        self._num_told = 0
+        self._num_waiting = 0
+        self._turn = asyncio.Lock()
+        self._has_left = asyncio.Event()
+
+    @asynccontextmanager
+    async def taken(self, num_told: int) -> AsyncIterator[None]:
+        """Waits for room, for all of it where a request wants more than there is.
+
+        Raises Overloaded after MAX_TURN_S, and at once if MAX_WAITING others wait.
+        """
+        if num_told == 0:
+            yield
+            return
+        num_told = min(num_told, MAX_TOLD_TOKENS)
+        await self._take(num_told)
+        try:
+            yield
+        finally:
+            self._num_told -= num_told
+            self._has_left.set()
+
+    async def _take(self, num_told: int) -> None:
+        if self._num_waiting >= MAX_WAITING:
+            raise Overloaded("as many prompts wait to be echoed as may", TURN_AGAIN_S)
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(MAX_TURN_S), self._turn:
+                while self._num_told + num_told > MAX_TOLD_TOKENS:
+                    self._has_left.clear()
+                    await self._has_left.wait()
+                self._num_told += num_told
+        except TimeoutError as error:
+            raise Overloaded("as many prompts are being echoed as may be", TURN_AGAIN_S) from error
+        finally:
+            self._num_waiting -= 1
 
 
 async def answer(generation: Generation, dialect: Dialect, client: AsyncClient) -> bytes:

@@ -26,6 +26,9 @@ class ByteTokenizer:
     def encode_rendered(self, text: str) -> list[int]:
         return self.encode(text)
 
+    def pieces(self, text: str) -> list[str]:
+        return [text]
+
     def min_tokens(self, text: str, enough: int) -> int:
         return len(text)
 

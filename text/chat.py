@@ -103,9 +103,12 @@ class Rendered:
     def __len__(self) -> int:
         return len(self.text)
 
-    def encode(self, codec: TextCodec) -> list[int]:
-        """Encodes the pieces between marks; special tokens around the text are the template's to write."""
-        return [token_id for piece in self.text.split(self.mark) for token_id in codec.encode_rendered(piece)]
+    def pieces(self, codec: TextCodec) -> list[str]:
+        """Cuts the text at marks and before special tokens; special tokens around it are the template's to write.
+
+        Its tokens are the pieces' by `encode_rendered`, one after another.
+        """
+        return [piece for unmarked in self.text.split(self.mark) for piece in codec.pieces(unmarked)]
 
 
 class Renderer(Protocol):

@@ -44,6 +44,9 @@ class TextCodec(Detokenizer, Protocol):
     def encode_rendered(self, text: str) -> list[int]:
         """Encodes as `encode` does, with no special tokens but the ones in the text."""
 
+    def pieces(self, text: str) -> list[str]:
+        """Cuts a text before special tokens; `encode_rendered` of the pieces, joined, is that of the text."""
+
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of text that a token stands for, the name of a special one; none for an unknown id."""
 

@@ -1,8 +1,10 @@
 """A model folder's tokenizer, on the `tokenizers` library alone."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from wire.errors import InvalidRequest, ModelError
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 8 << 20
+HEAD_CHARS = 6
+"""So much of special tokens is looked for at once: vocabularies have hundreds of them, with few beginnings."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Tokenizer:
         self._silent_ids = frozenset(range(self._vocab_size)) - ids | _special_ids(backend)
         self._byte_ids = _byte_fallback_ids(backend)
         self._bound = TokenBound(backend)
+        self._cuts = _Cuts(list(backend.get_added_tokens_decoder().values()))
         is_byte_level = "ByteLevel" in repr(backend.decoder)
         self._char_to_byte = {ord(char): chr(byte) for char, byte in byte_alphabet().items()} if is_byte_level else {}
         self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
@@ -103,6 +108,9 @@ class Tokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         return self._encode(text, False)
+
+    def pieces(self, text: str) -> list[str]:
+        return self._cuts.pieces(text)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -155,6 +163,29 @@ class _Spelling:
 
     def kind(self, token_id: int) -> TokenKind:
         return TokenKind.TEXT if token_id in self._shown else self._tokenizer.kind(token_id)
+
+
+class _Cuts:
+    """The special tokens before which a text may be cut: wherever one stands, an added token begins.
+
+    The library takes added tokens out of a text first; normalizers and pre-tokenizers see what is left piece by piece.
+    A special token begins its piece, so that the text behind it is never taken for the first of all.
+    """
+
+    def __init__(self, added: Sequence[AddedToken]) -> None:
+        raw = [token for token in added if not token.normalized]
+        is_plain = not any(token.lstrip or token.single_word for token in raw)
+        within = {char for token in raw for char in token.content[1:]}
+        special = (token.content for token in raw if token.special and is_plain)
+        self._tokens = {token for token in special if token[0] not in within and not token[0].isspace()}
+        self._lengths = sorted({len(token) for token in self._tokens})
+        heads = sorted({re.escape(token[:HEAD_CHARS]) for token in self._tokens})
+        self._heads = re.compile("|".join(heads) or "(?!)")
+
+    def pieces(self, text: str) -> list[str]:
+        heads = (match.start() for match in self._heads.finditer(text))
+        starts = (at for at in heads if any(text[at : at + length] in self._tokens for length in self._lengths))
+        return [text[start:end] for start, end in pairwise([0, *starts, len(text)]) if start < end]
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:

@@ -14,6 +14,7 @@ from router.requests.admission import Admission
 from router.requests.flow import Flow, Order, Services
 from router.requests.outbox import Outbox
 from router.requests.quotas import Quotas
+from router.requests.tokenizing import PieceCache
 from router.requests.validator import Limits, ValidPrompt, encode, require_known, require_may_fit, valid_text, validate
 from text.codec import TextCodec
 from wire import errors
@@ -170,7 +171,7 @@ class Dispatcher:
 
     async def tokenize(self, request: pb.TokenizeRequest, caller: Key = ANYONE) -> pb.TokenizeResponse:
         """Returns the tokens of a text. Raises InvalidRequest, Unsupported, DeadlineExceeded, or Overloaded at once."""
-        services, limits = self._services, self._limits()
+        services, limits, root = self._services, self._limits(), self.root_of(caller.tenant)
         prompt = valid_text(request)
         require_may_fit(prompt, services.codec, limits)
         if self._num_tokenizing >= MAX_TOKENIZING:
@@ -182,7 +183,8 @@ class Dispatcher:
         try:
             async with asyncio.timeout(self._bounds.max_deadline_s):
                 rendered = await services.render(prompt, limits)
-                return await services.threads.run(len(rendered), partial(_tokens_of, rendered, services.codec))
+                work = partial(_tokens_of, rendered, services.codec, root, services.known)
+                return await services.threads.run(len(rendered), work)
         except TimeoutError as error:
             raise DeadlineExceeded("the text was not tokenized in time") from error
         finally:
@@ -258,6 +260,6 @@ class Dispatcher:
             raise
 
 
-def _tokens_of(prompt: ValidPrompt, codec: TextCodec) -> pb.TokenizeResponse:
-    token_ids = encode(prompt, codec)
+def _tokens_of(prompt: ValidPrompt, codec: TextCodec, root: NamespaceRoot, known: PieceCache) -> pb.TokenizeResponse:
+    token_ids = encode(prompt, codec, root, known)
     return pb.TokenizeResponse(token_ids=token_ids, tokens=[codec.token_bytes(token_id) for token_id in token_ids])

@@ -25,7 +25,7 @@ from router.placement.placement import Placement
 from router.requests.answer import Answer, PromptAnswer
 from router.requests.outbox import Outbox
 from router.requests.replay import MAX_ATTEMPTS, Attempts, NextStep, Quarantine, Suspects, next_step
-from router.requests.tokenizing import TokenizerThreads
+from router.requests.tokenizing import PieceCache, TokenizerThreads
 from router.requests.validator import Limits, Prepared, ValidPrompt, ValidRequest, prepare
 from router.workers.holds import Hold, Holds
 from router.workers.line import Take
@@ -73,6 +73,7 @@ class Services:
     mark_lost: Callable[[WorkerId], None]
     metrics: RequestMetrics
     renderer: Renderer = field(default_factory=NoRenderer)
+    known: PieceCache = field(default_factory=PieceCache)
     attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
 
     async def render(self, prompt: ValidPrompt, limits: Limits) -> ValidPrompt:
@@ -170,7 +171,7 @@ class Flow:
 
         def work() -> tuple[float, Prepared]:
             self.timeline.begin_span("tokenize")
-            return clock(), prepare(valid, services.codec, order.limits, order.root)
+            return clock(), prepare(valid, services.codec, order.limits, order.root, services.known)
 
         self.timeline.begin_span("wait_tokenizer")
         length = len(valid.prompt)

@@ -1,18 +1,32 @@
-"""Threads on which prompts are tokenized: the shortest first, and long ones never in the way of short ones."""
+"""Threads on which prompts are tokenized: the shortest first, and long ones never in the way of short ones.
+
+The pieces of a chat that were tokenized lately are not tokenized again.
+"""
 
 import asyncio
 import os
-from collections.abc import Callable
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import Any, TypeVar
+
+from text.codec import TextCodec
+from wire.ids import NamespaceRoot
 
 T = TypeVar("T")
 MAX_SHORT_LEN = 32 << 10
 """Characters or tokens of a short prompt: some 15 ms of work, where a text of 4 MiB takes seconds."""
 LONG_NICENESS = 10
 """As the engine's thread: tokenizing megabytes takes no time from the event loop."""
+MAX_KNOWN_BYTES = 64 << 20
+MAX_TENANT_BYTES = 16 << 20
+ENTRY_BYTES = 256
+"""Memory of a piece beside its tokens."""
 
 
 class TokenizerThreads:
@@ -77,3 +91,74 @@ class TokenizerThread:
         if not result.done():
             result.set_result(done.result()) if error is None else result.set_exception(error)
         self._begin_next()
+
+
+class PieceCache:
+    """The tokens of pieces of chats, by the pieces' digests: the latest of each tenant, and of the latest tenants.
+
+    A tenant's pieces are found by that tenant alone: no other learns from the time of an answer that they were sent.
+    All threads may use it. max_bytes: at least max_tenant_bytes.
+    """
+
+    def __init__(self, max_bytes: int = MAX_KNOWN_BYTES, max_tenant_bytes: int = MAX_TENANT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._max_tenant_bytes = max_tenant_bytes
+        self._tenants: OrderedDict[NamespaceRoot, _Pieces] = OrderedDict()
+        self._turn = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pieces.num_bytes for pieces in self._tenants.values())
+
+    def encode(self, root: NamespaceRoot, pieces: Iterable[str], codec: TextCodec) -> list[int]:
+        """Joins the tokens of pieces, and encodes the ones that the root's tenant has not sent lately."""
+        token_ids: list[int] = []
+        with self._turn:
+            known = self._tenants.setdefault(root, _Pieces())
+            self._tenants.move_to_end(root)
+        for piece in pieces:
+            digest = sha256(piece.encode(errors="surrogatepass")).digest()
+            with self._turn:
+                found = known.find(digest)
+            if found is None:
+                found = array("I", codec.encode_rendered(piece))
+                with self._turn:
+                    known.add(digest, found, self._max_tenant_bytes)
+            token_ids += found
+        with self._turn:
+            self._drop_oldest()
+        return token_ids
+
+    def _drop_oldest(self) -> None:
+        """Drops whole tenants until the others are within the bound."""
+        excess = self.num_bytes - self._max_bytes
+        while excess > 0:
+            _, dropped = self._tenants.popitem(last=False)
+            excess -= dropped.num_bytes
+
+
+class _Pieces:
+    """The tokens of one tenant's latest pieces."""
+
+    def __init__(self) -> None:
+        self.num_bytes = ENTRY_BYTES
+        self._tokens: OrderedDict[bytes, array[int]] = OrderedDict()
+
+    def find(self, digest: bytes) -> "array[int] | None":
+        if digest in self._tokens:
+            self._tokens.move_to_end(digest)
+        return self._tokens.get(digest)
+
+    def add(self, digest: bytes, token_ids: "array[int]", max_bytes: int) -> None:
+        """Adds a piece unless it is there or larger than the bound, and drops the oldest ones beyond that."""
+        if digest in self._tokens or _num_bytes(token_ids) > max_bytes - ENTRY_BYTES:
+            return
+        self._tokens[digest] = token_ids
+        self.num_bytes += _num_bytes(token_ids)
+        while self.num_bytes > max_bytes:
+            _, dropped = self._tokens.popitem(last=False)
+            self.num_bytes -= _num_bytes(dropped)
+
+
+def _num_bytes(token_ids: "array[int]") -> int:
+    return ENTRY_BYTES + len(token_ids) * token_ids.itemsize

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from router.requests.tokenizing import PieceCache
 from text.chat import ROLES, Chat, Message, Rendered
 from text.codec import TextCodec
 from wire.convert import sampling_from_pb
@@ -103,12 +104,12 @@ def require_may_fit(prompt: ValidPrompt, codec: TextCodec, limits: Limits) -> No
         _require_room(codec.min_tokens(text, limits.max_sequence_len), limits, "at least ")
 
 
-def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: NamespaceRoot) -> Prepared:
+def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: NamespaceRoot, known: PieceCache) -> Prepared:
     """Tokenizes, draws a seed if none was given, names the blocks. Raises InvalidRequest if it does not fit.
 
     May be called on any thread; takes as long as the text is.
     """
-    encoded = encode(valid.prompt, codec)
+    encoded = encode(valid.prompt, codec, root, known)
     sampling = resolve(valid, encoded, limits, secrets.randbits(SEED_BITS))
     prompt_ids = tuple(encoded)
     names = cover(root, prompt_ids, limits.layout.block_size)
@@ -192,11 +193,11 @@ def _text_of(prompt: ValidPrompt) -> str:
     return prompt if isinstance(prompt, str) else ""
 
 
-def encode(prompt: ValidPrompt, codec: TextCodec) -> Sequence[int]:
-    """Returns the token ids of a prompt; a chat must be rendered. Takes as long as the text is."""
+def encode(prompt: ValidPrompt, codec: TextCodec, root: NamespaceRoot, known: PieceCache) -> Sequence[int]:
+    """Returns the token ids of a prompt; a chat must be rendered. Takes as long as the text is that is not known."""
     assert not isinstance(prompt, Chat), "not rendered yet"
     if isinstance(prompt, Rendered):
-        return prompt.encode(codec)
+        return known.encode(root, prompt.pieces(codec), codec)
     return codec.encode(prompt) if isinstance(prompt, str) else prompt
 
 

@@ -22,6 +22,9 @@ class FragmentTokenizer:
     def encode_rendered(self, text: str) -> list[int]:
         return self.encode(text)
 
+    def pieces(self, text: str) -> list[str]:
+        return [text]
+
     def token_bytes(self, token_id: int) -> bytes:
         return _FRAGMENTS[token_id % len(_FRAGMENTS)]
 

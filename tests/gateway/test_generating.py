@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from baton.request import Message
-from gateway import completions
+from gateway import app as app_module
+from gateway import completions, generation
+from gateway.generation import Generation, ToldRoom
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
 from tests.router.fake_cluster import until
+from wire.errors import Overloaded
 from wire.ids import RequestId
 
 PROMPT = "hello, world"
@@ -184,6 +187,79 @@ async def test_an_echo_has_bounds(gateway: LocalGateway) -> None:
     body = {"prompt": PROMPT, "echo": True}
     assert (await gateway.post(COMPLETIONS, {**body, "logprobs": 6})).error["param"] == "logprobs"
     assert (await gateway.post(COMPLETIONS, {**body, "max_tokens": 0})).error["param"] == "max_tokens"
+
+
+async def test_whole_echoes_with_logprobs_take_turns(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = 3 * len(PROMPT)
+    monkeypatch.setattr(generation, "MAX_TOLD_TOKENS", bound)
+    under_way: list[int] = []
+    sums: list[int] = []
+
+    async def watched(asked: Generation, *parts: Any) -> bytes:
+        under_way.append(asked.num_told)
+        sums.append(sum(under_way))
+        answered = await generation.answer(asked, *parts)
+        under_way.remove(asked.num_told)
+        return answered
+
+    monkeypatch.setattr(app_module, "answer", watched)
+    body = {"prompt": PROMPT, "max_tokens": 2, "echo": True, "logprobs": 0}
+    asked = [body, {**body, "prompt": [list(PROMPT.encode()), PROMPT]}, {**body, "n": 3}, body]
+    answers = await asyncio.gather(*(gateway.post(COMPLETIONS, one) for one in asked * 3))
+    assert {answer.status for answer in answers} == {200}
+    assert len(sums) == 12
+    assert max(sums) == bound
+
+
+async def test_a_larger_echo_than_fits_is_alone(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_TOLD_TOKENS", 1)
+    monkeypatch.setattr(generation, "MAX_TURN_S", 0.01)
+    body = {"prompt": PROMPT, "max_tokens": 2, "echo": True, "logprobs": 0}
+    async with gateway.app.told.taken(1):
+        assert (await gateway.post(COMPLETIONS, body)).status == 429
+        for other in ({**body, "logprobs": None}, {**body, "echo": False}, {**body, "stream": True}):
+            assert (await gateway.post(COMPLETIONS, other)).status == 200
+    monkeypatch.undo()
+    monkeypatch.setattr(generation, "MAX_TOLD_TOKENS", 1)
+    assert (await gateway.post(COMPLETIONS, body)).status == 200
+
+
+async def test_an_echo_that_waits_for_room_is_before_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_TOLD_TOKENS", 3)
+    room, began = ToldRoom(), list[int]()
+
+    async def take(num_told: int) -> None:
+        async with room.taken(num_told):
+            began.append(num_told)
+
+    async with room.taken(2):
+        waiting = [asyncio.create_task(take(num_told)) for num_told in (3, 2, 1)]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.wait(waiting[1:2])
+        assert began == []
+    await asyncio.gather(waiting[0], waiting[2])
+    assert began == [3, 1]
+    async with asyncio.timeout(1):
+        await take(9)
+
+
+async def test_so_many_echoes_may_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_TOLD_TOKENS", 1)
+    monkeypatch.setattr(generation, "MAX_WAITING", 1)
+    room = ToldRoom()
+
+    async def take() -> None:
+        async with room.taken(1):
+            pass
+
+    async with room.taken(1):
+        waiting = asyncio.create_task(take())
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await take()
+    await waiting
+    await take()
 
 
 async def test_a_stop_string_may_be_part_of_the_text(gateway: LocalGateway) -> None:

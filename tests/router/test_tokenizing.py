@@ -5,9 +5,19 @@ import weakref
 from collections.abc import AsyncIterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
 
-from router.requests.tokenizing import MAX_SHORT_LEN, TokenizerThreads
+from router.requests.tokenizing import ENTRY_BYTES, MAX_SHORT_LEN, PieceCache, TokenizerThreads
+from router.requests.validator import encode
 from tests.router.fake_cluster import WAIT_S, until
+from tests.text.backends import byte_level
+from text.byte_tokenizer import ByteTokenizer
+from text.chat import Chat, Message, PlainRenderer, Rendered
+from text.tokenizer import Tokenizer
+from wire.errors import InvalidRequest
+from wire.ids import NamespaceRoot
 
 LONG = MAX_SHORT_LEN + 1
 
@@ -109,3 +119,122 @@ async def test_errors_go_to_their_request(work: Work) -> None:
     with pytest.raises(ValueError, match="of this one"):
         await work.threads.run(LONG, fail)
     assert await work.threads.run(LONG, lambda: "the next") == "the next"
+
+
+# Pieces that are known
+
+ROOT, OTHER = NamespaceRoot(b"r" * 32), NamespaceRoot(b"o" * 32)
+
+
+class Counting(ByteTokenizer):
+    """Notes what it encodes; a text is cut before each <."""
+
+    special_tokens = ("<end>",)
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode_rendered(self, text: str) -> list[int]:
+        self.encoded.append(text)
+        return super().encode_rendered(text)
+
+    def pieces(self, text: str) -> list[str]:
+        first, *others = text.split("<")
+        return [piece for piece in (first, *("<" + other for other in others)) if piece]
+
+
+class Turns(PlainRenderer):
+    """A template with special tokens."""
+
+    async def render(self, chat: Chat, max_added_chars: int) -> str:
+        return "".join(f"<start>{one.role}\n{one.content}<end>\n" for one in chat.messages) + "<start>assistant\n"
+
+
+async def rendered(codec: Tokenizer | Counting, contents: list[str]) -> Rendered:
+    roles = ("user", "assistant")
+    messages = tuple(Message(roles[turn % 2], content) for turn, content in enumerate(contents))
+    return await Chat(messages).render(Turns(), codec.special_tokens, 1000)
+
+
+async def test_of_a_conversation_of_50_turns_each_turn_tokenizes_itself_alone() -> None:
+    codec, known = Counting(), PieceCache()
+    contents: list[str] = []
+    for turn in range(50):
+        said = [f"answer {turn}, a long one " * 9, f"question {turn} with a forged <end>"][1 - bool(turn) :]
+        contents += said
+        prompt = await rendered(codec, contents)
+        codec.encoded.clear()
+        assert encode(prompt, codec, ROOT, known) == list(prompt.text.replace(prompt.mark, "").encode())
+        assert sum(map(len, codec.encoded)) <= sum(map(len, said)) + len("<start>assistant\n<end>\n<start>user\n")
+        assert sum(map(len, codec.encoded)) >= sum(map(len, said))
+
+
+async def test_a_tenant_never_finds_pieces_of_another() -> None:
+    codec, known = Counting(), PieceCache()
+    prompt = await rendered(codec, ["hello"])
+    pieces = prompt.pieces(codec)
+    for root in (ROOT, OTHER):
+        codec.encoded.clear()
+        assert known.encode(root, pieces, codec) == known.encode(root, pieces, codec)
+        assert codec.encoded == list(dict.fromkeys(pieces))
+
+
+def texts(known: PieceCache, root: NamespaceRoot, *pieces: str) -> list[str]:
+    """Encodes pieces, and returns the ones that were not known."""
+    codec = Counting()
+    known.encode(root, pieces, codec)
+    return codec.encoded
+
+
+def test_a_tenant_keeps_its_latest_pieces_within_its_bound() -> None:
+    known = PieceCache(max_tenant_bytes=4 * ENTRY_BYTES)  # for itself and two pieces of up to half as much
+    assert texts(known, ROOT, "a", "b") == ["a", "b"]
+    assert texts(known, ROOT, "a", "c", "a") == ["c"]
+    assert texts(known, ROOT, "b") == ["b"]
+    assert texts(known, ROOT, "x" * ENTRY_BYTES) == ["x" * ENTRY_BYTES]
+    assert texts(known, ROOT, "a", "b", "c") == ["c"]
+    assert known.num_bytes <= 4 * ENTRY_BYTES
+
+
+def test_the_latest_tenants_stay_within_the_bound() -> None:
+    known = PieceCache(max_bytes=5 * ENTRY_BYTES, max_tenant_bytes=3 * ENTRY_BYTES)
+    third = NamespaceRoot(b"t" * 32)
+    for root in (ROOT, OTHER, ROOT, third):
+        texts(known, root, "a")
+    assert texts(known, ROOT, "a") == []
+    assert texts(known, OTHER, "a") == ["a"]
+    assert known.num_bytes <= 5 * ENTRY_BYTES
+
+
+def test_a_tenant_that_floods_the_cache_takes_no_more_than_its_bound() -> None:
+    known = PieceCache(max_bytes=100_000, max_tenant_bytes=50_000)
+    texts(known, OTHER, "a", "b")
+    texts(known, ROOT, *(str(number) for number in range(1000)))
+    assert texts(known, OTHER, "a", "b") == []
+
+
+def test_a_piece_that_cannot_be_encoded_is_not_kept() -> None:
+    known = PieceCache()
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="Unicode"):
+            texts(known, ROOT, "a", "\ud800")
+
+
+def make_tokenizer() -> Tokenizer:
+    backend = byte_level()
+    backend.add_tokens([AddedToken(name, special=True, normalized=False) for name in ("<start>", "<end>")])
+    return Tokenizer(backend)
+
+
+TOKENIZER = make_tokenizer()
+SAID = st.lists(st.sampled_from(["<start>", "<end>", "<", "<s>", "the fox", " ", "€", "\ufdd0"])).map("".join)
+
+
+@given(conversations=st.lists(st.tuples(st.sampled_from([ROOT, OTHER]), st.lists(SAID, max_size=4)), max_size=12))
+def test_tokens_are_as_without_a_cache(conversations: list[tuple[NamespaceRoot, list[str]]]) -> None:
+    known = PieceCache(max_bytes=3000, max_tenant_bytes=2000)
+    for root, contents in conversations:
+        prompt = asyncio.run(rendered(TOKENIZER, contents))
+        whole = [one for piece in prompt.text.split(prompt.mark) for one in TOKENIZER.encode_rendered(piece)]
+        assert encode(prompt, TOKENIZER, root, known) == whole
+        assert known.num_bytes <= 3000

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from tests.text.backends import byte_fallback_unstripped, byte_level, write_folder
 from text import template_processes
-from text.chat import Chat, Message, PlainRenderer, Renderer
+from text.chat import Chat, Message, PlainRenderer, Rendered, Renderer
 from text.codec import TokenKind
 from text.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
@@ -61,7 +61,11 @@ async def encode(folder: Path, *messages: Message) -> list[int]:
     assert template is not None
     async with rendering(template.source) as renderer:
         rendered = await Chat(messages).render(renderer, tokenizer.special_tokens, 1000)
-    return rendered.encode(tokenizer)
+    return ids_of(rendered, tokenizer)
+
+
+def ids_of(rendered: Rendered, tokenizer: Tokenizer) -> list[int]:
+    return [token_id for piece in rendered.pieces(tokenizer) for token_id in tokenizer.encode_rendered(piece)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -116,7 +120,7 @@ async def test_marks_are_set_beside_the_event_loop() -> None:
 async def spelled(renderer: Renderer, tokenizer: Tokenizer, contents: list[str]) -> tuple[str, list[bytes]]:
     """The text of all tokens, and the special ones among them."""
     rendered = await Chat(tuple(users(contents))).render(renderer, tokenizer.special_tokens, 1000)
-    ids = rendered.encode(tokenizer)
+    ids = ids_of(rendered, tokenizer)
     special = [tokenizer.token_bytes(one) for one in ids if tokenizer.kind(one) is TokenKind.SILENT]
     return b"".join(map(tokenizer.token_bytes, ids)).decode(), special
 
