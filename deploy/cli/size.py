@@ -37,7 +37,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--concurrency", type=_positive, metavar="M", default=1, help="requests at once (default: 1)")
     parser.add_argument("--gpu", type=str, metavar="SIZE", default="24GiB", help="memory of the GPU (default: 24GiB)")
     parser.add_argument("--kv-dtype", choices=tuple(BITS), help="numbers that KV is kept in (default: the model's)")
-    parser.add_argument("--window", type=_positive, metavar="W", help="keep KV of the last W tokens (default: as the model)")
+    parser.add_argument("--window", type=_positive, metavar="W", help="keep KV of the last W tokens (default: its own)")
     parser.add_argument("--json", action="store_true", help="print one object, for scripts")
 
 
