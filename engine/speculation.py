@@ -206,8 +206,8 @@ class Payoff:
         return self._num_to_skip < 0 and self._num_steps % PLAIN_EVERY != 1
 
     def learn_plain(self, step_s: float) -> None:
-        """Takes the seconds of a step without drafts, which pays for a share of a lost one."""
-        plain_s = self._plain_s or step_s
+        """Takes the seconds of a step without drafts, which pays for a share of a lost one. The first is slow."""
+        plain_s = self._plain_s if 0 < self._plain_s < 2 * step_s else step_s
         self._plain_s = plain_s + (min(step_s, 2 * plain_s) - plain_s) / 4
         self._num_lost = max(0.0, self._num_lost - LOST_SHARE)
 

@@ -357,6 +357,13 @@ def test_a_stall_among_drafts_that_gain_leaves_none_out() -> None:
     assert sum(judged(payoff, 1.0, 0.5, 64)) == 62
 
 
+def test_a_slow_first_step_does_not_make_drafts_look_fast() -> None:
+    payoff = Payoff()
+    judged(payoff, 50.0, 2.0, 1)
+    payoff.learn_plain(1.0)
+    assert sum(judged(payoff, 1.0, 2.0, 200)) == 4
+
+
 def test_an_engine_leaves_out_drafts_that_lose_time() -> None:
     """Each guess takes as long as a run here, by a clock that the proposer moves on."""
     seconds = [0.0]
