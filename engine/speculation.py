@@ -41,6 +41,12 @@ PLAIN_EVERY = 32
 TRIAL_STEPS = 4
 TRIAL_PAUSE, MAX_TRIAL_PAUSE = 32, 1024
 """Steps without drafts after as many with drafts that were slower than without: the first time, and the longest."""
+LOST_SHARE = 1 / 50
+"""Of time that drafts may lose: so much of a lost step is paid by each step without drafts."""
+MAX_LOST = 64
+"""Steps lost and not yet paid or regained at which drafts are left out, though guesses come true: prompts cost more."""
+MAX_MISS, MAX_STALL = 2, 8
+"""The most steps that a drafted step counts as lost: among others of a trial, and in what is to be paid."""
 NGRAM_LENGTHS = (3, 2)
 MAX_A_STEP = 4096
 """The most tokens of a sequence that one step adds to its n-grams: 4 ms of the engine's thread."""
@@ -183,11 +189,13 @@ class DraftLength:
 
 
 class Payoff:
-    """The seconds a token takes in steps of one number of rows, with drafts and without: whether drafts pay there."""
+    """The steps that drafts gain, in steps of one number of rows: whether drafts pay there.
+
+    A drafted step of the time of two that brings each row five tokens gains three.
+    """
 
     def __init__(self) -> None:
-        self._plain_s: float | None = None
-        self._drafted_s: float | None = None
+        self._plain_s = self._gain = self._num_lost = 0.0
         self._num_steps = self._num_drafted = self._num_to_skip = 0
         self._pause = TRIAL_PAUSE
 
@@ -197,17 +205,37 @@ class Payoff:
         self._num_to_skip -= 1
         return self._num_to_skip < 0 and self._num_steps % PLAIN_EVERY != 1
 
-    def learn(self, plain_s: float | None, drafted_s: float | None) -> None:
-        """Takes the seconds a token of a step of either kind; leaves drafts out for a while once a trial has lost."""
-        self._plain_s = _smoothed(self._plain_s, plain_s)
-        self._drafted_s = _smoothed(self._drafted_s, drafted_s)
-        self._num_drafted += drafted_s is not None
-        if self._num_drafted < TRIAL_STEPS or self._plain_s is None or self._drafted_s is None:
-            return
-        if self._drafted_s > self._plain_s:
-            self._num_to_skip, self._pause = self._pause, min(2 * self._pause, MAX_TRIAL_PAUSE)
-            self._num_drafted, self._drafted_s = 0, None
-        else:
+    def learn_plain(self, step_s: float) -> None:
+        """Takes the seconds of a step without drafts, which pays for a share of a lost one. The first is slow."""
+        plain_s = self._plain_s if 0 < self._plain_s < 2 * step_s else step_s
+        self._plain_s = plain_s + (min(step_s, 2 * plain_s) - plain_s) / 4
+        self._num_lost = max(0.0, self._num_lost - LOST_SHARE)
+
+    def learn_missed(self, step_s: float) -> None:
+        """Takes the seconds of a step for which drafts were wanted and none came, as while a proposer catches up."""
+        if self._plain_s:
+            self._count(1 - step_s / self._plain_s)
+            self._judge()
+
+    def learn_drafted(self, step_s: float, num_rounds: float) -> None:
+        """Takes the seconds of a step that gained each row so many tokens. The first of a trial catches up, too."""
+        if self._plain_s:
+            gain = num_rounds - step_s / self._plain_s
+            self._count(gain)
+            self._gain += (max(gain, -MAX_MISS) - self._gain) / 8 if self._num_drafted else 0
+            self._num_drafted += 1
+            self._judge()
+
+    def _count(self, gain: float) -> None:
+        self._num_lost = max(0.0, self._num_lost - max(gain, -MAX_STALL))
+
+    def _judge(self) -> None:
+        """Leaves drafts out once they lose: for a while, and until the steps without have paid for all that is lost."""
+        if self._num_lost > MAX_LOST or (self._num_drafted >= TRIAL_STEPS and self._gain < 0):
+            self._num_to_skip = max(self._pause, int(self._num_lost / LOST_SHARE))
+            self._pause = min(2 * self._pause, MAX_TRIAL_PAUSE)
+            self._num_drafted, self._gain, self._num_lost = 0, 0.0, 0.0
+        elif self._num_drafted >= TRIAL_STEPS:
             self._pause = TRIAL_PAUSE
 
 
@@ -231,10 +259,11 @@ class Speculator:
         self._clock = clock
         self._payoffs = [Payoff() for _ in range(MAX_ROWS)]
         self._began: tuple[int, float] | None = None
+        self._num_wanted = 0
 
     def draft(self, rows: DecodeRows, num_rows: int, num_tokens: int) -> Drafts:
         """Makes drafts for the first rows of a step that runs `num_tokens` tokens anyway; none where it is loaded."""
-        budget = MAX_ROWS - num_tokens
+        budget, self._num_wanted = MAX_ROWS - num_tokens, 0
         if self._proposer is None or budget <= 0:
             return NO_DRAFTS
         if self._clock is not None and num_rows == num_tokens:
@@ -248,13 +277,12 @@ class Speculator:
             if room > 1 and (length := min(self._length(sequence), room - 1)) > 0
         }
         wanted = _share(budget, lengths)
+        self._num_wanted = len(wanted)
         guesses = self._propose(wanted) if wanted else {}
         for sequence in wanted:
             if not guesses.get(sequence):
                 self._draft_lens[sequence].rest(MISS_PAUSE)
         if not any(guesses.values()):
-            if wanted:
-                self._began = None
             return NO_DRAFTS
         some = {row: guesses[one] for row, one in enumerate(rows.sequences[:num_rows]) if guesses.get(one)}
         return Drafts.of(rows.token_ids[:num_rows], some)
@@ -280,8 +308,13 @@ class Speculator:
         if self._clock is None or self._began is None:
             return
         (num_rows, began_s), self._began = self._began, None
-        token_s = (self._clock() - began_s) / (np.sum(num_gained) if drafts else num_rows)
-        self._payoffs[num_rows].learn(*(None, token_s) if drafts else (token_s, None))
+        step_s, payoff = self._clock() - began_s, self._payoffs[num_rows]
+        if drafts:
+            payoff.learn_drafted(step_s, float(np.sum(num_gained)) / num_rows)
+        elif self._num_wanted:
+            payoff.learn_missed(step_s)
+        else:
+            payoff.learn_plain(step_s)
 
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that decodes no more. Does nothing for an unknown one."""
@@ -305,13 +338,6 @@ class Speculator:
         if not draft_len.is_due():
             return 0
         return min(draft_len.length, self._max_draft_len, sequence.max_output - len(sequence.output_ids) - 1)
-
-
-def _smoothed(mean: float | None, value: float | None) -> float | None:
-    """Takes a further value into a running mean, to which one far above it is twice it."""
-    if mean is None or value is None:
-        return value if mean is None else mean
-    return mean + (min(value, 2 * mean) - mean) / 8
 
 
 def _share(budget: int, lengths: Mapping[Sequence, int]) -> dict[Sequence, int]:

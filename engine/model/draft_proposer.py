@@ -1,17 +1,17 @@
 """A draft model as a proposer: it runs ahead of the sequences of an engine, greedily, on smaller pages of its own.
 
-    known tokens           a b c d
-    the draft has KV of    a b c, and of x y z, its guesses after c: x came true, it is d
-    it runs                d -> u, u -> v, v -> w    over the KV of y and z; its next guesses are u v w
+    known tokens           a b c d e
+    the draft has KV of    a b c, and of x y, guesses after c, of which it did not run the last: x came true, it is d
+    it runs                e -> u, u -> v, v -> w    over the KV of y; its next guesses are u v w
 
-A sequence's KV is computed here from its tokens alone, a part a step, and is neither found, fetched nor published. What
-it costs to lose it is to compute it again.
+All known tokens without KV run at once, as a rule one or two, and bring the first guess. A sequence's KV is computed
+here from its tokens alone, and is neither found, fetched nor published. Losing it costs its computation.
 """
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby, takewhile
+from itertools import groupby, takewhile
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 
 MAX_CATCH_UP = 256
-"""The most tokens of all sequences together that one step computes before it guesses."""
-MAX_BEHIND = 2
-"""Known tokens without KV that are run one by one: the last, and before it the last guess of a draft that came true."""
+"""The most known tokens of all sequences together that one step computes."""
+MAX_RECORDED = 16
+"""The most known tokens of which all logits are computed: so many run as rows of a recorded program."""
 
 
 @dataclass
@@ -46,20 +46,6 @@ class DraftKV:
         self.guesses = ()
 
 
-@dataclass(frozen=True)
-class Ahead:
-    """A sequence's known tokens without KV, which run one by one, and its guesses, which run after them."""
-
-    kv: DraftKV
-    known: Seq[int]
-    num_guesses: int
-
-    @property
-    def num_runs(self) -> int:
-        """Counts the runs: each but the last brings the token of the next, the last one a guess that does not run."""
-        return len(self.known) + self.num_guesses - 1
-
-
 class DraftProposer:
     """A Proposer that runs a smaller model with the vocabulary of the engine's."""
 
@@ -72,16 +58,15 @@ class DraftProposer:
     @torch.inference_mode()
     def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
         """Guesses nothing for a sequence that is far behind, nor for one for which there are no pages."""
-        held = [sequence for sequence, num_guesses in wanted.items() if self._hold(sequence, num_guesses)]
-        self._catch_up(held)
-        ahead = {}
-        for sequence in held:
-            kv, num_known = self._kv[sequence], sequence.num_known
-            if num_known - kv.num_computed <= MAX_BEHIND:
-                ahead[sequence] = Ahead(kv, sequence.tokens(kv.num_computed, MAX_BEHIND), wanted[sequence])
+        spans = self._spans([sequence for sequence, num_guesses in wanted.items() if self._hold(sequence, num_guesses)])
+        if not spans:
+            return {}
+        drawn = self._catch_up(spans)
+        rows = {sequence: row for row, (sequence, span) in enumerate(spans.items()) if span.stop == sequence.num_known}
+        ahead = sorted(rows, key=lambda sequence: -wanted[sequence])
         if ahead:
-            self._run_ahead(sorted(ahead.values(), key=lambda one: -one.num_runs))
-        return {sequence: one.kv.guesses for sequence, one in ahead.items()}
+            self._run_ahead({one: wanted[one] for one in ahead}, drawn[[rows[one] for one in ahead]])
+        return {sequence: self._kv[sequence].guesses for sequence in ahead}
 
     def forget(self, sequence: Sequence) -> None:
         if (kv := self._kv.pop(sequence, None)) is not None:
@@ -99,21 +84,29 @@ class DraftProposer:
             return False
         return True
 
-    def _catch_up(self, sequences: Seq[Sequence]) -> None:
-        """Computes tokens of sequences that are far behind, as many as a step may."""
+    def _spans(self, sequences: Seq[Sequence]) -> dict[Sequence, range]:
+        """Lists the known tokens without KV, as many as a step may compute; single ones come first."""
         room, spans = MAX_CATCH_UP, {}
         for sequence in sequences:
-            start, stop = self._kv[sequence].num_computed, sequence.num_known - 1
-            if room and stop - start >= MAX_BEHIND:
-                spans[sequence] = range(start, min(stop, start + room))
-                room -= len(spans[sequence])
-        if spans:
-            self._model.forward(self._chunks(spans), self.pool.kv)
+            start = self._kv[sequence].num_computed
+            if span := range(start, min(sequence.num_known, start + room)):
+                spans[sequence] = span
+                room -= len(span)
+        return dict(sorted(spans.items(), key=lambda item: len(item[1]) > 1))
+
+    def _catch_up(self, spans: Mapping[Sequence, range]) -> torch.Tensor:
+        """Computes spans of known tokens; returns the token after each span."""
+        lengths = np.array([*map(len, spans.values())])
+        ends = lengths.cumsum()
+        runs_all = ends[-1] <= MAX_RECORDED
+        batch = self._chunks(spans, ends, np.arange(ends[-1]) if runs_all else ends - 1)
+        drawn = argmax(self._model.forward(batch, self.pool.kv))
         for sequence, span in spans.items():
             self._kv[sequence].num_computed = span.stop
+        return drawn[self._on_device(ends - 1)] if runs_all else drawn
 
-    def _chunks(self, spans: Mapping[Sequence, range]) -> Batch:
-        """Makes a batch of spans of known tokens; it wants one token, for none is of use."""
+    def _chunks(self, spans: Mapping[Sequence, range], ends: Ints, sample_rows: Ints) -> Batch:
+        """Makes a batch of spans of known tokens, each with its end in the batch."""
         held = [self._kv[sequence] for sequence in spans]
         token_ids = [sequence.tokens(span.start, len(span)) for sequence, span in spans.items()]
         slots = [
@@ -126,45 +119,33 @@ class DraftProposer:
             slot_mapping=self._on_device(np.concatenate(slots)),
             block_tables=self._on_device(_tables(held)),
             context_lens=self._on_device(np.array([span.stop for span in spans.values()], dtype=np.int32)),
-            cu_query_lens=self._on_device(np.array([*accumulate(map(len, spans.values()), initial=0)], dtype=np.int32)),
-            num_decodes=0,
-            sample_rows=self._on_device(np.zeros(1, dtype=np.int64)),
+            cu_query_lens=self._on_device(np.append(0, ends).astype(np.int32)),
+            num_decodes=sum(len(span) == 1 for span in spans.values()),
+            sample_rows=self._on_device(sample_rows),
         )
 
-    def _run_ahead(self, ahead: Seq[Ahead]) -> None:
-        """Runs known tokens and then guesses, a token of each sequence at a time; ones of more runs come first."""
-        drawn: list[torch.Tensor] = []
-        for batch in self._batches(ahead, drawn):
+    def _run_ahead(self, wanted: Mapping[Sequence, int], first: torch.Tensor) -> None:
+        """Runs the first guess of each sequence, and then the next ones; sequences that want more come first."""
+        drawn = [first]
+        for batch in self._batches(wanted, drawn):
             drawn.append(argmax(self._model.forward(batch, self.pool.kv)))
         guesses = [column.tolist() for column in drawn]
-        for row, one in enumerate(ahead):
-            one.kv.num_computed += len(one.known)
-            one.kv.guesses = [column[row] for column in guesses[len(one.known) - 1 : one.num_runs]]
+        for row, (sequence, num_guesses) in enumerate(wanted.items()):
+            self._kv[sequence].guesses = [column[row] for column in guesses[:num_guesses]]
 
-    def _batches(self, ahead: Seq[Ahead], drawn: Seq[torch.Tensor]) -> Iterator[Batch]:
-        """Yields the batch of each run: known tokens, then the last that were drawn."""
-        block_size, tables, rows = self._block_size, _tables([one.kv for one in ahead]), np.arange(len(ahead) + 1)
-        most = max(one.num_runs for one in ahead)
-        positions = np.array([one.kv.num_computed for one in ahead]) + np.arange(most)[:, None]
+    def _batches(self, wanted: Mapping[Sequence, int], drawn: Seq[torch.Tensor]) -> Iterator[Batch]:
+        """Yields the batch of each run: the tokens that were drawn last."""
+        block_size, rows, nums = self._block_size, np.arange(len(wanted) + 1), [*wanted.values()]
+        tables = _tables([self._kv[sequence] for sequence in wanted])
+        positions = np.array([sequence.num_known for sequence in wanted]) + np.arange(nums[0] - 1)[:, None]
         pages = tables[rows[:-1], np.minimum(positions // block_size, tables.shape[1] - 1)].astype(np.int64)
         slots, context_lens = pages * block_size + positions % block_size, (positions + 1).astype(np.int32)
-        for num, runs in groupby(range(most), lambda run: sum(one.num_runs > run for one in ahead)):
+        for num, runs in groupby(range(nums[0] - 1), lambda run: sum(one > run + 1 for one in nums)):
             span = [*runs]
             columns = [self._on_device(one[span, :num]).unbind() for one in (positions, slots, context_lens)]
             table, row, start = map(self._on_device, (tables[:num], rows[:num], rows[: num + 1].astype(np.int32)))
             for position, slot, context_len in zip(*columns, strict=True):
-                token_ids = self._token_ids(ahead[:num], drawn)
-                yield Batch(token_ids, position, slot, table, context_len, start, num, row)
-
-    def _token_ids(self, ahead: Seq[Ahead], drawn: Seq[torch.Tensor]) -> torch.Tensor:
-        """Takes the first known token of each sequence, later the last drawn, or the second known one in its place."""
-        if not drawn:
-            return self._on_device(np.array([one.known[0] for one in ahead]))
-        token_ids = drawn[-1][: len(ahead)]
-        late = [row for row, one in enumerate(ahead) if len(one.known) > len(drawn)] if len(drawn) < MAX_BEHIND else []
-        if late:
-            token_ids[late] = self._on_device(np.array([ahead[row].known[-1] for row in late]))
-        return token_ids
+                yield Batch(drawn[-1][:num], position, slot, table, context_len, start, num, row)
 
     def _on_device(self, values: Ints) -> torch.Tensor:
         return torch.from_numpy(values).to(self._model.device)

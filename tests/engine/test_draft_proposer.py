@@ -138,6 +138,45 @@ def test_a_draft_that_fails_costs_no_request(raises: bool) -> None:
     assert proposer.pool.ledger.num_allocatable == 256
 
 
+class Timed(HashModel):
+    """Takes a time by a clock of its own: a step of the engine's model is 1, a run of the draft less."""
+
+    def __init__(self, run_s: float, token_s: float, clock: list[float]) -> None:
+        super().__init__(LAYOUT, 997)
+        self.run_s, self.token_s, self.clock = run_s, token_s, clock
+        self.spent_s, self.num_runs = 0.0, 0
+
+    def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
+        seconds = self.run_s + self.token_s * len(batch.token_ids)
+        self.clock[0] += seconds
+        self.spent_s += seconds
+        self.num_runs += 1
+        return super().forward(batch, kv).roll(0 if self.run_s == 1 else 1, dims=-1)
+
+
+@pytest.mark.parametrize("num_prompt", [10, 190, 900])
+def test_a_draft_of_which_nothing_comes_true_takes_a_small_share_of_time(num_prompt: int) -> None:
+    """One sequence after another: what an engine has learned it keeps. Its first guesses cannot know."""
+    clock, draw = [0.0], random.Random(num_prompt)
+    model, draft = Timed(1, 0, clock), Timed(0.2, 0.02, clock)
+    speculator = Speculator(DraftProposer(draft, 256), clock=lambda: clock[0])
+    core = make_core(model, speculator=speculator)
+    prompts = [tuple(draw.choices(range(997), k=num_prompt)) for _ in range(12)]
+    for prompt in prompts:
+        assert serve(core, prompt, greedy(190)).outputs[0] == MODEL.oracle(prompt, 190)
+    assert draft.spent_s < 0.03 * model.spent_s
+    assert 4 <= draft.num_runs < 0.03 * model.num_runs
+    assert core.stats().num_accepted_tokens == 0
+
+
+def test_a_draft_runs_once_for_each_guess() -> None:
+    """Known tokens bring the first guess: a prompt, and what has come since."""
+    draft = Timed(1, 0, [0.0])
+    core, _ = core_with(draft)
+    serve(core, PROMPT, greedy(150))
+    assert draft.num_runs == core.stats().num_guessed_tokens == core.stats().num_accepted_tokens > 100
+
+
 def test_nothing_of_a_draft_is_published() -> None:
     core, proposer = core_with(MODEL)
     for _ in serve_steps(core):

@@ -316,7 +316,10 @@ def judged(payoff: Payoff, plain_s: float, drafted_s: float, num_steps: int) -> 
     had_drafts = []
     for _ in range(num_steps):
         had_drafts.append(payoff.is_due())
-        payoff.learn(*(None, drafted_s) if had_drafts[-1] else (plain_s, None))
+        if had_drafts[-1]:
+            payoff.learn_drafted(drafted_s, 1)
+        else:
+            payoff.learn_plain(plain_s)
     return had_drafts
 
 
@@ -334,6 +337,31 @@ def test_drafts_come_back_once_they_gain() -> None:
     payoff = Payoff()
     judged(payoff, 1.0, 2.0, 100)
     assert sum(judged(payoff, 1.0, 0.5, 300)) > 150
+
+
+def test_steps_in_which_a_proposer_only_catches_up_are_paid_for() -> None:
+    payoff, num_missed = Payoff(), 0
+    for _ in range(10_000):
+        if payoff.is_due():
+            payoff.learn_missed(3.0)
+            num_missed += 1
+        else:
+            payoff.learn_plain(1.0)
+    assert 2 * num_missed < 0.03 * 10_000
+
+
+def test_a_stall_among_drafts_that_gain_leaves_none_out() -> None:
+    payoff = Payoff()
+    judged(payoff, 1.0, 0.5, 10)
+    payoff.learn_drafted(1000.0, 1)
+    assert sum(judged(payoff, 1.0, 0.5, 64)) == 62
+
+
+def test_a_slow_first_step_does_not_make_drafts_look_fast() -> None:
+    payoff = Payoff()
+    judged(payoff, 50.0, 2.0, 1)
+    payoff.learn_plain(1.0)
+    assert sum(judged(payoff, 1.0, 2.0, 200)) == 4
 
 
 def test_an_engine_leaves_out_drafts_that_lose_time() -> None:
