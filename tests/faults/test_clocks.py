@@ -44,7 +44,9 @@ def _names(node: ast.ImportFrom) -> set[str]:
 
 
 def test_leases_deadlines_and_waits_are_told_by_monotonic_clocks() -> None:
-    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    """All but `baton doctor`, which compares clocks."""
+    doctor = ROOT / "deploy" / "cli" / "doctor.py"
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path != doctor]
     assert len(files) > 100
     assert [found for path in files for found in wall_clocks_in(path)] == []
 

@@ -1,5 +1,6 @@
 """Decode attention, in torch, Triton and C++ alike, against dense attention over contiguous KV."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import paged_decode
+from kernels import paged_decode, reference
 from kernels.backend import AttentionVariant, KVPages
 from tests.kernels.backends import DECODES, PagedDecodeAttention
 from tests.kernels.paged_batch import (
@@ -17,6 +18,7 @@ from tests.kernels.paged_batch import (
     Heads,
     PagedBatch,
     dense_attention,
+    empty_codes,
     empty_layer,
     far_layer,
     make_paged_batch,
@@ -67,6 +69,27 @@ def test_equals_dense_attention_over_what_codes_stand_for(
     batch = make_paged_batch(heads, [1, 15, 16, 17, 100, 700], block_size, device=device, kept=kept)
     check(decode, batch)
     check(decode, batch, batch.variant(33, 1.5, 2.0))
+
+
+@each
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_small_values_beside_a_sink(decode: PagedDecodeAttention, kept: str, device: torch.device) -> None:
+    """A small weight times a small scale would be no normal number of float16."""
+    keys, values = torch.zeros(2048, 64), torch.full((2048, 64), 0.05)
+    keys[0, 0], values[0] = 72.0, 0.0
+    data = torch.stack([keys, values]).view(2, 1, 128, 16, 64).permute(2, 0, 1, 3, 4).half().contiguous()
+    pages = empty_codes(128, Heads(4, 1, 64), 16, kept, device)
+    assert pages.scales is not None
+    codes, scales = reference.quantize(data, pages.data.dtype)
+    pages.data.copy_(codes)
+    pages.scales.copy_(scales)
+    query = torch.zeros(1, 4, 64, dtype=torch.float16, device=device)
+    query[..., 0] = 1.0
+    tables = torch.arange(128, dtype=torch.int32, device=device)[None]
+    lens = torch.tensor([2048], dtype=torch.int32, device=device)
+    attended = decode(query, pages, tables, lens, AttentionVariant(64**-0.5))
+    weight = 2047 / (2047 + math.exp(9.0))
+    torch.testing.assert_close(attended[..., 5].float().cpu(), torch.full((1, 4), 0.05 * weight), rtol=0.02, atol=0.0)
 
 
 @each

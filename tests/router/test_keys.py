@@ -25,7 +25,8 @@ ACME, ACME_TEXT = make_key("acme", [Scope.GENERATE], Allowance())
 BETA, BETA_TEXT = make_key("beta", [Scope.GENERATE], Allowance())
 WATCHER, WATCHER_TEXT = make_key("beta", [Scope.METRICS], Allowance())
 OPERATOR, OPERATOR_TEXT = make_key("ops", [Scope.OPERATE], Allowance())
-LISTED = KeyList((ACME, BETA, WATCHER, OPERATOR))
+PLAIN, PLAIN_TEXT = make_key("default", [Scope.GENERATE], Allowance())
+LISTED = KeyList((ACME, BETA, WATCHER, OPERATOR, PLAIN))
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 SENDABLE = {name: shown for name, shown in WRONG.items() if all(one.isascii() and one.isprintable() for one in shown)}
 Metadata = tuple[tuple[str, str], ...]
@@ -134,7 +135,10 @@ async def test_a_request_id_is_its_tenants_own(service: Service) -> None:
     again = await failure_of_unary(
         service.inference.Abort(pb.AbortRequest(request_id="same"), metadata=shows(BETA_TEXT))
     )
-    told = {(one.code(), one.details(), str(info_of(one))) for one in (unknown, again)}
+    by_name = await failure_of_unary(
+        service.inference.Abort(pb.AbortRequest(request_id="acme/same"), metadata=shows(PLAIN_TEXT))
+    )
+    told = {(one.code(), one.details(), str(info_of(one))) for one in (unknown, again, by_name)}
     assert len(told) == 1, "the id of another tenant is as unknown as one of nobody"
     service.cluster.workers["d0"].may_go.set()
     assert (await read(calls[ACME_TEXT]))[-1].WhichOneof("event") == "complete"

@@ -80,7 +80,7 @@ def of_choices(*indices: int, n: int = 4) -> worker_pb2.Begin:
 
 NO_NUMBERS = (math.nan, math.inf, -math.inf)
 OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
-    "request_id": tuple(begin_of(request_id=text) for text in ("", "a/1", "r" * 65, "a b", "\0", "é")),
+    "request_id": tuple(begin_of(request_id=text) for text in ("", "A/1", "a/b/1", "/1", "r" * 65, "a b", "\0", "é")),
     "attempt": (begin_of(attempt=0),),
     "namespace_root": tuple(spoilt(begin_of(), namespace_root=bytes(size)) for size in (0, 31, 33)),
     "time_left_s": tuple(begin_of(time_left_s=value) for value in (0.0, -1.0, *NO_NUMBERS)),

@@ -240,6 +240,9 @@ async def test_shares_reach_every_node_now_and_after_a_restart(tmp_path: Path) -
 
     world.host.call = call  # type: ignore[method-assign]
     await asyncio.gather(world.nodes.join(A), world.nodes.join(B))
+    await asyncio.sleep(0)
+    assert sorted(told) == sorted((node.service, "set_shares", ("{}",)) for node in (A, B))
+    told.clear()
     listed = KeyList((make_key("acme", [Scope.GENERATE], Allowance(arena_share=0.25))[0],))
     plan = world.plan.with_keys(listed)
     await world.nodes.share(plan)

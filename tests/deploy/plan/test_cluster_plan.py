@@ -12,11 +12,12 @@ from deploy.plan.model import DraftFacts, ModelFacts
 from deploy.plan.resources import RayNode
 from router.config import AdmissionBounds, ServedModel, StreamBounds
 from tests.kv_store.names import LAYOUT
-from wire.errors import ConfigError
+from wire.errors import ConfigError, Unauthenticated
 from wire.ids import WorkerId
 from wire.pools import Role, Worker
 from wire.tier import ColdSettings, Tier, Write
 from wire.trust.identity import Identity
+from wire.trust.key_ring import NO_KEYS, KeyRing, Scope
 from worker.config import BatchSettings, WorkerConfig
 
 SERVED = ServedModel("m", "/m", "float32", 64, 300, bytes(32).hex(), LAYOUT.encode().hex())
@@ -54,6 +55,22 @@ def test_what_is_not_set_is_as_each_part_has_it() -> None:
     assert plan.router.admission == AdmissionBounds()
     assert plan.router.streams == StreamBounds()
     assert worker_of(plan).batch == BatchSettings()
+
+
+def test_a_public_door_without_keys_lets_no_caller_in() -> None:
+    """As where the file of keys is lost while the cluster runs."""
+    tls = {"certificate": "/c", "key": "/k"}
+    for settings, is_open in (
+        ({}, True),
+        ({"router": {"host": "0.0.0.0"}, "tls": tls}, False),
+        ({"router": {"host": "0.0.0.0"}, "insecure": True}, True),
+    ):
+        ring = KeyRing(planned(ClusterConfig.load(None, settings)).with_keys(NO_KEYS).router.keys)
+        if is_open:
+            assert ring.admit([], Scope.GENERATE).tenant == "default"
+        else:
+            with pytest.raises(Unauthenticated):
+                ring.admit([], Scope.GENERATE)
 
 
 def test_each_bound_of_the_router_is_passed_on() -> None:
