@@ -117,7 +117,10 @@ class KVCache:
         return self._layout.first_block(min(end * self._layout.block_size, num_tokens))
 
     def _starts(self, missing: Seq[int], num_blocks: int, num_tokens: int) -> list[int]:
-        """Tells for each missing block which missing one is the first that is needed with it, at the longest prefix."""
+        """Returns for each missing block the place in `missing` of the first one that must be fetched with it.
+
+        That is 0 without a window. Blocks on the device count as fetched.
+        """
         ends = [*missing[1:], num_blocks]
         return [bisect_left(missing, self._first_block(end, num_tokens)) for end in ends[: len(missing)]]
 

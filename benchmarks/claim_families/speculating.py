@@ -50,7 +50,7 @@ def measure(_inputs: Inputs) -> Report:
             ),
             "speculation_memory": Finding(
                 "weights and KV of the draft model beside the target's: 1.01-1.1x for 1-10 %",
-                "n-grams take neither weights nor KV; waits for a draft model",
+                "n-grams take neither weights nor KV; a draft model was not measured",
             ),
         },
     )

@@ -5,6 +5,7 @@ import asyncio
 import csv
 import json
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from dataclasses import asdict
 from itertools import islice, takewhile
 from pathlib import Path
 
+from baton.request import API_KEY
 from deploy.cli.command import Subparsers, add_command, read_number, read_whole
 from deploy.cli.generate import read_timeout
 from deploy.cli.table import COLORS, is_drawn, show
@@ -37,9 +39,9 @@ The door is this cluster's gRPC, another one's (--address), or any server of Ope
 random token ids, so that no cache helps, but for --prefix-len and the prefixes of a trace.
 
 TTFT and e2e count from when a request should have been sent. The exit status is 1 if any request failed."""
-KEY_VARIABLE = "BATON_API_KEY"
 LATE_MS = 100.0
 """A client that sends one in a hundred later than this is named as a reason."""
+SEED_BITS = 16
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -48,7 +50,7 @@ def add_parser(commands: Subparsers) -> None:
     door.add_argument("--url", type=str, metavar="URL", help="a server of OpenAI's, like http://127.0.0.1:8000/v1")
     door.add_argument("--address", type=str, metavar="HOST:PORT", help="gRPC of a Baton (default: this cluster's)")
     parser.add_argument("--model", type=str, default="", help="with --url: its name (default: the first one told)")
-    parser.add_argument("--api-key", type=str, help=f"of the caller (default: ${KEY_VARIABLE}, hidden from `ps`)")
+    parser.add_argument("--api-key", type=str, help=f"of the caller (default: ${API_KEY}, hidden from `ps`)")
     parser.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
@@ -70,7 +72,8 @@ def add_parser(commands: Subparsers) -> None:
     load.add_argument("--length-factor", type=_above_0, default=1.0, metavar="X", help=factor)
     load.add_argument("--concurrency", type=_from_1, metavar="N", help="so many at a time; others are sent late")
     load.add_argument("--timeout", type=read_timeout, default=120.0, metavar="S", help="of a request (default: 120)")
-    load.add_argument("--seed", type=int, default=0, help="the same seed draws the same requests (default: 0)")
+    seed = "the same seed draws the same requests, which a cache then knows (default: another one each time)"
+    load.add_argument("--seed", type=int, default=secrets.randbits(SEED_BITS), help=seed)
     slo = "what a good request keeps, in ms: to the first token, and between tokens (default: ttft=1000,itl=100)"
     parser.add_argument("--slo", type=_read_slo, default=LatencyLimits(1.0, 0.1), metavar="ttft=MS,itl=MS", help=slo)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, and each request, to a file")
@@ -102,7 +105,7 @@ async def _measure(args: argparse.Namespace) -> tuple[str, list[Record]]:
 
 def _open(args: argparse.Namespace) -> OpenLoopClient:
     if args.url is not None:
-        key = args.api_key or os.environ.get(KEY_VARIABLE, "")
+        key = args.api_key or os.environ.get(API_KEY, "")
         return CompletionsClient(args.url, args.timeout, args.model, key, args.ignore_eos or None)
     return LoadClient(args.address or find_cluster(args.name).client_address, args.timeout, args.api_key)
 
@@ -115,10 +118,10 @@ def draw_load(args: argparse.Namespace, max_context_len: int) -> tuple[str, list
             trace = scale(read_trace(args.trace), args.rate, duration_s, args.length_factor, max_context_len)
         except (ValueError, LookupError, TypeError, csv.Error) as error:
             raise InvalidRequest("trace", "is neither Azure's .csv nor Mooncake's .jsonl") from error
-        return f"{args.trace.name}: {trace.describe()}", replay(trace, args.seed)
+        return f"{args.trace.name}: {trace.describe()}, seed {args.seed}", replay(trace, args.seed)
     shared = f", the first {args.prefix_len} the same in all" if args.prefix_len else ""
     ends = f"{args.num_requests} of them" if args.num_requests else f"for {args.duration:g} s"
-    lengths = f"{args.input_len} tokens in{shared}, {args.output_len} out"
+    lengths = f"{args.input_len} tokens in{shared}, {args.output_len} out, seed {args.seed}"
     return f"Poisson, {args.rate:g} requests a second {ends}, {lengths}", _draw_poisson(args)
 
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 import grpc
 from google.protobuf.message import Message
 
-from baton.request import typed_errors
+from baton.request import API_KEY, typed_errors
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line
-from wire.errors import Unavailable
+from wire.errors import Unauthenticated, Unavailable
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
 
@@ -32,6 +32,9 @@ def explained(state: ClusterState) -> Iterator[None]:
     """Says of a cluster that cannot be reached what the user can do about it. Raises BatonError."""
     try:
         yield
+    except Unauthenticated as error:
+        create = command_line("key create --tenant NAME", state.name)
+        raise Unauthenticated(f"this cluster wants a key in {API_KEY}: `{create}` prints one") from error
     except Unavailable as error:
         failure = error.__cause__
         if (crash := state.crash) is not None or not state.is_alive:

@@ -104,7 +104,7 @@ def techniques(shape: ModelShape, fit: Fit) -> Iterator[Technique]:
     window = shape.window or COMMON_WINDOW
     if kv.window is None and window < kv.num_tokens:
         windowed = replace(fit, kv=replace(kv, window=window))
-        yield Technique(f"only the last {window:,} tokens kept", windowed, "not yet")
+        yield Technique(f"only the last {window:,} tokens kept", windowed, "where the model does")
     if kv.window is None and kv.num_blocks > 1:
         yield Technique("first half of all prompts the same", replace(fit, num_shared_blocks=kv.num_blocks // 2), "yes")
     if shape.weight_bits > BITS["int8"]:

@@ -91,9 +91,20 @@ def spawn_leader(
     """
     with log.open("ab") as output, open(os.devnull, "rb") as nothing:
         files = (nothing.fileno() if stdin is None else stdin, output.fileno(), output.fileno())
-        actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(files)]
+        copied = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(files)]
+        actions = [*copied, *((os.POSIX_SPAWN_CLOSE, fd) for fd in _inherited())]
         pid = os.posix_spawnp(command[0], command, {**os.environ, **env}, file_actions=actions, setsid=True)
     return ProcessRef.of(pid)
+
+
+def _inherited() -> list[int]:
+    """Lists the caller's open files that a child would keep open: a lock would be held for as long as it lives."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own is closed by now
+            if int(name) > 2 and os.get_inheritable(int(name)):
+                found.append(int(name))
+    return found
 
 
 def end_session(leader: ProcessRef, grace_s: float) -> None:

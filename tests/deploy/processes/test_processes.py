@@ -58,6 +58,16 @@ def test_what_ignores_sigterm_is_killed_with_its_children(log: Path) -> None:
     assert not leader.is_alive
 
 
+def test_a_leader_has_no_open_file_of_its_callers(log: Path, tmp_path: Path) -> None:
+    """A shell's lock on a file would be held for as long as the leader lives."""
+    with (tmp_path / "lock").open("w") as lock:
+        os.set_inheritable(lock.fileno(), True)
+        leader = _spawn(SLEEPER, log)
+        opened = {os.readlink(path) for path in Path(f"/proc/{leader.pid}/fd").iterdir()}
+        end_session(leader, grace_s=5)
+    assert opened == {os.devnull, str(log)}
+
+
 def test_children_of_a_leader_that_is_gone_are_found(log: Path) -> None:
     leader = _spawn(STUBBORN, log)
     child = int(log.read_text())
