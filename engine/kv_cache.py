@@ -74,14 +74,15 @@ class KVCache:
         usable = self._usable(found, num_tokens)
         hits = [page for page in found[usable.start :] if page is not None]
         missing = [place for place in range(usable.start, len(found)) if found[place] is None]
-        starts = self._starts(missing, len(found), num_tokens)
+        starts = None if self._layout.window is None else self._starts(missing, len(found), num_tokens)
+        runs = (end - start for end, start in enumerate(starts or (), 1))
         for page in hits:
             self._ledger.acquire(page)
         try:
-            to_fill = self._ledger.allocate(max((end - start for end, start in enumerate(starts, 1)), default=0))
+            to_fill = self._ledger.allocate(len(missing) if starts is None else max(runs, default=0))
         except OutOfBlocks:
             self._free(hits)
-            if self._layout.window is None:
+            if starts is None:
                 return False
             # Windows that begin later have no room beside the one on the device, which is taken as it is.
             found, missing, to_fill = found[: usable.stop], [], []
@@ -92,12 +93,8 @@ class KVCache:
         sequence.phase = Phase.FETCHING
         if len(missing) == 1 and names[-1].is_tail and self._copy_tail(sequence, missing[0], to_fill[0], siblings):
             found[-1], missing, to_fill = to_fill[0], [], []
-        fetch = Fetch(
-            [names[place] for place in missing],
-            to_fill,
-            sequence.request.sources,
-            None if self._layout.window is None else starts[: len(missing)],
-        )
+        wanted = [names[place] for place in missing]
+        fetch = Fetch(wanted, to_fill, sequence.request.sources, starts if wanted else None)
         self._lookups[fetch] = Lookup(sequence, num_tokens, found, missing)
         self._begin(fetch)
         return True
@@ -119,7 +116,7 @@ class KVCache:
     def _starts(self, missing: Seq[int], num_blocks: int, num_tokens: int) -> list[int]:
         """Returns for each missing block the place in `missing` of the first one that must be fetched with it.
 
-        That is 0 without a window. Blocks on the device count as fetched.
+        Blocks on the device count as fetched.
         """
         ends = [*missing[1:], num_blocks]
         return [bisect_left(missing, self._first_block(end, num_tokens)) for end in ends[: len(missing)]]
@@ -219,7 +216,7 @@ class KVCache:
         return ended
 
     def _fetched(self, lookup: Lookup, done: Done) -> Fetched:
-        """Makes the block table of what was found, and gives the other pages back."""
+        """Makes the block table of the longest usable prefix, and gives the other pages back."""
         sequence, found = lookup.sequence, lookup.found
         tiers = [Tier.DEVICE] * len(found)
         places, pages = lookup.missing[done.first :], done.transfer.pages
@@ -229,7 +226,8 @@ class KVCache:
                 self._ledger.publish(page, name.key)
         usable = self._usable(found, lookup.num_tokens)
         table = [page for page in found[usable] if page is not None]
-        self._free([page for page in sequence.pages.held if page not in {*table}])
+        kept = {*table}
+        self._free([page for page in sequence.pages.held if page not in kept])
         sequence.pages = BlockTable(table, usable.start)
         sequence.begin_run(min(usable.stop * self._layout.block_size, lookup.num_tokens))
         behind = tiers[usable][:1] * usable.start

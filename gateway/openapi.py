@@ -18,7 +18,7 @@ def describe(path_to_fields: Mapping[str, Mapping[str, Read]], paths_to_get: tup
 
 
 def _post(path: str, known: Mapping[str, Read]) -> dict[str, Any]:
-    """Describes a body; no field is in it but these, and what is not offered may have a value that asks for nothing."""
+    """Describes a body of these fields only; a field that is not offered takes the values that ask for nothing."""
     idle = {name: {"enum": [*values, None]} for name, values in fields.ONLY.items()}
     ignored: dict[str, Any] = {name: {"description": "without effect"} for name in fields.IGNORED}
     properties = (

@@ -51,7 +51,7 @@ class _Place(Enum):
 
 
 class CallParser:
-    """Splits an answer into text and calls. What is no whole call of a known tool is text.
+    """Splits an answer into text and calls. All but a whole call of a known tool is text.
 
     START, BEHIND ──opener, bracket──▶ CALL ──its last bracket──▶ BEHIND
          └──other text──▶ TEXT ──opener──▶ CALL ──no call──▶ TEXT

@@ -138,7 +138,7 @@ def _latency_rows(summary: ModeSummary) -> list[tuple[str, ...]]:
 
 
 def _to_json(args: argparse.Namespace, load: str, summary: ModeSummary, records: Sequence[Record]) -> str:
-    """Formats what was sent, the figures, and each request as its client saw it."""
+    """Formats the load, the figures, and the record of each request."""
     report = {
         "door": args.url or args.address or args.name,
         "load": load,

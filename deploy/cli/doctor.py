@@ -55,7 +55,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check, in words. advice: the way out of what is wrong."""
+    """The result of a check, in words. advice: the way out of a wrong one."""
 
     verdict: Verdict
     found: str

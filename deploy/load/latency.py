@@ -132,7 +132,7 @@ LATENCIES: tuple[tuple[str, Callable[[ModeSummary], Percentiles]], ...] = (
 
 
 def rates(summary: ModeSummary) -> dict[str, str]:
-    """Describes what is not a latency."""
+    """Describes the figures besides latencies."""
     return {
         "requests ended / sent": f"{summary.num_ended} / {summary.num_sent}",
         "errors": ", ".join(f"{count} {name}" for name, count in summary.errors.items()) or "0",
