@@ -14,7 +14,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 
 from baton.request import API_KEY
-from deploy.cli.command import Subparsers, add_command, read_number, read_whole
+from deploy.cli.command import Subparsers, add_command, read_count, read_number, read_whole
 from deploy.cli.generate import read_timeout
 from deploy.cli.table import COLORS, is_drawn, show
 from deploy.load.latency import (
@@ -61,16 +61,16 @@ def add_parser(commands: Subparsers) -> None:
     load.add_argument("--rate", type=_above_0, default=2.0, metavar="R", help="requests a second (default: 2)")
     ends = load.add_mutually_exclusive_group()
     ends.add_argument("--duration", type=_above_0, default=30.0, metavar="S", help="seconds of arrivals (default: 30)")
-    ends.add_argument("--num-requests", type=_from_1, metavar="N", help="so many requests instead")
-    load.add_argument("--input-len", type=_from_1, default=200, metavar="N", help="prompt tokens (default: 200)")
-    load.add_argument("--output-len", type=_from_1, default=50, metavar="N", help="output tokens (default: 50)")
+    ends.add_argument("--num-requests", type=read_count, metavar="N", help="so many requests instead")
+    load.add_argument("--input-len", type=read_count, default=200, metavar="N", help="prompt tokens (default: 200)")
+    load.add_argument("--output-len", type=read_count, default=50, metavar="N", help="output tokens (default: 50)")
     shared = "tokens at the start that all prompts share (default: 0)"
     load.add_argument("--prefix-len", type=_from_0, default=0, metavar="N", help=shared)
     trace = "Azure's .csv or Mooncake's .jsonl: arrivals and lengths from there, at --rate"
     load.add_argument("--trace", type=Path, metavar="FILE", help=trace)
     factor = "multiplies a trace's lengths (default: 1)"
     load.add_argument("--length-factor", type=_above_0, default=1.0, metavar="X", help=factor)
-    load.add_argument("--concurrency", type=_from_1, metavar="N", help="so many at a time; others are sent late")
+    load.add_argument("--concurrency", type=read_count, metavar="N", help="so many at a time; others are sent late")
     load.add_argument("--timeout", type=read_timeout, default=120.0, metavar="S", help="of a request (default: 120)")
     seed = "the same seed draws the same requests, which a cache then knows (default: another one each time)"
     load.add_argument("--seed", type=int, default=secrets.randbits(SEED_BITS), help=seed)
@@ -168,12 +168,6 @@ def _progress(num_requests: int, color: str) -> Iterator[Callable[[Record], None
             progress.update(task, advance=1, errors=errors)
 
         yield tell
-
-
-def _from_1(text: str) -> int:
-    if (number := read_whole(text)) >= 1:
-        return number
-    raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
 
 
 def _above_0(text: str) -> float:

@@ -43,6 +43,13 @@ def read_whole(text: str, num_bits: int = 32) -> int:
     raise argparse.ArgumentTypeError(f"must be a whole number below {bound}, not {text[:MAX_ECHO_CHARS]!r}")
 
 
+def read_count(text: str) -> int:
+    """Reads a whole number from 1. Raises ArgumentTypeError."""
+    if (number := read_whole(text)) >= 1:
+        return number
+    raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+
+
 def read_number(text: str) -> float:
     """Reads a finite number. Raises ArgumentTypeError."""
     with suppress(ValueError):

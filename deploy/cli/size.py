@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deploy.cli.command import Subparsers, read_whole
+from deploy.cli.command import Subparsers, read_count
 from deploy.cli.table import render
 from deploy.plan.byte_size import format_bytes, parse_bytes
 from deploy.plan.capacity import Fit, RequestKV, Technique, techniques
@@ -33,11 +33,15 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("model", metavar="MODEL", type=str, help="a folder with a config.json, or that file")
-    parser.add_argument("--context", type=_positive, metavar="N", help="tokens of a request (default: the most it can)")
-    parser.add_argument("--concurrency", type=_positive, metavar="M", default=1, help="requests at once (default: 1)")
+    parser.add_argument(
+        "--context", type=read_count, metavar="N", help="tokens of a request (default: the most it can)"
+    )
+    parser.add_argument("--concurrency", type=read_count, metavar="M", default=1, help="requests at once (default: 1)")
     parser.add_argument("--gpu", type=str, metavar="SIZE", default="24GiB", help="memory of the GPU (default: 24GiB)")
     parser.add_argument("--kv-dtype", choices=tuple(BITS), help="numbers that KV is kept in (default: the model's)")
-    parser.add_argument("--window", type=_positive, metavar="W", help="keep KV of the last W tokens (default: its own)")
+    parser.add_argument(
+        "--window", type=read_count, metavar="W", help="keep KV of the last W tokens (default: its own)"
+    )
     parser.add_argument("--json", action="store_true", help="print one object, for scripts")
 
 
@@ -163,10 +167,3 @@ def _row(one: Technique) -> tuple[str, ...]:
     kv = one.fit.kv
     sizes = format_bytes(kv.bytes_per_token), format_bytes(one.fit.request_bytes)
     return one.name, *sizes, f"{one.fit.max_requests}", one.status
-
-
-def _positive(text: str) -> int:
-    number = read_whole(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number

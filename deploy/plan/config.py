@@ -247,6 +247,15 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        self._require_known_values()
+        self._require_resources()
+        self._require_places()
+        self._require_ports()
+        are_whole = self.tls == TlsSettings() or self.tls.files is not None
+        _require(are_whole, "tls", "given with both certificate and key", "")
+        self._require_closed()
+
+    def _require_known_values(self) -> None:
         for name in TEXTS:
             value = attrgetter(name)(self)
             is_text = value is None or all(map(_TEXT.fullmatch, [value] if isinstance(value, str) else value))
@@ -267,12 +276,17 @@ class ClusterConfig:
         for name in RANGES:
             if problem := range_problem(name, attrgetter(name)(self)):
                 raise ConfigError(f"{name} {problem}")
+
+    def _require_resources(self) -> None:
         for name in WORKER_TABLES:
             resources = attrgetter(f"{name}.resources")(self)
             are_fit = all(_RESOURCE.fullmatch(key) and key not in RESERVED for key in resources)
             _require(are_fit, f"{name}.resources", f"names of letters, digits and ._-, other than {RESERVED}", "")
             are_some = all(0 < amount <= MAX_RESOURCE for amount in resources.values())
             _require(are_some, f"{name}.resources", f"amounts above 0, at most {MAX_RESOURCE}", "")
+
+    def _require_places(self) -> None:
+        """Checks URLs, addresses and folders."""
         is_redis_url = _REDIS_URL.fullmatch(self.redis.url) and _names_a_host(self.redis.url)
         _require(is_redis_url, "redis.url", "own, off, or a URL: redis://HOST:PORT/DB, rediss://..., unix:///PATH", "")
         folder = self.files.folder
@@ -280,6 +294,13 @@ class ClusterConfig:
         ray = self.ray.address
         is_address = ray is None or (_RAY_ADDRESS.fullmatch(ray) and _names_a_host(f"ray://{ray}"))
         _require(is_address, "ray.address", "HOST:PORT or auto (without it, Ray is started)", ray)
+        are_hosts = all(_HOST_NAME.fullmatch(name) for name in self.http.host_names)
+        _require(are_hosts, "http.host_names", "names without ports", "")
+        host, network = self.router.host, self.ray.plain_network
+        _require(_is_made(IPv4Address, host), "router.host", "an IPv4 address", host)
+        _require(network is None or _is_made(ip_network, network), "ray.plain_network", "like 10.0.0.0/24", network)
+
+    def _require_ports(self) -> None:
         port = self.router.metrics_port
         _require(isinstance(port, int) or port == "off", "router.metrics_port", "a port or `off`", str(port)[:16])
         is_other = port == 0 or port != self.router.grpc_port
@@ -288,14 +309,6 @@ class ClusterConfig:
         _require(not isinstance(http, str) or http == "off", "http.port", "a port or `off`", str(http)[:16])
         is_other = http in (None, 0) or http not in (port, self.router.grpc_port)
         _require(is_other, "http.port", "another port than those of the router", http)
-        are_hosts = all(_HOST_NAME.fullmatch(name) for name in self.http.host_names)
-        _require(are_hosts, "http.host_names", "names without ports", "")
-        host, network = self.router.host, self.ray.plain_network
-        _require(_is_made(IPv4Address, host), "router.host", "an IPv4 address", host)
-        _require(network is None or _is_made(ip_network, network), "ray.plain_network", "like 10.0.0.0/24", network)
-        are_whole = self.tls == TlsSettings() or self.tls.files is not None
-        _require(are_whole, "tls", "given with both certificate and key", "")
-        self._require_closed()
 
     @property
     def is_public(self) -> bool:
