@@ -36,7 +36,7 @@ class Nodes:
         """on_leaving: drains a node with a service, as Ray was told to; called again while it raises BatonError."""
         self._on_leaving = on_leaving
         self._leaving: set[str] = set()
-        self._drains = Tasks()
+        self._tasks = Tasks()
         self._plan = plan
         self._host = host
         self._events = events
@@ -94,7 +94,7 @@ class Nodes:
         try:
             await repeat("the care for the nodes", self._look, self._events)
         finally:
-            self._drains.cancel()
+            self._tasks.cancel()
 
     async def end(self) -> None:
         """Ends all services."""
@@ -126,12 +126,14 @@ class Nodes:
         return home
 
     def _begin_sharing(self, service: Singleton) -> None:
-        """Tells a service the shares, which may have changed since it was given its settings."""
+        """Tells a service the shares, which may have changed since it was given its settings; not once it is gone."""
 
         async def tell() -> None:
-            await self._host.call(service.name, "set_shares", json.dumps(self._plan.shares), timeout_s=SHARE_TIMEOUT_S)
+            if any(known is service for _, known in self._services.values()):
+                shares = json.dumps(self._plan.shares)
+                await self._host.call(service.name, "set_shares", shares, timeout_s=SHARE_TIMEOUT_S)
 
-        self._drains.begin(persist(f"sharing {service.name}", tell, self._events))
+        self._tasks.begin(persist(f"sharing {service.name}", tell, self._events))
 
     def _service(self, node: RayNode) -> Singleton:
         return Singleton(node.service, TARGET, "", node.id, self._host, self._run_dir, self._events)
@@ -163,7 +165,7 @@ class Nodes:
         for node in nodes:
             if node.is_leaving and node.id in self._homes and node.id not in self._leaving and self._on_leaving:
                 self._leaving.add(node.id)
-                self._drains.begin(self._drain(node, self._on_leaving))
+                self._tasks.begin(self._drain(node, self._on_leaving))
 
     async def _drain(self, node: RayNode, drain: Callable[[RayNode], Awaitable[None]]) -> None:
         """Drains a node; tries again while its workers cannot be spared, and notes the first refusal."""

@@ -230,6 +230,28 @@ async def test_a_later_controller_goes_on_with_the_same_services(tmp_path: Path)
     assert world.host.actors == {}
 
 
+async def test_a_node_that_is_lost_is_told_no_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "PAUSE_S", 0.0)
+    world = World(tmp_path)
+    told: list[str] = []
+
+    async def call(name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
+        told.append(name)
+        raise Unavailable("the node is lost")
+
+    world.host.call = call  # type: ignore[method-assign]
+    await world.nodes.join(A)
+    await asyncio.sleep(0.01)
+    assert A.service in told
+    await world.nodes.close(A)
+    await asyncio.sleep(0.01)
+    told.clear()
+    await asyncio.sleep(0.05)
+    assert told == []
+    world.watch.cancel()
+    await world.nodes.end()
+
+
 async def test_shares_reach_every_node_now_and_after_a_restart(tmp_path: Path) -> None:
     world = World(tmp_path)
     told: list[tuple[str, str, tuple[str | int, ...]]] = []
