@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from kv_store.frame import MAC_KEY_BYTES
 from wire.errors import ConfigError
-from wire.frame import MAC_KEY_BYTES
 from wire.kv_policy import parse_kv_policy
 from wire.layout import KV_DTYPES
 from wire.pools import Role

@@ -11,9 +11,9 @@ from deploy.plan.model import DraftFacts, ModelFacts
 from deploy.plan.resources import RayNode, Resources, num_fitting
 from deploy.plan.sizing import Sizes, num_more, size
 from gateway.config import GatewayConfig
+from kv_store.frame import mac_key_of
 from router.config import LOOPBACK, AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
 from wire.errors import ConfigError
-from wire.frame import mac_key_of
 from wire.keys import digest_of
 from wire.layout import KVLayout
 from wire.pools import Role, Worker
