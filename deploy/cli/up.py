@@ -147,8 +147,7 @@ class Console:
         took_s = time.monotonic() - self._began_s
         prompt = DEMO_PROMPT if state.model == DEMO_MODEL else "Once upon a time"
         generate, status, down = (command_line(verb, state.name) for verb in ("generate", "status", "down"))
-        scheme = "https" if state.speaks_tls else "http"
-        http = f", and at {scheme}://{state.http_address}/v1 in OpenAI's dialect," if state.http_address else ""
+        http = f", and at {state.http_url} in OpenAI's dialect," if state.http_url else ""
         print(f"\nServing {state.model} at {state.address}{http} after {took_s:.1f} s. Now:")
         print(f'  {generate} "{prompt}"\n  {status}\n  {down}', flush=True)
 

@@ -30,7 +30,7 @@ DOCS = [
     {"question": f"{PETS} {name}?", "pets": ["dog", "parrot", "cat"], "answer": index}
     for index, name in enumerate(("Tom", "Lucy", "Anna"))
 ]
-TASKS = {
+TASKS: dict[str, dict[str, Any]] = {
     "generating": {
         "output_type": "generate_until",
         "doc_to_target": " {{pets[answer]}}",
