@@ -267,6 +267,7 @@ class Flow:
             block_addresses=self._services.placement.sources(self.prepared.keys, member),
             computes_all=not self._attempts.reads_cache,
             num_scored=self.prompt_answer.num_scored,
+            kv_policy=str(self._order.valid.dropping or ""),
         )
 
     def _take(self, on_prompt: Callable[[], None], spans: list[pb.Span]) -> Take:

@@ -40,6 +40,7 @@ class Sizes:
     max_silence_s: float = MAX_SILENCE_S
     proposer: str = "off"
     draft: Model | None = None
+    kv_policies: tuple[str, ...] = ("full",)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,10 @@ class LocalCluster:
         self._sizes = sizes
         self.port = LocalController(PoolSizes(0, 0))
         config = RouterConfig(
-            served(model), ClusterAccess(TOKEN, "00" * 32), admission=sizes.admission, streams=sizes.streams
+            served(model, sizes.kv_policies),
+            ClusterAccess(TOKEN, "00" * 32),
+            admission=sizes.admission,
+            streams=sizes.streams,
         )
         self.router = Router(config, codec or ByteTokenizer(), self._connect, self.port, PlainRenderer())
 
@@ -158,7 +162,7 @@ def _state(is_draining: bool) -> WorkerState:
     return WorkerState.DRAINING if is_draining else WorkerState.READY
 
 
-def served(model: Model) -> ServedModel:
+def served(model: Model, kv_policies: tuple[str, ...] = ("full",)) -> ServedModel:
     """Describes a model as routers know it."""
     return ServedModel(
         name="twin",
@@ -168,4 +172,5 @@ def served(model: Model) -> ServedModel:
         vocab_size=model.vocab_size,
         fingerprint_hex=FINGERPRINT.hex(),
         layout_hex=model.layout.encode().hex(),
+        kv_policies=kv_policies,
     )
