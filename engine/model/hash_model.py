@@ -38,7 +38,7 @@ class HashModel:
         seed: int = 0,
     ) -> None:
         """Models of different seeds are different models. A head must fill whole 64-bit words; ValueError if not."""
-        num_words, rest = divmod(layout.head_dim * layout.item_bytes, 8)
+        num_words, rest = divmod(layout.head_dim * layout.item_bits, 64)
         if rest:
             raise ValueError("a head must fill whole 64-bit words")
         shape = (layout.num_layers, 2, layout.num_kv_heads, num_words)

@@ -33,8 +33,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, l
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
 ARCHITECTURES = ("llama-gqa", "mistral-window", "qwen3")
 MODELS = [
-    *[(best_isa(), dtype, kept) for dtype, kept in (("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8"))],
-    *[("torch", dtype, kept) for dtype, kept in (("bfloat16", "auto"), ("float32", "auto"), ("float32", "fp8"))],
+    *[(best_isa(), "bfloat16", kept) for kept in ("auto", "int8", "int4")],
+    (best_isa(), "float32", "auto"),
+    *[("torch", "float32", kept) for kept in ("auto", "fp8", "int4")],
+    ("torch", "bfloat16", "auto"),
 ]
 """Kernels, compute dtype and KV dtype."""
 
@@ -175,8 +177,8 @@ def test_preempted(model: Decoder, alone: Alone) -> None:
 @pytest.mark.parametrize("error_rate", [0.0, 0.2, 1.0])
 def test_with_guesses(model: Decoder, alone: Alone, error_rate: float) -> None:
     """One by one, so that drafts are long, then among seven; with a fifth of the guesses wrong."""
-    outputs = {prompt(key[0]): [[token_id for token_id, _ in alone[key]]] for key in alone if key[1] is SEEDED}
     keys, requests = asked(range(7))
+    outputs = {prompt(key[0]): [[token_id for token_id, _ in alone[key]]] for key in keys}
     for size in (1, 7):
         core = make_core(model, num_blocks=512, speculator=seer(outputs, error_rate))
         for place in range(0, 7, size):

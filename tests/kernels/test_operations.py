@@ -184,7 +184,8 @@ def attend(
 @each_dtype
 @pytest.mark.parametrize("window", [None, 5, 100])
 @pytest.mark.parametrize(
-    ("soft_cap", "sink", "kept"), [(None, None, "none"), (1.5, 2.0, "none"), (None, None, "int8"), (1.5, 2.0, "fp8")]
+    ("soft_cap", "sink", "kept"),
+    [(None, None, "none"), (1.5, 2.0, "none"), (None, None, "int8"), (1.5, 2.0, "fp8"), (None, None, "int4")],
 )
 def test_attention_gives_a_row_the_same_bits_alone_and_in_any_chunk(
     backend: Backend, dtype: torch.dtype, window: int | None, soft_cap: float | None, sink: float | None, kept: str

@@ -59,7 +59,7 @@ def test_equals_dense_attention(
 
 
 @each
-@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize("kept", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("heads", [GROUPED, Heads(3, 1, 80), Heads(2, 2, 128)], ids=["gqa", "mqa", "mha"])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 def test_equals_dense_attention_over_what_codes_stand_for(

@@ -17,9 +17,9 @@ def test_a_page_is_its_blocks_bytes_in_the_order_of_the_layout(device: str, dtyp
     layout = replace(LAYOUT, dtype=dtype)
     pool = DevicePool(layout, 3, torch.device(device))
     assert pool.kv.data.shape == (3, *layout.shape)
-    assert pool.kv.data.stride(0) * layout.item_bytes == layout.payload_bytes
+    assert pool.kv.data.stride(0) * layout.item_bits // 8 == layout.payload_bytes
     values = (
-        torch.arange(layout.payload_bytes // layout.item_bytes).to(pool.kv.data.dtype).to(device).view(layout.shape)
+        torch.arange(layout.payload_bytes * 8 // layout.item_bits).to(pool.kv.data.dtype).to(device).view(layout.shape)
     )
     pool.kv.data[1] = values
     pool.fence()
