@@ -110,7 +110,8 @@ def load_tile(
 
 def close_blocks(pages: KVPages, slot_mapping: Tensor) -> None:
     """Does as `kernels.reference.close_blocks`, on the current GPU."""
-    assert pages.int4 is not None and pages.scales is not None
+    assert pages.int4 is not None
+    assert pages.scales is not None
     num_kv_heads, block_size, half = pages.data.shape[2:]
     if not len(slot_mapping):
         return

@@ -55,7 +55,8 @@ def close_blocks(pages: KVPages, slot_mapping: Tensor) -> None:
 
     Keys are quantized channel by channel over a block's tokens, values token by token. Source: KIVI, arXiv 2402.02750.
     """
-    assert pages.int4 is not None and pages.scales is not None
+    assert pages.int4 is not None
+    assert pages.scales is not None
     block_size = pages.data.shape[3]
     closing = slot_mapping[(slot_mapping >= 0) & (slot_mapping % block_size == block_size - 1)] // block_size
     keys, values = pages.int4.open[pages.int4.page_to_open[closing]].unbind(1)
@@ -182,7 +183,8 @@ def _gather_kv(pages: KVPages, block_table: Tensor, begin: int, end: int, dtype:
 
 def _dequantized(pages: KVPages, own: Tensor) -> Tensor:
     """Multiplies the codes of these pages of int4 by their scales, in float32."""
-    assert pages.int4 is not None and pages.scales is not None
+    assert pages.int4 is not None
+    assert pages.scales is not None
     keys, values = unpack_int4(pages.data.index_select(0, own)).float().unbind(1)
     key_scales, value_scales = pages.int4.key_scales.index_select(0, own), pages.scales.index_select(0, own)
     return torch.stack([keys * key_scales[..., None, :], values * value_scales[..., None]], dim=1)

@@ -107,14 +107,11 @@ def fill_int4(pages: KVPages, slots: Tensor, contents: Tensor) -> Tensor:
     reference.write_kv(keys, values, pages.int4.open, reference.open_slots(pages, slots))
     reference.close_blocks(pages, slots)
     num_closed = (context_len - 1) // block_size * block_size
-    blocks = contents[:, :, :num_closed].unflatten(2, (-1, block_size))
-    dequantized = torch.stack(
-        [
-            codes.float() * scales.unsqueeze(dim)
-            for dim, (codes, scales) in zip((-2, -1), (reference.quantize_int4(blocks[i], -2 + i) for i in (0, 1)))
-        ]
-    )
-    return torch.cat([dequantized.flatten(2, 3).to(contents.device), contents[:, :, num_closed:].float()], dim=2)
+    sides = []
+    for dim, blocks in zip((-2, -1), contents[:, :, :num_closed].unflatten(2, (-1, block_size)), strict=True):
+        codes, scales = reference.quantize_int4(blocks, dim)
+        sides.append((codes.float() * scales.unsqueeze(dim)).flatten(1, 2))
+    return torch.cat([torch.stack(sides), contents[:, :, num_closed:].float()], dim=2)
 
 
 def make_paged_batch(
