@@ -172,8 +172,9 @@ class KVCache:
         filled = [one for sequence, start in sequence_to_start.items() for one in sequence.full_blocks(start)]
         for name, page in filled:
             self._ledger.publish(page, name.key)
-        self.pool.close([page for _, page in filled])
-        self._publish([name for name, _ in filled], [page for _, page in filled])
+        pages = [page for _, page in filled]
+        self.pool.close(pages)
+        self._publish([name for name, _ in filled], pages)
         for sequence in sequence_to_start:
             self._free(sequence.pages.leave_behind(self._layout.first_block(sequence.num_computed)))
 

@@ -20,9 +20,15 @@ def quantize(numbers, scales):
 
 
 @triton.jit
-def scale_of(most, most_negated, zeros):
-    """Makes the scale of which the number of the largest magnitude is -8 times; zeros are NaN where it is to be."""
-    return (tl.where(most > most_negated, most, -most_negated) * -0.125 + zeros).to(tl.bfloat16)
+def flaws(numbers):
+    """Makes NaN of infinity and NaN, and 0 of numbers."""
+    return tl.where(tl.abs(numbers) < float("inf"), 0.0, float("nan"))
+
+
+@triton.jit
+def scale_of(most, most_negated, flaw):
+    """Makes the scale of which the number of the largest magnitude is -8 times."""
+    return (tl.where(most > most_negated, most, -most_negated) * -0.125 + flaw).to(tl.bfloat16)
 
 
 @triton.jit
@@ -64,11 +70,11 @@ def close_block(
     to_ptr += tokens[:, None] * HALF + dims[None, :]
     scales_at = page * scales_page_stride + kv_head * scales_head_stride
 
-    # Numbers that are not there repeat the first ones, and change no extreme.
+    # A block's largest magnitude is at least that of the zeros for what is not there.
     low = tl.load(from_ptr, mask=present, other=0.0).to(tl.float32)
     high = tl.load(from_ptr + HALF, mask=present, other=0.0).to(tl.float32)
-    low_scales = scale_of(tl.max(low, 0), tl.max(-low, 0), tl.sum(low * 0.0, 0))
-    high_scales = scale_of(tl.max(high, 0), tl.max(-high, 0), tl.sum(high * 0.0, 0))
+    low_scales = scale_of(tl.max(low, 0), tl.max(-low, 0), tl.sum(flaws(low), 0))
+    high_scales = scale_of(tl.max(high, 0), tl.max(-high, 0), tl.sum(flaws(high), 0))
     tl.store(key_scales_ptr + scales_at + dims, low_scales, mask=dims < HALF)
     tl.store(key_scales_ptr + scales_at + HALF + dims, high_scales, mask=dims < HALF)
     low_codes = quantize(low, low_scales.to(tl.float32)[None, :])
@@ -78,7 +84,7 @@ def close_block(
     high = tl.load(from_ptr + open_plane_stride + HALF, mask=present, other=0.0).to(tl.float32)
     most = tl.maximum(tl.max(low, 1), tl.max(high, 1))
     most_negated = tl.maximum(tl.max(-low, 1), tl.max(-high, 1))
-    scales = scale_of(most, most_negated, tl.sum(low * 0.0 + high * 0.0, 1))
+    scales = scale_of(most, most_negated, tl.sum(flaws(low) + flaws(high), 1))
     tl.store(value_scales_ptr + scales_at + tokens, scales, mask=tokens < BLOCK_SIZE)
     low_codes = quantize(low, scales.to(tl.float32)[:, None])
     packed = low_codes | quantize(high, scales.to(tl.float32)[:, None]) << 4

@@ -90,7 +90,9 @@ class KVLayout:
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of a block in the compute dtype."""
+        """Bytes of an open block, 0 where there are none."""
+        if not self.has_open_blocks:
+            return 0
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * _ITEM_BITS[self.dtype] // 8
 
     @property

@@ -139,11 +139,33 @@ class Ahead {
     int64_t run_bytes_ = 0, run_ = 0, done_bytes_ = 0;
 };
 
+#if defined(__AVX512BF16__)
+// Stores 32 codes, 8 above each, as bf16, multiplied by their scales, if there are any. Small integers are looked up.
+inline void store_int4(__m512i above, const float* scales, bf16* out) {
+    alignas(64) static constexpr uint16_t CODES[PANEL] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                                          0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const __m512i codes = _mm512_permutexvar_epi16(above, _mm512_load_si512(CODES));
+    if (!scales) return _mm512_storeu_si512(out, codes);
+    const __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(codes)), 16));
+    const __m512 second = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(codes, 1)), 16));
+    const Floats of_first = Floats{first} * load(scales), of_second = Floats{second} * load(scales + LANES);
+    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(of_second.v, of_first.v));
+}
+#endif
+
 // Turns codes of a head, the first half of it in the low bits of `half` bytes and the second in the high ones, into factors.
 // Multiplied by the scales of their channels, if there are any.
 template <class F>
 inline void widen_int4(const uint8_t* codes, int64_t half, const float* scales, F* out) {
     int64_t i = 0;
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<F, bf16>)
+        for (; i + PANEL <= half; i += PANEL) {  // whole vectors, as in `convert`
+            const __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i)));
+            store_int4(_mm512_and_si512(words, _mm512_set1_epi16(15)), scales ? scales + i : nullptr, out + i);
+            store_int4(_mm512_srli_epi16(words, 4), scales ? scales + half + i : nullptr, out + half + i);
+        }
+#endif
     for (; i < half; i += LANES) {
         const int count = int(std::min<int64_t>(LANES, half - i));
         int8_t low[LANES] = {}, high[LANES] = {};

@@ -72,6 +72,25 @@ def test_equals_dense_attention_over_what_codes_stand_for(
 
 
 @each
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FLOAT32_TOLERANCE), (torch.float16, 2e-3)])
+def test_int4_reads_its_own_block_as_it_is_and_the_others_as_codes(
+    decode: PagedDecodeAttention, dtype: torch.dtype, tolerance: float, device: torch.device
+) -> None:
+    """Open blocks are NaN but for each sequence's own, and the codes of that are made so, too."""
+    batch = make_paged_batch(GROUPED, [1, 16, 17, 64, 100], 16, dtype, device, "int4")
+    assert batch.pages.int4 is not None
+    assert batch.pages.scales is not None
+    own = [
+        int(table[(length - 1) // 16]) for table, length in zip(batch.block_tables, (1, 16, 17, 64, 100), strict=True)
+    ]
+    opened = batch.pages.int4.open[batch.pages.int4.page_to_open[own]]
+    batch.pages.int4.open.fill_(torch.nan)
+    batch.pages.int4.open[batch.pages.int4.page_to_open[own]] = opened
+    batch.pages.scales[own], batch.pages.int4.key_scales[own] = torch.nan, torch.nan
+    check(decode, batch, tolerance=tolerance)
+
+
+@each
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 def test_small_values_beside_a_sink(decode: PagedDecodeAttention, kept: str, device: torch.device) -> None:
     """A small weight times a small scale would be no normal number of float16."""
