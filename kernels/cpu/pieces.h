@@ -139,34 +139,11 @@ class Ahead {
     int64_t run_bytes_ = 0, run_ = 0, done_bytes_ = 0;
 };
 
-#if defined(__AVX512BF16__)
-// Stores 32 codes, 8 above each, as bf16, multiplied by their scales, if there are any. Small integers are looked up.
-inline void store_int4(__m512i above, const float* scales, bf16* out) {
-    alignas(64) static constexpr uint16_t CODES[PANEL] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-                                                          0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-    const __m512i codes = _mm512_permutexvar_epi16(above, _mm512_load_si512(CODES));
-    if (!scales) return _mm512_storeu_si512(out, codes);
-    const __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(codes)), 16));
-    const __m512 second = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(codes, 1)), 16));
-    const Floats of_first = Floats{first} * load(scales), of_second = Floats{second} * load(scales + LANES);
-    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(of_second.v, of_first.v));
-}
-#endif
-
 // Turns codes of a head, the first half of it in the low bits of `half` bytes and the second in the high ones, into factors.
 // Multiplied by the scales of their channels, if there are any.
 template <class F>
 inline void widen_int4(const uint8_t* codes, int64_t half, const float* scales, F* out) {
-    int64_t i = 0;
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<F, bf16>)
-        for (; i + PANEL <= half; i += PANEL) {  // whole vectors, as in `convert`
-            const __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i)));
-            store_int4(_mm512_and_si512(words, _mm512_set1_epi16(15)), scales ? scales + i : nullptr, out + i);
-            store_int4(_mm512_srli_epi16(words, 4), scales ? scales + half + i : nullptr, out + half + i);
-        }
-#endif
-    for (; i < half; i += LANES) {
+    for (int64_t i = 0; i < half; i += LANES) {
         const int count = int(std::min<int64_t>(LANES, half - i));
         int8_t low[LANES] = {}, high[LANES] = {};
         for (int j = 0; j < count; ++j) low[j] = int8_t((codes[i + j] & 15) - 8), high[j] = int8_t((codes[i + j] >> 4) - 8);
@@ -181,6 +158,11 @@ template <class T>
 class Piece {
     using F = Factor<T>;
     static constexpr int DEPTH = Product<F>::DEPTH;
+#if defined(__AVX512BF16__)
+    static constexpr bool IS_TURNED_AS_CODES = std::is_same_v<F, bf16>;
+#else
+    static constexpr bool IS_TURNED_AS_CODES = false;
+#endif
 
    public:
     // Packs the first num_tokens of a piece, or all if there are fewer, and brings nearer as much of what comes next. Tokens that are not seen become
@@ -242,7 +224,14 @@ class Piece {
             return row;
         };
         for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
-            add(tokens.keys + num_keys_, shape.token_bytes(), read_row, ahead);
+            const char *const first = tokens.keys[num_keys_], *const last = tokens.keys[num_keys_ + LANES - 1], *const here = tokens.channels[num_keys_];
+            const bool are_of_one_block = first && last && here && here == tokens.channels[num_keys_ + LANES - 1];
+            if (IS_TURNED_AS_CODES && are_of_one_block && head_size_ % (2 * PANEL) == 0) {
+                convert((const bf16*)((channels = here) + offset), channels_.data(), head_size_);
+                add_codes((const uint8_t*)first + offset, shape.token_bytes(), ahead);
+            } else {
+                add(tokens.keys + num_keys_, shape.token_bytes(), read_row, ahead);
+            }
             for (int64_t i = num_keys_; i < num_keys_ + LANES; ++i)
                 value_scales_[i] = !tokens.keys[i] ? 0 : !tokens.channels[i] ? 1 : to_float(*(const bf16*)(tokens.scales[i] + offset));
         }
@@ -261,6 +250,46 @@ class Piece {
             pack_values(rows + i, values_.data() + (num_keys_ + i) * PANEL);
             ahead.bring(DEPTH * token_bytes);
         }
+    }
+
+    // Packs sixteen more tokens of one block of INT4 with a quarter of the exchanges: keys are turned as codes, and each is looked
+    // up among the sixteen numbers that its channel has; so are values, among -8 to 7.
+    void add_codes(const uint8_t* codes, int64_t token_bytes, Ahead& ahead) {
+#if defined(__AVX512BF16__)
+        const int64_t half = head_size_ / 2;
+        const __m512 all = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+        uint32_t* columns = (uint32_t*)(keys_.data() + num_keys_ / PANEL * key_panel_stride()) + num_keys_ % PANEL;
+        turned_.resize(half / 4 * LANES);
+        const uint32_t* rows[LANES];
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = (const uint32_t*)(codes + i * half);
+        transpose(rows, half / 4, turned_.data(), LANES);
+        for (int64_t four = 0; four < half; four += 4) {
+            const __m512i bytes = _mm512_loadu_si512(turned_.data() + four / 4 * LANES);
+            for (int pair = 0; pair < 4; ++pair) {  // of the first half, or of the second, whose codes lie four bits higher
+                const int64_t channel = four + pair % 2 * 2 + pair / 2 * half;
+                const __m512i two = _mm512_and_si512(_mm512_srli_epi32(bytes, pair % 2 * 16 + pair / 2 * 4), _mm512_set1_epi32(0x0f0f));
+                const __m512i at = _mm512_or_si512(_mm512_or_si512(two, _mm512_slli_epi32(two, 8)), _mm512_set1_epi32(0x00100000));
+                const __m512 first = _mm512_mul_ps(all, _mm512_set1_ps(channels_[channel])), second = _mm512_mul_ps(all, _mm512_set1_ps(channels_[channel + 1]));
+                _mm512_storeu_si512(columns + channel / 2 * PANEL, _mm512_permutexvar_epi16(at, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
+            }
+        }
+        ahead.bring(LANES * token_bytes);
+        codes += plane_stride_;
+        const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(all, all), low = _mm512_set1_epi16(15);
+        for (int64_t i = 0; i < LANES; i += DEPTH, codes += DEPTH * half) {
+            for (int64_t at = 0; at < half; at += PANEL) {
+                const __m512i first = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + at)));
+                const __m512i second = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + half + at)));
+                const __m512i pairs[] = {_mm512_unpacklo_epi16(first, second), _mm512_unpackhi_epi16(first, second)};  // as in `interleave`
+                F* out = values_.data() + (num_keys_ + i) * PANEL + at / PANEL * value_panel_stride();
+                for (int j = 0; j < 2; ++j) {
+                    _mm512_storeu_si512(out + j * PANEL, _mm512_permutexvar_epi16(_mm512_and_si512(pairs[j], low), table));
+                    _mm512_storeu_si512(out + half / PANEL * value_panel_stride() + j * PANEL, _mm512_permutexvar_epi16(_mm512_srli_epi16(pairs[j], 4), table));
+                }
+            }
+            ahead.bring(DEPTH * token_bytes);
+        }
+#endif
     }
 
     void pack_values(const F* const* rows, bf16* out) { interleave(rows[0], rows[1], head_size_, out, value_panel_stride()); }
@@ -303,4 +332,5 @@ class Piece {
     float key_scales_[PIECE], value_scales_[PIECE];
     std::vector<F> keys_, values_, rows_;
     std::vector<float> channels_;
+    std::vector<uint32_t> turned_;
 };
