@@ -173,12 +173,14 @@ class Sequence:
         return [*from_prompt, *self.output_ids[first_output : first_output + num_tokens - len(from_prompt)]]
 
     def cover(self, num_tokens: int) -> list[BlockName]:
-        """Names the blocks of the first `num_tokens` known tokens, a partly filled last one included."""
+        """Names the blocks of the first `num_tokens` known tokens, a partly filled last one too where it has a name."""
+        if self._layout.has_open_blocks:
+            num_tokens -= num_tokens % self._block_size
         return self._keys_of(num_tokens).cover(num_tokens)
 
     def tail(self, num_tokens: int) -> BlockName | None:
-        """Names the last block of the first `num_tokens` known tokens if they fill it partly."""
-        return self._keys_of(num_tokens).tail(num_tokens)
+        """Names the last block of the first `num_tokens` known tokens if they fill it partly, and it has a name."""
+        return None if self._layout.has_open_blocks else self._keys_of(num_tokens).tail(num_tokens)
 
     def full_blocks(self, start: int) -> list[tuple[BlockName, PageId]]:
         """Lists the blocks that became full since the sequence had `start` tokens with KV."""

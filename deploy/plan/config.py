@@ -275,7 +275,7 @@ class ClusterConfig:
         for name, choices in choices_of.items():
             value = attrgetter(name)(self)
             _require(value in (None, *choices), name, f"one of {', '.join(map(str, choices))}", value)
-        parse_kv_policy(self.model.kv_policy)
+        parse_kv_policy(self.model.kv_policy, self.model.kv_dtype)
         for name in RANGES:
             if problem := range_problem(name, attrgetter(name)(self)):
                 raise ConfigError(f"{name} {problem}")

@@ -37,10 +37,13 @@ class HashModel:
         eos_token_ids: tuple[int, ...] = (),
         seed: int = 0,
     ) -> None:
-        """Models of different seeds are different models. A head must fill whole 64-bit words; ValueError if not."""
-        num_words, rest = divmod(layout.head_dim * layout.item_bytes, 8)
-        if rest:
-            raise ValueError("a head must fill whole 64-bit words")
+        """Models of different seeds are different models.
+
+        A head must fill whole 64-bit words, and KV is not kept in int4; ValueError if not.
+        """
+        num_words, rest = divmod(layout.head_dim * layout.item_bits, 64)
+        if rest or layout.has_open_blocks:
+            raise ValueError("a head must fill whole 64-bit words, and have no open blocks")
         shape = (layout.num_layers, 2, layout.num_kv_heads, num_words)
         self.layout = layout
         self.vocab_size = vocab_size
