@@ -50,10 +50,10 @@ def digest_of(root: NamespaceRoot) -> bytes:
     return hashlib.sha256(root).digest()
 
 
-class KeyChain:
+class NameChain:
     """The names of a growing sequence of tokens, each full block hashed once.
 
-    >>> chain = KeyChain(root, block_size=16); chain.extend(prompt_ids); chain.cover(len(prompt_ids) - 1)
+    >>> chain = NameChain(root, block_size=16); chain.extend(prompt_ids); chain.cover(len(prompt_ids) - 1)
     """
 
     def __init__(self, root: NamespaceRoot, block_size: int) -> None:
@@ -104,7 +104,7 @@ class KeyChain:
 
 def cover(root: NamespaceRoot, tokens: Sequence[int], block_size: int) -> list[BlockName]:
     """Names all blocks of `tokens`, a partly filled last one included."""
-    keys = KeyChain(root, block_size)
+    keys = NameChain(root, block_size)
     keys.extend(tokens)
     return keys.cover(len(tokens))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wire.ids import NamespaceRoot
-from wire.keys import KeyChain, cover, namespace_root, token_bytes
+from wire.keys import NameChain, cover, namespace_root, token_bytes
 
 ROOT = NamespaceRoot(bytes(range(32)))
 OTHER = NamespaceRoot(bytes(32))
@@ -37,7 +37,7 @@ def test_a_root_is_what_the_module_says() -> None:
 
 @given(tokens, tokens)
 def test_growing_bit_by_bit_names_the_same(head: list[int], rest: list[int]) -> None:
-    keys = KeyChain(ROOT, 4)
+    keys = NameChain(ROOT, 4)
     keys.extend(head)
     keys.extend(rest)
     assert keys.cover(len(head + rest)) == cover(ROOT, head + rest, 4)
