@@ -98,7 +98,7 @@ class Sequence:
         self._early_ids = (*sampling.stop_token_ids, *model.eos_token_ids)
         self._layout = model.layout
         self._block_size = model.layout.block_size
-        self._keys = NameChain(request.root, self._block_size)
+        self._keys = NameChain(request.root, self._block_size, request.public)
 
     @property
     def num_known(self) -> int:
