@@ -226,7 +226,7 @@ class KVCache:
             lookup = self._lookups.pop(done.transfer, None)
             handing_off = self._hand_offs.pop(done.transfer, None)
             if handing_off is not None:
-                ended.append(PublishedFor(handing_off, done.num_resident))
+                ended.append(PublishedFor(handing_off, done.num_held))
             elif lookup is not None and lookup.sequence.phase is Phase.FETCHING:
                 ended.append(self._fetched(lookup, done))
         return ended

@@ -14,7 +14,7 @@ from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.sampler import Draw
 from engine.schedule.batcher import Candidate, Gate, Phase
 from wire.ids import PageId
-from wire.keys import BlockName, KeyChain
+from wire.keys import BlockName, NameChain
 from wire.sampling import FinishReason
 
 
@@ -98,7 +98,7 @@ class Sequence:
         self._early_ids = (*sampling.stop_token_ids, *model.eos_token_ids)
         self._layout = model.layout
         self._block_size = model.layout.block_size
-        self._keys = KeyChain(request.root, self._block_size)
+        self._keys = NameChain(request.root, self._block_size, request.public)
 
     @property
     def num_known(self) -> int:
@@ -190,7 +190,7 @@ class Sequence:
             return []
         return list(zip(self._keys_of(stop).full(stop, start), self.pages[first:last], strict=True))
 
-    def _keys_of(self, num_tokens: int) -> KeyChain:
+    def _keys_of(self, num_tokens: int) -> NameChain:
         """Brings the chain of keys up to the first `num_tokens` known tokens."""
         start = self._keys.num_tokens
         self._keys.extend(self.tokens(start, max(0, num_tokens - start)))

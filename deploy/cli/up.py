@@ -1,18 +1,20 @@
 """`baton up`: starts a cluster, and returns when it serves."""
 
 import argparse
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.cli.command import Subparsers, read_whole
+from deploy.cli.command import Parser, Subparsers, read_whole
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterState, command_line
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.config import DTYPES, WEIGHTS, ClusterConfig
 from deploy.plan.model import DEMO_MODEL
+from wire.errors import ConfigError
 from wire.layout import KV_DTYPES
 from worker.config import PROPOSERS
 
@@ -85,6 +87,17 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
     },
 }
 """Flags by group: the setting of the file that each one is, too, and its value."""
+OTHERS = {
+    "--api-key": "`baton key create`",
+    "--gpu-memory-utilization": "--pool-bytes",
+    "--kv-cache-dtype": "--kv-dtype",
+    "--max-num-seqs": "max_running of a file's [batch]",
+    "--max-num-batched-tokens": "max_step_tokens of a file's [batch]",
+    "--port": "--http-port",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+}
+"""Flags of other servers, and what stands in their place."""
 CHOICES = {
     "model.dtype": DTYPES,
     "model.weights": WEIGHTS,
@@ -94,7 +107,7 @@ CHOICES = {
 
 
 def add_parser(commands: Subparsers) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser: Parser = commands.add_parser(
         "up",
         help="start a cluster",
         description=DESCRIPTION,
@@ -102,6 +115,7 @@ def add_parser(commands: Subparsers) -> None:
         argument_default=argparse.SUPPRESS,
     )
     parser.set_defaults(run=run)
+    parser.others = OTHERS
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
     parser.add_argument("--name", help="name of the cluster (default: default)")
     parser.add_argument("--insecure", action="store_true", help=_INSECURE)
@@ -119,9 +133,20 @@ def add_parser(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     console = Console()
     given = {name: value for name, value in vars(args).items() if name not in ("run", "config")}
-    config = ClusterConfig.load(getattr(args, "config", None), _nested(given))
-    Startup(config, console).run()
+    try:
+        config = ClusterConfig.load(getattr(args, "config", None), _nested(given))
+        Startup(config, console).run()
+    except ConfigError as error:
+        raise ConfigError(_by_flag(error.message, given), **error.ids) from error
     return 0
+
+
+def _by_flag(message: str, given: Mapping[str, Any]) -> str:
+    """Puts flags in the place of the settings that were given by them."""
+    for flag, (setting, *_) in (one for flags in FLAGS.values() for one in flags.items()):
+        if setting in given:
+            message = re.sub(rf"(?<!\S){re.escape(setting)}(?![\w.])", flag, message)
+    return message
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:

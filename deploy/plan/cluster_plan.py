@@ -232,6 +232,7 @@ def make_plan(
             listeners=replace(_part(Listeners, config.router), tls=config.tls.files),
             admission=_part(AdmissionBounds, config.router),
             streams=_part(StreamBounds, config.router),
+            public_prefixes=config.router.public_prefixes,
         ),
         cold=cold,
         mac_key_hex=mac_key_of(secret).hex(),

@@ -156,7 +156,9 @@ class PortSettings:
 
 @dataclass(frozen=True)
 class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
-    """The settings of three parts of the router, which share a table of the file."""
+    """The settings of three parts of the router, which share a table of the file. public_prefixes: of RouterConfig."""
+
+    public_prefixes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
