@@ -63,6 +63,7 @@ class Gateway:
         self._metrics_address = metrics_address
         self._num_reading_bytes = 0
         self._parsing = asyncio.Lock()
+        self._model: Model | None = None
         self.told = ToldRoom()
         self._registry = CollectorRegistry()
         self._answered = Counter("baton_http_requests", "Answered", ["path", "status"], registry=self._registry)
@@ -147,7 +148,7 @@ class Gateway:
     async def _chat(self, request: Request) -> "bytes | Events":
         """Asks for the model's format of tool calls where a request has tools."""
         has_tools = bool(request.body.get("tools"))
-        tool_format = (await self._find(self._client(request), None)).tool_format if has_tools else ""
+        tool_format = (await self._served_model(self._client(request))).tool_format if has_tools else ""
         return await self._generate(partial(ChatDialect, tool_format), request)
 
     async def _generate(self, dialect: Callable[[], Dialect], request: Request) -> "bytes | Events":
@@ -157,7 +158,7 @@ class Gateway:
         is_streamed, usage = taken.pop("stream", False), taken.pop("stream_options", None)
         if usage is not None and not is_streamed:
             raise InvalidRequest("stream_options", "wants stream to be true")
-        model = taken.get("model") or (await client.list_models())[0].name
+        model = taken.get("model") or (await self._served_model(client)).name
         generation = Generation(request.id, model, prompts, cast(Options, taken), bool(usage))
         if not is_streamed:
             async with self.told.taken(generation.num_told):
@@ -196,6 +197,11 @@ class Gateway:
             if name in (None, model.name):
                 return model
         raise ModelNotFound("model: no model of that name is served", param="model")
+
+    async def _served_model(self, client: AsyncClient) -> Model:
+        """Returns what a request without a name means; asks the router once, as a cluster never changes its model."""
+        self._model = self._model or (await client.list_models())[0]
+        return self._model
 
     async def _health(self, _: Request) -> bytes:
         return b"{}"

@@ -161,13 +161,14 @@ async def events(generation: Generation, dialect: Dialect, client: AsyncClient) 
             number = place * generation.num_choices + chunk.index
             yield start + dialect.event(chunk, number).encode() + tail
     completions = [stream.completion for stream in streams]
+    ends = []
     for place, completion in enumerate(completions):
         for choice in completion.choices:
             number = place * generation.num_choices + choice.index
-            yield start + dialect.last_event(completion, choice.index, number).encode() + tail
+            ends.append(start + dialect.last_event(completion, choice.index, number).encode() + tail)
     if generation.usage:
-        yield start + b'],"usage":' + json.dumps(usage_of(completions)).encode() + b"}\n\n"
-    yield DONE
+        ends.append(start + b'],"usage":' + json.dumps(usage_of(completions)).encode() + b"}\n\n")
+    yield b"".join((*ends, DONE))
 
 
 def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:

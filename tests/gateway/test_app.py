@@ -12,7 +12,7 @@ import pytest
 from gateway import app as app_module
 from gateway import exchange
 from gateway.app import Gateway
-from tests.gateway.local_gateway import LocalGateway, serving
+from tests.gateway.local_gateway import LocalClient, LocalGateway, serving
 from tests.router.fake_cluster import CONFIG, until
 from wire.errors import Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
@@ -44,6 +44,20 @@ async def test_names_of_one_model() -> None:
         assert (await gateway.get("/v1/models/b")).json["id"] == "b"
         answers = [(await gateway.post(COMPLETIONS, {**BODY, **named})).json for named in ({}, {"model": "b"})]
         assert [one["model"] for one in answers] == ["fake", "b"]
+
+
+async def test_the_served_model_is_asked_for_once(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_asked, list_models = 0, gateway.client.list_models
+
+    async def count(_: object) -> Any:
+        nonlocal num_asked
+        num_asked += 1
+        return await list_models()
+
+    monkeypatch.setattr(LocalClient, "list_models", count)
+    answers = [await gateway.post(COMPLETIONS, BODY) for _ in range(3)]
+    assert [one.json["model"] for one in answers] == ["fake"] * 3
+    assert num_asked == 1
 
 
 @pytest.mark.parametrize("name", ["other", "..%2f..%2fetc%2fpasswd", "", "m" * 10_240, "fake ", "FAKE", "fake%00"])
