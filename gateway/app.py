@@ -1,20 +1,16 @@
 """The application: routes, bodies in, answers out. The path of a request is compared as the client wrote it."""
 
 import asyncio
-import http.client
 import itertools
 import json
 import logging
-import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any, cast
 from urllib.parse import unquote
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from baton import AsyncClient
 from baton.request import Options
@@ -25,6 +21,7 @@ from gateway.completions import CompletionsDialect
 from gateway.errors import HttpError
 from gateway.exchange import ClientGone, Events, Receive, Reply, Request, Scope, Send
 from gateway.generation import Dialect, Generation, ToldRoom, answer, events
+from gateway.metrics import Metrics
 from wire import errors
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
@@ -38,7 +35,6 @@ PARSED_BYTES_PER_S = 16 << 20
 MAX_READING_BYTES = 64 * MAX_MESSAGE_BYTES
 """Of all bodies on their way together. What has not come yet counts for nothing."""
 READY_TIMEOUT_S = 2.0
-METRICS_TIMEOUT_S = 5.0
 OWNER = "baton"
 HEALTH, READY, METRICS = "/health", "/ready", "/metrics"
 MODEL_PATH = "/v1/models/"
@@ -57,17 +53,14 @@ log = logging.getLogger(__name__)
 class Gateway:
     """The ASGI application; spreads requests over several clients of one router."""
 
-    def __init__(self, clients: Sequence[AsyncClient], keys: KeyRing, metrics_address: str = "") -> None:
+    def __init__(self, clients: Sequence[AsyncClient], keys: KeyRing, metrics: Metrics) -> None:
         self._clients = itertools.cycle(clients)
         self._keys = keys
-        self._metrics_address = metrics_address
+        self._metrics = metrics
         self._num_reading_bytes = 0
         self._parsing = asyncio.Lock()
         self._model: Model | None = None
         self.told = ToldRoom()
-        self._registry = CollectorRegistry()
-        self._answered = Counter("baton_http_requests", "Answered", ["path", "status"], registry=self._registry)
-        self._open = Gauge("baton_http_open_requests", "Under way", registry=self._registry)
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._list_models),
             "/v1/completions": ("POST", partial(self._generate, CompletionsDialect)),
@@ -77,7 +70,7 @@ class Gateway:
             HEALTH: ("GET", self._health),
             READY: ("GET", self._ready),
             "/version": ("GET", self._version),
-            METRICS: ("GET", self._metrics),
+            METRICS: ("GET", self._show_metrics),
             "/openapi.json": ("GET", self._openapi),
         }
 
@@ -90,7 +83,7 @@ class Gateway:
         """Answers one request; whatever fails becomes an error that its client can read."""
         request = Request(scope, receive)
         reply = Reply(request, send)
-        with self._open.track_inprogress():
+        with self._metrics.open.track_inprogress():
             try:
                 self._admit(request)
                 handler = self._handler(request)
@@ -101,7 +94,7 @@ class Gateway:
                 told = error if isinstance(error, BatonError) else errors.report(error, request_id=request.id)
                 await reply.fail(told)
         path = request.path if request.path in self._routes else "other"
-        self._answered.labels(path, reply.status).inc()
+        self._metrics.count(path, reply.status)
         log.info("answered", extra={"path": path, "status": reply.status, "request_id": request.id})
 
     def _admit(self, request: Request) -> None:
@@ -222,14 +215,8 @@ class Gateway:
         readable = (path for path, (method, _) in self._routes.items() if method == "GET")
         return openapi.describe(PATH_TO_FIELDS, (*readable, f"{MODEL_PATH}{{model}}"))
 
-    async def _metrics(self, request: Request) -> bytes:
-        """Returns the router's metrics behind the gateway's own, if they can be had."""
-        own = generate_latest(self._registry)
-        if not self._metrics_address:
-            return own
-        with suppress(OSError, http.client.HTTPException):
-            return own + await asyncio.to_thread(_fetch, f"http://{self._metrics_address}/metrics", request.key)
-        return own
+    async def _show_metrics(self, request: Request) -> bytes:
+        return await self._metrics.page(request.key)
 
 
 async def _answer(handler: Handler, request: Request, reply: Reply) -> None:
@@ -259,11 +246,3 @@ async def _while_there(request: Request, answering: Coroutine[Any, Any, None]) -
 def _describe(model: Model) -> dict[str, Any]:
     named = {"id": model.name, "object": "model", "created": 0, "owned_by": OWNER}
     return named | {"root": model.name, "parent": None, "max_model_len": model.max_context_len}
-
-
-def _fetch(url: str, key: str) -> bytes:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the router is never behind a proxy
-    request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"})
-    with opener.open(request, timeout=METRICS_TIMEOUT_S) as answer:
-        content: bytes = answer.read(MAX_MESSAGE_BYTES)
-    return content

@@ -247,16 +247,18 @@ class HttpServer:
 
     async def start(self, host: str, port: int) -> str:
         """Returns the address; port 0 takes a free one. Raises ConfigError if the port is taken."""
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for bound in _KERNELS_BOUNDS:  # connections inherit them
-            listener.setsockopt(*bound)
-        try:
-            listener.bind((host, port))
-            listener.listen(BACKLOG)
-        except OSError as error:
-            listener.close()
-            raise port_taken(host, port) from error
+        listener = _open_listener(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: others may join, but took nothing
+        return await self._serve(listener)
+
+    async def join(self, host: str, port: int) -> str:
+        """Serves at the port of other servers of this user, living or dead: each new connection comes to one of them.
+
+        Returns the address. Raises ConfigError if another program has the port.
+        """
+        return await self._serve(_open_listener(host, port, (socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)))
+
+    async def _serve(self, listener: socket.socket) -> str:
         self._listener = listener
         self._serving = asyncio.create_task(self._server.serve([listener]))
         while not self._server.started:
@@ -265,7 +267,8 @@ class HttpServer:
                 raise Unavailable("the HTTP server has not started")
             await asyncio.sleep(0.001)
         listener.listen(BACKLOG)  # asyncio has asked for its own
-        return f"{host}:{listener.getsockname()[1]}"
+        host, port = listener.getsockname()
+        return f"{host}:{port}"
 
     async def stop(self) -> None:
         """Closes port and connections; answers under way have STOP_GRACE_S to end."""
@@ -273,3 +276,17 @@ class HttpServer:
             self._server.should_exit = True
             await self._serving
             self._listener.close()
+
+
+def _open_listener(host: str, port: int, *options: tuple[int, int, int]) -> socket.socket:
+    """Binds and listens. Raises ConfigError."""
+    listener = socket.socket()
+    for option in ((socket.SOL_SOCKET, socket.SO_REUSEADDR, 1), *options, *_KERNELS_BOUNDS):
+        listener.setsockopt(*option)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise port_taken(host, port) from error
+    return listener

@@ -12,6 +12,7 @@ import pytest
 from gateway import app as app_module
 from gateway import exchange
 from gateway.app import Gateway
+from gateway.metrics import Metrics
 from tests.gateway.local_gateway import LocalClient, LocalGateway, serving
 from tests.router.fake_cluster import CONFIG, until
 from wire.errors import Overloaded, Unavailable
@@ -283,7 +284,7 @@ async def test_signs_of_life(gateway: LocalGateway) -> None:
     assert (await gateway.get("/ready")).json == {}
     assert (await gateway.get("/version")).json == {"version": "1.0.0"}
     metrics = await gateway.get("/metrics")
-    assert b'baton_http_requests_total{path="/health",status="200"} 1.0' in metrics.body
+    assert b'baton_http_requests_total{gateway="gateway-0",path="/health",status="200"} 1.0' in metrics.body
     assert metrics.headers["content-type"].startswith("text/plain")
 
 
@@ -297,7 +298,7 @@ async def metrics_before(gateway: LocalGateway, answer: bytes) -> bytes:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        gateway.app = Gateway([gateway.client], KeyRing(), f"{host}:{port}")
+        gateway.app = Gateway([gateway.client], KeyRing(), Metrics(router_address=f"{host}:{port}"))
         return (await gateway.get("/metrics")).body
 
 
@@ -310,7 +311,7 @@ async def test_the_routers_metrics_come_past_any_proxy(gateway: LocalGateway, mo
 
 
 async def test_metrics_of_a_router_that_answers_no_http(gateway: LocalGateway) -> None:
-    assert b"baton_http_open_requests 1.0" in await metrics_before(gateway, b"junk\r\n\r\n")
+    assert b'baton_http_open_requests{gateway="gateway-0"} 1.0' in await metrics_before(gateway, b"junk\r\n\r\n")
 
 
 async def test_a_router_that_is_away(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:

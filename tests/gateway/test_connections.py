@@ -299,6 +299,34 @@ async def test_requests_that_wait_on_a_connection_are_bounded(served: Served) ->
     await served.require_unharmed()
 
 
+async def test_servers_share_a_port() -> None:
+    one, other = App(), App()
+    first, second = HttpServer(one), HttpServer(other)
+    port = int((await first.start("127.0.0.1", 0)).rpartition(":")[2])
+    assert await second.join("127.0.0.1", port) == f"127.0.0.1:{port}"
+    served = Served(one, port)
+    async with asyncio.timeout(WAIT_S):
+        while not (one.num_requests and other.num_requests):
+            await served.require_unharmed()
+    with pytest.raises(ConfigError):  # another cluster's would share its requests, too
+        await HttpServer(App()).start("127.0.0.1", port)
+    await first.stop()
+    before = other.num_requests
+    for _ in range(20):
+        await served.require_unharmed()
+    assert other.num_requests == before + 20
+    again = HttpServer(one)
+    await again.join("127.0.0.1", port)
+    await served.close()
+    await again.stop()
+    await second.stop()
+
+
+async def test_the_port_of_another_program_cannot_be_joined() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError):
+        await HttpServer(App()).join("127.0.0.1", other.getsockname()[1])
+
+
 async def test_a_port_in_use_is_a_matter_of_configuration(served: Served) -> None:
     first = HttpServer(App())
     port = int((await first.start("127.0.0.1", 0)).rpartition(":")[2])
