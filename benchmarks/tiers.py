@@ -46,6 +46,7 @@ from deploy.local import redis_server
 from deploy.plan.authority import Authority
 from deploy.processes.process import end_session
 from kv_store.device_pool import DevicePool
+from kv_store.frame import FRONT_BYTES, FrameSeal, checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.block_port import BlockReader, BlockServer
 from kv_store.node.directory import Directory
@@ -56,7 +57,6 @@ from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier
 from wire.directory import Block
-from wire.frame import FRONT_BYTES, FrameSeal, checksum_of
 from wire.ids import BlockKey, NamespaceRoot, PageId
 from wire.keys import BlockName, cover
 from wire.layout import KVLayout

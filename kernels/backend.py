@@ -187,10 +187,42 @@ class Backend(Protocol):
         ...
 
 
-class Recorder(Backend, Protocol):
-    """A backend that notes its operations and does none."""
+class Batch(Protocol):
+    """The tensors of a step, as in engine.model.batch."""
 
-    def finish(self) -> Program: ...
+    @property
+    def token_ids(self) -> Tensor: ...
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    @property
+    def slot_mapping(self) -> Tensor: ...
+
+    @property
+    def block_tables(self) -> Tensor: ...
+
+    @property
+    def context_lens(self) -> Tensor: ...
+
+    @property
+    def cu_query_lens(self) -> Tensor: ...
+
+
+class Recorder(Backend, Protocol):
+    """A backend that notes its operations and does none; it has two that others need not have."""
+
+    def pick(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
+        """Copies the rows `ids` int64 [T] of a table, float32 [rows, columns], to `out` [T, columns]."""
+        ...
+
+    def advance(self, logits: Tensor, block_size: int, batch: Batch) -> None:
+        """Makes a batch, in place, that of the likeliest token after each sequence; logits are of all its rows."""
+        ...
+
+    def finish(self) -> Program:
+        """Makes a program of the operations so far."""
+        ...
 
 
 @cache

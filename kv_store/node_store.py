@@ -16,12 +16,12 @@ from typing import TypeVar
 
 from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
+from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import DirectoryPort, EpochChanged
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from wire.directory import Block, DirectoryStatus, Entry, Hold, Lease
 from wire.errors import ConfigError, StoreError
-from wire.frame import checksum_of
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
 from wire.layout import KVLayout

@@ -81,6 +81,11 @@ class KVLayout:
         """The most blocks that a sequence needs at once; None if all of its blocks."""
         return None if self.window is None else self.num_blocks(self.window - 1) + 1
 
+    @property
+    def reach(self) -> int | None:
+        """The most tokens, a row's own included, that tell what it brings; None if all do. A layer adds a window."""
+        return None if self.window is None else self.num_layers * (self.window - 1) + 1
+
     def num_needed(self, num_tokens: int) -> int:
         """Counts the most blocks that a sequence needs at once on its way to so many tokens."""
         num_blocks = self.num_blocks(num_tokens)

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         told = [{"id": name, "pid": one.pid, "is_alive": one.is_alive} for name, one in gateways.items()]
         print(json.dumps(to_object(status) | {"http_address": state.http_address, "gateways": told}))
     else:
-        print(render_status(status, state.http_address, {name: one.is_alive for name, one in gateways.items()}))
+        print(render_status(status, state.http_url, {name: one.is_alive for name, one in gateways.items()}))
         if state.head is not None:  # a Ray cluster that was joined keeps its logs elsewhere
             print(f"\nlogs in {run_dir.ray_logs(Path(state.run_dir))}")
     if args.check and status.problems:

@@ -11,9 +11,9 @@ from deploy.plan.model import DraftFacts, ModelFacts
 from deploy.plan.resources import RayNode, Resources, num_fitting
 from deploy.plan.sizing import Sizes, num_more, size
 from gateway.config import GatewayConfig
+from kv_store.frame import mac_key_of
 from router.config import LOOPBACK, AdmissionBounds, ClusterAccess, Listeners, RouterConfig, StreamBounds
 from wire.errors import ConfigError
-from wire.frame import mac_key_of
 from wire.keys import digest_of
 from wire.layout import KVLayout
 from wire.pools import Role, Worker
@@ -175,6 +175,7 @@ class ClusterPlan:
                 self.model.device,
                 self.model.kernels,
                 self.config.model.kv_dtype,
+                self.config.model.kv_policy,
             ),
             pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
             store=replace(self._store(home), node_id=home.node.name, block_address=home.block_address),

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.model.batch import Batch
+from engine.model.batch import Batch, run_ahead
 from kernels.backend import KVPages
 from wire.layout import KVLayout
 
@@ -80,6 +80,10 @@ class HashModel:
                 totals.append(seen.total)
         self._write(words, batch.slot_mapping, _words(states))
         return self._logits([totals[row] for row in batch.sample_rows.tolist()])
+
+    def run_ahead(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
+        """Does as `engine.model.batch.DraftModel`."""
+        return run_ahead(self, batch, kv, num_runs)
 
     def _take(self, seen: "_Seen", position: int, token: int) -> int:
         """Returns the state of the token at a position, and adds its share to what the next one sees."""

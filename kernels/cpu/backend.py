@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backend import Angles, AttentionVariant, Heads, KVPages, Tables, Weight
+from kernels.backend import Angles, AttentionVariant, Batch, Heads, KVPages, Tables, Weight
 from kernels.cpu.library import load_library, source_version
 
 
@@ -50,6 +50,8 @@ KERNELS: dict[str, list[type]] = {
         *[CODE, POINTER, SIZE, CODE, POINTER, POINTER, *[SIZE] * 4, POINTER, SIZE, POINTER, POINTER],
         *[SEQUENCES, DECODES, *[SIZE] * 3, REAL, SIZE, REAL, POINTER, POINTER],
     ],
+    "pick": [POINTER, POINTER, ROWS, SIZE, POINTER],
+    "advance": [POINTER, SIZE, POINTER, SIZE, SIZE, SEQUENCES, *[POINTER] * 5],
 }
 """Kernels that a program can have. Each is there as baton_NAME, and as baton_NAME_from_words for programs."""
 SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -200,8 +202,18 @@ class Recorder(CpuBackend):
         self._library = backend._library
         self._calls: list[tuple[str, tuple[Argument, ...]]] = []
 
+    def pick(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
+        self._call("pick", table, ids, *out.shape, out)
+
+    def advance(self, logits: Tensor, block_size: int, batch: Batch) -> None:
+        self._call(
+            "advance", logits, logits.shape[1], batch.block_tables, batch.block_tables.stride(0), block_size,
+            len(batch.context_lens), batch.token_ids, batch.positions, batch.slot_mapping, batch.context_lens,
+            batch.cu_query_lens,
+        )  # fmt: skip
+
     def finish(self) -> "Program":
-        """Makes a program of the calls."""
+        """Makes a program of the calls so far."""
         return Program(self._library, self._calls)
 
     def _call(self, kernel: str, *arguments: Argument) -> None:
@@ -230,11 +242,15 @@ class Program:
             words += [_word(argument) for argument in arguments]
         self._words = np.array(words, dtype=np.int64)
         self._address = self._words.ctypes.data
+        self._numbers = (-1, -1, -1)
 
     def run(self, num_rows: int, num_sequences: int, num_decodes: int) -> None:
         """Does all calls, on so many rows and sequences of their tensors."""
-        for kind, number in ((ROWS, num_rows), (SEQUENCES, num_sequences), (DECODES, num_decodes)):
-            self._words[self._at[kind]] = number
+        numbers = (num_rows, num_sequences, num_decodes)
+        if numbers != self._numbers:
+            for kind, number in zip((ROWS, SEQUENCES, DECODES), numbers, strict=True):
+                self._words[self._at[kind]] = number
+            self._numbers = numbers
         self._replay(self._address, self._num_calls)
 
 

@@ -28,10 +28,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from kv_store.breaker import Breaker
+from kv_store.frame import CHECKSUM_BYTES, checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import DirectoryPort
 from wire.errors import StoreError
-from wire.frame import CHECKSUM_BYTES, checksum_of
 from wire.ids import BlockKey
 from wire.keys import BlockName
 from wire.tier import ColdStatus, Tier

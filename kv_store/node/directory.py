@@ -18,12 +18,12 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kv_store.eviction_order import EvictionOrder, Worth
+from kv_store.frame import CHECKSUM_BYTES
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.claims import Holds, Leases, Reservations
 from kv_store.node.copies import Copies
 from kv_store.node.directory_port import DirectoryPort
 from wire.directory import Block, DirectoryInfo, DirectoryStatus, Entry, Hold, Lease, Reservation
-from wire.frame import CHECKSUM_BYTES
 from wire.ids import BlockKey, PageId, RequestId
 from wire.keys import BlockName
 from wire.tier import COLD_TIERS, ColdStatus, Tier, Write

@@ -12,8 +12,8 @@ from contextlib import closing
 from typing import Protocol
 
 from kv_store.breaker import Breaker
+from kv_store.frame import FrameSeal
 from wire.errors import ForgedFrame, WireError
-from wire.frame import FrameSeal
 from wire.ids import BlockKey
 from wire.keys import BlockName
 from wire.layout import KVLayout

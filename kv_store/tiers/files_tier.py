@@ -12,10 +12,10 @@ from mmap import mmap
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from kv_store.frame import FRONT_BYTES
 from kv_store.tiers.cold_tier import FramedTier
 from kv_store.tiers.folder import Folder, Found, StoredFile
 from wire.errors import ConfigError
-from wire.frame import FRONT_BYTES
 from wire.ids import BlockKey
 from wire.layout import KVLayout
 from wire.tier import Tier

@@ -4,8 +4,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
 
+from kv_store.frame import FRONT_BYTES, MAC_KEY_BYTES
 from kv_store.tiers.cold_tier import FramedTier
-from wire.frame import FRONT_BYTES, MAC_KEY_BYTES
 from wire.ids import BlockKey
 from wire.layout import KVLayout
 from wire.tier import Tier

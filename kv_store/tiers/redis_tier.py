@@ -13,9 +13,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
+from kv_store.frame import FRONT_BYTES
 from kv_store.tiers.cold_tier import FramedTier
 from wire.errors import ConfigError
-from wire.frame import FRONT_BYTES
 from wire.ids import BlockKey
 from wire.layout import KVLayout
 from wire.tier import Tier

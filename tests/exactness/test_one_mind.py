@@ -201,6 +201,27 @@ def test_with_a_draft_model(model: Decoder, alone: Alone, draft: Decoder, num_pa
         assert proposer.pool.ledger.num_allocatable == num_pages
 
 
+def test_with_a_draft_model_from_each_tier(model: Decoder, alone: Alone, draft: Decoder) -> None:
+    """Handed over once prefill computed the prompts, and found them on its device, in the arena, in the cold tier."""
+    cold, prompts = MemoryTier(model.layout), [prompt(index) for index in range(7)]
+    node = Node(model, cold=cold)
+    first, runs = make_core(model, node, 512), []
+    for core, tier in ((first, None), (first, "device"), (make_core(model, node, 512), "host"), (None, "redis")):
+        if core is None:
+            node.release(runs)
+            node.write_all_cold()
+            node = Node(model, cold=cold)
+            core = make_core(model, node, 512)
+        handed = prefill(core, prompts, GREEDY)
+        assert {*handed[-1].fetched[0].found} == ({tier} if tier else set())
+        decode = make_core(model, node, 512, speculator=Speculator(DraftProposer(draft, 512)))
+        outputs = Crowd(decode).run([rest_of(run) for run in handed])
+        assert outputs == [alone[index, GREEDY][1:] for index in range(7)]
+        assert decode.stats().computed_prompt_tokens == 0
+        assert decode.stats().num_accepted_tokens > 0
+        runs += handed
+
+
 def test_with_guesses_while_another_prompt_comes_in(model: Decoder, alone: Alone) -> None:
     """Rows with guesses and a chunk are in one step: prompts join one by one while others decode."""
     outputs = {prompt(key[0]): [[token_id for token_id, _ in alone[key]]] for key in alone if key[1] is SEEDED}

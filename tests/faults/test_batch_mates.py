@@ -2,6 +2,7 @@
 
 import pytest
 
+from kv_store.frame import checksum_of
 from tests.faults.answer import Reader, ask
 from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.faults.faulty_model import SPOILT
@@ -10,7 +11,6 @@ from tests.faults.rest import at_rest, until
 from tests.local_cluster.cluster import Sizes
 from wire.directory import Block
 from wire.errors import BatonError, NoNumber
-from wire.frame import checksum_of
 from wire.keys import BlockName
 from worker.config import BatchSettings
 

@@ -3,9 +3,9 @@
 import hashlib
 from collections.abc import Sequence
 
+from kv_store.frame import MAC_KEY_BYTES, checksum_of
 from kv_store.tiers.cold_tier import ColdTier
 from wire.directory import Block
-from wire.frame import MAC_KEY_BYTES, checksum_of
 from wire.ids import NamespaceRoot, PageId
 from wire.keys import BlockName, cover
 from wire.layout import KVLayout

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from deploy.plan.authority import Authority
+from kv_store.frame import checksum_of
 from kv_store.node import block_port
 from kv_store.node.arena import Arena
 from kv_store.node.block_port import BlockReader, BlockServer, LocalBlocks
 from kv_store.node.directory import Directory
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
-from wire.frame import checksum_of
 from wire.ids import BlockKey
 from wire.keys import BlockName
 from wire.trust.identity import Identity

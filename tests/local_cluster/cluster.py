@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from engine.model.batch import Model
+from engine.model.batch import DraftModel, Model
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.tiers.memory_tier import MemoryTier
@@ -39,7 +39,7 @@ class Sizes:
     streams: StreamBounds = field(default_factory=StreamBounds)
     max_silence_s: float = MAX_SILENCE_S
     proposer: str = "off"
-    draft: Model | None = None
+    draft: DraftModel | None = None
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
+from kv_store.frame import checksum_of
 from kv_store.ledger import Ledger
 from wire.directory import Block
-from wire.frame import checksum_of
 from wire.ids import BlockKey, NamespaceRoot, PageId
 from wire.keys import cover
 from wire.layout import KVLayout

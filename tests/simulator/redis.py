@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import redis.exceptions
 
+from kv_store.frame import MAC_KEY_BYTES, FrameSeal
 from kv_store.tiers import redis_tier
 from kv_store.tiers.redis_tier import RedisTier
 from tests.simulator.invariants import LAYOUT, Watch
-from wire.frame import MAC_KEY_BYTES, FrameSeal
 from wire.ids import BlockKey
 from wire.keys import BlockName
 

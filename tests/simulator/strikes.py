@@ -7,12 +7,12 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
+from kv_store.frame import FrameSeal, checksum_of
 from kv_store.node.arena import Arena
 from tests.simulator.invariants import LAYOUT
 from tests.simulator.plan import Fault, Kind
 from tests.simulator.redis import MAC_KEY
 from wire.directory import Block
-from wire.frame import FrameSeal, checksum_of
 from wire.keys import BlockName
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from kv_store import node_store
+from kv_store.frame import FrameSeal, checksum_of
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.copies import Copies
 from kv_store.node.directory import Directory
@@ -19,7 +20,6 @@ from router.workers.holds import Holds
 from tests.simulate import report, shortest
 from tests.simulator.plan import NUM_KINDS, WINDOW, draw_plan
 from tests.simulator.world import reference, simulate
-from wire.frame import FrameSeal, checksum_of
 from wire.ids import PageId
 from wire.keys import BlockName
 from wire.pb import inference_pb2 as pb

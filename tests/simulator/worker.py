@@ -12,6 +12,7 @@ from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from kv_store.block_store import BlockStore
+from kv_store.frame import checksum_of
 from kv_store.transfers import Done, Fetch, ThreadTransfers, Transfer
 from tests.local_worker import local_worker
 from tests.simulator.invariants import Truth, Watch
@@ -21,7 +22,6 @@ from tests.simulator.peers import SimPeer
 from tests.simulator.plan import POISON
 from tests.simulator.redis import SimRedis, SimRedisTier
 from tests.simulator.virtual_time import Process
-from wire.frame import checksum_of
 from wire.pools import Role
 from worker.assembly import Assembly, Threads, Tiers
 from worker.config import BatchSettings

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from router.config import AdmissionBounds, ClusterAccess, RouterConfig
 from tests.faults.answer import ChoiceAnswer, Reader
@@ -30,7 +31,6 @@ from tests.simulator.virtual_time import Died, VirtualLoop
 from tests.simulator.worker import SimWorker
 from wire import errors
 from wire.errors import BatonError, StoreError
-from wire.frame import checksum_of
 from wire.ids import DEFAULT_TENANT, BlockKey, PageId, WorkerId
 from wire.pools import Role, Worker, WorkerState
 

@@ -17,11 +17,11 @@ from deploy.plan.cluster_plan import ClusterPlan, Home
 from deploy.plan.config import ClusterConfig
 from deploy.plan.resources import RayNode
 from deploy.processes.process import ProcessRef, spawn_leader
+from kv_store.frame import mac_key_of
 from tests.checkpoints import make_checkpoint
 from tests.kernels.backends import lend_kernels
 from tests.redis_process import RedisProcess
 from wire.errors import ConfigError, Unavailable
-from wire.frame import mac_key_of
 from wire.pools import PoolSizes
 from wire.settings import from_json, to_json
 from wire.tier import Tier, Write

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kv_store.frame import FRONT_BYTES, FrameSeal, checksum_of, mac_key_of
 from wire.errors import ForgedFrame, WireError
-from wire.frame import FRONT_BYTES, FrameSeal, checksum_of, mac_key_of
 from wire.ids import BlockKey, NamespaceRoot
 from wire.keys import BlockName, cover, namespace_root
 from wire.layout import KVLayout
