@@ -20,7 +20,7 @@ from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
 from gateway.errors import HttpError
 from gateway.exchange import ClientGone, Events, Receive, Reply, Request, Scope, Send
-from gateway.generation import Dialect, Generation, ToldRoom, answer, events
+from gateway.generation import Dialect, EchoLimit, Generation, answer, events
 from gateway.metrics import Metrics
 from wire import errors
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Overloaded, Unavailable
@@ -60,7 +60,7 @@ class Gateway:
         self._num_reading_bytes = 0
         self._parsing = asyncio.Lock()
         self._model: Model | None = None
-        self.told = ToldRoom()
+        self.echo_limit = EchoLimit()
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._list_models),
             "/v1/completions": ("POST", partial(self._generate, CompletionsDialect)),
@@ -89,7 +89,7 @@ class Gateway:
                 handler = self._handler(request)
                 if request.method == "POST":
                     await self._read(request)
-                await _while_there(request, _answer(handler, request, reply))
+                await _answer_until_gone(request, _answer(handler, request, reply))
             except Exception as error:
                 told = error if isinstance(error, BatonError) else errors.report(error, request_id=request.id)
                 await reply.fail(told)
@@ -119,7 +119,7 @@ class Gateway:
 
     async def _read(self, request: Request) -> None:
         try:
-            await request.read(self._hold)
+            await request.read(self._admit_bytes)
             await self._parse(request)
         finally:
             self._num_reading_bytes -= request.num_bytes
@@ -133,7 +133,8 @@ class Gateway:
             request.parse()
             await asyncio.sleep(request.num_bytes / PARSED_BYTES_PER_S)
 
-    def _hold(self, num_bytes: int) -> None:
+    def _admit_bytes(self, num_bytes: int) -> None:
+        """Counts bytes of a body that has begun to come. Raises Overloaded beyond MAX_READING_BYTES of all bodies."""
         self._num_reading_bytes += num_bytes
         if self._num_reading_bytes > MAX_READING_BYTES:
             raise Overloaded("as many bytes of bodies are on their way as may be")
@@ -144,19 +145,19 @@ class Gateway:
         tool_format = (await self._served_model(self._client(request))).tool_format if has_tools else ""
         return await self._generate(partial(ChatDialect, tool_format), request)
 
-    async def _generate(self, dialect: Callable[[], Dialect], request: Request) -> "bytes | Events":
-        client, maker = self._client(request), dialect()
-        taken = fields.take(request.body, maker.fields)
-        prompts = maker.take_prompts(taken)
+    async def _generate(self, make_dialect: Callable[[], Dialect], request: Request) -> "bytes | Events":
+        client, dialect = self._client(request), make_dialect()
+        taken = fields.take(request.body, dialect.fields)
+        prompts = dialect.take_prompts(taken)
         is_streamed, usage = taken.pop("stream", False), taken.pop("stream_options", None)
         if usage is not None and not is_streamed:
             raise InvalidRequest("stream_options", "wants stream to be true")
         model = taken.get("model") or (await self._served_model(client)).name
         generation = Generation(request.id, model, prompts, cast(Options, taken), bool(usage))
         if not is_streamed:
-            async with self.told.taken(generation.num_told):
-                return await answer(generation, maker, client)
-        return events(generation, maker, client)
+            async with self.echo_limit.taken(generation.num_echoed):
+                return await answer(generation, dialect, client)
+        return events(generation, dialect, client)
 
     async def _tokenize(self, request: Request) -> bytes:
         client, taken = self._client(request), fields.take(request.body, fields.TOKENIZE)
@@ -229,7 +230,7 @@ async def _answer(handler: Handler, request: Request, reply: Reply) -> None:
         await reply.stream(first, answered)
 
 
-async def _while_there(request: Request, answering: Coroutine[Any, Any, None]) -> None:
+async def _answer_until_gone(request: Request, answering: Coroutine[Any, Any, None]) -> None:
     """Waits for an answer; cancels it when its client goes, and then raises Cancelled."""
     tasks = [asyncio.create_task(answering), asyncio.create_task(request.gone())]
     try:

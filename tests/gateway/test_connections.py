@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -290,6 +291,37 @@ async def test_requests_in_one_write_are_answered_in_turn(served: Served) -> Non
     client = await served.connect(GET * 3)
     assert [await client.status() for _ in range(1)] == [200]
     await until(lambda: served.app.num_requests == 3)
+
+
+async def test_a_burst_of_requests_begins_a_few_in_a_turn(served: Served) -> None:
+    clients = [await served.connect() for _ in range(10 * connections.MAX_HEADS_A_TURN)]
+    begun = [0]
+
+    async def watch() -> None:
+        while True:
+            begun.append(served.app.num_requests)
+            await asyncio.sleep(0)  # a turn
+
+    watching = asyncio.create_task(watch())
+    for num_bursts in (1, 2):
+        for client in clients:
+            client.writer.write(GET)
+        assert {await client.status() for client in clients} == {200}
+        for client in clients:
+            await client.reader.readuntil(b"0\r\n\r\n")
+        assert served.app.num_requests == num_bursts * len(clients)
+    watching.cancel()
+    # Between two looks lie the end of one turn and the beginning of another.
+    assert max(later - earlier for earlier, later in pairwise(begun)) <= 2 * connections.MAX_HEADS_A_TURN
+
+
+async def test_a_body_that_came_while_its_head_waited_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_HEADS_A_TURN", 1)
+    clients = [await served.connect() for _ in range(5)]
+    for client in clients:
+        client.writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n" + bytes(200_000))
+    assert [await client.status() for client in clients] == [200] * 5
+    assert len(served.app.body) == 5 * 200_000
 
 
 async def test_requests_that_wait_on_a_connection_are_bounded(served: Served) -> None:
