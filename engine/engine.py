@@ -78,7 +78,7 @@ class Engine:
         kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy, checked here. chooser: of what a
         policy keeps that drops KV by worth.
         """
-        policy = parse_kv_policy(kv_policy)
+        policy = parse_kv_policy(kv_policy, kv_dtype)
         folder: Path = find_folder(model)
         tokenizer = Checkpoint(folder).load_tokenizer()
         decoder = Decoder.load(folder, dtype, torch.device(device), block_size, kv_dtype=kv_dtype)

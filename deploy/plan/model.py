@@ -105,12 +105,10 @@ def inspect_model(
 
 def _require_droppable(settings: ModelSettings, attention: "AttentionConfig") -> None:
     """Raises ConfigError for a policy that drops KV by worth where this cannot be done."""
+    has_windows = any(window is not None for window in attention.windows)
     for text in settings.kv_policies:
-        if isinstance(parse_kv_policy(text), Dropping):
-            if any(window is not None for window in attention.windows):
-                raise ConfigError(f"kv_policy {text}: the model has windows, whose tokens go by age")
-            if settings.kv_dtype == "int4":
-                raise ConfigError(f"kv_policy {text}: single tokens of int4 KV cannot be kept")
+        if has_windows and isinstance(parse_kv_policy(text), Dropping):
+            raise ConfigError(f"kv_policy {text}: the model has windows, whose tokens go by age")
 
 
 def _weight_bytes(checkpoint: "Checkpoint") -> int:

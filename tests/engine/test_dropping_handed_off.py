@@ -12,7 +12,7 @@ from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.transfers import InlineTransfers, Publish, Transfer
 from tests.pair import ROOT, Node, Run, drive, make_core, request
 from wire.ids import BlockKey
-from wire.keys import KeyChain
+from wire.keys import NameChain
 from wire.kv_policy import Dropping, Rule
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams
@@ -47,13 +47,13 @@ def alone(dropping: Dropping | None, sampling: SamplingParams = GREEDY) -> dict[
 
 
 def names_kept() -> list[BlockKey]:
-    chain = KeyChain(ROOT, 16)
+    chain = NameChain(ROOT, 16)
     chain.extend(PROMPT)
     return [name.key for name in chain.kept(SNAPKV.terms, len(PROMPT), NUM_KEPT).full(NUM_KEPT * 16)]
 
 
 def names_plain() -> list[BlockKey]:
-    chain = KeyChain(ROOT, 16)
+    chain = NameChain(ROOT, 16)
     chain.extend(PROMPT)
     return [name.key for name in chain.full(len(PROMPT))]
 

@@ -56,7 +56,6 @@ def test_another_kv_dtype_is_another_layout_of_the_same_model(tmp_path: Path) ->
     [
         ("mistral-window", {"kv_policy": "snapkv=25%"}, "snapkv=25%: the model has windows"),
         ("qwen2", {"allowed_kv_policies": ("h2o=25%",)}, "h2o=25%: the model has windows"),
-        ("llama-gqa", {"kv_policy": "h2o=25%", "kv_dtype": "int4"}, "h2o=25%: single tokens of int4"),
     ],
 )
 def test_policies_that_drop_by_worth_are_refused(
