@@ -22,7 +22,7 @@ from kernels.cpu.library import best_isa
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.kernels.backends import make_backend
-from tests.pair import Node, make_core, prefill, request, rest_of
+from tests.pair import Node, Run, make_core, prefill, request, rest_of
 from tests.proposers import seer
 from wire.ids import RequestId
 from wire.sampling import Logprobs, SamplingParams
@@ -205,7 +205,7 @@ def test_with_a_draft_model_from_each_tier(model: Decoder, alone: Alone, draft: 
     """Handed over once prefill computed the prompts, and found them on its device, in the arena, in the cold tier."""
     cold, prompts = MemoryTier(model.layout), [prompt(index) for index in range(7)]
     node = Node(model, cold=cold)
-    first, runs = make_core(model, node, 512), []
+    first, runs = make_core(model, node, 512), list[Run]()
     for core, tier in ((first, None), (first, "device"), (make_core(model, node, 512), "host"), (None, "redis")):
         if core is None:
             node.release(runs)
