@@ -1,4 +1,4 @@
-"""The gateway's share of the time to the first token: the same request over gRPC and over HTTP, by turns, one at a time.
+"""The gateway's share of the time to the first token: the same request over gRPC and over HTTP, by turns, alone.
 
     python benchmarks/http_first_token.py --rounds 300
 
