@@ -19,7 +19,10 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model as workers loaded it. `folder` is where the tokenizer is; bytes are in hex; aliases: further names."""
+    """The model as workers loaded it. `folder` is where the tokenizer is; bytes are in hex; aliases: further names.
+
+    kv_policies: that a request may have; the first is that of the others.
+    """
 
     name: str
     folder: str
@@ -29,6 +32,7 @@ class ServedModel:
     fingerprint_hex: str
     layout_hex: str
     aliases: tuple[str, ...] = ()
+    kv_policies: tuple[str, ...] = ("full",)
 
     @property
     def fingerprint(self) -> bytes:
@@ -104,7 +108,10 @@ class StreamBounds:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """`max_prefix_keys`: blocks whose whereabouts the router remembers. keys: of callers."""
+    """`max_prefix_keys`: blocks whose whereabouts the router remembers. keys: of callers.
+
+    public_prefixes: texts, at the start of prompts or as system messages, whose blocks all tenants share.
+    """
 
     model: ServedModel
     cluster: ClusterAccess
@@ -113,6 +120,7 @@ class RouterConfig:
     streams: StreamBounds = field(default_factory=StreamBounds)
     max_prefix_keys: int = 65536
     keys: KeyList = field(default_factory=KeyList)
+    public_prefixes: tuple[str, ...] = ()
 
     def root_of(self, tenant: str) -> NamespaceRoot:
         """Derives the root of the names of a tenant's blocks."""

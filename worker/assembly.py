@@ -129,7 +129,8 @@ def assemble_on(
     draft: DraftModel | None = None,
 ) -> Assembly:
     """Puts an engine over a model, its draft and a store, and a service over that. `on_broken` is WorkerService's."""
-    pool = DevicePool(model.layout, config.pool.num_blocks, model.device)
+    num_open = config.batch.num_open(model.layout.block_size)
+    pool = DevicePool(model.layout, config.pool.num_blocks, model.device, num_open)
     store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool, threads.clock, tiers.peer)
     inbox = threads.new_inbox()
     transfers = threads.new_transfers(store, inbox.ring)

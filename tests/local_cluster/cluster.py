@@ -10,6 +10,7 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.tiers.memory_tier import MemoryTier
 from router.config import AdmissionBounds, ClusterAccess, RouterConfig, ServedModel, StreamBounds
+from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
 from router.router import Router
 from router.workers.controller_port import LocalController
 from router.workers.line import Transport
@@ -30,7 +31,10 @@ from worker.engine_watch import MAX_SILENCE_S
 
 @dataclass(frozen=True)
 class Sizes:
-    """Pages of a worker, slots of the arena, the bounds of a step and of the router, the longest step, the guesses."""
+    """Pages of a worker, slots of the arena, the bounds of a step and of the router, the longest step, the guesses.
+
+    prefixes: whose blocks all tenants share.
+    """
 
     num_blocks: int = 256
     num_slots: int = 512
@@ -40,6 +44,8 @@ class Sizes:
     max_silence_s: float = MAX_SILENCE_S
     proposer: str = "off"
     draft: DraftModel | None = None
+    prefixes: PublicPrefixes = NO_PREFIXES
+    kv_policies: tuple[str, ...] = ("full",)
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,13 @@ class LocalCluster:
         self._sizes = sizes
         self.port = LocalController(PoolSizes(0, 0))
         config = RouterConfig(
-            served(model), ClusterAccess(TOKEN, "00" * 32), admission=sizes.admission, streams=sizes.streams
+            served(model, sizes.kv_policies),
+            ClusterAccess(TOKEN, "00" * 32),
+            admission=sizes.admission,
+            streams=sizes.streams,
         )
-        self.router = Router(config, codec or ByteTokenizer(), self._connect, self.port, PlainRenderer())
+        codec = codec or ByteTokenizer()
+        self.router = Router(config, codec, self._connect, self.port, PlainRenderer(), sizes.prefixes)
 
     async def start(self, num_prefill: int, num_decode: int) -> None:
         self.router.start()
@@ -158,7 +168,7 @@ def _state(is_draining: bool) -> WorkerState:
     return WorkerState.DRAINING if is_draining else WorkerState.READY
 
 
-def served(model: Model) -> ServedModel:
+def served(model: Model, kv_policies: tuple[str, ...] = ("full",)) -> ServedModel:
     """Describes a model as routers know it."""
     return ServedModel(
         name="twin",
@@ -168,4 +178,5 @@ def served(model: Model) -> ServedModel:
         vocab_size=model.vocab_size,
         fingerprint_hex=FINGERPRINT.hex(),
         layout_hex=model.layout.encode().hex(),
+        kv_policies=kv_policies,
     )
