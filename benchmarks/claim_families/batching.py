@@ -26,7 +26,7 @@ LENGTH_DIVISOR = 4
 PROMPT_LEN = 16
 NUM_ROUNDS = 3
 SLOS = (1.5, 2.0, 4.0, 8.0)
-"""Gaps between tokens, in those of a request alone."""
+"""Gaps between tokens, in multiples of the gap of a request alone."""
 SLO_BATCHES = (1, 2, 4, 8, 16, 32)
 NUM_GAPS = 16
 SAID_OF_SHARING = 1.5

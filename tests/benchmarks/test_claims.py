@@ -150,8 +150,9 @@ def test_worked_examples_and_waiting_claims_need_no_machine() -> None:
         "1.3 GB with its 8 KV heads, 43 GB for 32; its weights alone take 138 GB"
     )
     assert found["growth_of_7b"]["arithmetic"] == "1 GiB and 16 GiB, 1.3x the 12.6 GiB of parameters; 16x for 16x"
-    assert [found[name]["holds"] for name in ("token_of_32_heads", "32_to_8_heads", "int4")] == [True, False, None]
+    assert [found[name]["holds"] for name in ("token_of_32_heads", "32_to_8_heads", "h2o")] == [True, False, None]
     assert found["int8"]["measured"].startswith("49.2% of the pages")
+    assert found["int4"]["measured"].startswith("71.5% of the pages")
     assert set(found["int8"]) == {"said", "arithmetic", "measured", "holds", "decided_by"}
     assert rows_of(measure(["smaller_caches"], None), "int4").keys() == {"int4"}
     assert set(ARITHMETIC.measure(NOTHING).findings) == set(ARITHMETIC.claims)
