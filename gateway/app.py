@@ -91,8 +91,10 @@ class Gateway:
                     await self._read(request)
                 await _answer_until_gone(request, _answer(handler, request, reply))
             except Exception as error:
-                told = error if isinstance(error, BatonError) else errors.report(error, request_id=request.id)
-                await reply.fail(told)
+                # No name here outlives it: with its traceback, and this frame in that, it would keep the body.
+                await reply.fail(
+                    error if isinstance(error, BatonError) else errors.report(error, request_id=request.id)
+                )
         path = request.path if request.path in self._routes else "other"
         self._metrics.count(path, reply.status)
         log.info("answered", extra={"path": path, "status": reply.status, "request_id": request.id})
@@ -242,6 +244,7 @@ async def _answer_until_gone(request: Request, answering: Coroutine[Any, Any, No
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        tasks.clear()  # of an error's traceback this frame is a part, and its task a holder
 
 
 def _describe(model: Model) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Routes, heads and bodies: what each is answered."""
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
@@ -176,6 +178,26 @@ async def test_bodies_on_their_way_are_bounded(gateway: LocalGateway, monkeypatc
     assert (answer.status, answer.error["type"], answer.headers["retry-after"]) == (429, "rate_limit_error", "1")
     for _ in range(2):  # what was refused and what was read are given back
         assert (await gateway.post(COMPLETIONS, BODY)).status == 200
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b" " * (MAX_MESSAGE_BYTES + 1), b'{"prompt": "a", "top_p": 2}'])
+async def test_a_refused_request_leaves_no_garbage(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    requests = weakref.WeakSet[exchange.Request]()
+
+    class Noted(exchange.Request):
+        def __init__(self, *parts: Any) -> None:
+            super().__init__(*parts)
+            requests.add(self)
+
+    monkeypatch.setattr(app_module, "Request", Noted)
+    gc.disable()
+    try:
+        assert (await gateway.post(COMPLETIONS, body)).status in (400, 413)
+        assert not len(requests)
+    finally:
+        gc.enable()
 
 
 async def test_bodies_that_have_not_come_take_no_place(gateway: LocalGateway) -> None:
