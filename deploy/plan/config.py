@@ -15,7 +15,7 @@ from deploy.plan.byte_size import parse_bytes
 from deploy.plan.resources import RESERVED
 from router.config import LOOPBACK, AdmissionBounds, StreamBounds
 from wire.errors import ConfigError
-from wire.kv_policy import parse_kv_policy
+from wire.kv_policy import Sinks, parse_kv_policy
 from wire.layout import KV_DTYPES
 from wire.pools import PoolSizes, Role
 from wire.settings import from_object
@@ -68,7 +68,13 @@ class ModelSettings:
     weights: str = "auto"
     kv_dtype: str = "auto"
     kv_policy: str = "full"
+    allowed_kv_policies: tuple[str, ...] = ()
     block_size: int = 16
+
+    @property
+    def kv_policies(self) -> tuple[str, ...]:
+        """The policies that a request may have, each once; first the deployment's own."""
+        return tuple(dict.fromkeys((self.kv_policy, *self.allowed_kv_policies)))
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -163,12 +169,13 @@ class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """The gateway's port, at `router.host`: 0 is any free one, `off` starts no gateway.
+    """The port of the gateways, at `router.host`: 0 is any free one, `off` starts no gateway.
 
     None is DEFAULT_HTTP_PORT; any free port where `router.grpc_port` is 0. host_names: of GatewayConfig.
     """
 
     port: int | str | None = None
+    gateways: int = 1
     host_names: tuple[str, ...] = ()
 
 
@@ -217,6 +224,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **{f"{each}.timeout_ms": (1, 10_000) for each in ("redis", "files")},
     **{f"router.{each}_port": (0, 65535) for each in ("grpc", "metrics")},
     "http.port": (0, 65535),
+    "http.gateways": (1, 16),
     "router.max_queued_bytes": (MIB, 1 << 40),
     **{f"router.max_{each}": (1, 1 << 20) for each in ("connections", "open_requests", "queued_requests")},
     "router.max_buffered_events": (1, 1 << 20),
@@ -277,7 +285,9 @@ class ClusterConfig:
         for name, choices in choices_of.items():
             value = attrgetter(name)(self)
             _require(value in (None, *choices), name, f"one of {', '.join(map(str, choices))}", value)
-        parse_kv_policy(self.model.kv_policy)
+        policies = [parse_kv_policy(text, self.model.kv_dtype) for text in self.model.kv_policies]
+        have_sinks = len(policies) > 1 and any(isinstance(policy, Sinks) for policy in policies)
+        _require(not have_sinks, "model.allowed_kv_policies", "without sinks, which all requests have or none", "")
         for name in RANGES:
             if problem := range_problem(name, attrgetter(name)(self)):
                 raise ConfigError(f"{name} {problem}")
@@ -322,7 +332,7 @@ class ClusterConfig:
 
     @property
     def http_port(self) -> int | None:
-        """Returns the gateway's port, 0 for any free one; None without a gateway."""
+        """Returns the gateways' port, 0 for any free one; None without a gateway."""
         if isinstance(self.http.port, str):
             return None
         default = DEFAULT_HTTP_PORT if self.router.grpc_port else 0

@@ -1,10 +1,12 @@
 """The tensors of one step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from engine.sampler import argmax
 from kernels.backend import KVPages
 from wire.layout import KVLayout
 
@@ -17,6 +19,14 @@ _DTYPES = {
     "cu_query_lens": torch.int32,
     "sample_rows": torch.int64,
 }
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Rows of a batch whose queries the model writes to `queries` [num_layers, rows, ...], in place."""
+
+    rows: slice
+    queries: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class Batch:
     num_decodes: int
     sample_rows: torch.Tensor  # int64 [R]: rows of T whose logits are wanted
     num_scored: int = 0  # of these, rows of prompts that are scored
+    watched: Sequence[Watched] = ()
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -47,6 +58,20 @@ class Batch:
     def samples_all(self) -> bool:
         """Whether each row is a decoding one, or a guess, so that all logits are wanted."""
         return not self.num_scored and len(self.token_ids) == len(self.sample_rows)
+
+    @property
+    def last_rows(self) -> torch.Tensor:
+        """The last row of each sequence, int64 [S]."""
+        return self.cu_query_lens[1:].long() - 1
+
+    def after(self, token_ids: torch.Tensor, block_size: int) -> "Batch":
+        """Makes the batch of the token after each sequence, int64 [S], for which there is room in its pages."""
+        positions = self.positions[self.last_rows] + 1
+        pages = self.block_tables.gather(1, positions[:, None] // block_size)[:, 0].long()
+        slots = pages * block_size + positions % block_size
+        starts = torch.arange(len(token_ids) + 1, dtype=torch.int32, device=token_ids.device)
+        lens, num = self.context_lens + 1, len(token_ids)
+        return Batch(token_ids, positions, slots, self.block_tables, lens, starts, num, starts[:-1].long())
 
 
 class Model(Protocol):
@@ -70,3 +95,36 @@ class Model(Protocol):
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Writes the KV of the batch's tokens into `kv`, of layout.shape; returns float32 logits [R, V]."""
         ...
+
+    def new_queries(self, num_rows: int) -> torch.Tensor:
+        """Makes room for the queries of so many rows, [num_layers, num_rows, ...]."""
+        ...
+
+    def weigh(self, queries: torch.Tensor, kv: KVPages, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Sums the attention of a sequence's last rows, given their queries, that falls on each of its tokens.
+
+        block_table: int32, of the sequence. num_tokens: with KV in it. Returns float32 [num_layers, num_kv_heads,
+        num_tokens], of which no bit depends on how the rows were run.
+        """
+        ...
+
+
+class DraftModel(Model, Protocol):
+    """A model as a draft runs it."""
+
+    def run_ahead(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
+        """Runs a batch, then the likeliest token after each sequence, and so on; returns int64 [num_runs, S].
+
+        Rows are all sampled, or the last of each sequence. There is room for all but the last tokens drawn.
+        """
+        ...
+
+
+def run_ahead(model: Model, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
+    """Does as `DraftModel.run_ahead`, a forward pass a run."""
+    drawn: list[torch.Tensor] = []
+    for _ in range(num_runs):
+        batch = batch.after(drawn[-1], model.layout.block_size) if drawn else batch
+        logits = model.forward(batch, kv)
+        drawn.append(argmax(logits[batch.last_rows] if batch.samples_all else logits))
+    return torch.stack(drawn)

@@ -60,7 +60,7 @@ def test_keys_made_while_the_cluster_runs_hold_at_both_doors_and_after_a_restart
             cached.append(sum(json.loads(told)["usage"]["cached_tokens"].values()))
         assert cached[0] == 0 < cached[1], "the second tenant finds the public part"
         monkeypatch.setenv("BATON_API_KEY", text)
-        for actor in ("router", "gateway"):
+        for actor in ("router", "gateway-0"):
             cluster.actor(actor).kill()
         wait_until(lambda: status_of(address, text) == "200", "router and gateway are back")
         assert status_of(address, "") == "401"
