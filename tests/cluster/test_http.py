@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,54 +18,54 @@ pytestmark = pytest.mark.cluster
 QUESTION = "Rooms: Ben 19, Anna 48, Clara 77, David 12, Emma 55. Question: which room has Clara?"
 
 
-def test_curl_is_answered_and_a_gateway_that_dies_comes_back(tmp_path: Path) -> None:
-    cluster = ServedCluster(f"h{os.getpid()}", tmp_path)
-    cluster.do("up", "--prefill", "1", "--decode", "1", "--grpc-port", "0", "--redis-url", "off")
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
+    """The demo model, for the first two tests; each leaves it as it was."""
+    served = ServedCluster(f"h{os.getpid()}", tmp_path_factory.mktemp("http"))
+    served.do("up", "--prefill", "1", "--decode", "1", "--grpc-port", "0", "--redis-url", "off")
     try:
-        address = cluster.status()["http_address"]
-        chat = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
-        answer = curl(address, "/v1/chat/completions", chat)
-        assert json.loads(answer)["choices"][0]["message"]["content"].strip() == "77."
-        stream = curl(address, "/v1/completions", {"prompt": QUESTION, "temperature": 0, "stream": True})
-        *events, done = stream.removesuffix("\n\n").split("\n\n")
-        assert done == "data: [DONE]"
-        assert "".join(json.loads(one[6:])["choices"][0]["text"] for one in events).strip() == "77."
-        tokens = json.loads(curl(address, "/tokenize", {"messages": chat["messages"]}))["tokens"]
-        assert cluster.generate(tokens)["text"].strip() == "77."
-        assert "baton_generation_tokens_total" in curl(address, "/metrics")
+        yield served
+    finally:
+        served.run("down")
+    assert served.left_behind() == []
 
+
+def test_curl_is_answered_and_a_gateway_that_dies_comes_back(cluster: ServedCluster) -> None:
+    address = cluster.status()["http_address"]
+    chat = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    answer = curl(address, "/v1/chat/completions", chat)
+    assert json.loads(answer)["choices"][0]["message"]["content"].strip() == "77."
+    stream = curl(address, "/v1/completions", {"prompt": QUESTION, "temperature": 0, "stream": True})
+    *events, done = stream.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    assert "".join(json.loads(one[6:])["choices"][0]["text"] for one in events).strip() == "77."
+    tokens = json.loads(curl(address, "/tokenize", {"messages": chat["messages"]}))["tokens"]
+    assert cluster.generate(tokens)["text"].strip() == "77."
+    assert "baton_generation_tokens_total" in curl(address, "/metrics")
+
+    cluster.actor("gateway-0").kill()
+    wait_until(lambda: curl(address, "/ready", check=False) == "{}", "the gateway is back")
+    assert json.loads(curl(address, "/v1/chat/completions", chat))["usage"]["prompt_tokens"]
+    assert cluster.status()["http_address"] == address
+
+
+def test_a_gateway_that_dies_under_load_takes_its_own_requests_and_no_others(cluster: ServedCluster) -> None:
+    asked = (",".join(map(str, range(40, 90))), "--json", "--max-tokens", "1500", "--ignore-eos")
+    expected = json.loads(cluster.do("generate", "--token-ids", *asked))["token_ids"]
+    orphan = {"prompt": QUESTION, "max_tokens": 1900, "n": 16, "ignore_eos": True, "stream": True}
+    address = cluster.status()["http_address"]
+    with ThreadPoolExecutor() as threads:
+        orphans = [threads.submit(curl, address, "/v1/completions", orphan, check=False) for _ in range(3)]
+        wait_until(lambda: cluster.status()["num_running"] == len(orphans), "the gateway's requests run")
+        others = [cluster.start("generate", "--token-ids", *asked) for _ in range(2)]
+        wait_until(lambda: cluster.status()["num_running"] == len(orphans) + len(others), "the others run, too")
         cluster.actor("gateway-0").kill()
-        wait_until(lambda: curl(address, "/ready", check=False) == "{}", "the gateway is back")
-        assert json.loads(curl(address, "/v1/chat/completions", chat))["usage"]["prompt_tokens"]
-        assert cluster.status()["http_address"] == address
-    finally:
-        cluster.run("down")
-    assert cluster.left_behind() == []
-
-
-def test_a_gateway_that_dies_under_load_takes_its_own_requests_and_no_others(tmp_path: Path) -> None:
-    cluster = ServedCluster(f"k{os.getpid()}", tmp_path)
-    cluster.do("up", "--prefill", "1", "--decode", "1", "--grpc-port", "0", "--redis-url", "off")
-    try:
-        asked = (",".join(map(str, range(40, 90))), "--json", "--max-tokens", "1500", "--ignore-eos")
-        expected = json.loads(cluster.do("generate", "--token-ids", *asked))["token_ids"]
-        orphan = {"prompt": QUESTION, "max_tokens": 1900, "n": 16, "ignore_eos": True, "stream": True}
-        address = cluster.status()["http_address"]
-        with ThreadPoolExecutor() as threads:
-            orphans = [threads.submit(curl, address, "/v1/completions", orphan, check=False) for _ in range(3)]
-            wait_until(lambda: cluster.status()["num_running"] == len(orphans), "the gateway's requests run")
-            others = [cluster.start("generate", "--token-ids", *asked) for _ in range(2)]
-            wait_until(lambda: cluster.status()["num_running"] == len(orphans) + len(others), "the others run, too")
-            cluster.actor("gateway-0").kill()
-            assert not [one for one in orphans if "[DONE]" in one.result()]
-        wait_until(lambda: cluster.status()["num_running"] <= len(others), "the orphans are gone")
-        assert [other.poll() for other in others] == [None] * len(others), "the orphans would have ended by themselves"
-        assert [json.loads(other.communicate(timeout=60)[0])["token_ids"] for other in others] == [expected] * 2
-        wait_until(lambda: not num_in_use(cluster.status()), "all pages, leases and holds are given back")
-        cluster.do("status", "--check")
-    finally:
-        cluster.run("down")
-    assert cluster.left_behind() == []
+        assert not [one for one in orphans if "[DONE]" in one.result()]
+    wait_until(lambda: cluster.status()["num_running"] <= len(others), "the orphans are gone")
+    assert [other.poll() for other in others] == [None] * len(others), "the orphans would have ended by themselves"
+    assert [json.loads(other.communicate(timeout=60)[0])["token_ids"] for other in others] == [expected] * 2
+    wait_until(lambda: not num_in_use(cluster.status()), "all pages, leases and holds are given back")
+    cluster.do("status", "--check")
 
 
 def test_of_two_gateways_one_may_die_under_load(tmp_path: Path) -> None:

@@ -103,11 +103,22 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
 """The place of what is planted, its name there, what is planted, and the invariants of which any must be named."""
 
 
+FIRST_SEEDS = {
+    "a block of the cold tier is not checked": 38,
+    "a fetch counts whatever its lease": 17,
+    "tokens are taken twice": 61,
+    "a deadline is late": 34,
+    "a hold ends before its blocks are elsewhere": 15,
+}
+"""Seeds that found a fault once: a search from there is short. Another seed finds it if a change of plans moves it."""
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str) -> None:
     place, attribute, planted, invariants = PLANTED[name]
     with patch.object(place, attribute, planted):
-        for seed in range(1, MAX_SEEDS_TO_FIND):
+        first = FIRST_SEEDS.get(name, 1)
+        for seed in range(first, first + MAX_SEEDS_TO_FIND):
             broken = {violation.invariant for violation in simulate(draw_plan(seed)).violations}
             if broken & invariants:
                 return
