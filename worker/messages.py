@@ -121,7 +121,7 @@ def _dropping(text: str) -> Dropping | None:
         policy = parse_kv_policy(text) if text else None
     except ConfigError as error:
         raise InvalidRequest("kv_policy", error.message) from error
-    _require(policy is None or isinstance(policy, Dropping), "kv_policy", "not one that drops KV by worth")
+    _require(not text or isinstance(policy, Dropping), "kv_policy", "not one that drops KV by worth")
     return policy if isinstance(policy, Dropping) else None
 
 

@@ -106,6 +106,7 @@ OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
     "public_root": (spoilt(begin_of(), num_public_blocks=1), spoilt(begin_of(), public_root=bytes(32))),
     "num_public_blocks": (spoilt(begin_of(), num_public_blocks=2**32 - 1, public_root=bytes(32)),),
     "num_scored": (spoilt(begin_of(), num_scored=1),),
+    "kv_policy": tuple(spoilt(begin_of(), kv_policy=text) for text in ("h2o", "full", "sinks=4+64", "snapkv=0%", "\0")),
     "stop": tuple(set_to(stop=value) for value in ([""], ["a"] * 5, ["a" * 257])),
     "block_addresses": (spoilt(begin_of(), block_addresses=["h:1"] * 17),),
     "logit_bias": tuple(set_to(logit_bias=value) for value in ({VOCAB_SIZE: 1.0}, {1: math.nan}, {1: -101.0})),
