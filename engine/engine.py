@@ -25,6 +25,7 @@ from kv_store.transfers import NoStore
 from text.incremental import IncrementalText, Piece
 from text.tokenizer import Tokenizer
 from wire.ids import NamespaceRoot, RequestId
+from wire.kv_policy import parse_kv_policy
 from wire.sampling import FinishReason, SamplingParams
 
 _ROOT = NamespaceRoot(bytes(32))
@@ -62,6 +63,7 @@ class Engine:
         *,
         dtype: str | None = None,
         kv_dtype: str = "auto",
+        kv_policy: str = "full",
         device: str = "cpu",
         block_size: int = 16,
         num_blocks: int = 1024,
@@ -69,8 +71,9 @@ class Engine:
     ) -> "Engine":
         """Loads a checkpoint folder, or a hub's name of one. ModelError if it cannot be served.
 
-        kv_dtype: of wire.layout.KV_DTYPES.
+        kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy, checked here.
         """
+        parse_kv_policy(kv_policy)
         folder: Path = find_folder(model)
         tokenizer = Checkpoint(folder).load_tokenizer()
         decoder = Decoder.load(folder, dtype, torch.device(device), block_size, kv_dtype=kv_dtype)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from kv_store.frame import MAC_KEY_BYTES
 from wire.errors import ConfigError
+from wire.kv_policy import parse_kv_policy
 from wire.layout import KV_DTYPES
 from wire.pools import Role
 from wire.settings import from_json, to_json
@@ -20,7 +21,10 @@ MIN_SILENCE_S = 3.0
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """The model's folder and device. kernels: a CPU's; see `select_backend`. kv_dtype: of wire.layout.KV_DTYPES."""
+    """The model's folder and device. kernels: a CPU's; see `select_backend`. kv_dtype: of wire.layout.KV_DTYPES.
+
+    kv_policy: of wire.kv_policy.
+    """
 
     folder: str
     fingerprint_hex: str
@@ -28,10 +32,12 @@ class CheckpointSettings:
     device: str = "cpu"
     kernels: str = "auto"
     kv_dtype: str = "auto"
+    kv_policy: str = "full"
 
     def __post_init__(self) -> None:
         _require(self.folder, "model.folder", "must not be empty")
         _require(self.kv_dtype in KV_DTYPES, "model.kv_dtype", f"must be one of {', '.join(KV_DTYPES)}")
+        parse_kv_policy(self.kv_policy)
         _require(len(self.fingerprint) == FINGERPRINT_BYTES, "model.fingerprint_hex", "must be 32 bytes")
 
     @property

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(to_object(status) | {"http_address": state.http_address}))
     else:
-        print(render_status(status, state.http_address))
+        print(render_status(status, state.http_url))
         if state.head is not None:  # a Ray cluster that was joined keeps its logs elsewhere
             print(f"\nlogs in {run_dir.ray_logs(Path(state.run_dir))}")
     if args.check and status.problems:

@@ -23,11 +23,11 @@ COLD_STATES = {
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
 
 
-def render_status(status: cluster_pb2.ClusterStatus, http_address: str = "") -> str:
+def render_status(status: cluster_pb2.ClusterStatus, http_url: str = "") -> str:
     """Renders queue and hits, workers, blocks by state, tiers, last events, problems."""
     events = status.events[-NUM_EVENTS:]
     parts = [
-        "\n".join(_summary(status, http_address)),
+        "\n".join(_summary(status, http_url)),
         _render_workers(_sorted(status.workers)),
         _render_blocks(status),
         _render_tiers(status),
@@ -37,10 +37,10 @@ def render_status(status: cluster_pb2.ClusterStatus, http_address: str = "") -> 
     return "\n\n".join(part for part in parts if part)
 
 
-def _summary(status: cluster_pb2.ClusterStatus, http_address: str) -> Iterator[str]:
+def _summary(status: cluster_pb2.ClusterStatus, http_url: str) -> Iterator[str]:
     yield f"{status.model} at {status.address}"
-    if http_address:
-        yield f"http      http://{http_address}/v1"
+    if http_url:
+        yield f"http      {http_url}"
     yield f"requests  {status.num_running} running, {status.num_queued} waiting for their first token"
     if status.pools:
         ready = ", ".join(f"{pool.role} {pool.num_ready} of {pool.size}" for pool in status.pools)

@@ -35,6 +35,7 @@ _SERVED = "what clients call it; several names are names of one model (default: 
 _DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
 _WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a little less exact (default: auto)"
 _KV = "what KV is kept in: auto, as it computes, or half the memory in int8 or fp8, a little less exact (default: auto)"
+_POLICY = "what of its KV a sequence keeps: full, or sinks=4+1020, its first and latest tokens (default: full)"
 _SPECULATE = "ngram: guess next tokens by what followed the same ones before; no token changes (default: off)"
 _DRAFT = "guess next tokens by a smaller model of the same vocabulary; no token changes (default: none)"
 _INSECURE = "allow settings that leave a port open to strangers: see docs/security.md"
@@ -52,6 +53,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--dtype": ("model.dtype", None, str, _DTYPE),
         "--weights": ("model.weights", None, str, _WEIGHTS),
         "--kv-dtype": ("model.kv_dtype", None, str, _KV),
+        "--kv-policy": ("model.kv_policy", "POLICY", str, _POLICY),
         "--block-size": ("model.block_size", "TOKENS", int, "tokens per block of KV (default: 16)"),
     },
     "workers": {
@@ -145,8 +147,7 @@ class Console:
         took_s = time.monotonic() - self._began_s
         prompt = DEMO_PROMPT if state.model == DEMO_MODEL else "Once upon a time"
         generate, status, down = (command_line(verb, state.name) for verb in ("generate", "status", "down"))
-        scheme = "https" if state.speaks_tls else "http"
-        http = f", and at {scheme}://{state.http_address}/v1 in OpenAI's dialect," if state.http_address else ""
+        http = f", and at {state.http_url} in OpenAI's dialect," if state.http_url else ""
         print(f"\nServing {state.model} at {state.address}{http} after {took_s:.1f} s. Now:")
         print(f'  {generate} "{prompt}"\n  {status}\n  {down}', flush=True)
 

@@ -171,6 +171,7 @@ class ClusterPlan:
                 self.model.device,
                 self.model.kernels,
                 self.config.model.kv_dtype,
+                self.config.model.kv_policy,
             ),
             pool=PageSettings(sizes.num_pool_blocks, served.layout.block_size),
             store=replace(self._store(home), node_id=home.node.name, block_address=home.block_address),

@@ -15,6 +15,7 @@ from deploy.plan.byte_size import parse_bytes
 from deploy.plan.resources import RESERVED
 from router.config import LOOPBACK, AdmissionBounds, StreamBounds
 from wire.errors import ConfigError
+from wire.kv_policy import parse_kv_policy
 from wire.layout import KV_DTYPES
 from wire.pools import PoolSizes, Role
 from wire.settings import from_object
@@ -66,6 +67,7 @@ class ModelSettings:
     dtype: str = "auto"
     weights: str = "auto"
     kv_dtype: str = "auto"
+    kv_policy: str = "full"
     block_size: int = 16
 
     @property
@@ -273,6 +275,7 @@ class ClusterConfig:
         for name, choices in choices_of.items():
             value = attrgetter(name)(self)
             _require(value in (None, *choices), name, f"one of {', '.join(map(str, choices))}", value)
+        parse_kv_policy(self.model.kv_policy)
         for name in RANGES:
             if problem := range_problem(name, attrgetter(name)(self)):
                 raise ConfigError(f"{name} {problem}")

@@ -42,6 +42,10 @@ def test_keys_made_while_the_cluster_runs_hold_at_both_doors_and_after_a_restart
         assert [status_of(address, shown) for shown in ("", text[:-1], text)] == ["401", "401", "200"]
         monkeypatch.setenv("BATON_API_KEY", text)
         assert ServedCluster(cluster.name, tmp_path).do("generate", "hello", "--max-tokens", "1")
+        monkeypatch.setenv("BATON_OTHER_API_KEY", key("create", "--tenant", "globex"))
+        told = ServedCluster(cluster.name, tmp_path).do("doctor")
+        assert "nor by a key of globex" in told
+        assert "the ports' certificates are good until" in told
         for actor in ("router", "gateway"):
             cluster.actor(actor).kill()
         wait_until(lambda: status_of(address, text) == "200", "router and gateway are back")

@@ -58,6 +58,7 @@ def test_what_has_a_default_may_be_left_out() -> None:
         ("model.fingerprint_hex", "ab", "worker.model.fingerprint_hex: must be 32 bytes"),
         ("model.fingerprint_hex", "xy" * 32, "worker.model.fingerprint_hex: must be hex digits"),
         ("model.kv_dtype", "int3", "worker.model.kv_dtype: must be one of auto, int8, fp8"),
+        ("model.kv_policy", "sinks=0+1", "kv_policy sinks=0+1: wants a sink at least"),
         ("server.port", 1 << 16, "worker.server.port: must be from 0 to 65535"),
         ("server.token", "", "worker.server.token: must not be empty"),
         ("role", "judge", "worker.role: must be prefill or decode"),

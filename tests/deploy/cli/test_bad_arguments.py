@@ -81,7 +81,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["bench", "--num-requests", "0"], USAGE, "argument --num-requests: must be at least 1, not 0"),
     (["bench", "--prefix-len", "-1"], USAGE, "argument --prefix-len: must be at least 0, not -1"),
     (["bench", "--slo", "ttft"], USAGE, "argument --slo: must be a number"),
-    (["bench", "--slo", "e2e=1"], USAGE, "argument --slo: must be like ttft=1000,itl=100"),
+    (["bench", "--slo", "e2e=1"], USAGE, "argument --slo: must be like ttft=1000,tpot=100"),
     (["bench", "--url", "localhost:8000"], USAGE, "url: must begin with http:// or https://"),
     (["bench", "--url", "http://[::1"], USAGE, "url: must be like http://127.0.0.1:8000/v1"),
     (["bench", "--url", "http://h:99999"], USAGE, "url: must be like"),
