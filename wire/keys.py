@@ -3,6 +3,10 @@
 root   = HMAC-SHA-256(secret, tenant, fingerprint, layout, adapter, policy)
 key[i] = SHA-256(key[i-1] || tokens of block i as little-endian u32),  key[-1] = root
 tail   = SHA-256(key[i] || "tail" || number of tokens || tokens)       a last block, partly filled
+kept[i] = SHA-256("kept", policy, key of the whole prompt, i)          what a policy keeps of a prompt; a block that is
+                                                                       filled behind these has a key[i] on the last one
+
+KV that was computed while anything was dropped has no other name than one behind kept blocks.
 
 The root itself never leaves the server's processes: a first block names the root's digest as its parent.
 """
@@ -92,6 +96,21 @@ class KeyChain:
         """Names all blocks of the first `num_tokens` tokens, a partly filled last one included."""
         tail = self.tail(num_tokens)
         return self.full(num_tokens) if tail is None else [*self.full(num_tokens), tail]
+
+    def kept(self, policy: str, num_prompt: int, num_blocks: int) -> "KeyChain":
+        """Begins the chain of what a policy keeps of the first `num_prompt` tokens, so many blocks.
+
+        Its tokens are the kept ones, which it does not know, and then the ones that follow the prompt.
+        """
+        prompt_key, size = self.cover(num_prompt)[-1].key, self._block_size
+        chain = KeyChain(self._root, size)
+        chain._tokens = [0] * (num_blocks * size)
+        for index in range(num_blocks):
+            covered = msgpack.packb(["kept", policy, prompt_key, index])
+            parent = chain._parent(index) if index else prompt_key
+            key, digest = BlockKey(hashlib.sha256(covered).digest()), hashlib.sha256(policy.encode()).digest()
+            chain._full.append(BlockName(key, parent, digest, self._root_digest))
+        return chain
 
     def _parent(self, index: int) -> bytes:
         return self._full[index - 1].key if index else self._root
