@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.core import EngineCore
+from engine.dropping import HEAVIEST, Chooser
 from engine.events import Failed, StepOutput
 from engine.model.batch import Batch
 from engine.model.decoder import Decoder
@@ -19,6 +20,7 @@ from kernels.backend import KVPages
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from wire.ids import NamespaceRoot, RequestId
+from wire.kv_policy import Dropping
 from wire.sampling import SamplingParams
 
 _ROOT = NamespaceRoot(bytes(32))
@@ -104,11 +106,13 @@ class ScoringDecoder(Decoder):
 class EngineBackend:
     """Baton's engine over empty pages."""
 
-    def __init__(self, model: ScoringDecoder, num_blocks: int) -> None:
+    def __init__(
+        self, model: ScoringDecoder, num_blocks: int, dropping: Dropping | None = None, chooser: Chooser = HEAVIEST
+    ) -> None:
         self._model = model
-        self.core = EngineCore(
-            model, DevicePool(model.layout, num_blocks, model.device), ContinuousBatcher(), NoStore()
-        )
+        self._dropping = dropping
+        pool = DevicePool(model.layout, num_blocks, model.device)
+        self.core = EngineCore(model, pool, ContinuousBatcher(), NoStore(), chooser=chooser)
 
     def generate(self, texts: Sequence[CutText], max_tokens: int) -> list[list[int]]:
         answers = {self.begin(text, max_tokens): list[int]() for text in texts}
@@ -132,7 +136,8 @@ class EngineBackend:
         max_output = len(text.given_ids) + max_tokens
         sampling = SamplingParams(temperature=0.0, max_tokens=max_output, ignore_eos=ignore_eos)
         request_id, choice = RequestId(str(next(_numbers))), ChoiceSoFar(0, text.given_ids)
-        self.core.add(EngineRequest(request_id, _ROOT, text.prompt_ids, sampling, (choice,)))
+        request = EngineRequest(request_id, _ROOT, text.prompt_ids, sampling, (choice,), dropping=self._dropping)
+        self.core.add(request)
         return request_id
 
     def step(self) -> StepOutput:

@@ -37,7 +37,9 @@ asked. An answer that prefill samples would be right whatever was dropped.
   another, so that it shows text that breaks; and facts with questions and answers, which shows facts that are lost;
 - *agreement*: the share of {pages} prompts of {length} tokens, and as many English pages, whose next 32 tokens are all
   the same as with the full cache;
-- *after a failover*: what a stream goes on with, on a CPU, when its worker is lost.
+- *after a failover*: what a stream goes on with, on a CPU, when its worker is lost;
+- rows of the *latest* tokens and of tokens *at random* are controls: budgets of the same size, filled without a look at
+  attention. The window is the demo model's weights as a Mistral, which was not trained so.
 
 The demo model in float32: 4 layers, 2 KV heads of 32; blocks of 16 tokens. Machine: {machine}."""
 

@@ -11,6 +11,8 @@ from statistics import median
 import torch
 
 from benchmarks.quality_backends import CutText, EngineBackend, ScoringDecoder
+from engine.dropping import HEAVIEST, Chooser, Drawn, Latest
+from wire.kv_policy import Dropping, parse_kv_policy
 
 _SAME = "the same tokens"
 
@@ -19,7 +21,8 @@ _SAME = "the same tokens"
 class Technique:
     """A way to keep KV in fewer bytes: its settings, the case that it is for, and the promise for a lost worker.
 
-    window: of a model like this one, in tokens. waits: its reason to have no figures.
+    when: the case; empty for a control. window: of a model like this one, in tokens. waits: its reason to have no
+    figures.
     """
 
     name: str
@@ -27,6 +30,8 @@ class Technique:
     promise: str = _SAME
     dtype: str | None = None
     kv_dtype: str = "auto"
+    kv_policy: str = "full"
+    chooser: Chooser = HEAVIEST
     window: int | None = None
     waits: str = ""
 
@@ -37,7 +42,8 @@ class Technique:
         folder = model if self.window is None else _with_window(model, self.window, scratch / self.name)
         decoder = ScoringDecoder.load(folder, self.dtype, torch.device(device), block_size, kv_dtype=self.kv_dtype)
         assert isinstance(decoder, ScoringDecoder)
-        return EngineBackend(decoder, num_blocks)
+        policy = parse_kv_policy(self.kv_policy)
+        return EngineBackend(decoder, num_blocks, policy if isinstance(policy, Dropping) else None, self.chooser)
 
 
 _LATER = "not served yet"
@@ -51,8 +57,13 @@ TECHNIQUES = (
     Technique("int4", "where int8 is too large still, and answers may change now and then", waits=_LATER),
     Technique("window of 256", "never as a setting: it is a property of a model, trained with it", window=256),
     Technique("sinks=4+252", "for endless streams, of which only the latest text matters", waits=_LATER),
-    Technique("snapkv=25%", "for long prompts with short answers, where a fact may be missed", waits=_LATER),
-    Technique("h2o=25%", "for long answers, too: what is generated counts against the budget", waits=_LATER),
+    Technique("snapkv=25%", "for long prompts with short answers, where a fact may be missed", kv_policy="snapkv=25%"),
+    Technique("h2o=25%", "for long answers, too: what is generated counts against the budget", kv_policy="h2o=25%"),
+    Technique("latest 25%", "", kv_policy="snapkv=25%", chooser=Latest()),
+    Technique("25% at random", "", kv_policy="snapkv=25%", chooser=Drawn()),
+    Technique("h2o=10%", "for the gist of long texts, not for their facts", kv_policy="h2o=10%"),
+    Technique("latest 10%", "", kv_policy="snapkv=10%", chooser=Latest()),
+    Technique("10% at random", "", kv_policy="snapkv=10%", chooser=Drawn()),
 )
 
 

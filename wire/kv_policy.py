@@ -34,6 +34,15 @@ class Rule(StrEnum):
         """Rows at the end of a prompt whose attention weighs its tokens. They are always run."""
         return 16 if self is Rule.SNAPKV else 64
 
+    @property
+    def num_pooled(self) -> int:
+        """Neighbours whose largest weight counts as a token's; 1 for its own alone."""
+        return POOLED if self is Rule.SNAPKV else 1
+
+    def num_latest(self, num_kept: int) -> int:
+        """Counts the tokens at the end of a prompt that stay, whatever they weigh: watched ones, or half of all."""
+        return min(self.num_watched, num_kept) if self is Rule.SNAPKV else num_kept // 2
+
 
 @dataclass(frozen=True)
 class Sinks:

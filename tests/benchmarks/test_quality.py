@@ -1,6 +1,7 @@
 """The quality script: the same figures from both backends, and bad figures for a bad model."""
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 
 from benchmarks.quality import Meter, main, share_alike
 from benchmarks.quality_backends import CutText, EngineBackend
-from benchmarks.quality_page import PLAN, Row, format_page
+from benchmarks.quality_page import PLAN, RESULTS, Row, format_page
 from benchmarks.techniques import TECHNIQUES, Decoding, Technique, decode
 from demo_model import CHECKPOINT
-from demo_model.recall import Depth
+from demo_model.corpus import Split
+from demo_model.recall import Depth, make_recall_prompt
+from engine.dropping import Latest
 from text.tokenizer import Tokenizer
 
 _ARGUMENTS = ("--model", str(CHECKPOINT), "--seed", "7", "--prompts", "3", "--lengths", "64,100")
@@ -89,6 +92,25 @@ def test_a_window_forgets_what_is_behind_it(tmp_path: Path) -> None:
     assert _recall(windowed, Depth.LATE) - _recall(windowed, Depth.EARLY) > 0.5
 
 
+def test_an_answer_behind_the_cut_is_sampled_on_what_was_kept(tmp_path: Path) -> None:
+    """A fact that a rule drops is gone, though prefill has seen it: an answer that prefill samples is right."""
+    forgetful = _load(tmp_path, kv_policy="snapkv=25%", chooser=Latest())
+    assert _recall(forgetful, Depth.EARLY) == 0.0
+    prompt = make_recall_prompt(random.Random(7), Split.HELD_OUT, 150, Depth.EARLY)
+    tokenizer = Tokenizer.load(CHECKPOINT)
+    token_ids = tokenizer.encode(prompt.text)
+    [at_prefill] = forgetful.generate([CutText(tuple(token_ids), ())], 1)
+    [behind_cut] = forgetful.generate([CutText.cut(token_ids, -3)], 1)
+    assert tokenizer.decode(at_prefill).strip() == prompt.value != tokenizer.decode(behind_cut).strip()
+
+
+def test_perplexity_counts_tokens_that_see_what_was_kept(tmp_path: Path) -> None:
+    def perplexity(**settings: Any) -> float:
+        return Meter(_load(tmp_path, **settings), Tokenizer.load(CHECKPOINT), seed=7, num_prompts=5).perplexity("facts")
+
+    assert perplexity(kv_policy="snapkv=25%", chooser=Latest()) > 1.5 * perplexity()
+
+
 def test_given_tokens_are_run_and_not_sampled(tmp_path: Path, parrot_meter: Meter) -> None:
     [text, *_] = parrot_meter.load(1, 40)
     backend = _load(tmp_path)
@@ -116,3 +138,14 @@ def test_a_technique_without_figures_says_why() -> None:
         assert ("98.7%" in lines[one.name]) is not bool(one.waits)
         assert lines[one.name].endswith(f"| {one.waits or one.promise} |")
         assert f"- **{one.name}**: " in page
+
+
+def test_the_kept_figures_reach_their_floors() -> None:
+    rows = json.loads(RESULTS.read_text())["rows"]
+    recall = {name: row["recall"]["300"] for name, row in rows.items()}
+    full = recall["full, float32"]
+    for name, most_lost in {"int8": 0.01, "fp8": 0.02, "int4": 0.05}.items():
+        assert recall.get(name, full) >= full - most_lost
+    for name in ("snapkv=25%", "h2o=25%"):
+        assert recall[name] >= recall["latest 25%"] + 0.05
+        assert recall[name] >= recall["25% at random"] + 0.10
