@@ -54,7 +54,7 @@ TECHNIQUES = (
     Technique(
         "fp8", "in place of int8 where a GPU multiplies it, or where a model's values need its range", kv_dtype="fp8"
     ),
-    Technique("int4", "where int8 is too large still, and answers may change now and then", waits=_LATER),
+    Technique("int4", "where int8 is too large still, and answers may change now and then", kv_dtype="int4"),
     Technique("window of 256", "never as a setting: it is a property of a model, trained with it", window=256),
     Technique("sinks=4+252", "for endless streams, of which only the latest text matters", waits=_LATER),
     Technique("snapkv=25%", "for long prompts with short answers, where a fact may be missed", kv_policy="snapkv=25%"),
@@ -107,7 +107,8 @@ def decode(backend: EngineBackend, texts: Sequence[CutText], num_steps: int) -> 
     blocks = core.stats().blocks
     for request_id in begun:
         core.abort(request_id)
-    num_bytes = (blocks.owned + blocks.published) * core.pool.layout.payload_bytes
+    layout = core.pool.layout
+    num_bytes = (blocks.owned + blocks.published) * layout.payload_bytes + core.pool.num_open * layout.open_bytes
     return Decoding(num_tokens / seconds, num_bytes / (num_known + num_tokens))
 
 

@@ -73,7 +73,7 @@ class Engine:
 
         kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy, checked here.
         """
-        parse_kv_policy(kv_policy)
+        parse_kv_policy(kv_policy, kv_dtype)
         folder: Path = find_folder(model)
         tokenizer = Checkpoint(folder).load_tokenizer()
         decoder = Decoder.load(folder, dtype, torch.device(device), block_size, kv_dtype=kv_dtype)

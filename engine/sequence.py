@@ -15,7 +15,7 @@ from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.sampler import Draw
 from engine.schedule.batcher import Candidate, Gate, Phase
 from wire.ids import PageId
-from wire.keys import BlockName, KeyChain
+from wire.keys import BlockName, NameChain
 from wire.kv_policy import Dropping, Rule
 from wire.sampling import FinishReason
 
@@ -109,9 +109,9 @@ class Sequence:
         self._early_ids = (*sampling.stop_token_ids, *model.eos_token_ids)
         self._layout = model.layout
         self._block_size = model.layout.block_size
-        self._keys = KeyChain(request.root, self._block_size)
+        self._keys = NameChain(request.root, self._block_size, request.public)
         self._dropping = _dropping_of(request, self._block_size)
-        self._kept_keys: KeyChain | None = None
+        self._kept_keys: NameChain | None = None
         self.num_kept = 0
         if self._dropping is not None:
             num_kept = self._dropping.num_kept(self.num_prompt, self._block_size)
@@ -236,7 +236,9 @@ class Sequence:
         return [*from_prompt, *self.output_ids[first_output : first_output + num_tokens - len(from_prompt)]]
 
     def cover(self, num_tokens: int) -> list[BlockName]:
-        """Names the blocks of the first `num_tokens` known tokens, a partly filled last one included."""
+        """Names the blocks of the first `num_tokens` known tokens, a partly filled last one too where it has a name."""
+        if self._layout.has_open_blocks:
+            num_tokens -= num_tokens % self._block_size
         return self._keys_of(num_tokens).cover(num_tokens)
 
     def cover_kept(self, num_tokens: int) -> list[BlockName]:
@@ -244,7 +246,9 @@ class Sequence:
         return self._kept_keys_of(num_tokens).cover(num_tokens - self.num_prompt + self.num_kept)
 
     def tail(self) -> BlockName | None:
-        """Names the last block with KV if it is filled partly; None where it has no name, as pages were dropped."""
+        """Names the last block with KV if it is filled partly; None where it is open, or pages were dropped."""
+        if self._layout.has_open_blocks:
+            return None
         keys = self._stored_keys()
         return None if keys is None else keys.tail(self.num_stored)
 
@@ -257,13 +261,13 @@ class Sequence:
         keys = self._stored_keys()
         return [] if keys is None else list(zip(keys.full(stop, start), self.pages[first:last], strict=True))
 
-    def _stored_keys(self) -> KeyChain | None:
+    def _stored_keys(self) -> NameChain | None:
         """Brings the chain of what the pages have up to the last computed token; None if it has no names."""
         if not self.pages.num_dropped:
             return self._keys_of(self.num_computed)
         return self._kept_keys_of(self.num_computed) if self.names_kept else None
 
-    def _kept_keys_of(self, num_tokens: int) -> KeyChain:
+    def _kept_keys_of(self, num_tokens: int) -> NameChain:
         """Brings the chain of kept tokens up to the first `num_tokens` known ones."""
         if self._kept_keys is None:
             assert self._dropping is not None, "keeps all"
@@ -277,7 +281,7 @@ class Sequence:
     def _new_watch(self) -> Watch | None:
         return None if self._dropping is None else Watch(self._dropping, self.num_prompt, self._block_size)
 
-    def _keys_of(self, num_tokens: int) -> KeyChain:
+    def _keys_of(self, num_tokens: int) -> NameChain:
         """Brings the chain of keys up to the first `num_tokens` known tokens."""
         start = self._keys.num_tokens
         self._keys.extend(self.tokens(start, max(0, num_tokens - start)))
