@@ -150,7 +150,7 @@ class EngineCore:
         if request.dropping is not None:
             if layout.window is not None:
                 raise InvalidRequest("kv_policy", "tokens of a model with windows are not dropped by worth")
-            most += request.dropping.num_kept(len(request.prompt_ids), layout.block_size)
+            most += request.dropping.num_spare(len(request.prompt_ids), layout.block_size) * layout.block_size
         capacity = layout.max_len(self.pool.ledger.num_pages, most)
         if most > capacity:
             raise InvalidRequest("max_tokens", f"{most} tokens exceed what the pool holds ({capacity})")

@@ -246,10 +246,8 @@ class Sequence:
         return self._kept_keys_of(num_tokens).cover(num_tokens - self.num_prompt + self.num_kept)
 
     def tail(self) -> BlockName | None:
-        """Names the last block with KV if it is filled partly; None where it is open, or pages were dropped."""
-        if self._layout.has_open_blocks:
-            return None
-        keys = self._stored_keys()
+        """Names the last block with KV if it is filled partly, and has a name."""
+        keys = None if self._layout.has_open_blocks else self._stored_keys()
         return None if keys is None else keys.tail(self.num_stored)
 
     def full_blocks(self, start: int) -> list[tuple[BlockName, PageId]]:

@@ -148,14 +148,6 @@ def paged_prefill_attention(
     return output
 
 
-def _parts(start: int, end: int, pages: KVPages) -> list[tuple[int, int]]:
-    """Cuts the positions of a chunk into parts that read the same numbers: with int4 each is in one block."""
-    if pages.int4 is None:
-        return [(start, end)] if start < end else []
-    ends = [*range(start - start % pages.data.shape[3] + pages.data.shape[3], end, pages.data.shape[3]), end]
-    return list(zip([start, *ends[:-1]], ends, strict=True)) if start < end else []
-
-
 def weigh(query: Tensor, pages: KVPages, block_table: Tensor, context_len: int, variant: AttentionVariant) -> Tensor:
     """Sums the softmax weights of a sequence's last rows, and of a group's query heads, that fall on each of its keys.
 
@@ -168,6 +160,14 @@ def weigh(query: Tensor, pages: KVPages, block_table: Tensor, context_len: int, 
     grouped = query.view(num_rows, len(keys), group_size, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     seen = _causal_mask(num_rows, context_len, None, query.device).repeat(group_size, 1)
     return _weights(grouped.contiguous(), keys.contiguous(), seen, variant).sum(1)
+
+
+def _parts(start: int, end: int, pages: KVPages) -> list[tuple[int, int]]:
+    """Cuts the positions of a chunk into parts that read the same numbers: with int4 each is in one block."""
+    if pages.int4 is None:
+        return [(start, end)] if start < end else []
+    ends = [*range(start - start % pages.data.shape[3] + pages.data.shape[3], end, pages.data.shape[3]), end]
+    return list(zip([start, *ends[:-1]], ends, strict=True)) if start < end else []
 
 
 def _first_visible(position: int, variant: AttentionVariant) -> int:

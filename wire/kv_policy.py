@@ -76,6 +76,11 @@ class Dropping:
         wanted = -(-num_prompt * self.amount // 100) if self.unit else self.amount
         return max(_LEAST_BLOCKS, -(-wanted // block_size))
 
+    def num_spare(self, num_prompt: int, block_size: int) -> int:
+        """Counts the pages that a prompt needs beside its own, for copies of what is kept."""
+        num_blocks = self.num_blocks(num_prompt, block_size)
+        return num_blocks if self.rule is Rule.SNAPKV and num_blocks * block_size < num_prompt else 0
+
     def num_kept(self, num_prompt: int, block_size: int) -> int:
         """Counts the tokens of a prompt that are kept: whole blocks, or the whole prompt where no block can go."""
         return min(self.num_blocks(num_prompt, block_size) * block_size, num_prompt)

@@ -125,7 +125,8 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Does as `Model.forward`. Returns an inference tensor of the caller's until the next call. For one thread."""
-        if batch.samples_all and not batch.watched and (program := self._program_for(batch, kv)) is not None:
+        program = self._program_for(batch, kv) if batch.samples_all and not batch.watched else None
+        if program is not None:
             return program.run(batch)
         return self.run(self._backend, batch, self.angles_for(kv).at(batch.positions), kv, _NO_BUFFERS)
 
