@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from engine.decode_rows import DecodeRows
-from engine.dropping import HEAVIEST, Chooser
 from engine.events import (
     Abandoned,
     EngineStats,
@@ -30,6 +29,7 @@ from engine.events import (
 )
 from engine.kv_cache import KVCache
 from engine.model.batch import Model
+from engine.model.dropping import HEAVIEST, Chooser
 from engine.request import EngineRequest, HandOff
 from engine.roster import Roster
 from engine.runner import Runner

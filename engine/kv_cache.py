@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.dropping import gather_tokens
 from engine.events import Fetched, TierTokens
+from engine.model.dropping import gather_tokens
 from engine.request import HandOff
 from engine.schedule.batcher import Pages, Phase
 from engine.sequence import BlockTable, Sequence

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from engine.decode_rows import DecodeRows, Ints
-from engine.dropping import HEAVIEST, Chooser, page_mass
 from engine.kv_cache import KVCache
 from engine.model.batch import Batch, Model, Watched
+from engine.model.dropping import HEAVIEST, Chooser, page_mass
 from engine.sampler import Draw, likeliest, sample, score
 from engine.sequence import Sequence
 from engine.speculation import Drafts

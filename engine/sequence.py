@@ -8,9 +8,9 @@ from typing import cast
 
 import numpy as np
 
-from engine.dropping import Watch
 from engine.events import ChoiceId
 from engine.model.batch import Model
+from engine.model.dropping import Watch
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.sampler import Draw
 from engine.schedule.batcher import Candidate, Gate, Phase

@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from engine.core import EngineCore
-from engine.dropping import HEAVIEST, Chooser, Drawn, Latest
 from engine.model.batch import Model
 from engine.model.decoder import Decoder
+from engine.model.dropping import HEAVIEST, Chooser, Drawn, Latest
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher

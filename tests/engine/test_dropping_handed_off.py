@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.events import Fetched, HandedOff
+from engine.events import HandedOff
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from kv_store.tiers.memory_tier import MemoryTier
@@ -116,18 +116,21 @@ def test_what_is_lost_is_chosen_again(num_emitted: int, is_lost: list[int], has_
 
 
 def test_the_next_attempt_finds_what_was_filled_behind_kept_blocks() -> None:
-    """After a worker is lost, its successor fetches the blocks of the tokens that it had emitted."""
+    """After a worker is lost, its successor finds the blocks of the tokens that it had emitted."""
     node = Node(MODEL)
     run = handed_off(node, SNAPKV)
     [first] = drive(make_core(MODEL, node), [rest_of(run)])
-    first.outputs[0] = first.outputs[0][:50]
+    chain = NameChain(ROOT, 16)
+    chain.extend(PROMPT)
+    kept = chain.kept(SNAPKV.terms, len(PROMPT), NUM_KEPT)
+    kept.extend(first.outputs[0][:48])
+    names = kept.full(NUM_KEPT * 16 + 48)
+    assert len(names) == NUM_KEPT + 3
+    assert all(node.directory.exists([name.key for name in names]))
+    whole, first.outputs[0] = first.outputs[0], first.outputs[0][:50]
     core = make_core(MODEL, node)
-    core.add(rest_of(first))
-    events = [event for _ in range(4) for event in core.step().events]
-    assert any(isinstance(event, Fetched) and event.tokens.computed == 0 for event in events)
-    assert core.stats().num_running == 1
-    [sequence] = core._roster.running
-    assert sequence.num_computed >= len(PROMPT) + 48
+    assert drive(core, [rest_of(first)])[0].outputs[0] == whole
+    assert core.pool.ledger.find(names[-1].key) is not None
 
 
 def test_kept_blocks_come_from_a_cold_tier() -> None:
