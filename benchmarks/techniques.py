@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from benchmarks.quality_backends import CutText, EngineBackend, ScoringDecoder
-from engine.dropping import HEAVIEST, Chooser, Drawn, Latest
+from engine.model.dropping import HEAVIEST, Chooser, Drawn, Latest
 from wire.kv_policy import Dropping, parse_kv_policy
 
 _SAME = "the same tokens"

@@ -87,8 +87,9 @@ class Sequence:
 
     end_ids: tokens that end the choice. max_output: output tokens at which it ends for its length. num_scored: as in
     EngineRequest, and grows. num_kept: tokens of the prompt that stay after its end; 0 where all do.
-    watch: of a sequence that may still drop tokens. spare: pages for what will be kept. delayed: blocks that the store
-    gets after these, each with a reference. has_lost_kept: the store lacks what was kept, so that it is chosen again.
+    names_kept: these have names. watch: of a sequence that may still drop tokens. spare: pages for what will be kept.
+    delayed: blocks that the store gets after these, each with a reference. has_lost_kept: the store lacks what was
+    kept, so that it is chosen again.
     """
 
     def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: Model) -> None:
@@ -112,10 +113,10 @@ class Sequence:
         self._keys = NameChain(request.root, self._block_size, request.public)
         self._dropping = _dropping_of(request, self._block_size)
         self._kept_keys: NameChain | None = None
-        self.num_kept = 0
+        self.num_kept, self.names_kept = 0, False
         if self._dropping is not None:
-            num_kept = self._dropping.num_kept(self.num_prompt, self._block_size)
-            self.num_kept = num_kept if num_kept < self.num_prompt else 0
+            self.num_kept = self._dropping.num_spare(self.num_prompt, self._block_size) * self._block_size
+            self.names_kept = self._dropping.num_named(self.num_prompt, self._block_size) > 0
         self.watch = self._new_watch()
         self.spare: list[PageId] = []
         self.delayed: list[tuple[BlockName, PageId]] = []
@@ -139,11 +140,6 @@ class Sequence:
     def is_due(self) -> bool:
         """Whether tokens may be dropped before the next one runs."""
         return self.watch is not None and self.num_computed == self.watch.boundary
-
-    @property
-    def names_kept(self) -> bool:
-        """Whether what is kept of the prompt has names: with H2O it would lack what its tokens weigh."""
-        return self.num_kept > 0 and self._dropping is not None and self._dropping.rule is Rule.SNAPKV
 
     @property
     def finds_kept(self) -> bool:

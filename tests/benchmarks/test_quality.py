@@ -15,7 +15,7 @@ from benchmarks.techniques import TECHNIQUES, Decoding, Technique, decode
 from demo_model import CHECKPOINT
 from demo_model.corpus import Split
 from demo_model.recall import Depth, make_recall_prompt
-from engine.dropping import Latest
+from engine.model.dropping import Latest
 from text.tokenizer import Tokenizer
 
 _ARGUMENTS = ("--model", str(CHECKPOINT), "--seed", "7", "--prompts", "3", "--lengths", "64,100")
