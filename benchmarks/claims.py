@@ -34,7 +34,7 @@ from benchmarks.claim_families import (
 )
 from benchmarks.claim_families.finding import Family, Inputs
 from benchmarks.claim_families.page import Kept, write_page
-from benchmarks.machine import MachineState
+from benchmarks.machine import MachineState, processor
 
 PAGE = ROOT / "docs" / "claims.md"
 RESULTS = ROOT / "benchmarks" / "results" / "claims.json"
@@ -83,9 +83,7 @@ def measure(names: Sequence[str], trace: Path | None) -> dict[str, Kept]:
 
 def describe_machine() -> str:
     """Names the processor, and the state of the machine."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return ", ".join([*models[:1], MachineState.measure().describe()])
+    return f"{processor()}, {MachineState.measure().describe()}"
 
 
 def rows_of(kept: Mapping[str, Kept], only: str | None) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -40,6 +41,13 @@ class MachineState:
             f"load average {self.load_average:.2f}, {self.num_cpus} cores, OMP_NUM_THREADS={self.omp_num_threads}, "
             f"read {self.read_gb_s:.1f} GB/s, copy {self.copy_gb_s:.1f} GB/s"
         )
+
+
+def processor() -> str:
+    """Names the processor as Linux knows it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else "unknown processor"
 
 
 def _best_gb_s(work: Callable[[], object]) -> float:

@@ -1,11 +1,19 @@
 """How good a model's answers are under given engine settings: recall, perplexity, and agreement with transformers.
 
     python benchmarks/quality.py --model demo_model/checkpoint --seed 0 --prompts 100 --json
+    OMP_NUM_THREADS=1 python benchmarks/quality.py --write
 
 Recall is the share of held-out prompts whose asked fact is answered right, by the prompt's length in tokens of the demo
-model and by the third of the facts in which the asked one stands. Perplexity is that of held-out English. Agreement is
-the share of held-out prompts of both kinds whose greedy continuation is, token for token, that of transformers in
-float32.
+model and by the third of the facts in which the asked one stands. Perplexity is that of the last third of held-out
+English pages. Agreement is the share of held-out texts of both kinds whose greedy continuation is, token for token,
+that of transformers in float32.
+
+All of them count what follows a cut: a prompt ends before its question's last three tokens, an English page after two
+thirds. What stands behind the cut is given to the engine as if it had been emitted, so that it, and each answer, runs
+on what is kept of the prompt's KV.
+
+--write measures every technique of benchmarks/techniques.py instead, keeps the figures in
+benchmarks/results/quality.json, and makes docs/quality.md of them.
 """
 
 import argparse
@@ -13,28 +21,39 @@ import json
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.quality_backends import Backend, EngineBackend, TransformersBackend
+from benchmarks.quality_backends import Backend, CutText, TransformersBackend
+from benchmarks.quality_page import MAIN_LEN, PLAN, Row, write_page
+from benchmarks.techniques import LOAD, TECHNIQUES, Technique, decode_in_turns
 from demo_model import CHECKPOINT
 from demo_model.corpus import Split
-from demo_model.documents import make_english
+from demo_model.documents import make_document, make_english
 from demo_model.recall import Depth, RecallPrompt, is_right, make_recall_prompt
-from engine.engine import Engine
 from text.tokenizer import Tokenizer
 from wire.layout import KV_DTYPES
 
 _BATCH_SIZE = 25
 _ANSWER_LEN = 4
-_ENGLISH_LEN = 128
-_OPENING_LEN = 8
+_CUT_LEN = 3
+_PAGE_LEN = 384
+_OPENING_LEN = 256
 _CONTINUATION_LEN = 32
+
+
+def make_facts_page(rng: random.Random, split: Split, length: int) -> str:
+    """Facts, and questions with their answers, as the demo model was trained on; now and then a page of English."""
+    return "".join(part.text for part in make_document(rng, split, length))
+
+
+PAGES = {"english": make_english, "facts": make_facts_page}
 
 
 @dataclass(frozen=True)
@@ -60,61 +79,104 @@ class Meter:
         self._seed = seed
         self._num_prompts = num_prompts
 
+    def recall_by_depth(self, length: int) -> dict[str, float]:
+        return {depth.name.lower(): self.recall(length, depth) for depth in Depth}
+
     def recall(self, length: int, depth: Depth) -> float:
         """Share of right answers to prompts of up to `length` tokens."""
         prompts = self._recall_prompts(length, depth)
-        answers = self._generate(self._backend, [self._encode(prompt.text) for prompt in prompts], _ANSWER_LEN)
+        answers = self._generate([self._question(prompt) for prompt in prompts], _ANSWER_LEN)
         texts = [self._tokenizer.decode(answer) for answer in answers]
         return sum(map(is_right, prompts, texts)) / len(prompts)
 
-    def perplexity(self) -> float:
-        """Of held-out English, by token."""
-        pages = [self._encode(page) for page in self._english()]
+    def perplexity(self, kind: str = "english") -> float:
+        """Of held-out text of a kind, of PAGES, by token."""
+        pages = [CutText.cut(page, _OPENING_LEN) for page in self._pages(kind)]
         total = sum(self._backend.log_likelihood(page) for page in pages)
-        return math.exp(-total / sum(len(page) - 1 for page in pages))
+        return math.exp(-total / sum(len(page.given_ids) - 1 for page in pages))
 
-    def agreement(self, reference: Backend, lengths: Sequence[int]) -> float:
-        """Share of prompts that the reference continues with the same tokens."""
-        prompts = [self._encode(page)[:_OPENING_LEN] for page in self._english()]
+    def continuations(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Continues English pages, and prompts of these lengths."""
+        texts = [CutText.cut(page[: _OPENING_LEN + _CUT_LEN], _OPENING_LEN) for page in self._pages("english")]
         for length in lengths:
-            prompts += [self._encode(prompt.text) for prompt in self._recall_prompts(length, Depth.MIDDLE)]
-        ours, theirs = (self._generate(backend, prompts, _CONTINUATION_LEN) for backend in (self._backend, reference))
-        return sum(one == other for one, other in zip(ours, theirs, strict=True)) / len(prompts)
+            texts += map(self._question, self._recall_prompts(length, Depth.MIDDLE))
+        return self._generate(texts, _CONTINUATION_LEN)
+
+    def load(self, num_texts: int, length: int) -> list[CutText]:
+        """Makes different texts of one length, to decode behind."""
+        rng = random.Random(f"{self._seed} load")
+        pages = (make_english(rng, Split.HELD_OUT, length) for _ in range(num_texts))
+        return [CutText.cut(self._tokenizer.encode(page)[:length], -_CUT_LEN) for page in pages]
+
+    def _question(self, prompt: RecallPrompt) -> CutText:
+        return CutText.cut(self._tokenizer.encode(prompt.text), -_CUT_LEN)
 
     def _recall_prompts(self, length: int, depth: Depth) -> list[RecallPrompt]:
         rng = random.Random(f"{self._seed} recall {length} {depth.name}")
         return [make_recall_prompt(rng, Split.HELD_OUT, length, depth) for _ in range(self._num_prompts)]
 
-    def _english(self) -> list[str]:
-        rng = random.Random(f"{self._seed} english")
-        return [make_english(rng, Split.HELD_OUT, _ENGLISH_LEN) for _ in range(self._num_prompts)]
+    def _pages(self, kind: str) -> list[list[int]]:
+        rng = random.Random(f"{self._seed} {kind}")
+        pages = (PAGES[kind](rng, Split.HELD_OUT, _PAGE_LEN) for _ in range(self._num_prompts))
+        return [self._tokenizer.encode(page) for page in pages]
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
+    def _generate(self, texts: Sequence[CutText], max_tokens: int) -> list[list[int]]:
+        starts = range(0, len(texts), _BATCH_SIZE)
+        batches = (self._backend.generate(texts[start : start + _BATCH_SIZE], max_tokens) for start in starts)
+        return [answer for batch in batches for answer in batch]
 
-    def _generate(self, backend: Backend, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
-        starts = range(0, len(prompts), _BATCH_SIZE)
-        return [
-            answer for start in starts for answer in backend.generate(prompts[start : start + _BATCH_SIZE], max_tokens)
-        ]
+
+def share_alike(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> float:
+    """Divides the number of continuations that are the same as theirs by that of all."""
+    return sum(one == other for one, other in zip(ours, theirs, strict=True)) / len(ours)
 
 
 def measure(args: argparse.Namespace) -> Quality:
     """All figures of the model and engine settings that `args` name."""
     reference = TransformersBackend(args.model)
-    backend = reference if args.backend == "transformers" else _load_engine(args)
-    meter = Meter(backend, Tokenizer.load(args.model), args.seed, args.prompts)
-    by_depth = {length: {depth.name.lower(): meter.recall(length, depth) for depth in Depth} for length in args.lengths}
+    asked = Technique("asked", "", dtype=args.dtype, kv_dtype=args.kv_dtype)
+    sizes = args.device, args.block_size, args.num_blocks
+    backend = reference if args.backend == "transformers" else asked.load(args.model, Path(), *sizes)
+    tokenizer = Tokenizer.load(args.model)
+    ours, theirs = (Meter(one, tokenizer, args.seed, args.prompts) for one in (backend, reference))
+    by_depth = {length: ours.recall_by_depth(length) for length in args.lengths}
     return Quality(
         model=args.model.name,
         backend=args.backend,
         seed=args.seed,
         prompts_per_cell=args.prompts,
-        recall={length: sum(row.values()) / len(row) for length, row in by_depth.items()},
+        recall=_over_depths(by_depth),
         recall_by_depth=by_depth,
-        perplexity=meter.perplexity(),
-        greedy_agreement=meter.agreement(reference, args.lengths),
+        perplexity=ours.perplexity(),
+        greedy_agreement=share_alike(ours.continuations(args.lengths), theirs.continuations(args.lengths)),
     )
+
+
+def measure_all(args: argparse.Namespace) -> dict[str, Row]:
+    """Measures all techniques that wait for nothing, on the same texts, and their speed in turns."""
+    ready = [one for one in TECHNIQUES if not one.waits]
+    with TemporaryDirectory() as scratch:
+        backends = [one.load(args.model, Path(scratch), num_blocks=args.num_blocks) for one in ready]
+    tokenizer = Tokenizer.load(args.model)
+    meters = [
+        {length: Meter(backend, tokenizer, args.seed, num) for length, num in PLAN.items()} for backend in backends
+    ]
+    texts = meters[0][MAIN_LEN].load(LOAD.num_texts, LOAD.text_len)
+    loads = decode_in_turns(backends, texts, LOAD.num_steps, LOAD.num_rounds)
+    full = meters[0][MAIN_LEN].continuations([MAIN_LEN])
+    rows = {}
+    for technique, by_length, load in zip(ready, meters, loads, strict=True):
+        print(f"{technique.name} ...", file=sys.stderr, flush=True)
+        by_depth = {length: meter.recall_by_depth(length) for length, meter in by_length.items()}
+        meter = by_length[MAIN_LEN]
+        agreement = share_alike(meter.continuations([MAIN_LEN]), full)
+        perplexities = {kind: meter.perplexity(kind) for kind in PAGES}
+        rows[technique.name] = Row(_over_depths(by_depth), by_depth, perplexities, agreement, load)
+    return rows
+
+
+def _over_depths(by_depth: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
+    return {length: sum(row.values()) / len(row) for length, row in by_depth.items()}
 
 
 def format_table(quality: Quality) -> str:
@@ -134,6 +196,9 @@ def format_table(quality: Quality) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print a table or the JSON."""
     args = _parse_args(arguments)
+    if args.write:
+        write_page(measure_all(args))
+        return
     quality = measure(args)
     as_json = json.dumps(asdict(quality), indent=2)
     if args.json is None:
@@ -142,18 +207,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(as_json)
     else:
         args.json.write_text(as_json + "\n")
-
-
-def _load_engine(args: argparse.Namespace) -> EngineBackend:
-    engine = Engine.load(
-        str(args.model),
-        dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
-        device=args.device,
-        block_size=args.block_size,
-        num_blocks=args.num_blocks,
-    )
-    return EngineBackend(engine)
 
 
 def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -169,6 +222,7 @@ def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--num-blocks", type=int, default=2048)
     parser.add_argument("--json", type=Path, nargs="?", const=Path("-"), help="print JSON, or write it to this file")
+    parser.add_argument("--write", action="store_true", help="measure all techniques, and make docs/quality.md")
     return parser.parse_args(arguments)
 
 

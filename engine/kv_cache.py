@@ -190,7 +190,7 @@ class KVCache:
             for name, page in blocks:
                 self._ledger.publish(page, name.key)
             self.pool.close([page for _, page in blocks])
-            if sequence.num_kept and sequence.watch is not None:
+            if sequence.names_kept and sequence.watch is not None:
                 self._delay(sequence, blocks)
             else:
                 filled += blocks
@@ -200,14 +200,21 @@ class KVCache:
 
     def keep_tokens(self, sequence: Sequence, chosen: torch.Tensor) -> None:
         """Replaces a sequence's pages by its spare ones, with copies of chosen tokens, as in `gather_tokens`."""
-        kept, names = sequence.spare, sequence.cover_kept(sequence.num_prompt)
+        kept = sequence.spare
         table, pages = (torch.tensor(one, device=chosen.device) for one in (sequence.pages[:], kept))
         gather_tokens(self.pool.kv, table, chosen, pages)
-        for name, page in zip(names, kept, strict=True):
-            self._ledger.publish(page, name.key)
         self._free(sequence.pages.held)
         sequence.pages = BlockTable(kept, num_dropped=sequence.num_prompt - sequence.num_kept)
-        sequence.spare, sequence.watch, sequence.has_lost_kept = [], None, False
+        sequence.spare, sequence.has_lost_kept = [], False
+        if sequence.names_kept:
+            sequence.watch = None
+            self._publish_kept(sequence)
+
+    def _publish_kept(self, sequence: Sequence) -> None:
+        """Publishes what is kept of a prompt, on the device, and to the store unless a hand-off will."""
+        names, kept = sequence.cover_kept(sequence.num_prompt), sequence.pages[:]
+        for name, page in zip(names, kept, strict=True):
+            self._ledger.publish(page, name.key)
         if not isinstance(sequence.request, HandOff):
             self._publish(names, kept)
             self._publish_delayed(sequence)
@@ -239,7 +246,7 @@ class KVCache:
     def withdraw(self, sequence: Sequence) -> None:
         """Makes the blocks of a sequence unfindable: here, in the store, and on nodes that it may have read from."""
         names = sequence.cover(sequence.num_computed)
-        if sequence.num_kept and sequence.pages.num_dropped:
+        if sequence.names_kept and sequence.pages.num_dropped:
             names = [*sequence.cover(sequence.num_prompt), *sequence.cover_kept(sequence.num_computed)]
         found = (self._ledger.find(name.key) for name in names)
         for page in {*sequence.pages.held, *(page for page in found if page is not None)}:

@@ -162,9 +162,10 @@ class Runner:
         assert watch is not None, "nothing to drop"
         block_size, num_stored = self._model.layout.block_size, sequence.num_stored
         mass = watch.weigh(self._model, self._kv, self._int32(pages.row), num_stored)
-        if sequence.num_kept:
-            num_watched = min(watch.dropping.rule.num_watched, sequence.num_kept)
-            self._cache.keep_tokens(sequence, self._chooser.tokens(mass, sequence.num_kept, num_watched))
+        if sequence.num_kept and not pages.num_dropped:
+            chosen = self._chooser.tokens(mass, sequence.num_kept, watch.dropping.rule)
+            watch.keep(chosen)
+            self._cache.keep_tokens(sequence, chosen)
             return
         num_going = num_stored // block_size - watch.dropping.num_blocks(sequence.num_prompt, block_size)
         if num_going > 0:

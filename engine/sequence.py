@@ -86,9 +86,10 @@ class Sequence:
     """Known tokens are prompt plus output; `num_computed` of them have KV in `pages`; the last known one never has.
 
     end_ids: tokens that end the choice. max_output: output tokens at which it ends for its length. num_scored: as in
-    EngineRequest, and grows. num_kept: tokens of the prompt that stay after its end; 0 where all do, or pages go later.
-    watch: of a sequence that may still drop tokens. spare: pages for what will be kept. delayed: blocks that the store
-    gets after these, each with a reference. has_lost_kept: the store lacks what was kept, so that it is chosen again.
+    EngineRequest, and grows. num_kept: tokens of the prompt that stay after its end; 0 where all do.
+    names_kept: these have names. watch: of a sequence that may still drop tokens. spare: pages for what will be kept.
+    delayed: blocks that the store gets after these, each with a reference. has_lost_kept: the store lacks what was
+    kept, so that it is chosen again.
     """
 
     def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: Model) -> None:
@@ -112,9 +113,10 @@ class Sequence:
         self._keys = NameChain(request.root, self._block_size, request.public)
         self._dropping = _dropping_of(request, self._block_size)
         self._kept_keys: NameChain | None = None
-        self.num_kept = 0
-        if self._dropping is not None and self._dropping.rule is Rule.SNAPKV:
-            self.num_kept = self._dropping.num_kept(self.num_prompt, self._block_size)
+        self.num_kept, self.names_kept = 0, False
+        if self._dropping is not None:
+            self.num_kept = self._dropping.num_spare(self.num_prompt, self._block_size) * self._block_size
+            self.names_kept = self._dropping.num_named(self.num_prompt, self._block_size) > 0
         self.watch = self._new_watch()
         self.spare: list[PageId] = []
         self.delayed: list[tuple[BlockName, PageId]] = []
@@ -142,7 +144,7 @@ class Sequence:
     @property
     def finds_kept(self) -> bool:
         """Whether what was kept of the prompt may be found: a first token has been drawn from all of it."""
-        return self.num_kept > 0 and bool(self.output_ids) and not (self.has_lost_kept or self.request.computes_all)
+        return self.names_kept and bool(self.output_ids) and not (self.has_lost_kept or self.request.computes_all)
 
     def clipped(self, num_tokens: int) -> int:
         """Cuts the next tokens to run at the next boundary."""
@@ -257,7 +259,7 @@ class Sequence:
         """Brings the chain of what the pages have up to the last computed token; None if it has no names."""
         if not self.pages.num_dropped:
             return self._keys_of(self.num_computed)
-        return self._kept_keys_of(self.num_computed) if self.num_kept else None
+        return self._kept_keys_of(self.num_computed) if self.names_kept else None
 
     def _kept_keys_of(self, num_tokens: int) -> NameChain:
         """Brings the chain of kept tokens up to the first `num_tokens` known ones."""

@@ -34,6 +34,15 @@ class Rule(StrEnum):
         """Rows at the end of a prompt whose attention weighs its tokens. They are always run."""
         return 16 if self is Rule.SNAPKV else 64
 
+    @property
+    def num_pooled(self) -> int:
+        """Neighbours whose largest weight counts as a token's; 1 for its own alone."""
+        return POOLED if self is Rule.SNAPKV else 1
+
+    def num_latest(self, num_kept: int) -> int:
+        """Counts the tokens at the end of a prompt that stay, whatever they weigh: watched ones, or half of all."""
+        return min(self.num_watched, num_kept) if self is Rule.SNAPKV else num_kept // 2
+
 
 @dataclass(frozen=True)
 class Sinks:
@@ -70,7 +79,11 @@ class Dropping:
     def num_spare(self, num_prompt: int, block_size: int) -> int:
         """Counts the pages that a prompt needs beside its own, for copies of what is kept."""
         num_blocks = self.num_blocks(num_prompt, block_size)
-        return num_blocks if self.rule is Rule.SNAPKV and num_blocks * block_size < num_prompt else 0
+        return num_blocks if num_blocks * block_size < num_prompt else 0
+
+    def num_named(self, num_prompt: int, block_size: int) -> int:
+        """Counts the blocks of what is kept that have names: with H2O they would lack what their tokens weigh."""
+        return self.num_spare(num_prompt, block_size) if self.rule is Rule.SNAPKV else 0
 
     def num_kept(self, num_prompt: int, block_size: int) -> int:
         """Counts the tokens of a prompt that are kept: whole blocks, or the whole prompt where no block can go."""

@@ -1,8 +1,8 @@
 """The choice of what a sequence keeps of its KV, by the attention of its latest rows.
 
-Tokens are dropped at boundaries only, which follow from the prompt and the number of emitted tokens: at the prompt's
-end, and with H2O whenever a block is full. No chunk crosses one, and guesses stay within a page. So a row sees the same
-KV however the sequence was batched, preempted or moved.
+Tokens are dropped at boundaries only, which follow from the prompt and the number of emitted tokens: tokens at the
+prompt's end, and with H2O pages whenever a block is full. No chunk crosses one, and guesses stay within a page. So a
+row sees the same KV however the sequence was batched, preempted or moved.
 
     position    0 ........ start ............ boundary
     queries                  x   x   x   x   x          of the rows since the last boundary, as each was run
@@ -19,16 +19,16 @@ from torch.nn.functional import max_pool1d
 
 from engine.model.batch import Model, Watched
 from kernels.backend import KVPages
-from wire.kv_policy import POOLED, Dropping
+from wire.kv_policy import Dropping, Rule
 
 
 class Chooser(Protocol):
     """A rule for what stays. Equal arguments bring equal choices."""
 
-    def tokens(self, mass: torch.Tensor, num_kept: int, num_watched: int) -> torch.Tensor:
+    def tokens(self, mass: torch.Tensor, num_kept: int, rule: Rule) -> torch.Tensor:
         """Chooses what a prompt keeps: int64 [num_layers, num_kv_heads, num_kept], in order of position.
 
-        mass: float32 [num_layers, num_kv_heads, tokens]. num_watched: of these, tokens at the end that stay.
+        mass: float32 [num_layers, num_kv_heads, tokens].
         """
         ...
 
@@ -41,15 +41,16 @@ class Chooser(Protocol):
 
 
 class Heaviest:
-    """The choice of SnapKV (arXiv 2404.14469), and of H2O (arXiv 2306.14048) page by page.
+    """The choice of SnapKV (arXiv 2404.14469), and of H2O (arXiv 2306.14048), page by page behind the prompt.
 
     Half of the pages are the latest ones, which stay, as does the first.
     """
 
-    def tokens(self, mass: torch.Tensor, num_kept: int, num_watched: int) -> torch.Tensor:
-        num_earlier = mass.shape[-1] - num_watched
-        pooled = max_pool1d(mass[..., :num_earlier], POOLED, stride=1, padding=POOLED // 2)
-        return _with_latest(pooled.argsort(stable=True, dim=-1, descending=True), num_kept, num_watched)
+    def tokens(self, mass: torch.Tensor, num_kept: int, rule: Rule) -> torch.Tensor:
+        num_latest = rule.num_latest(num_kept)
+        earlier = mass[..., : mass.shape[-1] - num_latest]
+        pooled = max_pool1d(earlier, rule.num_pooled, stride=1, padding=rule.num_pooled // 2)
+        return _with_latest(pooled.argsort(stable=True, dim=-1, descending=True), num_kept, num_latest)
 
     def pages(self, mass: torch.Tensor, num_going: int, num_computed: int) -> list[int]:
         return _going(mass[_replaceable(len(mass), num_going)].argsort(stable=True), num_going)
@@ -61,7 +62,7 @@ HEAVIEST = Heaviest()
 class Latest:
     """A control: what came last stays."""
 
-    def tokens(self, mass: torch.Tensor, num_kept: int, num_watched: int) -> torch.Tensor:
+    def tokens(self, mass: torch.Tensor, num_kept: int, rule: Rule) -> torch.Tensor:
         return torch.arange(mass.shape[-1] - num_kept, mass.shape[-1], device=mass.device).expand(*mass.shape[:2], -1)
 
     def pages(self, mass: torch.Tensor, num_going: int, num_computed: int) -> list[int]:
@@ -74,9 +75,10 @@ class Drawn:
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
 
-    def tokens(self, mass: torch.Tensor, num_kept: int, num_watched: int) -> torch.Tensor:
-        drawn = torch.rand(*mass.shape[:2], mass.shape[-1] - num_watched, generator=self._generator(mass.shape[-1]))
-        return _with_latest(drawn.argsort(-1).to(mass.device), num_kept, num_watched)
+    def tokens(self, mass: torch.Tensor, num_kept: int, rule: Rule) -> torch.Tensor:
+        num_latest, num_tokens = rule.num_latest(num_kept), mass.shape[-1]
+        drawn = torch.rand(*mass.shape[:2], num_tokens - num_latest, generator=self._generator(num_tokens))
+        return _with_latest(drawn.argsort(-1).to(mass.device), num_kept, num_latest)
 
     def pages(self, mass: torch.Tensor, num_going: int, num_computed: int) -> list[int]:
         span = _replaceable(len(mass), num_going)
@@ -105,7 +107,8 @@ class Watch:
         """The number of computed tokens at which some may be dropped next."""
         if self.start < self._num_prompt:
             return self._num_prompt
-        return (self.start // self._block_size + 1) * self._block_size
+        num_stored = 0 if self.mass is None else self.mass.shape[-1]
+        return self.start + self._block_size - num_stored % self._block_size
 
     def rows(self, model: Model, position: int, start: int, stop: int) -> list[Watched]:
         """Tells where the queries go of the rows start to stop - 1 of a batch, of which the first has a position."""
@@ -126,6 +129,11 @@ class Watch:
             mass[..., : self.mass.shape[-1]] += self.mass
         self.mass, self.start = mass, boundary
         return mass
+
+    def keep(self, chosen: torch.Tensor) -> None:
+        """Keeps the mass on chosen tokens alone."""
+        assert self.mass is not None, "nothing was weighed"
+        self.mass = self.mass.gather(-1, chosen)
 
     def forget(self, pages: Sequence[int]) -> None:
         """Forgets the mass on pages that are dropped."""
@@ -162,11 +170,11 @@ def page_mass(mass: torch.Tensor, block_size: int) -> torch.Tensor:
     return mass[..., : num_pages * block_size].reshape(*mass.shape[:2], num_pages, block_size).sum((0, 1, 3))
 
 
-def _with_latest(order: torch.Tensor, num_kept: int, num_watched: int) -> torch.Tensor:
-    """Picks the first of the earlier tokens in an order, and all watched ones; sorts them by position."""
+def _with_latest(order: torch.Tensor, num_kept: int, num_latest: int) -> torch.Tensor:
+    """Picks the first of the earlier tokens in an order, and all of the latest; sorts them by position."""
     num_earlier = order.shape[-1]
-    latest = torch.arange(num_earlier, num_earlier + num_watched, device=order.device).expand(*order.shape[:2], -1)
-    return torch.cat([order[..., : num_kept - num_watched], latest], -1).sort(-1).values
+    latest = torch.arange(num_earlier, num_earlier + num_latest, device=order.device).expand(*order.shape[:2], -1)
+    return torch.cat([order[..., : num_kept - num_latest], latest], -1).sort(-1).values
 
 
 def _replaceable(num_pages: int, num_going: int) -> slice:

@@ -1,32 +1,34 @@
 """The quality script: the same figures from both backends, and bad figures for a bad model."""
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.quality import Meter, main
+from benchmarks.quality import Meter, main, share_alike
+from benchmarks.quality_backends import CutText, EngineBackend
+from benchmarks.quality_page import PLAN, RESULTS, Row, format_page
+from benchmarks.techniques import TECHNIQUES, Decoding, Technique, decode
 from demo_model import CHECKPOINT
-from demo_model.recall import Depth
+from demo_model.corpus import Split
+from demo_model.recall import Depth, make_recall_prompt
+from engine.model.dropping import Latest
 from text.tokenizer import Tokenizer
 
 _ARGUMENTS = ("--model", str(CHECKPOINT), "--seed", "7", "--prompts", "3", "--lengths", "64,100")
 
 
 class _Parrot:
-    """A model that repeats the end of its prompt and finds every token as likely as a thousand others."""
+    """A model that repeats the end of its text and finds every token as likely as a thousand others."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-        return [list(prompt[-max_tokens:]) for prompt in prompts]
+    def generate(self, texts: Sequence[CutText], max_tokens: int) -> list[list[int]]:
+        return [text.token_ids[-max_tokens:] for text in texts]
 
-    def log_likelihood(self, token_ids: Sequence[int]) -> float:
-        return -6.907755 * (len(token_ids) - 1)
-
-
-class _Mute(_Parrot):
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-        return [[] for _ in prompts]
+    def log_likelihood(self, text: CutText) -> float:
+        return -6.907755 * (len(text.given_ids) - 1)
 
 
 @pytest.fixture
@@ -71,5 +73,79 @@ def test_perplexity_is_by_token(parrot_meter: Meter) -> None:
 
 
 def test_agreement_counts_whole_continuations(parrot_meter: Meter) -> None:
-    assert parrot_meter.agreement(_Parrot(), (64,)) == 1.0
-    assert parrot_meter.agreement(_Mute(), (64,)) == 0.0
+    ours = parrot_meter.continuations((64,))
+    assert len(ours) == 6
+    assert share_alike(ours, ours) == 1.0
+    assert share_alike(ours, [*ours[:3], *([*one[:-1], 0] for one in ours[3:])]) == 0.5
+
+
+def _load(tmp_path: Path, **settings: Any) -> EngineBackend:
+    return Technique("asked", "", **settings).load(CHECKPOINT, tmp_path, num_blocks=256)
+
+
+def _recall(backend: EngineBackend, depth: Depth) -> float:
+    return Meter(backend, Tokenizer.load(CHECKPOINT), seed=7, num_prompts=10).recall(150, depth)
+
+
+def test_a_window_forgets_what_is_behind_it(tmp_path: Path) -> None:
+    windowed = _load(tmp_path, window=48)
+    assert _recall(windowed, Depth.LATE) - _recall(windowed, Depth.EARLY) > 0.5
+
+
+def test_an_answer_behind_the_cut_is_sampled_on_what_was_kept(tmp_path: Path) -> None:
+    """A fact that a rule drops is gone, though prefill has seen it: an answer that prefill samples is right."""
+    forgetful = _load(tmp_path, kv_policy="snapkv=25%", chooser=Latest())
+    assert _recall(forgetful, Depth.EARLY) == 0.0
+    prompt = make_recall_prompt(random.Random(7), Split.HELD_OUT, 150, Depth.EARLY)
+    tokenizer = Tokenizer.load(CHECKPOINT)
+    token_ids = tokenizer.encode(prompt.text)
+    [at_prefill] = forgetful.generate([CutText(tuple(token_ids), ())], 1)
+    [behind_cut] = forgetful.generate([CutText.cut(token_ids, -3)], 1)
+    assert tokenizer.decode(at_prefill).strip() == prompt.value != tokenizer.decode(behind_cut).strip()
+
+
+def test_perplexity_counts_tokens_that_see_what_was_kept(tmp_path: Path) -> None:
+    def perplexity(**settings: Any) -> float:
+        return Meter(_load(tmp_path, **settings), Tokenizer.load(CHECKPOINT), seed=7, num_prompts=5).perplexity("facts")
+
+    assert perplexity(kv_policy="snapkv=25%", chooser=Latest()) > 1.5 * perplexity()
+
+
+def test_given_tokens_are_run_and_not_sampled(tmp_path: Path, parrot_meter: Meter) -> None:
+    [text, *_] = parrot_meter.load(1, 40)
+    backend = _load(tmp_path)
+    [whole] = backend.generate([CutText(tuple(text.token_ids), ())], 8)
+    assert backend.generate([text], 8) == [whole]
+    assert backend.generate([CutText(text.prompt_ids, text.given_ids[::-1])], 8) != [whole]
+
+
+def test_bytes_are_of_all_pages_with_references(tmp_path: Path, parrot_meter: Meter) -> None:
+    backend = _load(tmp_path)
+    layout = backend.core.pool.layout
+    figures = decode(backend, parrot_meter.load(4, 157), 3)
+    # 161 known tokens or a few more, the last of which has no KV: ten pages of 16, or eleven.
+    assert 0.99 <= figures.bytes_per_token * layout.block_size / layout.payload_bytes <= 1.1
+    assert backend.core.check() == []
+
+
+def test_a_technique_without_figures_says_why() -> None:
+    row = Row(dict.fromkeys(PLAN, 0.987), {}, {"english": 4.0, "facts": 5.0}, 0.995, Decoding(3100.0, 2071.0))
+    page = format_page("a machine", {one.name: row for one in TECHNIQUES if not one.waits})
+    lines = {
+        one.name: next(line for line in page.splitlines() if line.startswith(f"| {one.name} |")) for one in TECHNIQUES
+    }
+    for one in TECHNIQUES:
+        assert ("98.7%" in lines[one.name]) is not bool(one.waits)
+        assert lines[one.name].endswith(f"| {one.waits or one.promise} |")
+        assert f"- **{one.name}**: " in page
+
+
+def test_the_kept_figures_reach_their_floors() -> None:
+    rows = json.loads(RESULTS.read_text())["rows"]
+    recall = {name: row["recall"]["300"] for name, row in rows.items()}
+    full = recall["full, float32"]
+    for name, most_lost in {"int8": 0.01, "fp8": 0.02, "int4": 0.05}.items():
+        assert recall.get(name, full) >= full - most_lost
+    for name in ("snapkv=25%", "h2o=25%"):
+        assert recall[name] >= recall["latest 25%"] + 0.05
+        assert recall[name] >= recall["25% at random"] + 0.10

@@ -69,9 +69,11 @@ class DenseOracle:
         self.values = [layer.values[0] for layer in found.past_key_values.layers]
         num_kept = dropping.num_kept(len(prompt_ids), BLOCK)
         if dropping.rule is Rule.SNAPKV:
-            self._keep([self._snapkv(layer, num_kept) for layer in mass])
+            chosen = [self._choose(layer, num_kept, num_latest=16, reach=3) for layer in mass]
         else:
-            mass = self._lose_pages(mass, num_kept // BLOCK)
+            chosen = [self._choose(layer, num_kept, num_latest=num_kept // 2, reach=0) for layer in mass]
+        self._keep(chosen)
+        mass = [layer.gather(-1, places) for layer, places in zip(mass, chosen, strict=True)]
         output = [int(found.logits[0, -1].argmax())]
         while len(output) < num_tokens:
             position = len(prompt_ids) + len(output) - 1
@@ -79,7 +81,7 @@ class DenseOracle:
             output.append(int(logits.argmax()))
             if dropping.rule is Rule.H2O:
                 mass = [torch.nn.functional.pad(old, (0, 1)) + new for old, new in zip(mass, seen, strict=True)]
-                if (position + 1) % BLOCK == 0:
+                if mass[0].shape[-1] % BLOCK == 0:
                     mass = self._lose_pages(mass, num_kept // BLOCK)
         return output
 
@@ -88,15 +90,15 @@ class DenseOracle:
         num_kv_heads = self.model.config.num_key_value_heads
         return attention.view(num_kv_heads, len(attention) // num_kv_heads, *attention.shape[1:])
 
-    def _snapkv(self, mass: torch.Tensor, num_kept: int) -> torch.Tensor:
+    def _choose(self, mass: torch.Tensor, num_kept: int, num_latest: int, reach: int) -> torch.Tensor:
+        """Chooses places by head: the heaviest neighbour within reach counts."""
         num_prompt = mass.shape[-1]
+        end = num_prompt - num_latest
         chosen = []
         for head in mass:
-            pooled = [
-                max(head[max(0, at - 3) : min(num_prompt - 16, at + 4)].tolist()) for at in range(num_prompt - 16)
-            ]
-            best = sorted(range(num_prompt - 16), key=lambda at: (-pooled[at], at))[: num_kept - 16]
-            chosen.append([*sorted(best), *range(num_prompt - 16, num_prompt)])
+            pooled = [max(head[max(0, at - reach) : min(end, at + reach + 1)].tolist()) for at in range(end)]
+            best = sorted(range(end), key=lambda at: (-pooled[at], at))[: num_kept - num_latest]
+            chosen.append([*sorted(best), *range(end, num_prompt)])
         return torch.tensor(chosen)
 
     def _keep(self, chosen: Sequence[torch.Tensor]) -> None:
@@ -237,10 +239,11 @@ def test_controls_keep_as_much_and_say_something_else(decoder: Decoder, dropping
 def test_choices_of_tokens_and_pages() -> None:
     mass = torch.zeros(1, 1, 40)
     mass[..., 10] = 5.0
-    kept = HEAVIEST.tokens(mass, 24, 16)[0, 0].tolist()
+    kept = HEAVIEST.tokens(mass, 24, Rule.SNAPKV)[0, 0].tolist()
     assert kept == [0, *range(7, 14), *range(24, 40)]
-    assert Latest().tokens(mass, 24, 16)[0, 0].tolist() == [*range(16, 40)]
-    drawn = Drawn(1).tokens(mass, 24, 16)[0, 0].tolist()
+    assert HEAVIEST.tokens(mass.roll(10), 24, Rule.H2O)[0, 0].tolist() == [*range(11), 20, *range(28, 40)]
+    assert Latest().tokens(mass, 24, Rule.SNAPKV)[0, 0].tolist() == [*range(16, 40)]
+    drawn = Drawn(1).tokens(mass, 24, Rule.SNAPKV)[0, 0].tolist()
     assert len({*drawn}) == 24
     assert drawn[8:] == [*range(24, 40)]
     weights = torch.tensor([0.0, 3.0, 1.0, 2.0, 9.0, 0.0])
