@@ -14,7 +14,7 @@ from wire.pb import inference_pb2 as pb
 from wire.rpc_status import details_of, from_rpc_error
 
 TIMEOUT_S = 600.0
-OF_REQUESTS = ("request_id", "model", "timeout_s", "tools")
+OF_REQUESTS = ("request_id", "model", "kv_policy", "timeout_s", "tools")
 """Options that are no settings of sampling."""
 API_KEY = "BATON_API_KEY"
 """The variable of the environment that has the key of a client which is given none."""
@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
 
     request_id: str
     model: str
+    kv_policy: str
     timeout_s: float
     temperature: float
     top_p: float
@@ -87,6 +88,8 @@ def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
         request = pb.GenerateRequest(request_id=options.get("request_id"))
     with _refusing("model"):
         request.MergeFrom(pb.GenerateRequest(model=options.get("model")))
+    with _refusing("kv_policy"):
+        request.MergeFrom(pb.GenerateRequest(kv_policy=options.get("kv_policy")))
     with _refusing("prompt"):
         _set_prompt(request, prompt)
     with _refusing("tools"):

@@ -44,7 +44,7 @@ class NamelessSequence(EngineSequence):
     def cover(self, num_tokens: int) -> list[BlockName]:
         return []
 
-    def tail(self, num_tokens: int) -> BlockName | None:
+    def tail(self) -> BlockName | None:
         return None
 
     def full_blocks(self, start: int) -> list[tuple[BlockName, PageId]]:

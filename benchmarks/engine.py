@@ -70,6 +70,12 @@ class FreeModel:
         self.spent_s += time.perf_counter() - began_s
         return logits
 
+    def new_queries(self, num_rows: int) -> torch.Tensor:
+        return torch.empty(1, num_rows, 0)
+
+    def weigh(self, queries: object, kv: object, block_table: object, num_tokens: int) -> torch.Tensor:
+        return torch.ones(1, 1, num_tokens)
+
 
 class PrefilledModel:
     """A Model in whose pages all prompts have some KV already: only decoding rows cost time."""

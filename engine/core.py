@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from engine.decode_rows import DecodeRows
+from engine.dropping import HEAVIEST, Chooser
 from engine.events import (
     Abandoned,
     EngineStats,
@@ -59,13 +60,14 @@ class EngineCore:
         batcher: Batcher,
         transfers: Transfers,
         speculator: Speculator | None = None,
+        chooser: Chooser = HEAVIEST,
     ) -> None:
         self.model = model
         self.pool = pool
         self._cache = KVCache(pool, transfers)
         self._batcher = batcher
         self._rows = DecodeRows(model, pool.ledger.num_pages)
-        self._runner = Runner(model, pool.kv, self._cache, self._rows)
+        self._runner = Runner(model, pool.kv, self._cache, self._rows, chooser)
         self._speculator = speculator or Speculator()
         self._roster = Roster()
         self._num_held: dict[RequestId, int] = {}
@@ -144,9 +146,14 @@ class EngineCore:
         if request.request_id in self._roster:
             raise RequestExists("a request of this id is running", request_id=request.request_id)
         request.require_runnable(self.model.vocab_size, self.model.max_context_len)
-        capacity = self.pool.layout.max_len(self.pool.ledger.num_pages, request.max_len)
-        if request.max_len > capacity:
-            raise InvalidRequest("max_tokens", f"{request.max_len} tokens exceed what the pool holds ({capacity})")
+        layout, most = self.pool.layout, request.max_len
+        if request.dropping is not None:
+            if layout.window is not None:
+                raise InvalidRequest("kv_policy", "tokens of a model with windows are not dropped by worth")
+            most += request.dropping.num_spare(len(request.prompt_ids), layout.block_size) * layout.block_size
+        capacity = layout.max_len(self.pool.ledger.num_pages, most)
+        if most > capacity:
+            raise InvalidRequest("max_tokens", f"{most} tokens exceed what the pool holds ({capacity})")
 
     def _finish_transfers(self) -> int:
         finished = self._cache.poll()
@@ -211,9 +218,10 @@ class EngineCore:
         """Finds pages for the tokens of a plan; returns the sequences that have them: decoding ones, and chunks."""
         decoding, chunks, num_scorable = [], [], MAX_SCORED_TOKENS
         for handle, num_planned in plan.run.items():
-            sequence, num_tokens = self._roster[handle], num_planned
+            sequence = self._roster[handle]
+            num_tokens = sequence.clipped(num_planned)
             if sequence.wants_scores:
-                num_tokens = min(num_planned, num_scorable)
+                num_tokens = min(num_tokens, num_scorable)
                 num_scorable -= num_tokens
             num_tokens = self._cache.grow(sequence, num_tokens)
             if not num_tokens:
@@ -255,6 +263,10 @@ class EngineCore:
         starts = {one: one.num_computed - 1 for one in filled if one.phase is not Phase.ENDED}
         computed = [chunk for chunk in work.chunks if chunk.sequence.phase is not Phase.ENDED]
         self._cache.publish_filled(starts | self._advance(computed))
+        for sequence in (*starts, *(chunk.sequence for chunk in computed)):
+            if sequence.is_due:
+                self._runner.drop(sequence)
+                rows.drop(sequence)
         self._pass_on_pages(computed, ending)
         for sequence in ending:
             self._finish(sequence)

@@ -20,6 +20,7 @@ _DTYPES = {
     "context_lens": torch.int32,
     "room": torch.int32,
     "is_plain": torch.bool,
+    "is_watched": torch.bool,
     "tables": torch.int32,
 }
 
@@ -33,7 +34,8 @@ class DecodeRows:
     token_ids: int64 [R], the last known token, which runs next. positions: int64 [R], its position.
     slots: int64 [R], where its KV goes. context_lens: int32 [R], tokens with KV once it has run; apart from the
     position, for KV may be dropped. room: int32 [R], slots left in the last page. tables: int32 [R, N], the pages, then
-    zeros. is_plain: bool [R], the likeliest token is the next, and nothing else is asked about it.
+    zeros. is_plain: bool [R], the likeliest token is the next, and nothing else is asked about it. is_watched: bool
+    [R], its attention weighs the tokens of its sequence.
 
     The arrays are pinned for copies to a GPU. A step reads its tokens back before `advance`: so no copy is under way.
     """
@@ -44,6 +46,7 @@ class DecodeRows:
     context_lens: Ints
     room: Ints
     is_plain: npt.NDArray[np.bool_]
+    is_watched: npt.NDArray[np.bool_]
     tables: Ints
 
     def __init__(self, model: Model, num_pages: int) -> None:
@@ -71,6 +74,12 @@ class DecodeRows:
         if row is not None:
             self._swap(row, len(self.sequences) - 1)
             self.sequences.pop()
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes over that a sequence whose pages are full has lost some. Does nothing if it has no row."""
+        row = self._handle_to_row.get(sequence.handle)
+        if row is not None:
+            self._place(row, sequence)
 
     def bring_first(self, sequences: Seq[Sequence]) -> None:
         """Reorders the rows so that these sequences have the first ones."""
@@ -104,26 +113,33 @@ class DecodeRows:
         ]
 
     def _fits(self, row: int, sequence: Sequence) -> bool:
-        num_computed, num_pages, size = sequence.num_computed, len(sequence.pages), self._block_size
+        num_computed, num_stored = sequence.num_computed, sequence.num_stored
+        num_pages, size = len(sequence.pages), self._block_size
         slots = sequence.pages.slots(num_computed, num_computed + 1, size) if self.room[row] else self.slots[row]
-        expected = [sequence.output_ids[-1], num_computed, num_computed + 1, num_pages * size - num_computed, row]
+        expected = [sequence.output_ids[-1], num_computed, num_stored + 1, num_pages * size - num_stored, row]
         found = [self.token_ids[row], self.positions[row], self.context_lens[row], self.room[row]]
         pages = np.pad(sequence.pages.row, (0, self._max_blocks - num_pages))
         is_placed = [*found, self._handle_to_row[sequence.handle]] == expected and self.slots[row] == slots
         return bool(is_placed and (self.tables[row] == pages).all())
 
     def _add(self, sequence: Sequence) -> None:
-        row, num_computed, num_pages = len(self.sequences), sequence.num_computed, len(sequence.pages)
+        row, num_computed = len(self.sequences), sequence.num_computed
         if row == len(self.token_ids):
             self._reserve(2 * row)
         self.sequences.append(sequence)
         self._handle_to_row[sequence.handle] = row
         self.token_ids[row] = sequence.output_ids[-1]
         self.positions[row] = num_computed
-        self.context_lens[row] = num_computed + 1
-        self.room[row] = num_pages * self._block_size - num_computed
         self.slots[row : row + 1] = sequence.pages.slots(num_computed, num_computed + 1, self._block_size)
         self.is_plain[row] = sequence.draw().is_plain
+        self.is_watched[row] = sequence.watch is not None
+        self._place(row, sequence)
+
+    def _place(self, row: int, sequence: Sequence) -> None:
+        """Notes where a sequence has its KV."""
+        num_stored, num_pages = sequence.num_stored, len(sequence.pages)
+        self.context_lens[row] = num_stored + 1
+        self.room[row] = num_pages * self._block_size - num_stored
         self.tables[row, :num_pages] = sequence.pages.row
         self.tables[row, num_pages:] = 0
 

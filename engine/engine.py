@@ -15,6 +15,7 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import find_folder
 from engine.core import EngineCore
+from engine.dropping import HEAVIEST, Chooser
 from engine.events import Event, Failed, Finished
 from engine.model.decoder import Decoder
 from engine.request import ChoiceSoFar, EngineRequest
@@ -25,7 +26,7 @@ from kv_store.transfers import NoStore
 from text.incremental import IncrementalText, Piece
 from text.tokenizer import Tokenizer
 from wire.ids import NamespaceRoot, RequestId
-from wire.kv_policy import parse_kv_policy
+from wire.kv_policy import Dropping, parse_kv_policy
 from wire.sampling import FinishReason, SamplingParams
 
 _ROOT = NamespaceRoot(bytes(32))
@@ -52,9 +53,11 @@ class Completion:
 class Engine:
     """A model in this process, its tokenizer and its pages of KV. Prompts given together run in continuous batches."""
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer) -> None:
+    def __init__(self, core: EngineCore, tokenizer: Tokenizer, dropping: Dropping | None = None) -> None:
+        """`dropping`: what of its KV each request keeps, if not all."""
         self.core = core
         self.tokenizer = tokenizer
+        self._dropping = dropping
 
     @classmethod
     def load(
@@ -68,23 +71,26 @@ class Engine:
         block_size: int = 16,
         num_blocks: int = 1024,
         batcher: Batcher | None = None,
+        chooser: Chooser = HEAVIEST,
     ) -> "Engine":
         """Loads a checkpoint folder, or a hub's name of one. ModelError if it cannot be served.
 
-        kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy, checked here.
+        kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy, checked here. chooser: of what a
+        policy keeps that drops KV by worth.
         """
-        parse_kv_policy(kv_policy, kv_dtype)
+        policy = parse_kv_policy(kv_policy, kv_dtype)
         folder: Path = find_folder(model)
         tokenizer = Checkpoint(folder).load_tokenizer()
         decoder = Decoder.load(folder, dtype, torch.device(device), block_size, kv_dtype=kv_dtype)
         pool = DevicePool(decoder.layout, num_blocks, decoder.device)
-        return cls(EngineCore(decoder, pool, batcher or ContinuousBatcher(), NoStore()), tokenizer)
+        core = EngineCore(decoder, pool, batcher or ContinuousBatcher(), NoStore(), chooser=chooser)
+        return cls(core, tokenizer, policy if isinstance(policy, Dropping) else None)
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
     ) -> list[Completion]:
         """Answers all prompts, text or token ids. Raises as `EngineCore.add`, or the error of a failed request."""
-        runs = [_Run(self.tokenizer, prompt, sampling or SamplingParams()) for prompt in prompts]
+        runs = [_Run(self.tokenizer, prompt, sampling or SamplingParams(), self._dropping) for prompt in prompts]
         by_id = {run.request.request_id: run for run in runs}
         try:
             for run in runs:
@@ -107,10 +113,13 @@ class Engine:
 class _Run:
     """A prompt under way."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str | Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: str | Sequence[int], sampling: SamplingParams, dropping: Dropping | None
+    ) -> None:
         prompt_ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         choices = tuple(ChoiceSoFar(index) for index in range(sampling.n))
-        self.request = EngineRequest(RequestId(secrets.token_hex(8)), _ROOT, prompt_ids, sampling, choices)
+        request_id = RequestId(secrets.token_hex(8))
+        self.request = EngineRequest(request_id, _ROOT, prompt_ids, sampling, choices, dropping=dropping)
         self.outputs = [ChoiceOutput() for _ in choices]
         decoding = tokenizer if sampling.skip_special_tokens else tokenizer.spelling(tokenizer.special_tokens)
         settings = sampling.stop, sampling.min_tokens, sampling.include_stop_str_in_output

@@ -10,7 +10,11 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
+from engine.dropping import gather_tokens
 from engine.events import Fetched, TierTokens
+from engine.request import HandOff
 from engine.schedule.batcher import Pages, Phase
 from engine.sequence import BlockTable, Sequence
 from kv_store.device_pool import DevicePool
@@ -31,7 +35,7 @@ class PublishedFor:
 
 @dataclass(frozen=True)
 class Lookup:
-    """A search for the blocks of a sequence's first `num_tokens` tokens.
+    """A search for the blocks of a sequence's first `num_tokens` tokens, or of what is kept of these.
 
     found: the device page of each block, None where there is none. missing: the places of blocks to ask the store for.
     """
@@ -40,6 +44,10 @@ class Lookup:
     num_tokens: int
     found: list[PageId | None]
     missing: list[int]
+
+    @property
+    def num_stored(self) -> int:
+        return self.num_tokens - self.sequence.pages.num_dropped
 
 
 class KVCache:
@@ -66,10 +74,15 @@ class KVCache:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
 
         False, and nothing changed, if too few pages are free. Covers readable tokens: the last known one is always run.
-        The tail of a prompt is copied from a sibling's page, if all else that is needed is on the device.
+        The tail of a prompt is copied from a sibling's page, if all else that is needed is on the device. What is kept
+        of a prompt has pages from the beginning: at its end the blocks of the whole prompt are still there.
         """
-        num_tokens = 0 if sequence.request.computes_all else sequence.num_readable
-        names = sequence.cover(num_tokens)
+        if sequence.finds_kept:
+            num_tokens, num_dropped = sequence.num_known - 1, sequence.num_prompt - sequence.num_kept
+            names, num_spare = sequence.cover_kept(num_tokens), 0
+        else:
+            num_tokens, num_dropped = 0 if sequence.request.computes_all else sequence.num_readable, 0
+            names, num_spare = sequence.cover(num_tokens), sequence.num_kept // self._layout.block_size
         found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
         usable = self._usable(found, num_tokens)
         hits = [page for page in found[usable.start :] if page is not None]
@@ -79,7 +92,7 @@ class KVCache:
         for page in hits:
             self._ledger.acquire(page)
         try:
-            to_fill = self._ledger.allocate(len(missing) if starts is None else max(runs, default=0))
+            to_fill = self._ledger.allocate(num_spare + (len(missing) if starts is None else max(runs, default=0)))
         except OutOfBlocks:
             self._free(hits)
             if starts is None:
@@ -89,7 +102,8 @@ class KVCache:
             hits = [page for page in found[usable] if page is not None]
             for page in hits:
                 self._ledger.acquire(page)
-        sequence.pages = BlockTable([*hits, *to_fill])
+        sequence.spare, to_fill = to_fill[:num_spare], to_fill[num_spare:]
+        sequence.pages = BlockTable([*hits, *to_fill], num_dropped=num_dropped)
         sequence.phase = Phase.FETCHING
         if len(missing) == 1 and names[-1].is_tail and self._copy_tail(sequence, missing[0], to_fill[0], siblings):
             found[-1], missing, to_fill = to_fill[0], [], []
@@ -137,10 +151,10 @@ class KVCache:
         Returns 0, and nothing changed, if there is none.
         """
         num_blocks, block_size = len(sequence.pages), self._layout.block_size
-        num_writable = (num_blocks + self.pool.num_openable) * block_size - sequence.num_computed
+        num_writable = (num_blocks + self.pool.num_openable) * block_size - sequence.num_stored
         num_tokens = min(num_tokens, num_writable)
         try:
-            num_more = max(0, -(-(sequence.num_computed + num_tokens) // block_size) - num_blocks)
+            num_more = max(0, -(-(sequence.num_stored + num_tokens) // block_size) - num_blocks)
             sequence.pages.extend(self._allocate(num_more))
         except OutOfBlocks:
             return 0
@@ -167,41 +181,71 @@ class KVCache:
     def publish_filled(self, sequence_to_start: Mapping[Sequence, int]) -> None:
         """Publishes the blocks that sequences have filled since they had `start` tokens with KV.
 
-        On the device, and through to the store, all in one transfer. Blocks that are behind the window now are left.
+        On the device, and through to the store, all in one transfer. Blocks that are behind the window now are left;
+        blocks of a prompt of which less will be kept go to the store after that.
         """
-        filled = [one for sequence, start in sequence_to_start.items() for one in sequence.full_blocks(start)]
-        for name, page in filled:
-            self._ledger.publish(page, name.key)
-        pages = [page for _, page in filled]
-        self.pool.close(pages)
-        self._publish([name for name, _ in filled], pages)
+        filled = []
+        for sequence, start in sequence_to_start.items():
+            blocks = sequence.full_blocks(start)
+            for name, page in blocks:
+                self._ledger.publish(page, name.key)
+            self.pool.close([page for _, page in blocks])
+            if sequence.num_kept and sequence.watch is not None:
+                self._delay(sequence, blocks)
+            else:
+                filled += blocks
+        self._publish([name for name, _ in filled], [page for _, page in filled])
         for sequence in sequence_to_start:
             self._free(sequence.pages.leave_behind(self._layout.first_block(sequence.num_computed)))
+
+    def keep_tokens(self, sequence: Sequence, chosen: torch.Tensor) -> None:
+        """Replaces a sequence's pages by its spare ones, with copies of chosen tokens, as in `gather_tokens`."""
+        kept, names = sequence.spare, sequence.cover_kept(sequence.num_prompt)
+        table, pages = (torch.tensor(one, device=chosen.device) for one in (sequence.pages[:], kept))
+        gather_tokens(self.pool.kv, table, chosen, pages)
+        for name, page in zip(names, kept, strict=True):
+            self._ledger.publish(page, name.key)
+        self._free(sequence.pages.held)
+        sequence.pages = BlockTable(kept, num_dropped=sequence.num_prompt - sequence.num_kept)
+        sequence.spare, sequence.watch, sequence.has_lost_kept = [], None, False
+        if not isinstance(sequence.request, HandOff):
+            self._publish(names, kept)
+            self._publish_delayed(sequence)
+
+    def drop_pages(self, sequence: Sequence, places: Seq[int]) -> None:
+        """Gives some full pages of a sequence back."""
+        self._free(sequence.pages.drop(places, self._layout.block_size))
 
     def hand_off(self, sequence: Sequence) -> None:
         """Publishes all blocks of a prompt that the next token needs, tail included; PublishedFor tells the end.
 
-        They are held for the request.
+        They are held for the request. What else the prompt has follows, and is not.
         """
-        names, first = sequence.cover(sequence.num_prompt), self._layout.first_block(sequence.num_prompt)
+        num_prompt, first = sequence.num_prompt, self._layout.first_block(sequence.num_prompt)
+        names = (sequence.cover_kept if sequence.pages.num_dropped else sequence.cover)(num_prompt)
         publish = Publish(names[first:], sequence.pages[first : len(names)], sequence.request.request_id)
         self._hand_offs[publish] = sequence
         self._begin(publish)
+        self._publish_delayed(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
         """Takes a sequence's pages away; its computed blocks can be found again, its tail in the store."""
-        tail = sequence.tail(sequence.num_computed)
+        tail = sequence.tail()
         if tail is not None and sequence.num_computed == sequence.num_known - 1:
-            index = sequence.num_computed // self._layout.block_size
+            index = sequence.num_stored // self._layout.block_size
             self._publish([tail], sequence.pages[index : index + 1])
         self.free(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Makes the blocks of a sequence unfindable: here, in the store, and on nodes that it may have read from."""
         names = sequence.cover(sequence.num_computed)
+        if sequence.num_kept and sequence.pages.num_dropped:
+            names = [*sequence.cover(sequence.num_prompt), *sequence.cover_kept(sequence.num_computed)]
         found = (self._ledger.find(name.key) for name in names)
         for page in {*sequence.pages.held, *(page for page in found if page is not None)}:
             self._ledger.withdraw(page)
+        self._free([page for _, page in sequence.delayed])
+        sequence.delayed = []
         if names:
             self._begin(Withdraw(names, sources=sequence.request.sources))
 
@@ -214,7 +258,9 @@ class KVCache:
 
     def free(self, sequence: Sequence) -> None:
         """Gives a sequence's pages back; pages with a transfer under way drain first."""
-        self._free(sequence.pages.held)
+        self._publish_delayed(sequence)
+        self._free([*sequence.pages.held, *sequence.spare])
+        sequence.spare = []
         sequence.drop_pages()
 
     def poll(self) -> list[Fetched | PublishedFor]:
@@ -228,11 +274,15 @@ class KVCache:
             if handing_off is not None:
                 ended.append(PublishedFor(handing_off, done.num_held))
             elif lookup is not None and lookup.sequence.phase is Phase.FETCHING:
-                ended.append(self._fetched(lookup, done))
+                fetched = self._fetched(lookup, done)
+                ended += [] if fetched is None else [fetched]
         return ended
 
-    def _fetched(self, lookup: Lookup, done: Done) -> Fetched:
-        """Makes the block table of the longest usable prefix, and gives the other pages back."""
+    def _fetched(self, lookup: Lookup, done: Done) -> Fetched | None:
+        """Makes the block table of the longest usable prefix, and gives the other pages back.
+
+        None, and the sequence waits again, if not all that was kept of the prompt is there: it is to be chosen again.
+        """
         sequence, found = lookup.sequence, lookup.found
         tiers = [Tier.DEVICE] * len(found)
         places, pages = lookup.missing[done.first :], done.transfer.pages
@@ -240,24 +290,45 @@ class KVCache:
             found[place], tiers[place] = page, tier
             if not name.is_tail:
                 self._ledger.publish(page, name.key)
-        usable = self._usable(found, lookup.num_tokens)
+        usable, num_dropped = self._usable(found, lookup.num_stored), sequence.pages.num_dropped
+        if num_dropped and usable.stop * self._layout.block_size < sequence.num_kept:
+            self.free(sequence)
+            sequence.phase, sequence.has_lost_kept = Phase.WAITING, True
+            return None
         table = [page for page in found[usable] if page is not None]
         kept = {*table}
         self._free([page for page in sequence.pages.held if page not in kept])
-        sequence.pages = BlockTable(table, usable.start)
-        sequence.begin_run(min(usable.stop * self._layout.block_size, lookup.num_tokens))
+        sequence.pages = BlockTable(table, usable.start, num_dropped)
+        sequence.watch = None if num_dropped else sequence.watch
+        sequence.begin_run(min(usable.stop * self._layout.block_size, lookup.num_stored) + num_dropped)
         behind = tiers[usable][:1] * usable.start
         return Fetched(
             sequence.choice.request_id, sequence.choice.index, self._prompt_tokens(sequence, behind + tiers[usable])
         )
 
     def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> TierTokens:
-        """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end."""
-        covered = min(sequence.num_computed, sequence.num_prompt)
-        found = Counter[str]()
-        for index, tier in enumerate(tiers[: -(-covered // self._layout.block_size)]):
-            found[tier] += min(covered - index * self._layout.block_size, self._layout.block_size)
+        """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end.
+
+        Dropped tokens count with the first block of what is kept.
+        """
+        covered, num_dropped = min(sequence.num_computed, sequence.num_prompt), sequence.pages.num_dropped
+        found, num_stored = Counter[str](dict.fromkeys(tiers[:1], num_dropped)), covered - num_dropped
+        for index, tier in enumerate(tiers[: -(-num_stored // self._layout.block_size)]):
+            found[tier] += min(num_stored - index * self._layout.block_size, self._layout.block_size)
         return TierTokens(found, sequence.num_prompt - covered)
+
+    def _delay(self, sequence: Sequence, blocks: Seq[tuple[BlockName, PageId]]) -> None:
+        """Keeps blocks for `_publish_delayed`."""
+        for _, page in blocks:
+            self._ledger.acquire(page)
+        sequence.delayed += blocks
+
+    def _publish_delayed(self, sequence: Sequence) -> None:
+        """Publishes the delayed blocks of a sequence."""
+        names, pages = [name for name, _ in sequence.delayed], [page for _, page in sequence.delayed]
+        sequence.delayed = []
+        self._publish(names, pages)
+        self._free(pages)
 
     def _publish(self, names: list[BlockName], pages: list[PageId]) -> None:
         if names:

@@ -12,12 +12,13 @@ import numpy.typing as npt
 import torch
 
 from engine.decode_rows import DecodeRows, Ints
+from engine.dropping import HEAVIEST, Chooser, page_mass
 from engine.kv_cache import KVCache
-from engine.model.batch import Batch, Model
+from engine.model.batch import Batch, Model, Watched
 from engine.sampler import Draw, likeliest, sample, score
 from engine.sequence import Sequence
 from engine.speculation import Drafts
-from engine.work import NO_ROWS, Gains, Work
+from engine.work import NO_ROWS, Chunk, Gains, Work
 from kernels.backend import KVPages
 from wire import errors
 from wire.errors import BatonError, NoNumber
@@ -30,11 +31,14 @@ log = logging.getLogger(__name__)
 class Runner:
     """A model, the KV that it reads and writes, its decoding rows, and the sampler behind it."""
 
-    def __init__(self, model: Model, kv: KVPages, cache: KVCache, rows: DecodeRows) -> None:
+    def __init__(
+        self, model: Model, kv: KVPages, cache: KVCache, rows: DecodeRows, chooser: Chooser = HEAVIEST
+    ) -> None:
         self._model = model
         self._kv = kv
         self._cache = cache
         self._rows = rows
+        self._chooser = chooser
         self._views: Batch | None = None
         self._views_key = (0, 0, 0, 0)
 
@@ -151,6 +155,24 @@ class Runner:
         logprobs = {place: one.logprobs for place, one in zip(places, drawn, strict=True) if one.logprobs is not None}
         return token_ids, logprobs
 
+    @torch.inference_mode()
+    def drop(self, sequence: Sequence) -> None:
+        """Drops tokens of a sequence at its boundary."""
+        watch, pages = sequence.watch, sequence.pages
+        assert watch is not None, "nothing to drop"
+        block_size, num_stored = self._model.layout.block_size, sequence.num_stored
+        mass = watch.weigh(self._model, self._kv, self._int32(pages.row), num_stored)
+        if sequence.num_kept:
+            num_watched = min(watch.dropping.rule.num_watched, sequence.num_kept)
+            self._cache.keep_tokens(sequence, self._chooser.tokens(mass, sequence.num_kept, num_watched))
+            return
+        num_going = num_stored // block_size - watch.dropping.num_blocks(sequence.num_prompt, block_size)
+        if num_going > 0:
+            weights = page_mass(mass, block_size)
+            places = self._chooser.pages(weights, num_going, sequence.num_computed)
+            self._cache.drop_pages(sequence, places)
+            watch.forget(places)
+
     def _is_sound(self) -> bool:
         """Probes the model with one token; without a free page it counts as unsound."""
         with self._cache.borrowed_page() as page:
@@ -166,7 +188,7 @@ class Runner:
 
     def _batch(self, work: Work) -> Batch:
         """Makes the batch; on a CPU keeps it while the same rows run alone: its views change in place with them."""
-        if work.chunks or work.drafts or self._model.device.type != "cpu":
+        if work.chunks or work.drafts or self._model.device.type != "cpu" or self._rows.is_watched[work.rows].any():
             return self._make_batch(work)
         width, num_reserved = self._num_blocks(work.rows), len(self._rows.token_ids)
         key = (work.rows.start, work.rows.stop, width, num_reserved)
@@ -201,12 +223,25 @@ class Runner:
             positions=self._join(column(rows.positions), [range(start, end) for _, start, end in spans]),
             slot_mapping=self._join(column(rows.slots), slots),
             block_tables=self._tables(work),
-            context_lens=self._join(context_lens, [[end] for _, _, end in spans]),
+            context_lens=self._join(context_lens, [[end - one.pages.num_dropped] for one, _, end in spans]),
             cu_query_lens=self._join(starts.astype(np.int32), [[end] for end in ends]),
             num_decodes=int((drafts.lengths > 1).argmax()) if drafts else num_tokens + num_single,
             sample_rows=self._join(np.arange(num_tokens), samples),
             num_scored=sum(len(chunk.scored) for chunk in chunks),
+            watched=[*self._watched_rows(work, starts), *self._watched_chunks(chunks, [num_tokens, *ends])],
         )
+
+    def _watched_rows(self, work: Work, starts: Ints) -> Iterator[Watched]:
+        """Yields the decoding rows, and their guesses, that weigh the tokens of their sequence."""
+        for row in self._rows.is_watched[work.rows].nonzero()[0].tolist():
+            watch, position = self._rows.sequences[work.rows.start + row].watch, self._rows.positions[work.rows][row]
+            assert watch is not None
+            yield from watch.rows(self._model, int(position), int(starts[row]), int(starts[row + 1]))
+
+    def _watched_chunks(self, chunks: Seq[Chunk], starts: Seq[int]) -> Iterator[Watched]:
+        for chunk, start, end in zip(chunks, starts, starts[1:], strict=False):
+            if (watch := chunk.sequence.watch) is not None:
+                yield from watch.rows(self._model, chunk.sequence.num_computed, start, end)
 
     def _tables(self, work: Work) -> torch.Tensor:
         of_chunks = [chunk.sequence.pages.row for chunk in work.chunks]

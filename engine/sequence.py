@@ -8,6 +8,7 @@ from typing import cast
 
 import numpy as np
 
+from engine.dropping import Watch
 from engine.events import ChoiceId
 from engine.model.batch import Model
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
@@ -15,6 +16,7 @@ from engine.sampler import Draw
 from engine.schedule.batcher import Candidate, Gate, Phase
 from wire.ids import PageId
 from wire.keys import BlockName, NameChain
+from wire.kv_policy import Dropping, Rule
 from wire.sampling import FinishReason
 
 
@@ -22,13 +24,14 @@ class BlockTable:
     """The pages of a sequence, in order; `row` is what a kernel reads of it, int32.
 
     num_behind: blocks before the window, which have no page; the row has other sequences' or 0 there, and nothing reads
-    them.
+    them. num_dropped: tokens whose KV was dropped; the pages have the others, without gaps.
     """
 
-    def __init__(self, pages: Iterable[PageId] = (), num_behind: int = 0) -> None:
+    def __init__(self, pages: Iterable[PageId] = (), num_behind: int = 0, num_dropped: int = 0) -> None:
         self._pages = array("i", [0] * num_behind)
         self._pages.extend(pages)
         self.num_behind = num_behind
+        self.num_dropped = num_dropped
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -61,8 +64,14 @@ class BlockTable:
 
     def slots(self, start: int, stop: int, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Locates the KV of positions start to stop - 1: page * block_size + offset."""
-        positions = np.arange(start, stop)
-        return self.row[positions // block_size].astype(np.int64) * block_size + positions % block_size
+        places = np.arange(start, stop) - self.num_dropped
+        return self.row[places // block_size].astype(np.int64) * block_size + places % block_size
+
+    def drop(self, places: Iterable[int], block_size: int) -> list[PageId]:
+        """Takes full pages out; returns them."""
+        pages = [PageId(self._pages.pop(place)) for place in sorted(places, reverse=True)]
+        self.num_dropped += len(pages) * block_size
+        return pages
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,9 @@ class Sequence:
     """Known tokens are prompt plus output; `num_computed` of them have KV in `pages`; the last known one never has.
 
     end_ids: tokens that end the choice. max_output: output tokens at which it ends for its length. num_scored: as in
-    EngineRequest, and grows.
+    EngineRequest, and grows. num_kept: tokens of the prompt that stay after its end; 0 where all do, or pages go later.
+    watch: of a sequence that may still drop tokens. spare: pages for what will be kept. delayed: blocks that the store
+    gets after these, each with a reference. has_lost_kept: the store lacks what was kept, so that it is chosen again.
     """
 
     def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: Model) -> None:
@@ -99,6 +110,15 @@ class Sequence:
         self._layout = model.layout
         self._block_size = model.layout.block_size
         self._keys = NameChain(request.root, self._block_size, request.public)
+        self._dropping = _dropping_of(request, self._block_size)
+        self._kept_keys: NameChain | None = None
+        self.num_kept = 0
+        if self._dropping is not None and self._dropping.rule is Rule.SNAPKV:
+            self.num_kept = self._dropping.num_kept(self.num_prompt, self._block_size)
+        self.watch = self._new_watch()
+        self.spare: list[PageId] = []
+        self.delayed: list[tuple[BlockName, PageId]] = []
+        self.has_lost_kept = False
 
     @property
     def num_known(self) -> int:
@@ -110,14 +130,39 @@ class Sequence:
         return self.num_known - 1 if self.phase is Phase.DECODE else self._num_computed
 
     @property
+    def num_stored(self) -> int:
+        """Tokens whose KV is in the pages."""
+        return self.num_computed - self.pages.num_dropped
+
+    @property
+    def is_due(self) -> bool:
+        """Whether tokens may be dropped before the next one runs."""
+        return self.watch is not None and self.num_computed == self.watch.boundary
+
+    @property
+    def finds_kept(self) -> bool:
+        """Whether what was kept of the prompt may be found: a first token has been drawn from all of it."""
+        return self.num_kept > 0 and bool(self.output_ids) and not (self.has_lost_kept or self.request.computes_all)
+
+    def clipped(self, num_tokens: int) -> int:
+        """Cuts the next tokens to run at the next boundary."""
+        return num_tokens if self.watch is None else min(num_tokens, self.watch.boundary - self.num_computed)
+
+    @property
     def wants_scores(self) -> bool:
         """Whether tokens of the prompt are still to be scored; the leader's run does it before the first output."""
         return 0 < self.num_scored < self.num_prompt and not self.output_ids
 
     @property
     def num_readable(self) -> int:
-        """Known tokens whose KV may be read from elsewhere: not the last, nor one whose logits are wanted."""
-        return self.num_scored - 1 if self.wants_scores else self.num_known - 1
+        """Known tokens whose KV may be read from elsewhere: not the last, nor one whose logits are wanted.
+
+        Whole blocks before the watched rows, where there are such.
+        """
+        num_tokens = self.num_scored - 1 if self.wants_scores else self.num_known - 1
+        if self.watch is None:
+            return num_tokens
+        return min(num_tokens, self.watch.start) // self._block_size * self._block_size
 
     def begin_run(self, num_computed: int) -> None:
         """Goes on from so many tokens with KV: decoding, if that is all but the last token emitted.
@@ -137,6 +182,7 @@ class Sequence:
         """Forgets all pages and the KV in them. A sequence that ends or waits has none."""
         self.pages = BlockTable()
         self._num_computed = 0
+        self.watch = self._new_watch()
 
     def draw(self, guesses: Seq[int] = ()) -> Draw:
         """Tells how to choose the token that follows the known ones, and guesses of the next ones."""
@@ -155,16 +201,27 @@ class Sequence:
     def candidate(self) -> Candidate:
         """The sequence as batchers see it: while it fetches, it has no token to run and no page to yield."""
         num_computed = self.num_known if self.phase is Phase.FETCHING else self.num_computed
-        num_behind = self.pages.num_behind
-        return Candidate(self.handle, self.phase, self.num_known, num_computed, len(self.pages), num_behind)
+        num_behind, num_less = self.pages.num_behind, self._num_less
+        num_known, num_stored = self.num_known - num_less, max(0, num_computed - num_less)
+        num_spare = len(self.spare)
+        return Candidate(self.handle, self.phase, num_known, num_stored, len(self.pages), num_behind, num_spare)
 
     @property
     def follower(self) -> Candidate:
         """The sequence as batchers see it while it waits for a sibling's prompt: it shares the full blocks."""
-        num_shared = min(self.num_prompt, self.num_known - 1) // self._block_size
+        num_less = self._num_less
+        num_readable = self.num_known - 1 - num_less if self.watch is None or num_less > 0 else self.num_readable
+        num_shared = min(self.num_prompt, num_readable) // self._block_size
         num_computed = num_shared * self._block_size
         num_behind = self._layout.first_block(num_computed)
-        return Candidate(self.handle, self.phase, self.num_known, num_computed, num_shared, num_behind)
+        return Candidate(self.handle, self.phase, self.num_known - num_less, num_computed, num_shared, num_behind)
+
+    @property
+    def _num_less(self) -> int:
+        """Tokens that need no page, of the known ones; below 0 if pages for what will be kept are needed besides."""
+        if self.phase is not Phase.WAITING or not self.num_kept:
+            return self.pages.num_dropped
+        return self.num_prompt - self.num_kept if self.finds_kept else -self.num_kept
 
     def tokens(self, start: int, num_tokens: int) -> list[int]:
         """Slices `num_tokens` known tokens from position `start` on."""
@@ -178,20 +235,54 @@ class Sequence:
             num_tokens -= num_tokens % self._block_size
         return self._keys_of(num_tokens).cover(num_tokens)
 
-    def tail(self, num_tokens: int) -> BlockName | None:
-        """Names the last block of the first `num_tokens` known tokens if they fill it partly, and it has a name."""
-        return None if self._layout.has_open_blocks else self._keys_of(num_tokens).tail(num_tokens)
+    def cover_kept(self, num_tokens: int) -> list[BlockName]:
+        """Names the blocks of what is kept of the first `num_tokens` known tokens, the whole prompt among them."""
+        return self._kept_keys_of(num_tokens).cover(num_tokens - self.num_prompt + self.num_kept)
+
+    def tail(self) -> BlockName | None:
+        """Names the last block with KV if it is filled partly, and has a name."""
+        keys = None if self._layout.has_open_blocks else self._stored_keys()
+        return None if keys is None else keys.tail(self.num_stored)
 
     def full_blocks(self, start: int) -> list[tuple[BlockName, PageId]]:
         """Lists the blocks that became full since the sequence had `start` tokens with KV."""
-        stop = self.num_computed
+        start, stop = start - self.pages.num_dropped, self.num_stored
         first, last = start // self._block_size, stop // self._block_size
         if first == last:
             return []
-        return list(zip(self._keys_of(stop).full(stop, start), self.pages[first:last], strict=True))
+        keys = self._stored_keys()
+        return [] if keys is None else list(zip(keys.full(stop, start), self.pages[first:last], strict=True))
+
+    def _stored_keys(self) -> NameChain | None:
+        """Brings the chain of what the pages have up to the last computed token; None if it has no names."""
+        if not self.pages.num_dropped:
+            return self._keys_of(self.num_computed)
+        return self._kept_keys_of(self.num_computed) if self.num_kept else None
+
+    def _kept_keys_of(self, num_tokens: int) -> NameChain:
+        """Brings the chain of kept tokens up to the first `num_tokens` known ones."""
+        if self._kept_keys is None:
+            assert self._dropping is not None, "keeps all"
+            whole = self._keys_of(self.num_prompt)
+            num_blocks = self.num_kept // self._block_size
+            self._kept_keys = whole.kept(self._dropping.terms, self.num_prompt, num_blocks)
+        start = self._kept_keys.num_tokens + self.num_prompt - self.num_kept
+        self._kept_keys.extend(self.tokens(start, max(0, num_tokens - start)))
+        return self._kept_keys
+
+    def _new_watch(self) -> Watch | None:
+        return None if self._dropping is None else Watch(self._dropping, self.num_prompt, self._block_size)
 
     def _keys_of(self, num_tokens: int) -> NameChain:
         """Brings the chain of keys up to the first `num_tokens` known tokens."""
         start = self._keys.num_tokens
         self._keys.extend(self.tokens(start, max(0, num_tokens - start)))
         return self._keys
+
+
+def _dropping_of(request: EngineRequest, block_size: int) -> Dropping | None:
+    """Returns the policy of a request; None where it drops nothing of this prompt, or of a hand-off's KV."""
+    dropping, num_prompt = request.dropping, len(request.prompt_ids)
+    if dropping is None or dropping.rule is Rule.H2O:
+        return None if isinstance(request, HandOff) else dropping
+    return None if dropping.num_kept(num_prompt, block_size) == num_prompt else dropping

@@ -203,7 +203,13 @@ SAMPLING: dict[str, Read] = {
     "include_stop_str_in_output": flag,
 }
 """Fields that go to the router under their names, which checks their ranges."""
-COMMON: dict[str, Read] = {**SAMPLING, "model": text, "stream": flag, "stream_options": stream_options}
+COMMON: dict[str, Read] = {
+    **SAMPLING,
+    "kv_policy": text,
+    "model": text,
+    "stream": flag,
+    "stream_options": stream_options,
+}
 """The fields of both kinds of requests."""
 TOKENIZE: dict[str, Read] = {"model": text, "prompt": text, "messages": messages, "return_token_strs": flag}
 DETOKENIZE: dict[str, Read] = {"model": text, "tokens": token_ids}

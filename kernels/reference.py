@@ -148,6 +148,20 @@ def paged_prefill_attention(
     return output
 
 
+def weigh(query: Tensor, pages: KVPages, block_table: Tensor, context_len: int, variant: AttentionVariant) -> Tensor:
+    """Sums the softmax weights of a sequence's last rows, and of a group's query heads, that fall on each of its keys.
+
+    `query` [num_rows, num_heads, head_dim]; `block_table` int32; `context_len` counts the sequence's tokens, these rows
+    included. The variant has no window. Returns float32 [num_kv_heads, context_len].
+    """
+    num_rows, num_heads, head_dim = query.shape
+    keys, _ = _gather_kv(pages, block_table, 0, context_len, query.dtype)
+    group_size = num_heads // len(keys)
+    grouped = query.view(num_rows, len(keys), group_size, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    seen = _causal_mask(num_rows, context_len, None, query.device).repeat(group_size, 1)
+    return _weights(grouped.contiguous(), keys.contiguous(), seen, variant).sum(1)
+
+
 def _parts(start: int, end: int, pages: KVPages) -> list[tuple[int, int]]:
     """Cuts the positions of a chunk into parts that read the same numbers: with int4 each is in one block."""
     if pages.int4 is None:
@@ -194,6 +208,11 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, va
     """Attends with queries [..., head_dim] that stand in the order of their heads, where they are `seen`."""
     if variant.soft_cap is None and variant.sinks is None:
         return scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=variant.scale)
+    return (_weights(query, keys, seen, variant) @ values.float()).to(query.dtype)
+
+
+def _weights(query: Tensor, keys: Tensor, seen: Tensor | None, variant: AttentionVariant) -> Tensor:
+    """Returns the softmax, float32, of queries and keys as in `_attend`."""
     scores = query.float() @ keys.float().mT * variant.scale
     if variant.soft_cap is not None:
         scores = variant.soft_cap * torch.tanh(scores / variant.soft_cap)
@@ -203,8 +222,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, va
         num_rows = scores[..., 0].numel() // len(variant.sinks)
         sinks = variant.sinks.repeat_interleave(num_rows).view(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], dim=-1)
-    weights = scores.softmax(-1)[..., : keys.shape[-2]]
-    return (weights @ values.float()).to(query.dtype)
+    return scores.softmax(-1)[..., : keys.shape[-2]]
 
 
 def _attend_alone(grouped: Tensor, keys: Tensor, values: Tensor, variant: AttentionVariant) -> Tensor:

@@ -19,7 +19,10 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model as workers loaded it. `folder` is where the tokenizer is; bytes are in hex; aliases: further names."""
+    """The model as workers loaded it. `folder` is where the tokenizer is; bytes are in hex; aliases: further names.
+
+    kv_policies: that a request may have; the first is that of the others.
+    """
 
     name: str
     folder: str
@@ -29,6 +32,7 @@ class ServedModel:
     fingerprint_hex: str
     layout_hex: str
     aliases: tuple[str, ...] = ()
+    kv_policies: tuple[str, ...] = ("full",)
 
     @property
     def fingerprint(self) -> bytes:

@@ -106,4 +106,12 @@ class Router:
         num_blocks = self.members.num_pool_blocks
         if num_blocks is None:
             num_blocks = layout.num_needed(model.max_context_len)
-        return Limits(model.name, model.vocab_size, model.max_context_len, num_blocks, layout, model.aliases)
+        return Limits(
+            model.name,
+            model.vocab_size,
+            model.max_context_len,
+            num_blocks,
+            layout,
+            model.aliases,
+            model.kv_policies,
+        )

@@ -3,6 +3,10 @@
 root   = HMAC-SHA-256(secret, tenant, fingerprint, layout, adapter, policy)
 key[i] = SHA-256(key[i-1] || tokens of block i as little-endian u32),  key[-1] = root
 tail   = SHA-256(key[i] || "tail" || number of tokens || tokens)       a last block, partly filled
+kept[i] = SHA-256(root, "kept", policy, key of the whole prompt, i)    what a policy keeps of a prompt; a block that is
+                                                                       filled behind these has a key[i] on the last one
+
+KV that was computed while anything was dropped has no other name than one behind kept blocks.
 
 Where the first n blocks are public, their chain begins with a root that is no tenant's, and goes on under the tenant's:
 key[n] = SHA-256(root || key[n-1] || tokens of block n).
@@ -104,6 +108,22 @@ class NameChain:
         """Names all blocks of the first `num_tokens` tokens, a partly filled last one included."""
         tail = self.tail(num_tokens)
         return self.full(num_tokens) if tail is None else [*self.full(num_tokens), tail]
+
+    def kept(self, policy: str, num_prompt: int, num_blocks: int) -> "NameChain":
+        """Begins the chain of what a policy keeps of the first `num_prompt` tokens, so many blocks.
+
+        Its tokens are the kept ones, which it does not know, and then the ones that follow the prompt. It is the
+        tenant's, even of a public prompt.
+        """
+        prompt_key, size = self.cover(num_prompt)[-1].key, self._block_size
+        root, root_digest = self._roots[0], self._root_digests[0]
+        chain = NameChain(root, size)
+        chain._tokens = [0] * (num_blocks * size)
+        for index in range(num_blocks):
+            key = hashlib.sha256(root + msgpack.packb(["kept", policy, prompt_key, index])).digest()
+            parent = chain._full[index - 1].key if index else prompt_key
+            chain._full.append(BlockName(BlockKey(key), parent, hashlib.sha256(policy.encode()).digest(), root_digest))
+        return chain
 
     def _name(self, index: int, covered: bytes, data: bytes) -> BlockName:
         is_public = index < self._num_public

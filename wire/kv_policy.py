@@ -14,6 +14,8 @@ from enum import StrEnum
 
 from wire.errors import ConfigError
 
+POOLED = 7
+"""Neighbours whose largest mass SnapKV takes for a token's, as its authors' settings for LongBench have it."""
 _LEAST_BLOCKS = 3
 _LEAST_TOKENS = 128
 
@@ -55,11 +57,24 @@ class Dropping:
     def __str__(self) -> str:
         return f"{self.rule}={self.amount}{self.unit}"
 
+    @property
+    def terms(self) -> str:
+        """The policy with all that the choice depends on, for the names of what is kept."""
+        return f"{self} by {self.rule.num_watched} rows, pooled over {POOLED}"
+
+    def num_blocks(self, num_prompt: int, block_size: int) -> int:
+        """Counts the blocks of the budget for a prompt."""
+        wanted = -(-num_prompt * self.amount // 100) if self.unit else self.amount
+        return max(_LEAST_BLOCKS, -(-wanted // block_size))
+
+    def num_spare(self, num_prompt: int, block_size: int) -> int:
+        """Counts the pages that a prompt needs beside its own, for copies of what is kept."""
+        num_blocks = self.num_blocks(num_prompt, block_size)
+        return num_blocks if self.rule is Rule.SNAPKV and num_blocks * block_size < num_prompt else 0
+
     def num_kept(self, num_prompt: int, block_size: int) -> int:
         """Counts the tokens of a prompt that are kept: whole blocks, or the whole prompt where no block can go."""
-        wanted = -(-num_prompt * self.amount // 100) if self.unit else self.amount
-        kept = max(_LEAST_BLOCKS, -(-wanted // block_size)) * block_size
-        return min(kept, num_prompt)
+        return min(self.num_blocks(num_prompt, block_size) * block_size, num_prompt)
 
 
 KVPolicy = Sinks | Dropping | None

@@ -17,9 +17,10 @@ from wire.convert import (
     sampling_from_pb,
     tiers_to_pb,
 )
-from wire.errors import InvalidRequest
+from wire.errors import ConfigError, InvalidRequest
 from wire.ids import AttemptId, NamespaceRoot, is_qualified
 from wire.keys import PublicPart
+from wire.kv_policy import Dropping, parse_kv_policy
 from wire.pb import inference_pb2, worker_pb2
 from wire.tier import COLD_COUNTS, FAR_TIERS, WRITE_COUNTS, BlockCounts, ColdStatus, Tier
 from worker.stopwatch import Span
@@ -50,6 +51,7 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
         message.computes_all,
         message.num_scored,
         _public_part(message),
+        _dropping(message.kv_policy),
     )
     _require_in_range(request, vocab_size)
     return request
@@ -112,6 +114,15 @@ def status_to_pb(
         engine_silent_s=engine_silent_s,
         node_id=info.node_id,
     )
+
+
+def _dropping(text: str) -> Dropping | None:
+    try:
+        policy = parse_kv_policy(text) if text else None
+    except ConfigError as error:
+        raise InvalidRequest("kv_policy", error.message) from error
+    _require(policy is None or isinstance(policy, Dropping), "kv_policy", "not one that drops KV by worth")
+    return policy if isinstance(policy, Dropping) else None
 
 
 def _require_in_range(request: EngineRequest, vocab_size: int) -> None:

@@ -1,14 +1,16 @@
 """Static batches beside continuous batching, and shared prefixes beside none: the same engine on the same requests."""
 
 import random
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import fmean, median
 
 from benchmarks.cache_cost import no_cache
 from benchmarks.claim_families.caching import one_thread
-from benchmarks.claim_families.engines import POOL_TOKENS, Asked, load, make_core, random_model, run, run_afresh
+from benchmarks.claim_families.engines import POOL_TOKENS, Asked, add, load, make_core, random_model, run, run_afresh
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report, Stopwatch, spread
 from deploy.load.trace import read_trace
 from engine.model.decoder import Decoder
@@ -23,6 +25,11 @@ MAX_RUNNING = 16
 LENGTH_DIVISOR = 4
 PROMPT_LEN = 16
 NUM_ROUNDS = 3
+SLOS = (1.5, 2.0, 4.0, 8.0)
+"""Gaps between tokens, in those of a request alone."""
+SLO_BATCHES = (1, 2, 4, 8, 16, 32)
+NUM_GAPS = 16
+SAID_OF_SHARING = 1.5
 SHARES = (0.0, 0.5, 0.75, 0.9)
 SHARED_PROMPT_LEN, SHARED_OUTPUT_LEN = 256, 32
 
@@ -80,6 +87,7 @@ def measure_sharing(inputs: Inputs) -> Report:
         model = load(random_model(inputs.scratch, *SHARING_SHAPE), "bfloat16")
         watches = {share: _time_sharing(model, share) for share in SHARES}
     ratios = {share: watch.ratios("none", "shared") for share, watch in watches.items()}
+    enough = [share for share, each in ratios.items() if median(each) >= SAID_OF_SHARING]
     half = _prompt_tokens(0.5)
     told = ", ".join(f"{share:.0%} shared: {spread(each)}" for share, each in ratios.items() if share)
     setting = (
@@ -90,7 +98,8 @@ def measure_sharing(inputs: Inputs) -> Report:
     finding = Finding(
         f"{half[0] / half[1]:.1f}x fewer prompt tokens with half of each prompt shared; no fewer tokens to decode",
         told,
-        any(median(each) >= 1.5 for each in ratios.values()),
+        bool(enough),
+        f"from {min(enough):.0%} shared on" if enough else "at none of these shares",
     )
     chart = Chart(
         "Times faster than without sharing",
@@ -99,6 +108,45 @@ def measure_sharing(inputs: Inputs) -> Report:
         {"Baton": [(100 * share, median(each)) for share, each in ratios.items()]},
     )
     return Report(setting, {"prefix_sharing": finding}, chart)
+
+
+def batch_at_slo(scratch: Path, num_contiguous: int, num_paged: int, context_len: int) -> Finding:
+    """Finds the largest batches whose steps keep within a gap between tokens, where memory has room for so many.
+
+    context_len: of each request, over LENGTH_DIVISOR.
+    """
+    batches = sorted({*(size for size in SLO_BATCHES if size < num_paged), num_contiguous, num_paged})
+    with one_thread():
+        model = load(random_model(scratch, *BATCHED_SHAPE), "bfloat16")
+        gaps = {size: _gap(model, size, context_len // LENGTH_DIVISOR) for size in batches}
+    ratios = {slo: largest(gaps, slo, num_paged) / largest(gaps, slo, num_contiguous) for slo in SLOS}
+    met = [slo for slo, ratio in ratios.items() if ratio >= 4]
+    told = ", ".join(f"{ratio:.1f}x within {slo:g}" for slo, ratio in ratios.items())
+    return Finding(
+        f"{num_paged / num_contiguous:.1f}x by memory alone, less where steps of more requests take longer",
+        f"{told} times the gap of one request; {1e3 * gaps[1]:.1f} ms at 1, {1e3 * gaps[num_contiguous]:.1f} at "
+        f"{num_contiguous}, {1e3 * gaps[num_paged]:.1f} at {num_paged}; {_words(BATCHED_SHAPE)}, contexts over "
+        f"{LENGTH_DIVISOR}",
+        bool(met),
+        f"from {min(met):g} times the gap of one request on" if met else "at none of these gaps",
+    )
+
+
+def largest(gaps: Mapping[int, float], slo: float, room: int) -> int:
+    """Picks the largest batch within the room whose gap is at most so many times that of one request."""
+    return max(size for size, gap in gaps.items() if size <= room and gap <= slo * gaps[1])
+
+
+def _gap(model: Decoder, batch: int, context_len: int) -> float:
+    """Times steps of decoding requests; returns the median, in seconds."""
+    core = make_core(model, ContinuousBatcher(max_running=batch), POOL_TOKENS)
+    add(core, [Asked(_tokens(context_len, seed), NUM_GAPS) for seed in range(batch)])
+    gaps = []
+    while core.has_requests:
+        began_s = time.perf_counter()
+        if len(core.step().token_ids) == batch:
+            gaps.append(time.perf_counter() - began_s)
+    return median(gaps[1:])
 
 
 def _time_sharing(model: Decoder, share: float) -> Stopwatch:

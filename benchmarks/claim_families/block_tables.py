@@ -51,7 +51,7 @@ def measure(inputs: Inputs) -> Report:
     finding = Finding(
         f"4 bytes for each {BLOCK_SIZE} tokens, and reads in runs of {BLOCK_SIZE * HEAD_DIM * 2 >> 10} KiB",
         ", ".join(f"{length} tokens: {spread(each, ' %')}" for length, each in costs.items()),
-        verdict(costs),
+        *verdict(costs),
     )
     chart = Chart(
         "Time of attention over pages, % of contiguous KV",
@@ -62,11 +62,23 @@ def measure(inputs: Inputs) -> Report:
     return Report(setting, {"block_tables": finding}, chart)
 
 
-def verdict(costs: Mapping[int, Sequence[float]]) -> bool | None:
-    """Tells whether tables cost 10 to 20 % at some length, and never more; None where rounds disagree on that."""
-    if any(min(each) < 10 < max(each) for each in costs.values()):
-        return None
-    return all(max(each) <= 20 for each in costs.values()) and any(min(each) >= 10 for each in costs.values())
+def verdict(costs: Mapping[int, Sequence[float]]) -> tuple[bool | None, str]:
+    """Tells whether tables cost 10 to 20 % at some length, and never more, and the lengths that decide it.
+
+    None where rounds disagree on that.
+    """
+    unsure = [length for length, each in costs.items() if min(each) < 10 < max(each)]
+    if unsure:
+        return None, f"rounds lie on both sides of 10 % at {_listed(unsure)}"
+    dear = [length for length, each in costs.items() if max(each) > 20]
+    within = [length for length, each in costs.items() if 10 <= min(each) <= max(each) <= 20]
+    if dear or not within:
+        return False, f"more at {_listed(dear)}" if dear else "less at every length"
+    return True, _listed(within)
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return f"{', '.join(map(str, lengths))} tokens"
 
 
 def middle_half(values: Sequence[float]) -> list[float]:

@@ -103,7 +103,10 @@ def _findings(watches: dict[int, Stopwatch], counts: list[int]) -> dict[str, Fin
     without, cached = counts
     return {
         "cache_speed": Finding(
-            f"{computed:.0f}x fewer tokens computed for {NUM_COUNTED} generated after {PROMPT_LEN}", told, longest >= 10
+            f"{computed:.0f}x fewer tokens computed for {NUM_COUNTED} generated after {PROMPT_LEN}",
+            told,
+            longest >= 10,
+            f"{max(watches)} tokens, the longest answer, by transformers",
         ),
         "cache_computations": Finding(
             f"1 + 2 + ... + {NUM_COUNTED} = {NUM_COUNTED * (NUM_COUNTED + 1) // 2:,}, and {NUM_COUNTED}",

@@ -48,12 +48,17 @@ def make_core(model: Decoder, batcher: Batcher, num_tokens: int) -> EngineCore:
     return EngineCore(model, DevicePool(model.layout, num_tokens // BLOCK_SIZE, model.device), batcher, NoStore())
 
 
-def run(core: EngineCore, asked: Sequence[Asked]) -> int:
-    """Runs requests that come all at once; returns the number of tokens generated. Raises the error of a failed one."""
+def add(core: EngineCore, asked: Sequence[Asked]) -> None:
+    """Queues requests."""
     for one in asked:
         sampling = SamplingParams(temperature=0.0, max_tokens=one.output_len, ignore_eos=True)
         request_id = RequestId(str(next(_numbers)))
         core.add(EngineRequest(request_id, _ROOT, one.prompt, sampling, (ChoiceSoFar(0),)))
+
+
+def run(core: EngineCore, asked: Sequence[Asked]) -> int:
+    """Runs requests that come all at once; returns the number of tokens generated. Raises the error of a failed one."""
+    add(core, asked)
     num_tokens = 0
     while core.has_requests:
         output = core.step()

@@ -9,11 +9,15 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one claim. holds: None where nothing is measured, and `measured` says why."""
+    """The outcome of one claim.
+
+    holds: None where nothing is measured, and `measured` says why. decided_by: the case of several that holds, or not.
+    """
 
     arithmetic: str
     measured: str
     holds: bool | None = None
+    decided_by: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ and a baseline that is code in this repository. This command makes the page; TRA
     OMP_NUM_THREADS=1 python benchmarks/claims.py --write --trace TRACE
 
 A gain *holds* where the measurement reaches the lower number said, a share of a peak where it lies within the range:
-*no* may mean above it. A claim with `-` waits, and says for what, or its rounds disagree. Ratios are medians, with the
-least and the greatest round. The models are small and run on a CPU: figures tell whether an effect is there and which
-way it points, not how large it is on a GPU."""
+*no* may mean above it. Where there are several cases, it names the one that decides. A claim with `-` waits, and says
+for what, or its rounds disagree. Ratios are medians, with the least and the greatest round. The models are small and
+run on a CPU: figures tell whether an effect is there and which way it points, not how large it is on a GPU."""
 HOLDS = {True: "yes", False: "no", None: "-"}
 
 
@@ -61,7 +61,7 @@ def _summary(kept: Mapping[str, Kept]) -> str:
 def _section(name: str, family: Family, kept: Kept) -> str:
     rows = ["| claim | said | arithmetic | measured | holds |", "|---|---|---|---|---|"]
     rows += [
-        _row(claim, Finding(**{key: row[key] for key in ("arithmetic", "measured", "holds")}), row["said"])
+        _row(claim, Finding(**{key: value for key, value in row.items() if key != "said"}), row["said"])
         for claim, row in kept.rows.items()
     ]
     machine = f" Machine: {kept.machine}, {kept.date}." if kept.machine else ""
@@ -70,7 +70,8 @@ def _section(name: str, family: Family, kept: Kept) -> str:
 
 
 def _row(claim: str, finding: Finding, said: str) -> str:
-    return f"| `{claim}` | {said} | {finding.arithmetic} | {finding.measured} | {HOLDS[finding.holds]} |"
+    holds = ": ".join(filter(None, (HOLDS[finding.holds], finding.decided_by)))
+    return f"| `{claim}` | {said} | {finding.arithmetic} | {finding.measured} | {holds} |"
 
 
 def draw(chart: Chart, path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from deploy.cli.command import Subparsers, read_count
 from deploy.cli.table import render
-from deploy.plan.byte_size import format_bytes, parse_bytes
+from deploy.plan.byte_size import format_bytes, parse_any_bytes, parse_bytes
 from deploy.plan.capacity import Fit, RequestKV, Technique, techniques
 from deploy.plan.config import ModelSettings
 from deploy.plan.shape import BITS, ModelShape
@@ -32,12 +32,19 @@ def add_parser(commands: Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("model", metavar="MODEL", type=str, help="a folder with a config.json, or that file")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        type=str,
+        help="a folder with a config.json, or with such a folder named checkpoint; or that file",
+    )
     parser.add_argument(
         "--context", type=read_count, metavar="N", help="tokens of a request (default: the most it can)"
     )
     parser.add_argument("--concurrency", type=read_count, metavar="M", default=1, help="requests at once (default: 1)")
-    parser.add_argument("--gpu", type=str, metavar="SIZE", default="24GiB", help="memory of the GPU (default: 24GiB)")
+    parser.add_argument(
+        "--gpu", type=str, metavar="SIZE", default="24GiB", help="memory of the GPU, as 80GiB or 80GB (default: 24GiB)"
+    )
     parser.add_argument("--kv-dtype", choices=tuple(BITS), help="numbers that KV is kept in (default: the model's)")
     parser.add_argument(
         "--window", type=read_count, metavar="W", help="keep KV of the last W tokens (default: its own)"
@@ -49,11 +56,15 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.model).expanduser()
     if not path.exists():
         raise ModelError(f"{args.model[:64]} is neither a folder nor a config.json")
+    within = path / "checkpoint"
+    path = within if (within / "config.json").exists() and not (path / "config.json").exists() else path
     shape = ModelShape.read(path)
     layout = shape.kv_layout(ModelSettings.block_size)
-    kv = RequestKV(layout, args.context or shape.max_context_len, BITS[shape.dtype], args.window or layout.window)
+    num_tokens = args.context or shape.max_context_len
+    window = min(args.window or layout.window or num_tokens, num_tokens)
+    kv = RequestKV(layout, num_tokens, BITS[shape.dtype], window if window < num_tokens else None)
     kv = kv.kept_in(args.kv_dtype) if args.kv_dtype else kv
-    fit = Fit(parse_bytes(args.gpu, "--gpu"), shape.weight_bytes(), kv)
+    fit = Fit(parse_any_bytes(args.gpu, "--gpu"), shape.weight_bytes(), kv)
     if args.json:
         print(json.dumps(to_object(shape, fit, args.concurrency)))
     else:
@@ -156,7 +167,7 @@ def _gpus(fit: Fit) -> str:
 
 
 def _techniques(shape: ModelShape, fit: Fit) -> str:
-    is_served = fit.kv.window == fit.kv.layout.window
+    is_served = fit.kv.window in (None, fit.kv.layout.window)
     rows = [Technique("none", fit, "yes" if is_served else "not yet"), *techniques(shape, fit)]
     gpu = format_bytes(fit.device_bytes)
     head = ("change", "KV of a token", "of a request", f"requests on {gpu}", "in Baton")

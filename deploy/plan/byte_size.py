@@ -5,7 +5,9 @@ import re
 from wire.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_DECIMAL_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]iB|B|)")
+_DECIMAL_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kMGT]B)")
 
 
 def parse_bytes(text: str, name: str) -> int:
@@ -15,6 +17,12 @@ def parse_bytes(text: str, name: str) -> int:
         raise ConfigError(f"{name} must be a size like 512MiB, 1.5GiB or 4096, not {text[:64]!r}")
     number, unit = found.groups()
     return int(float(number) * _UNITS[unit])
+
+
+def parse_any_bytes(text: str, name: str) -> int:
+    """Reads a size as `parse_bytes` does, or in decimal units, in which makers tell the memory of a GPU: `80GB`."""
+    found = _DECIMAL_SIZE.fullmatch(text.strip())
+    return int(float(found[1]) * _DECIMAL_UNITS[found[2]]) if found else parse_bytes(text, name)
 
 
 def format_bytes(num_bytes: int) -> str:

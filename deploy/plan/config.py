@@ -15,7 +15,7 @@ from deploy.plan.byte_size import parse_bytes
 from deploy.plan.resources import RESERVED
 from router.config import LOOPBACK, AdmissionBounds, StreamBounds
 from wire.errors import ConfigError
-from wire.kv_policy import parse_kv_policy
+from wire.kv_policy import Sinks, parse_kv_policy
 from wire.layout import KV_DTYPES
 from wire.pools import PoolSizes, Role
 from wire.settings import from_object
@@ -68,7 +68,13 @@ class ModelSettings:
     weights: str = "auto"
     kv_dtype: str = "auto"
     kv_policy: str = "full"
+    allowed_kv_policies: tuple[str, ...] = ()
     block_size: int = 16
+
+    @property
+    def kv_policies(self) -> tuple[str, ...]:
+        """The policies that a request may have, each once; first the deployment's own."""
+        return tuple(dict.fromkeys((self.kv_policy, *self.allowed_kv_policies)))
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -279,7 +285,9 @@ class ClusterConfig:
         for name, choices in choices_of.items():
             value = attrgetter(name)(self)
             _require(value in (None, *choices), name, f"one of {', '.join(map(str, choices))}", value)
-        parse_kv_policy(self.model.kv_policy, self.model.kv_dtype)
+        policies = [parse_kv_policy(text, self.model.kv_dtype) for text in self.model.kv_policies]
+        have_sinks = len(policies) > 1 and any(isinstance(policy, Sinks) for policy in policies)
+        _require(not have_sinks, "model.allowed_kv_policies", "without sinks, which all requests have or none", "")
         for name in RANGES:
             if problem := range_problem(name, attrgetter(name)(self)):
                 raise ConfigError(f"{name} {problem}")

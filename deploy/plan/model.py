@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from deploy.plan.config import ModelSettings
 from router.config import ServedModel
 from wire.errors import ConfigError
+from wire.kv_policy import Dropping, parse_kv_policy
 
 if TYPE_CHECKING:
     from engine.checkpoint.checkpoint import Checkpoint
+    from engine.checkpoint.config import AttentionConfig
 
 DEMO_MODEL = "demo-model"
 
@@ -77,6 +79,7 @@ def inspect_model(
         raise ConfigError(f"worker.cpu_kernels or model.weights: {error}") from error
     asked = None if settings.dtype == "auto" else settings.dtype
     dtype = str(compute_dtype(asked, checkpoint.config, backend)).removeprefix("torch.")
+    _require_droppable(settings, checkpoint.config.attention)
     name, *aliases = settings.served_names or (_name(settings.path),)
     served = ServedModel(
         name=name,
@@ -87,6 +90,7 @@ def inspect_model(
         fingerprint_hex=fingerprint(checkpoint.files, dtype, backend.version, DigestCache.of_user()).hex(),
         layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
         aliases=tuple(aliases),
+        kv_policies=settings.kv_policies,
     )
     facts = ModelFacts(served, device, _weight_bytes(checkpoint), backend.name)
     if draft is None:
@@ -97,6 +101,14 @@ def inspect_model(
     its_dtype = str(compute_dtype(None, other.config, backend)).removeprefix("torch.")
     layout = other.config.kv_layout(its_dtype, settings.block_size)
     return replace(facts, draft=DraftFacts(str(other.folder.resolve()), _weight_bytes(other), layout.block_bytes))
+
+
+def _require_droppable(settings: ModelSettings, attention: "AttentionConfig") -> None:
+    """Raises ConfigError for a policy that drops KV by worth where this cannot be done."""
+    has_windows = any(window is not None for window in attention.windows)
+    for text in settings.kv_policies:
+        if has_windows and isinstance(parse_kv_policy(text), Dropping):
+            raise ConfigError(f"kv_policy {text}: the model has windows, whose tokens go by age")
 
 
 def _weight_bytes(checkpoint: "Checkpoint") -> int:

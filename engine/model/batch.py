@@ -1,5 +1,6 @@
 """The tensors of one step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,14 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
+class Watched:
+    """Rows of a batch whose queries the model writes to `queries` [num_layers, rows, ...], in place."""
+
+    rows: slice
+    queries: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """Tokens of several sequences, one after another; decoding sequences, of one token each, come first.
 
@@ -37,6 +46,7 @@ class Batch:
     num_decodes: int
     sample_rows: torch.Tensor  # int64 [R]: rows of T whose logits are wanted
     num_scored: int = 0  # of these, rows of prompts that are scored
+    watched: Sequence[Watched] = ()
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -84,6 +94,18 @@ class Model(Protocol):
 
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Writes the KV of the batch's tokens into `kv`, of layout.shape; returns float32 logits [R, V]."""
+        ...
+
+    def new_queries(self, num_rows: int) -> torch.Tensor:
+        """Makes room for the queries of so many rows, [num_layers, num_rows, ...]."""
+        ...
+
+    def weigh(self, queries: torch.Tensor, kv: KVPages, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Sums the attention of a sequence's last rows, given their queries, that falls on each of its tokens.
+
+        block_table: int32, of the sequence. num_tokens: with KV in it. Returns float32 [num_layers, num_kv_heads,
+        num_tokens], of which no bit depends on how the rows were run.
+        """
         ...
 
 

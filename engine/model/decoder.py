@@ -16,6 +16,7 @@ from engine.checkpoint.rope import RopeConfig
 from engine.model.batch import Batch, run_ahead
 from engine.model.weights import DecoderWeights, WeightLoader, check_weights
 from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Recorder, Tables, select_backend
+from kernels.reference import weigh
 from wire.errors import ConfigError
 from wire.layout import KVLayout
 
@@ -124,7 +125,8 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Does as `Model.forward`. Returns an inference tensor of the caller's until the next call. For one thread."""
-        if batch.samples_all and (program := self._program_for(batch, kv)) is not None:
+        program = self._program_for(batch, kv) if batch.samples_all and not batch.watched else None
+        if program is not None:
             return program.run(batch)
         return self.run(self._backend, batch, self.angles_for(kv).at(batch.positions), kv, _NO_BUFFERS)
 
@@ -144,6 +146,8 @@ class Decoder:
             normed = do.rms_norm(states, layer.attention_norm, eps, to.normed)
             qkv = do.linear(normed, layer.qkv.weight, layer.qkv.bias, out=to.qkv)
             query = do.rotate_and_write(qkv, layer.heads, angles, pages, batch.slot_mapping)
+            for one in batch.watched:
+                one.queries[index] = query[one.rows]
             attended = do.attend(query, pages, tables, self._variants[index], to.attended).flatten(1)
             states = do.linear(attended, layer.attention_output.weight, layer.attention_output.bias, states, to.states)
             normed = do.rms_norm(states, layer.mlp_norm, eps, to.normed)
@@ -151,6 +155,18 @@ class Decoder:
             states = do.linear(do.gate(gate_up, to.gated), layer.down.weight, layer.down.bias, states, to.states)
         sampled = states if batch.samples_all else states[batch.sample_rows]
         return do.logits(do.rms_norm(sampled, self.weights.norm, eps, to.normed), self.weights.head, to.logits)
+
+    def new_queries(self, num_rows: int) -> torch.Tensor:
+        attention = self.config.attention
+        shape = (len(self._variants), num_rows, attention.num_heads, attention.head_dim)
+        return torch.empty(shape, dtype=self.weights.norm.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def weigh(self, queries: torch.Tensor, kv: KVPages, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        layers = zip(queries, self._variants, strict=True)
+        return torch.stack(
+            [weigh(query, kv.layer(index), block_table, num_tokens, one) for index, (query, one) in enumerate(layers)]
+        )
 
     def _program_for(self, batch: Batch, kv: KVPages) -> "DecodeProgram | None":
         """Finds or records the program for so many rows, of the pool that was used last."""

@@ -7,7 +7,7 @@
 
 All modulo 2**64. No sum outlives its step: all earlier positions are read back through the block tables. So KV is a
 pure function of the prefix (and of layout and seed), and a block that is wrong, stale or out of place changes all that
-follows.
+follows. Where KV was dropped, p counts what was kept, and the state has the difference.
 """
 
 from collections import deque
@@ -22,6 +22,7 @@ from wire.layout import KVLayout
 _MASK = (1 << 64) - 1
 _TOP_LOGIT = 5.0
 _NOISE = 4.0
+_WEIGHING = 0x2545F4914F6CDD1D
 
 
 class HashModel:
@@ -77,9 +78,11 @@ class HashModel:
         totals: list[int] = []
         for row, context_len in enumerate(batch.context_lens.tolist()):
             begin, end = bounds[row], bounds[row + 1]
-            seen = self._read(words, batch.block_tables[row], context_len - (end - begin))
-            for position, token in zip(positions[begin:end], batch.token_ids[begin:end].tolist(), strict=True):
-                states.append(self._take(seen, position, token))
+            start = context_len - (end - begin)
+            seen = self._read(words, batch.block_tables[row], start)
+            tokens = zip(positions[begin:end], batch.token_ids[begin:end].tolist(), strict=True)
+            for place, (position, token) in enumerate(tokens, start):
+                states.append(self._take(seen, place, token, position - place))
                 totals.append(seen.total)
         self._write(words, batch.slot_mapping, _words(states))
         return self._logits([totals[row] for row in batch.sample_rows.tolist()])
@@ -88,11 +91,21 @@ class HashModel:
         """Does as `engine.model.batch.DraftModel`."""
         return run_ahead(self, batch, kv, num_runs)
 
-    def _take(self, seen: "_Seen", position: int, token: int) -> int:
-        """Returns the state of the token at a position, and adds its share to what the next one sees."""
+    def new_queries(self, num_rows: int) -> torch.Tensor:
+        return torch.empty(self.layout.num_layers, num_rows, 0)
+
+    @torch.inference_mode()
+    def weigh(self, queries: torch.Tensor, kv: KVPages, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Draws the weight of a token, the same in each row that sees it, from the bits of what is stored of it."""
+        stored = kv.data.view(torch.int64)[block_table, :, 0, :, :, 0]
+        drawn = (stored.permute(1, 2, 0, 3).flatten(2)[..., :num_tokens] * _WEIGHING >> 44 & 0xFF).float()
+        return drawn * torch.arange(num_tokens, 0, -1).clamp(max=queries.shape[1])
+
+    def _take(self, seen: "_Seen", place: int, token: int, num_dropped: int = 0) -> int:
+        """Returns the state of the token at a place, and adds its share to what the next one sees."""
         seen.make_room()
-        state = _mix(seen.total ^ _mix(token))
-        seen.add(self._places[position] * self._gain * state)
+        state = _mix(seen.total ^ _mix(token) ^ num_dropped)
+        seen.add(self._places[place] * self._gain * state)
         return state
 
     def _next_token(self, total: int) -> int:

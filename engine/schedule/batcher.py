@@ -28,7 +28,8 @@ class Phase(Enum):
 class Candidate:
     """A sequence as batchers see it. `num_known` counts prompt and output tokens, `num_computed` tokens with KV.
 
-    num_blocks: up to the last page; the first `num_behind` of them are behind the window, and have no page.
+    num_blocks: up to the last page; the first `num_behind` of them are behind the window, and have no page. num_spare:
+    further pages, for later.
     """
 
     handle: int
@@ -37,10 +38,11 @@ class Candidate:
     num_computed: int
     num_blocks: int
     num_behind: int = 0
+    num_spare: int = 0
 
     @property
     def num_pages(self) -> int:
-        return self.num_blocks - self.num_behind
+        return self.num_blocks - self.num_behind + self.num_spare
 
     @property
     def num_missing(self) -> int:

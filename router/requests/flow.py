@@ -272,6 +272,7 @@ class Flow:
             num_scored=self.prompt_answer.num_scored,
             public_root=public.root if public else b"",
             num_public_blocks=public.num_blocks if public else 0,
+            kv_policy=str(self._order.valid.dropping or ""),
         )
 
     def _take(self, on_prompt: Callable[[], None], spans: list[pb.Span]) -> Take:

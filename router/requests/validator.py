@@ -13,7 +13,8 @@ from text.codec import TextCodec
 from wire.convert import sampling_from_pb
 from wire.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from wire.ids import REQUEST_ID, BlockKey, NamespaceRoot, RequestId
-from wire.keys import PublicPart, cover
+from wire.keys import NameChain, PublicPart
+from wire.kv_policy import Dropping, parse_kv_policy
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_TURNS
@@ -27,7 +28,10 @@ MAX_TOOL_DEPTH = 64
 
 @dataclass(frozen=True)
 class Limits:
-    """The bounds of the served model and its workers. `num_blocks` is the smallest pool that a request may meet."""
+    """The bounds of the served model and its workers. `num_blocks` is the smallest pool that a request may meet.
+
+    kv_policies: that a request may have; the first is that of the others.
+    """
 
     model: str
     vocab_size: int
@@ -35,6 +39,7 @@ class Limits:
     num_blocks: int
     layout: KVLayout
     aliases: tuple[str, ...] = ()
+    kv_policies: tuple[str, ...] = ("full",)
 
     @property
     def max_sequence_len(self) -> int:
@@ -54,6 +59,7 @@ class ValidRequest:
     sampling: SamplingParams
     max_tokens_given: bool
     seed_given: bool
+    dropping: Dropping | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ def validate(message: pb.GenerateRequest, limits: Limits) -> ValidRequest:
         sampling=_sampling(sampling_from_pb(given), given, limits),
         max_tokens_given=given.HasField("max_tokens"),
         seed_given=given.HasField("seed"),
+        dropping=_dropping(message, limits),
     )
 
 
@@ -119,12 +126,20 @@ def prepare(
     May be called on any thread; takes as long as the text is.
     """
     encoded = encode(valid.prompt, codec, root, known)
+    block_size = limits.layout.block_size
+    if valid.dropping is not None:
+        num_spare = valid.dropping.num_spare(len(encoded), block_size)
+        limits = replace(limits, num_blocks=limits.num_blocks - num_spare)
     sampling = resolve(valid, encoded, limits, secrets.randbits(SEED_BITS))
     prompt_ids = tuple(encoded)
-    public = prefixes.part_of(prompt_ids, limits.layout.block_size)
-    names = cover(root, prompt_ids, limits.layout.block_size, public)
-    keys = tuple(name.key for name in names)
+    public = prefixes.part_of(prompt_ids, block_size)
+    chain = NameChain(root, block_size, public)
+    chain.extend(prompt_ids)
+    keys = tuple(name.key for name in chain.cover(len(prompt_ids)))
     held_keys = keys[limits.layout.first_block(len(prompt_ids)) :]
+    if valid.dropping is not None and (num_kept := valid.dropping.num_spare(len(prompt_ids), block_size)):
+        kept = chain.kept(valid.dropping.terms, len(prompt_ids), num_kept)
+        held_keys = tuple(name.key for name in kept.full(num_kept * block_size))
     echo = _echo(valid, prompt_ids, codec) if sampling.echo else ""
     marks = valid.prompt.call_marks if isinstance(valid.prompt, Rendered) else ()
     shown = marks if sampling.skip_special_tokens else codec.special_tokens
@@ -186,6 +201,14 @@ def _require_room(num_tokens: int, limits: Limits, at_least: str = "") -> None:
 def _require_model(message: pb.GenerateRequest, limits: Limits) -> None:
     if message.HasField("model") and message.model not in (limits.model, *limits.aliases):
         raise ModelNotFound("model: no model of that name is served")
+
+
+def _dropping(message: pb.GenerateRequest, limits: Limits) -> Dropping | None:
+    """Returns the policy by which a request drops KV, if it is one that is allowed."""
+    text = message.kv_policy if message.HasField("kv_policy") else limits.kv_policies[0]
+    _require(text in limits.kv_policies, "kv_policy", f"must be one of {', '.join(limits.kv_policies)}")
+    policy = parse_kv_policy(text)
+    return policy if isinstance(policy, Dropping) else None
 
 
 def _request_id(message: pb.GenerateRequest) -> RequestId | None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.claim_families.arithmetic import FAMILY as ARITHMETIC
-from benchmarks.claim_families.batching import BATCH, StaticBatcher, static_steps
-from benchmarks.claim_families.block_tables import middle_half
+from benchmarks.claim_families.batching import BATCH, StaticBatcher, largest, static_steps
+from benchmarks.claim_families.block_tables import middle_half, verdict
 from benchmarks.claim_families.caching import WithoutBaton
 from benchmarks.claim_families.disaggregating import compare, judge
 from benchmarks.claim_families.engines import random_model
@@ -97,6 +97,26 @@ def test_below_2k_disaggregation_must_not_shorten_requests_and_above_8k_it_must(
         assert judge("disaggregation_long", [ratios, dict.fromkeys(ratios, 2.0 - other_s)]).holds is None
 
 
+def test_the_lengths_that_decide_on_block_tables_are_named() -> None:
+    assert verdict({512: [0.0, 5.0], 4096: [4.0, 12.0]}) == (None, "rounds lie on both sides of 10 % at 4096 tokens")
+    assert verdict({512: [0.0, 5.0], 4096: [4.0, 9.0]}) == (False, "less at every length")
+    assert verdict({512: [0.0, 5.0], 4096: [11.0, 19.0]}) == (True, "4096 tokens")
+    assert verdict({512: [11.0, 12.0], 4096: [14.0, 21.0]}) == (False, "more at 4096 tokens")
+
+
+def test_the_largest_batch_keeps_within_the_gap_and_the_room() -> None:
+    gaps = {1: 1.0, 4: 1.5, 7: 2.0, 32: 5.0}
+    assert [largest(gaps, slo, 32) for slo in (1.0, 1.5, 4.0, 8.0)] == [1, 4, 7, 32]
+    assert [largest(gaps, slo, 7) for slo in (1.0, 8.0)] == [1, 7]
+
+
+def test_a_window_is_measured_and_what_waits_says_so() -> None:
+    found = rows_of(measure(["smaller_caches"], None), None)
+    assert (found["window"]["holds"], found["window"]["decided_by"]) == (True, "16 windows of context")
+    waiting = [name for name, row in found.items() if row["holds"] is None]
+    assert waiting == [name for name, row in found.items() if row["measured"].startswith("waits for")]
+
+
 def test_rounds_begin_with_each_way_in_turn() -> None:
     order: list[str] = []
     watch = Stopwatch().take_turns({name: lambda name=name: order.append(name) for name in "ab"}, 2)  # type: ignore[misc]
@@ -132,7 +152,7 @@ def test_worked_examples_and_waiting_claims_need_no_machine() -> None:
     assert found["growth_of_7b"]["arithmetic"] == "1 GiB and 16 GiB, 1.3x the 12.6 GiB of parameters; 16x for 16x"
     assert [found[name]["holds"] for name in ("token_of_32_heads", "32_to_8_heads", "int4")] == [True, False, None]
     assert found["int8"]["measured"].startswith("49.2% of the pages")
-    assert set(found["int8"]) == {"said", "arithmetic", "measured", "holds"}
+    assert set(found["int8"]) == {"said", "arithmetic", "measured", "holds", "decided_by"}
     assert rows_of(measure(["smaller_caches"], None), "int4").keys() == {"int4"}
     assert set(ARITHMETIC.measure(NOTHING).findings) == set(ARITHMETIC.claims)
 
@@ -141,7 +161,7 @@ def test_the_page_has_each_claim_and_the_chart_of_its_family(tmp_path: Path) -> 
     pytest.importorskip("matplotlib")
     lines = Chart("Speed", "batch", "x", {"a": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]})
     bars = Chart("Memory", "", "%", {"a": [("pages", 3.0), ("none", 4.0)]})
-    finding = Finding("2x", "1.9x (1.8 .. 2)", True)
+    finding = Finding("2x", "1.9x (1.8 .. 2)", True, "at 32")
     families = {
         name: Family(name.title(), {f"{name}_claim": "twice as fast"}, lambda inputs: Report("", {}))
         for name in ("lines", "bars")
@@ -153,7 +173,7 @@ def test_the_page_has_each_claim_and_the_chart_of_its_family(tmp_path: Path) -> 
     page = tmp_path / "claims.md"
     write_page(page, families, kept)
     text = page.read_text()
-    assert "| `lines_claim` | twice as fast | 2x | 1.9x (1.8 .. 2) | yes |" in text
+    assert "| `lines_claim` | twice as fast | 2x | 1.9x (1.8 .. 2) | yes: at 32 |" in text
     assert "A setting. Machine: a machine, 2026-01-01." in text
     assert "![Speed](claims/lines.svg)" in text
     first = (tmp_path / "claims" / "bars.svg").read_bytes()

@@ -80,6 +80,12 @@ class FaultyModel:
             self._spoil(batch, kv.data.view(torch.int64), logits)
         return logits
 
+    def new_queries(self, num_rows: int) -> torch.Tensor:
+        return self._model.new_queries(num_rows)
+
+    def weigh(self, queries: torch.Tensor, kv: KVPages, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        return self._model.weigh(queries, kv, block_table, num_tokens)
+
     def _spoil(self, batch: Batch, words: torch.Tensor, logits: torch.Tensor) -> None:
         slots = batch.slot_mapping[batch.token_ids == self.spoilt_kv]
         words[slots // self.layout.block_size, :, :, :, slots % self.layout.block_size] = SPOILT

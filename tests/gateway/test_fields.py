@@ -49,6 +49,7 @@ def test_a_mark_before_the_body_is_passed_over() -> None:
 
 
 WRONG: list[tuple[str, object]] = [
+    ("kv_policy", 25),
     ("prompt", 1),
     ("prompt", []),
     ("prompt", {"a": 1}),

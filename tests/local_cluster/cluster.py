@@ -45,6 +45,7 @@ class Sizes:
     proposer: str = "off"
     draft: DraftModel | None = None
     prefixes: PublicPrefixes = NO_PREFIXES
+    kv_policies: tuple[str, ...] = ("full",)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ class LocalCluster:
         self._sizes = sizes
         self.port = LocalController(PoolSizes(0, 0))
         config = RouterConfig(
-            served(model), ClusterAccess(TOKEN, "00" * 32), admission=sizes.admission, streams=sizes.streams
+            served(model, sizes.kv_policies),
+            ClusterAccess(TOKEN, "00" * 32),
+            admission=sizes.admission,
+            streams=sizes.streams,
         )
         codec = codec or ByteTokenizer()
         self.router = Router(config, codec, self._connect, self.port, PlainRenderer(), sizes.prefixes)
@@ -164,7 +168,7 @@ def _state(is_draining: bool) -> WorkerState:
     return WorkerState.DRAINING if is_draining else WorkerState.READY
 
 
-def served(model: Model) -> ServedModel:
+def served(model: Model, kv_policies: tuple[str, ...] = ("full",)) -> ServedModel:
     """Describes a model as routers know it."""
     return ServedModel(
         name="twin",
@@ -174,4 +178,5 @@ def served(model: Model) -> ServedModel:
         vocab_size=model.vocab_size,
         fingerprint_hex=FINGERPRINT.hex(),
         layout_hex=model.layout.encode().hex(),
+        kv_policies=kv_policies,
     )

@@ -63,6 +63,7 @@ INVALID: dict[str, tuple[Callable[[], pb.GenerateRequest], str]] = {
     "min_tokens -1": (lambda: text(min_tokens=-1), "min_tokens"),
     "min_tokens > max_tokens": (lambda: text(min_tokens=11, max_tokens=10), "min_tokens"),
     "min_tokens > default max_tokens": (lambda: text(min_tokens=257), "min_tokens"),
+    "kv_policy that is not allowed": (lambda: pb.GenerateRequest(text="hi", kv_policy="h2o=25%"), "kv_policy"),
     # the distribution
     "temperature NaN": (lambda: text(temperature=math.nan), "temperature"),
     "temperature +Inf": (lambda: text(temperature=math.inf), "temperature"),

@@ -3,7 +3,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from demo_model import CHECKPOINT
 from deploy.cli.__main__ import main
 from tests.deploy.plan.published_models import DEEPSEEK_V3, LLAMA_3_8B, MISTRAL_7B
 
@@ -69,13 +71,38 @@ def test_a_latent_vector_and_a_window_are_told(tmp_path: Path, capsys: pytest.Ca
     assert "A GPU of 24 GiB cannot hold the weights." in shown
 
 
+def test_a_window_wider_than_the_context_changes_nothing(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for flags in ([], ["--window", "8192"], ["--window", "9000"]):
+        assert main(["size", str(model), *flags]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2]
+    narrower = told(capsys, model, "--window", 8191)
+    assert narrower["bytes_per_request"] == GIB  # it begins and ends amid a block
+    assert "first half of all prompts the same" not in narrower["techniques"]
+
+
+def test_a_gpu_in_units_of_its_maker(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = told(capsys, model, "--gpu", "80GB")
+    assert answer["gpu_bytes"] == 80 * 10**9
+    assert answer["max_requests"] == (80 * 10**9 - 2 * GIB - 2 * 8_030_261_248) // GIB == 57
+
+
+def test_the_folder_of_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = told(capsys, CHECKPOINT.parent)
+    assert answer == told(capsys, CHECKPOINT)
+    assert answer["bytes_per_token"] == 4 * 2 * 2 * 32 * 4
+    tensors = load_file(CHECKPOINT / "model.safetensors").values()
+    assert answer["weight_bytes"] == sum(tensor.nbytes for tensor in tensors)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["no-such-model"], 78, "no-such-model is neither a folder nor a config.json"),
         (["{model}", "--context", "0"], 2, "argument --context: must be at least 1, not 0"),
         (["{model}", "--concurrency", "x"], 2, "argument --concurrency: must be a whole number"),
-        (["{model}", "--gpu", "24GB"], 78, "--gpu must be a size like 512MiB"),
+        (["{model}", "--gpu", "24gb"], 78, "--gpu must be a size like 512MiB"),
         (["{model}", "--kv-dtype", "int2"], 2, "argument --kv-dtype: invalid choice"),
         ([], 2, "the following arguments are required: MODEL"),
     ],

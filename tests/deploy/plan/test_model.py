@@ -2,6 +2,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -48,6 +49,25 @@ def test_another_kv_dtype_is_another_layout_of_the_same_model(tmp_path: Path) ->
     assert full.fingerprint == codes.fingerprint
     assert (full.layout.quantization, codes.layout.quantization) == ("none", "int8")
     assert full.layout.payload_bytes / codes.layout.payload_bytes == 4 * 16 / (16 + 2)
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "message"),
+    [
+        ("mistral-window", {"kv_policy": "snapkv=25%"}, "snapkv=25%: the model has windows"),
+        ("qwen2", {"allowed_kv_policies": ("h2o=25%",)}, "h2o=25%: the model has windows"),
+    ],
+)
+def test_policies_that_drop_by_worth_are_refused(
+    tmp_path: Path, arch: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        inspect_model(ModelSettings(str(make_checkpoint(arch, tmp_path / "model")), **settings), "cpu")
+
+
+def test_the_first_policy_is_the_deployments_own(tmp_path: Path) -> None:
+    settings = ModelSettings(str(make_checkpoint("llama-gqa", tmp_path)), allowed_kv_policies=("snapkv=25%", "full"))
+    assert inspect_model(settings, "cpu").served.kv_policies == ("full", "snapkv=25%")
 
 
 def rename_layers(folder: Path) -> None:

@@ -1,0 +1,179 @@
+"""The choice of what a sequence keeps of its KV, by the attention of its latest rows.
+
+Tokens are dropped at boundaries only, which follow from the prompt and the number of emitted tokens: at the prompt's
+end, and with H2O whenever a block is full. No chunk crosses one, and guesses stay within a page. So a row sees the same
+KV however the sequence was batched, preempted or moved.
+
+    position    0 ........ start ............ boundary
+    queries                  x   x   x   x   x          of the rows since the last boundary, as each was run
+    mass        sum of the softmax of these rows, on each token with KV
+
+KV is compacted: keys are rotated already, and a softmax knows no order.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch.nn.functional import max_pool1d
+
+from engine.model.batch import Model, Watched
+from kernels.backend import KVPages
+from wire.kv_policy import POOLED, Dropping
+
+
+class Chooser(Protocol):
+    """A rule for what stays. Equal arguments bring equal choices."""
+
+    def tokens(self, mass: torch.Tensor, num_kept: int, num_watched: int) -> torch.Tensor:
+        """Chooses what a prompt keeps: int64 [num_layers, num_kv_heads, num_kept], in order of position.
+
+        mass: float32 [num_layers, num_kv_heads, tokens]. num_watched: of these, tokens at the end that stay.
+        """
+        ...
+
+    def pages(self, mass: torch.Tensor, num_going: int, num_computed: int) -> list[int]:
+        """Chooses the full pages that a sequence of so many computed tokens loses, in order.
+
+        mass: of the full pages, float32 [pages].
+        """
+        ...
+
+
+class Heaviest:
+    """The choice of SnapKV (arXiv 2404.14469), and of H2O (arXiv 2306.14048) page by page.
+
+    Half of the pages are the latest ones, which stay, as does the first.
+    """
+
+    def tokens(self, mass: torch.Tensor, num_kept: int, num_watched: int) -> torch.Tensor:
+        num_earlier = mass.shape[-1] - num_watched
+        pooled = max_pool1d(mass[..., :num_earlier], POOLED, stride=1, padding=POOLED // 2)
+        return _with_latest(pooled.argsort(stable=True, dim=-1, descending=True), num_kept, num_watched)
+
+    def pages(self, mass: torch.Tensor, num_going: int, num_computed: int) -> list[int]:
+        return _going(mass[_replaceable(len(mass), num_going)].argsort(stable=True), num_going)
+
+
+HEAVIEST = Heaviest()
+
+
+class Latest:
+    """A control: what came last stays."""
+
+    def tokens(self, mass: torch.Tensor, num_kept: int, num_watched: int) -> torch.Tensor:
+        return torch.arange(mass.shape[-1] - num_kept, mass.shape[-1], device=mass.device).expand(*mass.shape[:2], -1)
+
+    def pages(self, mass: torch.Tensor, num_going: int, num_computed: int) -> list[int]:
+        return [*range(num_going)]
+
+
+class Drawn:
+    """A control: what would be weighed is drawn instead, from a seed and the number of tokens."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+
+    def tokens(self, mass: torch.Tensor, num_kept: int, num_watched: int) -> torch.Tensor:
+        drawn = torch.rand(*mass.shape[:2], mass.shape[-1] - num_watched, generator=self._generator(mass.shape[-1]))
+        return _with_latest(drawn.argsort(-1).to(mass.device), num_kept, num_watched)
+
+    def pages(self, mass: torch.Tensor, num_going: int, num_computed: int) -> list[int]:
+        span = _replaceable(len(mass), num_going)
+        return _going(torch.randperm(span.stop - span.start, generator=self._generator(num_computed)), num_going)
+
+    def _generator(self, number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self._seed << 32 | number)
+
+
+class Watch:
+    """The rows of a sequence that weigh its tokens, and the boundary up to which they run.
+
+    start: the position of the first one not weighed yet. mass: of the rows before it, on what is kept of the tokens.
+    """
+
+    def __init__(self, dropping: Dropping, num_prompt: int, block_size: int) -> None:
+        self.dropping = dropping
+        self.start = max(0, num_prompt - dropping.rule.num_watched)
+        self.mass: torch.Tensor | None = None
+        self._num_prompt = num_prompt
+        self._block_size = block_size
+        self._queries: torch.Tensor | None = None
+
+    @property
+    def boundary(self) -> int:
+        """The number of computed tokens at which some may be dropped next."""
+        if self.start < self._num_prompt:
+            return self._num_prompt
+        return (self.start // self._block_size + 1) * self._block_size
+
+    def rows(self, model: Model, position: int, start: int, stop: int) -> list[Watched]:
+        """Tells where the queries go of the rows start to stop - 1 of a batch, of which the first has a position."""
+        start += max(0, self.start - position)
+        if start >= stop:
+            return []
+        if self._queries is None:
+            self._queries = model.new_queries(max(self.dropping.rule.num_watched, self._block_size))
+        place = max(0, position - self.start)
+        return [Watched(slice(start, stop), self._queries[:, place : place + stop - start])]
+
+    def weigh(self, model: Model, kv: KVPages, table: torch.Tensor, num_stored: int) -> torch.Tensor:
+        """Adds the attention of the rows up to the boundary to the mass, which it returns."""
+        assert self._queries is not None, "no row was run"
+        boundary = self.boundary
+        mass = model.weigh(self._queries[:, : boundary - self.start], kv, table, num_stored)
+        if self.mass is not None:
+            mass[..., : self.mass.shape[-1]] += self.mass
+        self.mass, self.start = mass, boundary
+        return mass
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Forgets the mass on pages that are dropped."""
+        assert self.mass is not None, "nothing was weighed"
+        kept = torch.ones(self.mass.shape[-1], dtype=torch.bool)
+        for page in pages:
+            kept[page * self._block_size : (page + 1) * self._block_size] = False
+        self.mass = self.mass[..., kept.to(self.mass.device)]
+
+
+def gather_tokens(kv: KVPages, table: torch.Tensor, chosen: torch.Tensor, pages: torch.Tensor) -> None:
+    """Copies tokens of a sequence to other pages, in place.
+
+    table: its pages, int64. chosen: places of its tokens, int64 [num_layers, num_kv_heads, tokens]. pages: int64, full
+    with them.
+    """
+    num_layers, num_heads, num_tokens = chosen.shape
+    block_size = kv.data.shape[4]
+    layers = torch.arange(num_layers, device=chosen.device)[:, None, None, None]
+    planes = torch.arange(2, device=chosen.device)[:, None, None]
+    heads = torch.arange(num_heads, device=chosen.device)[:, None]
+    sources, offsets = table[chosen // block_size][:, None], (chosen % block_size)[:, None]
+    for data in (kv.data, kv.scales):
+        if data is not None:
+            raw = data.view(torch.uint8) if data.itemsize == 1 else data
+            found = raw[sources, layers, planes, heads, offsets]
+            blocks = found.reshape(*found.shape[:3], num_tokens // block_size, block_size, *found.shape[4:])
+            raw[pages] = blocks.movedim(3, 0)
+
+
+def page_mass(mass: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Sums the mass on each full page, over layers and heads, too."""
+    num_pages = mass.shape[-1] // block_size
+    return mass[..., : num_pages * block_size].reshape(*mass.shape[:2], num_pages, block_size).sum((0, 1, 3))
+
+
+def _with_latest(order: torch.Tensor, num_kept: int, num_watched: int) -> torch.Tensor:
+    """Picks the first of the earlier tokens in an order, and all watched ones; sorts them by position."""
+    num_earlier = order.shape[-1]
+    latest = torch.arange(num_earlier, num_earlier + num_watched, device=order.device).expand(*order.shape[:2], -1)
+    return torch.cat([order[..., : num_kept - num_watched], latest], -1).sort(-1).values
+
+
+def _replaceable(num_pages: int, num_going: int) -> slice:
+    """Leaves out the first page, and the latest, half of what stays."""
+    return slice(1, num_pages - (num_pages - num_going) // 2)
+
+
+def _going(order: torch.Tensor, num_going: int) -> list[int]:
+    """Picks the first of the replaceable pages in an order."""
+    return sorted((order[:num_going] + 1).tolist())

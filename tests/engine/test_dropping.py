@@ -1,0 +1,256 @@
+"""SnapKV and H2O: as a dense model with an explicit choice, and the same tokens however a sequence was run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.core import EngineCore
+from engine.dropping import HEAVIEST, Chooser, Drawn, Latest
+from engine.model.batch import Model
+from engine.model.decoder import Decoder
+from engine.model.hash_model import HashModel
+from engine.request import ChoiceSoFar, EngineRequest
+from engine.schedule.continuous_batcher import ContinuousBatcher
+from engine.speculation import NgramProposer, Speculator
+from kernels.cpu.library import best_isa
+from kv_store.device_pool import DevicePool
+from kv_store.transfers import NoStore
+from tests.checkpoints import VOCAB_SIZE
+from tests.kernels.backends import make_backend
+from tests.pair import Node, drive, make_core, request
+from wire.errors import InvalidRequest
+from wire.kv_policy import Dropping, Rule
+from wire.layout import KVLayout
+from wire.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=40)
+SNAPKV, H2O = Dropping(Rule.SNAPKV, 25, "%"), Dropping(Rule.H2O, 25, "%")
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="float32")
+BLOCK = 16
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed * 10_000 + length)
+    return tuple(torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist())
+
+
+def asked(prompt_ids: Sequence[int], dropping: Dropping | None, sampling: SamplingParams = GREEDY) -> EngineRequest:
+    return replace(request(prompt_ids, sampling), dropping=dropping)
+
+
+def tokens(core: EngineCore, prompt_ids: Sequence[int], dropping: Dropping | None) -> list[int]:
+    return drive(core, [asked(prompt_ids, dropping)])[0].outputs[0]
+
+
+@pytest.fixture(scope="module")
+def decoder(checkpoint: Callable[[str], Path]) -> Decoder:
+    return Decoder.load(checkpoint("llama-gqa"), "float32", torch.device("cpu"), BLOCK)
+
+
+class DenseOracle:
+    """Transformers' model with eager attention, whose cache is cut by hand: chosen tokens by layer and KV head."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+
+    @torch.inference_mode()
+    def generate(self, prompt_ids: Sequence[int], dropping: Dropping, num_tokens: int) -> list[int]:
+        found = self.model(torch.tensor([prompt_ids]), use_cache=True, output_attentions=True)
+        watched = slice(-dropping.rule.num_watched, None)
+        mass = [self._grouped(layer[0])[:, :, watched].sum((1, 2)) for layer in found.attentions]
+        self.keys = [layer.keys[0] for layer in found.past_key_values.layers]
+        self.values = [layer.values[0] for layer in found.past_key_values.layers]
+        num_kept = dropping.num_kept(len(prompt_ids), BLOCK)
+        if dropping.rule is Rule.SNAPKV:
+            self._keep([self._snapkv(layer, num_kept) for layer in mass])
+        else:
+            mass = self._lose_pages(mass, num_kept // BLOCK)
+        output = [int(found.logits[0, -1].argmax())]
+        while len(output) < num_tokens:
+            position = len(prompt_ids) + len(output) - 1
+            logits, seen = self._step(output[-1], position)
+            output.append(int(logits.argmax()))
+            if dropping.rule is Rule.H2O:
+                mass = [torch.nn.functional.pad(old, (0, 1)) + new for old, new in zip(mass, seen, strict=True)]
+                if (position + 1) % BLOCK == 0:
+                    mass = self._lose_pages(mass, num_kept // BLOCK)
+        return output
+
+    def _grouped(self, attention: torch.Tensor) -> torch.Tensor:
+        """Views attention [heads, rows, keys] as [KV heads, group, rows, keys]."""
+        num_kv_heads = self.model.config.num_key_value_heads
+        return attention.view(num_kv_heads, len(attention) // num_kv_heads, *attention.shape[1:])
+
+    def _snapkv(self, mass: torch.Tensor, num_kept: int) -> torch.Tensor:
+        num_prompt = mass.shape[-1]
+        chosen = []
+        for head in mass:
+            pooled = [
+                max(head[max(0, at - 3) : min(num_prompt - 16, at + 4)].tolist()) for at in range(num_prompt - 16)
+            ]
+            best = sorted(range(num_prompt - 16), key=lambda at: (-pooled[at], at))[: num_kept - 16]
+            chosen.append([*sorted(best), *range(num_prompt - 16, num_prompt)])
+        return torch.tensor(chosen)
+
+    def _keep(self, chosen: Sequence[torch.Tensor]) -> None:
+        for layer, places in enumerate(chosen):
+            for held in (self.keys, self.values):
+                held[layer] = torch.stack([head[at] for head, at in zip(held[layer], places, strict=True)])
+
+    def _lose_pages(self, mass: list[torch.Tensor], num_pages: int) -> list[torch.Tensor]:
+        while (num_full := mass[0].shape[-1] // BLOCK) > num_pages:
+            weights = [
+                sum(float(one[:, page * BLOCK : (page + 1) * BLOCK].sum()) for one in mass) for page in range(num_full)
+            ]
+            lightest = min(range(1, num_full - num_pages // 2), key=weights.__getitem__)
+            kept = [at for at in range(mass[0].shape[-1]) if at // BLOCK != lightest]
+            mass = [one[:, kept] for one in mass]
+            self._keep([torch.tensor([kept] * len(one)) for one in mass])
+        return mass
+
+    def _step(self, token: int, position: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        past = transformers.DynamicCache()
+        for layer, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+            past.update(key[None], value[None], layer)
+        found = self.model(
+            torch.tensor([[token]]),
+            past_key_values=past,
+            position_ids=torch.tensor([[position]]),
+            output_attentions=True,
+        )
+        self.keys = [layer.keys[0] for layer in found.past_key_values.layers]
+        self.values = [layer.values[0] for layer in found.past_key_values.layers]
+        return found.logits[0, -1], [self._grouped(layer[0]).sum((1, 2)) for layer in found.attentions]
+
+
+@pytest.mark.parametrize("dropping", [SNAPKV, H2O], ids=str)
+@pytest.mark.parametrize("length", [200, 203, 320])
+def test_a_dense_model_with_the_same_choice_says_the_same(
+    checkpoint: Callable[[str], Path], decoder: Decoder, dropping: Dropping, length: int
+) -> None:
+    """Token by token; and not what it says with all of its KV."""
+    expected = DenseOracle(checkpoint("llama-gqa")).generate(prompt(length), dropping, 40)
+    assert tokens(make_core(decoder), prompt(length), dropping) == expected
+    assert tokens(make_core(decoder), prompt(length), None) != expected
+
+
+MODELS = [(best_isa(), "bfloat16", "auto"), (best_isa(), "float32", "int8"), ("torch", "float32", "fp8")]
+"""Kernels, compute dtype and KV dtype."""
+POLICIES = [SNAPKV, H2O, Dropping(Rule.SNAPKV, 128), Dropping(Rule.H2O, 128)]
+
+
+@pytest.fixture(scope="module", params=["hash", *MODELS], ids=str)
+def model(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Model:
+    if request.param == "hash":
+        return HashModel(LAYOUT, VOCAB_SIZE)
+    kernels, dtype, kept = request.param
+    return Decoder.load(
+        checkpoint("llama-gqa"), dtype, torch.device("cpu"), BLOCK, make_backend(kernels), kv_dtype=kept
+    )
+
+
+@pytest.mark.parametrize("dropping", POLICIES, ids=str)
+def test_neither_company_nor_chunks_nor_preemption_nor_guesses_change_a_token(model: Model, dropping: Dropping) -> None:
+    prompts = [prompt(length, seed) for seed, length in enumerate((310, 150, 200, 70, 40, 240, 129, 208))]
+    alone = [tokens(make_core(model), one, dropping) for one in prompts]
+    assert alone != [tokens(make_core(model), one, None) for one in prompts]
+    small = ContinuousBatcher(max_step_tokens=23, max_running=8)
+    scarce, guessing = make_core(model, None, 31, small), make_core(model, speculator=Speculator(NgramProposer()))
+    for core in (make_core(model), make_core(model, batcher=small), scarce, guessing):
+        runs = drive(core, [asked(one, dropping) for one in prompts])
+        assert [run.outputs[0] for run in runs] == alone
+    assert scarce.stats().num_preemptions > 0
+    # The same prompts again: what was kept or computed before is found in part.
+    assert [run.outputs[0] for run in drive(core, [asked(one, dropping) for one in prompts])] == alone
+
+
+@pytest.mark.parametrize("dropping", POLICIES, ids=str)
+@pytest.mark.parametrize("num_emitted", [1, 7, 30])
+def test_goes_on_from_emitted_tokens(model: Model, dropping: Dropping, num_emitted: int) -> None:
+    """As after a failover: on an engine that knows nothing, and on the one that has served it."""
+    expected = tokens(core := make_core(model), prompt(310), dropping)
+    for one in (make_core(model), core):
+        rest = replace(asked(prompt(310), dropping), choices=(ChoiceSoFar(0, tuple(expected[:num_emitted])),))
+        assert drive(one, [rest])[0].outputs[0] == expected
+
+
+@pytest.mark.parametrize("dropping", POLICIES, ids=str)
+def test_choices_share_what_is_kept(model: Model, dropping: Dropping) -> None:
+    sampling = replace(GREEDY, temperature=1.0, seed=5, n=3)
+    core = make_core(model)
+    run = drive(core, [asked(prompt(203), dropping, sampling)])[0]
+    for index, output in run.outputs.items():
+        alone = replace(asked(prompt(203), dropping, sampling), choices=(ChoiceSoFar(index),))
+        assert drive(make_core(model), [alone])[0].outputs[index] == output
+    if dropping.rule is Rule.SNAPKV:
+        assert core.stats().computed_prompt_tokens == 203
+
+
+@pytest.mark.parametrize("dropping", POLICIES, ids=str)
+@pytest.mark.parametrize("length", [130, 203, 320])
+def test_pages_follow_the_budget(decoder: Decoder, dropping: Dropping, length: int) -> None:
+    core = make_core(decoder)
+    core.add(asked(prompt(length), dropping, replace(GREEDY, max_tokens=100)))
+    num_pages = []
+    while core.has_requests:
+        core.step()
+        counts = core.stats().blocks
+        num_pages.append(counts.owned + counts.published)
+    budget = dropping.num_kept(length, BLOCK)
+    most = {Rule.SNAPKV: -(-(budget + 99) // BLOCK), Rule.H2O: budget // BLOCK + 1}[dropping.rule]
+    assert max(num_pages[len(num_pages) // 2 :]) == most
+
+
+@pytest.mark.parametrize("dropping", [SNAPKV, H2O], ids=str)
+def test_the_same_text_in_full_never_reads_what_was_computed_beside_dropped_tokens(
+    model: Model, dropping: Dropping
+) -> None:
+    """A turn with drops, then its text as a prompt, on the device and from the store: token by token as if alone."""
+    for is_on_device in (True, False):
+        node = Node(model)
+        core = make_core(model, node)
+        turn = (*prompt(200), *tokens(core, prompt(200), dropping), 7, 8, 9)
+        run = drive(core if is_on_device else make_core(model, node), [asked(turn, None)])[0]
+        assert run.outputs[0] == tokens(make_core(model), turn, None)
+        assert run.fetched[0].num_found == 192
+
+
+@pytest.mark.parametrize("dropping", [SNAPKV, H2O], ids=str)
+@pytest.mark.parametrize("chooser", [Latest(), Drawn(3)], ids=["latest", "drawn"])
+def test_controls_keep_as_much_and_say_something_else(decoder: Decoder, dropping: Dropping, chooser: Chooser) -> None:
+    def core(chooser: Chooser) -> EngineCore:
+        pool = DevicePool(decoder.layout, 64, decoder.device)
+        return EngineCore(decoder, pool, ContinuousBatcher(), NoStore(), chooser=chooser)
+
+    found = tokens(core(chooser), prompt(320), dropping)
+    assert found != tokens(core(HEAVIEST), prompt(320), dropping)
+    assert found == tokens(core(chooser), prompt(320), dropping)
+
+
+def test_choices_of_tokens_and_pages() -> None:
+    mass = torch.zeros(1, 1, 40)
+    mass[..., 10] = 5.0
+    kept = HEAVIEST.tokens(mass, 24, 16)[0, 0].tolist()
+    assert kept == [0, *range(7, 14), *range(24, 40)]
+    assert Latest().tokens(mass, 24, 16)[0, 0].tolist() == [*range(16, 40)]
+    drawn = Drawn(1).tokens(mass, 24, 16)[0, 0].tolist()
+    assert len({*drawn}) == 24
+    assert drawn[8:] == [*range(24, 40)]
+    weights = torch.tensor([0.0, 3.0, 1.0, 2.0, 9.0, 0.0])
+    assert HEAVIEST.pages(weights, 2, 96) == [2, 3]
+    assert Latest().pages(weights, 2, 96) == [0, 1]
+    assert {*Drawn(1).pages(weights, 2, 96)} < {1, 2, 3}
+
+
+def test_refuses_windows_and_what_the_pool_cannot_hold_beside_the_prompt() -> None:
+    with pytest.raises(InvalidRequest, match="windows"):
+        make_core(HashModel(replace(LAYOUT, window=64), VOCAB_SIZE)).add(asked(prompt(200), SNAPKV))
+    with pytest.raises(InvalidRequest, match="pool"):
+        make_core(HashModel(LAYOUT, VOCAB_SIZE), num_blocks=16).add(asked(prompt(200), SNAPKV))
