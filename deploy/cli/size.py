@@ -167,7 +167,7 @@ def _gpus(fit: Fit) -> str:
 
 
 def _techniques(shape: ModelShape, fit: Fit) -> str:
-    is_served = fit.kv.window in (None, fit.kv.layout.window) and fit.kv.bits >= BITS["int8"]
+    is_served = fit.kv.window in (None, fit.kv.layout.window)
     rows = [Technique("none", fit, "yes" if is_served else "not yet"), *techniques(shape, fit)]
     gpu = format_bytes(fit.device_bytes)
     head = ("change", "KV of a token", "of a request", f"requests on {gpu}", "in Baton")

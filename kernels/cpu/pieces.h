@@ -2,6 +2,7 @@
 #pragma once
 
 #include <limits>
+#include <new>
 #include <type_traits>
 #include <vector>
 
@@ -153,15 +154,27 @@ inline void widen_int4(const uint8_t* codes, int64_t half, const float* scales, 
     }
 }
 
+// Memory of whole cache lines: a vector that is stored over two of them is slow to be read again.
+template <class V>
+struct Aligned {
+    using value_type = V;
+    Aligned() = default;
+    template <class U>
+    Aligned(const Aligned<U>&) {}
+    V* allocate(size_t count) { return (V*)::operator new(count * sizeof(V), std::align_val_t(64)); }
+    void deallocate(V* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    bool operator==(const Aligned&) const { return true; }
+};
+
 // Up to PIECE keys and their values, of one KV head. Belongs to one thread, which keeps its memory.
 template <class T>
 class Piece {
     using F = Factor<T>;
     static constexpr int DEPTH = Product<F>::DEPTH;
 #if defined(__AVX512BF16__)
-    static constexpr bool IS_TURNED_AS_CODES = std::is_same_v<F, bf16>;
+    static constexpr bool TURNS_CODES = std::is_same_v<F, bf16>;
 #else
-    static constexpr bool IS_TURNED_AS_CODES = false;
+    static constexpr bool TURNS_CODES = false;
 #endif
 
    public:
@@ -204,48 +217,60 @@ class Piece {
     // As above, from pages of K.
     template <class K>
     void pack_as(const Tokens& tokens, int64_t num_tokens, int64_t head_offset, Ahead& ahead) {
-        const auto read_row = [&](const char* const* keys, int64_t plane, int64_t i) { return read<K>(keys[i], head_offset + plane * plane_stride_, i); };
         for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
-            add(tokens.keys + num_keys_, head_size_ * sizeof(K), read_row, ahead);
+            add<K>(tokens.keys + num_keys_, head_offset, ahead);
             if constexpr (!std::is_same_v<K, T>) add_scales(tokens, head_offset);
         }
     }
 
     // From pages of INT4: keys with their scales, values without, whose scales multiply their weights.
     void pack_int4(const Shape& shape, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Ahead& ahead) {
-        const int64_t offset = kv_head * shape.head_stride, open_offset = kv_head * shape.open_head_stride;
-        const char* channels = nullptr;  // whose scales are in channels_
-        const auto read_row = [&](const char* const* keys, int64_t plane, int64_t i) -> const F* {
-            const char* const here = tokens.channels[num_keys_ + i];
-            if (!keys[i] || !here) return read<T>(keys[i], open_offset + plane * shape.open_plane_stride, i);
-            if (!plane && here != channels) convert((const bf16*)((channels = here) + offset), channels_.data(), head_size_);
-            F* row = rows_.data() + i * columns_;
-            widen_int4((const uint8_t*)keys[i] + offset + plane * plane_stride_, head_size_ / 2, plane ? nullptr : channels_.data(), row);
-            return row;
-        };
+        const int64_t offset = kv_head * shape.head_stride, token_bytes = shape.token_bytes();
+        const F* rows[LANES];
         for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
-            const char *const first = tokens.keys[num_keys_], *const last = tokens.keys[num_keys_ + LANES - 1], *const here = tokens.channels[num_keys_];
-            const bool are_of_one_block = first && last && here && here == tokens.channels[num_keys_ + LANES - 1];
-            if (IS_TURNED_AS_CODES && are_of_one_block && head_size_ % (2 * PANEL) == 0) {
-                convert((const bf16*)((channels = here) + offset), channels_.data(), head_size_);
-                add_codes((const uint8_t*)first + offset, shape.token_bytes(), ahead);
+            const char *const *keys = tokens.keys + num_keys_, *const *channels = tokens.channels + num_keys_;
+            const bool are_of_one_block = keys[0] && keys[LANES - 1] && channels[0] && channels[0] == channels[LANES - 1];
+            if (TURNS_CODES && are_of_one_block && head_size_ % (2 * PANEL) == 0) {
+                add_codes((const uint8_t*)keys[0] + offset, (const bf16*)(channels[0] + offset), token_bytes, ahead);
             } else {
-                add(tokens.keys + num_keys_, shape.token_bytes(), read_row, ahead);
+                for (int64_t i = 0; i < LANES; ++i) rows[i] = read_int4(shape, keys[i], channels[i], kv_head, 0, i);
+                turn_keys(rows);
+                ahead.bring(LANES * token_bytes);
+                for (int64_t i = 0; i < LANES; ++i) rows[i] = read_int4(shape, keys[i], channels[i], kv_head, 1, i);
+                put_values(rows, token_bytes, ahead);
             }
-            for (int64_t i = num_keys_; i < num_keys_ + LANES; ++i)
-                value_scales_[i] = !tokens.keys[i] ? 0 : !tokens.channels[i] ? 1 : to_float(*(const bf16*)(tokens.scales[i] + offset));
+            for (int64_t i = 0; i < LANES; ++i)
+                value_scales_[num_keys_ + i] = !keys[i] ? 0 : !channels[i] ? 1 : to_float(*(const bf16*)(tokens.scales[num_keys_ + i] + offset));
         }
     }
 
-    // Packs sixteen more tokens. read_row(keys, plane, i): the i-th of them.
-    template <class ReadRow>
-    void add(const char* const* tokens, int64_t token_bytes, const ReadRow& read_row, Ahead& ahead) {
+    // A token's head of INT4 as factors: of the compute dtype in an open block, else its codes, for keys with their scales.
+    const F* read_int4(const Shape& shape, const char* key, const char* channels, int64_t kv_head, int64_t plane, int64_t row) {
+        if (!key || !channels) return read<T>(key, kv_head * shape.open_head_stride + plane * shape.open_plane_stride, row);
+        const int64_t offset = kv_head * shape.head_stride;
+        if (!plane) convert((const bf16*)(channels + offset), channels_.data(), head_size_);
+        F* out = rows_.data() + row * columns_;
+        widen_int4((const uint8_t*)key + offset + plane * plane_stride_, head_size_ / 2, plane ? nullptr : channels_.data(), out);
+        return out;
+    }
+
+    // Packs sixteen more tokens.
+    template <class K>
+    void add(const char* const* tokens, int64_t head_offset, Ahead& ahead) {
         const F* rows[LANES];
-        for (int64_t i = 0; i < LANES; ++i) rows[i] = read_row(tokens, 0, i);
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = read<K>(tokens[i], head_offset, i);
+        turn_keys(rows);
+        ahead.bring(LANES * head_size_ * sizeof(K));
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = read<K>(tokens[i], head_offset + plane_stride_, i);
+        put_values(rows, head_size_ * sizeof(K), ahead);
+    }
+
+    void turn_keys(const F* const* rows) {
         F* columns = keys_.data() + num_keys_ / PANEL * key_panel_stride();
         transpose((const uint32_t* const*)rows, key_steps(), (uint32_t*)columns + num_keys_ % PANEL, PANEL);
-        ahead.bring(LANES * token_bytes);
-        for (int64_t i = 0; i < LANES; ++i) rows[i] = read_row(tokens, 1, i);
+    }
+
+    void put_values(const F* const* rows, int64_t token_bytes, Ahead& ahead) {
         for (int64_t i = 0; i < LANES; i += DEPTH) {
             pack_values(rows + i, values_.data() + (num_keys_ + i) * PANEL);
             ahead.bring(DEPTH * token_bytes);
@@ -254,9 +279,10 @@ class Piece {
 
     // Packs sixteen more tokens of one block of INT4 with a quarter of the exchanges: keys are turned as codes, and each is looked
     // up among the sixteen numbers that its channel has; so are values, among -8 to 7.
-    void add_codes(const uint8_t* codes, int64_t token_bytes, Ahead& ahead) {
+    void add_codes(const uint8_t* codes, const bf16* scales, int64_t token_bytes, Ahead& ahead) {
 #if defined(__AVX512BF16__)
         const int64_t half = head_size_ / 2;
+        convert(scales, channels_.data(), head_size_);
         const __m512 all = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
         uint32_t* columns = (uint32_t*)(keys_.data() + num_keys_ / PANEL * key_panel_stride()) + num_keys_ % PANEL;
         turned_.resize(half / 4 * LANES);
@@ -330,7 +356,7 @@ class Piece {
     int64_t head_size_ = 0, columns_ = 0, plane_stride_ = 0, num_keys_ = 0;
     Kept kept_ = PLAIN;
     float key_scales_[PIECE], value_scales_[PIECE];
-    std::vector<F> keys_, values_, rows_;
-    std::vector<float> channels_;
-    std::vector<uint32_t> turned_;
+    std::vector<F, Aligned<F>> keys_, values_, rows_;
+    std::vector<float, Aligned<float>> channels_;
+    std::vector<uint32_t, Aligned<uint32_t>> turned_;
 };
