@@ -1,4 +1,4 @@
-"""The gateway's share of the time to the first token: the same request over gRPC and over HTTP, by turns, alone.
+"""The gateway's share of the time to the first token: one request over gRPC and over HTTP, by turns, one at a time.
 
     python benchmarks/http_first_token.py --rounds 300
 
@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,7 @@ def main() -> None:
     write_result(options.out, figures, {name: times.tolist() for name, times in ms.items()}, rows)
 
 
-async def _measure(router: str, gateway: str, num_rounds: int) -> dict[str, np.ndarray]:
+async def _measure(router: str, gateway: str, num_rounds: int) -> dict[str, Any]:
     """Returns the milliseconds to the first token of each round after the first tenth, by door."""
     reader, writer = await asyncio.open_connection(*gateway.split(":"))
     rounds = []
