@@ -188,7 +188,7 @@ class Backend(Protocol):
     ) -> Tensor:
         """Normalizes and rotates queries and keys, and writes keys and values into one layer of KV, in place.
 
-        Pages of codes get them quantized, as `kernels.reference.quantize` says; those of int4 block by block, as
+        Pages of codes get them quantized, as `kernels.reference.quantize` says; pages of int4 block by block, as
         `kernels.reference.close_blocks` says.
 
         qkv: [T, (num_queries + 2 * num_kv) * size], which may be changed; angles: a row for each of qkv's; pages: one

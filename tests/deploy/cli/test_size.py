@@ -56,7 +56,7 @@ def test_the_screen_shows_the_request_the_gpu_and_each_technique(
         "32 at once take 48.96 GiB in all, which does not fit.",
         "16 GiB 0 B 0 weights and reserve",
         "KV in int8 65 KiB 520 MiB 13 yes",
-        "KV in int4 32 KiB 256 MiB 28 not yet (scales left out)",
+        "KV in int4 36.5 KiB 292 MiB 24 yes",
     ):
         assert line in shown
 
