@@ -327,7 +327,7 @@ class HttpServer:
 
 def _open_listener(host: str, port: int, *options: tuple[int, int, int]) -> socket.socket:
     """Binds and listens. Raises ConfigError."""
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio turns Nagle's delay off only where that is said
     for option in ((socket.SOL_SOCKET, socket.SO_REUSEADDR, 1), *options, *_KERNELS_BOUNDS):
         listener.setsockopt(*option)
     try:

@@ -207,8 +207,7 @@ def test_with_a_draft_model_from_each_tier(model: Decoder, alone: Alone, draft: 
     """Handed over once prefill computed the prompts, and found them on its device, in the arena, in the cold tier."""
     cold, prompts = MemoryTier(model.layout), [prompt(index) for index in range(7)]
     node = Node(model, cold=cold)
-    first = make_core(model, node, 512)
-    runs: list[Run] = []
+    first, runs = make_core(model, node, 512), list[Run]()
     for core, tier in ((first, None), (first, "device"), (make_core(model, node, 512), "host"), (None, "redis")):
         if core is None:
             node.release(runs)
