@@ -114,7 +114,8 @@ def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: Namespa
     prompt_ids = tuple(encoded)
     names = cover(root, prompt_ids, limits.layout.block_size)
     keys = tuple(name.key for name in names)
-    held_keys = keys[limits.layout.first_block(len(prompt_ids)) :]
+    behind = limits.layout.behind(len(prompt_ids))
+    held_keys = keys[: behind.start] + keys[behind.stop :]
     echo = _echo(valid, prompt_ids, codec) if sampling.echo else ""
     marks = valid.prompt.call_marks if isinstance(valid.prompt, Rendered) else ()
     shown = marks if sampling.skip_special_tokens else codec.special_tokens
