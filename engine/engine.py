@@ -25,7 +25,6 @@ from kv_store.transfers import NoStore
 from text.incremental import IncrementalText, Piece
 from text.tokenizer import Tokenizer
 from wire.ids import NamespaceRoot, RequestId
-from wire.kv_policy import parse_kv_policy
 from wire.sampling import FinishReason, SamplingParams
 
 _ROOT = NamespaceRoot(bytes(32))
@@ -71,12 +70,11 @@ class Engine:
     ) -> "Engine":
         """Loads a checkpoint folder, or a hub's name of one. ModelError if it cannot be served.
 
-        kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy, checked here.
+        kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy.
         """
-        parse_kv_policy(kv_policy)
         folder: Path = find_folder(model)
         tokenizer = Checkpoint(folder).load_tokenizer()
-        decoder = Decoder.load(folder, dtype, torch.device(device), block_size, kv_dtype=kv_dtype)
+        decoder = Decoder.load(folder, dtype, torch.device(device), block_size, None, kv_dtype, kv_policy)
         pool = DevicePool(decoder.layout, num_blocks, decoder.device)
         return cls(EngineCore(decoder, pool, batcher or ContinuousBatcher(), NoStore()), tokenizer)
 

@@ -15,7 +15,7 @@ from deploy.plan.byte_size import parse_bytes
 from deploy.plan.resources import RESERVED
 from router.config import LOOPBACK, AdmissionBounds, StreamBounds
 from wire.errors import ConfigError
-from wire.kv_policy import parse_kv_policy
+from wire.kv_policy import Sinks, parse_kv_policy
 from wire.layout import KV_DTYPES
 from wire.pools import PoolSizes, Role
 from wire.settings import from_object
@@ -275,7 +275,8 @@ class ClusterConfig:
         for name, choices in choices_of.items():
             value = attrgetter(name)(self)
             _require(value in (None, *choices), name, f"one of {', '.join(map(str, choices))}", value)
-        parse_kv_policy(self.model.kv_policy)
+        is_streaming = isinstance(parse_kv_policy(self.model.kv_policy), Sinks)
+        _require(not (is_streaming and self.speculation.draft), "speculation.draft", "left out with sinks", "")
         for name in RANGES:
             if problem := range_problem(name, attrgetter(name)(self)):
                 raise ConfigError(f"{name} {problem}")

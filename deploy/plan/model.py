@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from deploy.plan.config import ModelSettings
 from router.config import ServedModel
 from wire.errors import ConfigError
+from wire.kv_policy import parse_kv_policy
 
 if TYPE_CHECKING:
     from engine.checkpoint.checkpoint import Checkpoint
@@ -40,7 +41,7 @@ class ModelFacts:
     def context_bytes(self) -> int:
         """Bytes of the KV of one request that fills the context."""
         layout = self.served.layout
-        return layout.num_blocks(self.served.max_context_len) * layout.block_bytes
+        return layout.num_needed(self.served.max_context_len) * layout.block_bytes
 
     def worker_bytes(self, pool_bytes: int) -> int:
         """Sums the weights and pages of a worker, and of its draft."""
@@ -77,15 +78,16 @@ def inspect_model(
         raise ConfigError(f"worker.cpu_kernels or model.weights: {error}") from error
     asked = None if settings.dtype == "auto" else settings.dtype
     dtype = str(compute_dtype(asked, checkpoint.config, backend)).removeprefix("torch.")
+    config = checkpoint.config.keeping(parse_kv_policy(settings.kv_policy))
     name, *aliases = settings.served_names or (_name(settings.path),)
     served = ServedModel(
         name=name,
         folder=str(checkpoint.folder.resolve()),
         dtype=dtype,
-        max_context_len=checkpoint.config.max_context_len,
+        max_context_len=config.max_context_len,
         vocab_size=checkpoint.config.vocab_size,
         fingerprint_hex=fingerprint(checkpoint.files, dtype, backend.version, DigestCache.of_user()).hex(),
-        layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
+        layout_hex=config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
         aliases=tuple(aliases),
     )
     facts = ModelFacts(served, device, _weight_bytes(checkpoint), backend.name)

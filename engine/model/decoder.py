@@ -11,30 +11,15 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import DTYPES, ModelConfig
-from engine.checkpoint.rope import RopeConfig
+from engine.model.angles import FarAngles, make_angles
 from engine.model.batch import Batch
 from engine.model.weights import DecoderWeights, WeightLoader, check_weights
 from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Recorder, Tables, select_backend
 from wire.errors import ConfigError
+from wire.kv_policy import parse_kv_policy
 from wire.layout import KVLayout
 
-ANGLES_AT_ONCE = 1 << 16
 MIN_PROGRAM_ROWS = 8
-
-
-def make_angles(config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> Angles:
-    """Makes the angles of a rotary embedding for the first positions.
-
-    Angles are float32 as in transformers; their cosines are taken in float64 and rounded, so that no bit depends on
-    where a position stands in a batch, nor on the number of threads.
-    """
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * config.frequencies(head_dim)
-    parts = angles.split(ANGLES_AT_ONCE)
-    factor = config.scaling.attention_factor
-    cosines, sines = (
-        torch.cat([(take(part.double()) * factor).float() for part in parts]) for take in (torch.cos, torch.sin)
-    )
-    return Angles(cosines.to(device), sines.to(device))
 
 
 @dataclass(frozen=True)
@@ -92,7 +77,9 @@ class Decoder:
         self._backend = backend
         self._angles = make_angles(config.rope, config.attention.head_dim, 1, self.device)
         scale = config.attention.head_dim**-0.5
-        self._variants = [AttentionVariant(scale, window) for window in config.attention.windows]
+        windows, num_sinks = config.attention.windows, layout.num_sinks
+        self._variants = [AttentionVariant(scale, window, num_sinks=num_sinks) for window in windows]
+        self._far_angles = self._make_far_angles() if num_sinks else None
         self._programs: dict[int, DecodeProgram] = {}
         self._programs_kv = 0
 
@@ -105,24 +92,26 @@ class Decoder:
         block_size: int,
         backend: Backend | None = None,
         kv_dtype: str = "auto",
+        kv_policy: str = "full",
     ) -> "Decoder":
         """Loads a checkpoint folder. Without a dtype it is the checkpoint's own, where the backend is made for it.
 
-        kv_dtype: of wire.layout.KV_DTYPES. Raises ModelError for a folder that cannot be served, ConfigError for an
-        unknown dtype.
+        kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy. Raises ModelError for a folder that cannot be
+        served, ConfigError for an unknown dtype, and for a policy that does not suit the model.
         """
         checkpoint = Checkpoint(folder)
         check_weights(checkpoint)
         backend = backend or select_backend(device)
         resolved = compute_dtype(dtype, checkpoint.config, backend)
-        layout = checkpoint.config.kv_layout(str(resolved).removeprefix("torch."), block_size, kv_dtype)
+        config = checkpoint.config.keeping(parse_kv_policy(kv_policy))
+        layout = config.kv_layout(str(resolved).removeprefix("torch."), block_size, kv_dtype)
         weights = WeightLoader(checkpoint, resolved, device, backend).load()
-        return cls(checkpoint.config, weights, layout, backend)
+        return cls(config, weights, layout, backend)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Does as `Model.forward`. Returns an inference tensor of the caller's until the next call. For one thread."""
-        angles = self._angles_within(self.layout.max_len(len(kv.data), self.max_context_len))
+        angles = self._far_angles or self._angles_within(self.layout.max_len(len(kv.data), self.max_context_len))
         if batch.samples_all:
             program = self._program_for(batch, kv)
             if program is not None:
@@ -132,7 +121,7 @@ class Decoder:
     def run(self, do: Backend, batch: Batch, angles: Angles, kv: KVPages, to: "Buffers") -> torch.Tensor:
         """Runs a batch through a backend, which may be a recorder; `angles` has a row for each token."""
         eps = self.config.rms_norm_eps
-        tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes)
+        tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes, angles.turns)
         states = do.embed(batch.token_ids, self.weights.embedding, to.states)
         for index, layer in enumerate(self.weights.layers):
             pages = kv.layer(index)
@@ -157,6 +146,10 @@ class Decoder:
             program = self._programs[num_rows] = DecodeProgram(self, recorder, kv, num_rows)
         return program
 
+    def _make_far_angles(self) -> FarAngles:
+        head_dim, last_near = self.config.attention.head_dim, self.layout.num_sinks + (self.layout.window or 0) - 1
+        return FarAngles(self.config.rope, head_dim, self.max_context_len, last_near, self.device)
+
     def _angles_within(self, num_positions: int) -> Angles:
         """Makes the angles of all positions that a pool has room for, once."""
         if len(self._angles.cosines) < num_positions:
@@ -177,13 +170,14 @@ class DecodeProgram:
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         self._batch = Batch(ids[0], ids[1], ids[2], tables, lens, starts, num_rows, ids[0])
-        self._angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half))
+        turns = Angles(*torch.empty(2, num_rows, half)) if decoder.layout.num_sinks else None
+        self._angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half), turns)
         buffers = Buffers.make(decoder.config, num_rows, decoder.weights.norm.dtype)
         self._logits = decoder.run(recorder, self._batch, self._angles, kv, buffers)
         self._program = recorder.finish()
         self._kept = decoder.weights, kv, buffers
 
-    def run(self, batch: Batch, angles: Angles) -> torch.Tensor:
+    def run(self, batch: Batch, angles: Angles | FarAngles) -> torch.Tensor:
         """Runs a batch of at most as many rows and blocks; returns logits that the next run overwrites."""
         num_rows, (num_sequences, num_blocks) = len(batch.token_ids), batch.block_tables.shape
         own = self._batch
@@ -192,8 +186,7 @@ class DecodeProgram:
         own.context_lens[:num_sequences] = batch.context_lens
         own.cu_query_lens[: num_sequences + 1] = batch.cu_query_lens
         own.block_tables[:num_sequences, :num_blocks] = batch.block_tables
-        torch.index_select(angles.cosines, 0, batch.positions, out=self._angles.cosines[:num_rows])
-        torch.index_select(angles.sines, 0, batch.positions, out=self._angles.sines[:num_rows])
+        angles.write(batch.positions, self._angles)
         self._program.run(num_rows, num_sequences, batch.num_decodes)
         return self._logits[:num_rows]
 

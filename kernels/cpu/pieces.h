@@ -17,6 +17,7 @@ struct Shape {
     int64_t item_bytes;
     float scale;
     int64_t window;  // tokens that a row sees, itself included
+    int64_t num_sinks;  // first tokens that it sees beside its window
     float soft_cap;  // 0 for none
     const float* sinks;  // [num_heads], null for none
     int64_t group() const { return num_heads / num_kv_heads; }

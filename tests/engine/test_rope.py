@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.checkpoint.json_fields import JsonFields
 from engine.checkpoint.rope import RopeConfig
-from engine.model.decoder import make_angles
+from engine.model.angles import make_angles
 from kernels.backend import Angles
 from wire.errors import ModelError
 
