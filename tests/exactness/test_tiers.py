@@ -1,6 +1,7 @@
 """The same tokens whichever way a request goes, and transformers' tokens: every architecture, length and tier."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from engine.events import TierTokens
 from engine.model.decoder import Decoder
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
-from tests.checkpoints import ARCHITECTURES, Continuation, choose_prompt, make_checkpoint
+from tests.checkpoints import ARCHITECTURES, SINKS, Continuation, choose_prompt, make_checkpoint
 from tests.kv_store.names import MAC_KEY
 from tests.pair import Node, Run, drive, make_core, prefill, request, rest_of, resume, serve
 from wire.sampling import SamplingParams
@@ -21,19 +22,26 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=11, n=4, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+@dataclass(frozen=True)
+class Served:
+    folder: Path
+    kv_policy: str
+
+
+@pytest.fixture(scope="module", params=[*((arch, "full") for arch in ARCHITECTURES), *SINKS], ids="-".join)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    arch, kv_policy = request.param
+    return Served(make_checkpoint(arch, tmp_path_factory.mktemp(arch)), kv_policy)
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Decoder:
-    return Decoder.load(folder, None, torch.device("cpu"), 16)
+def model(served: Served) -> Decoder:
+    return Decoder.load(served.folder, None, torch.device("cpu"), 16, kv_policy=served.kv_policy)
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[Continuation]:
-    return [choose_prompt(folder, length, NUM_TOKENS) for length in LENGTHS]
+def expected(served: Served) -> list[Continuation]:
+    return [choose_prompt(served.folder, length, NUM_TOKENS, kv_policy=served.kv_policy) for length in LENGTHS]
 
 
 def assert_exact(runs: Sequence[Run], expected: Sequence[Continuation]) -> None:
