@@ -145,6 +145,13 @@ def oracle_generate(
     return [Continuation(tuple(prompt), tuple(token_ids), gap) for prompt, token_ids, gap in rows]
 
 
+def oracle_logits(folder: Path, token_ids: Sequence[int], kv_policy: str = "full") -> Tensor:
+    """What transformers says to each token, [len(token_ids), VOCAB_SIZE]."""
+    with torch.inference_mode():
+        logits: Tensor = _model(folder, kv_policy)(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
 @functools.cache
 def choose_prompt(
     folder: Path, length: int, num_tokens: int = 64, min_gap: float = 1e-3, seed: int = 0, kv_policy: str = "full"

@@ -13,7 +13,8 @@ from deploy.plan.capacity import Fit, RequestKV, Technique, techniques
 from deploy.plan.config import ModelSettings
 from deploy.plan.shape import BITS, ModelShape
 from deploy.plan.sizing import GPU_RESERVE_BYTES
-from wire.errors import ModelError
+from wire.errors import ConfigError, ModelError
+from wire.kv_policy import Sinks, parse_kv_policy
 
 DESCRIPTION = """\
 Tells the memory that a model takes: its weights, and its KV, the keys and values of all tokens of the requests that are
@@ -39,9 +40,9 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--concurrency", type=read_count, metavar="M", default=1, help="requests at once (default: 1)")
     parser.add_argument("--gpu", type=str, metavar="SIZE", default="24GiB", help="memory of the GPU (default: 24GiB)")
     parser.add_argument("--kv-dtype", choices=tuple(BITS), help="numbers that KV is kept in (default: the model's)")
-    parser.add_argument(
-        "--window", type=read_count, metavar="W", help="keep KV of the last W tokens (default: its own)"
-    )
+    kept = parser.add_mutually_exclusive_group()
+    kept.add_argument("--window", type=read_count, metavar="W", help="keep KV of the last W tokens (default: its own)")
+    kept.add_argument("--kv-policy", metavar="POLICY", help="what `baton up` would keep: full, or like sinks=4+1020")
     parser.add_argument("--json", action="store_true", help="print one object, for scripts")
 
 
@@ -51,6 +52,11 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError(f"{args.model[:64]} is neither a folder nor a config.json")
     shape = ModelShape.read(path)
     layout = shape.kv_layout(ModelSettings.block_size)
+    policy = parse_kv_policy(args.kv_policy or "full")
+    if isinstance(policy, Sinks):
+        layout = replace(layout, window=policy.window, num_sinks=policy.num_sinks)
+    elif policy is not None:
+        raise ConfigError(f"--kv-policy {policy}: of policies, only sinks are counted")
     kv = RequestKV(layout, args.context or shape.max_context_len, BITS[shape.dtype], args.window or layout.window)
     kv = kv.kept_in(args.kv_dtype) if args.kv_dtype else kv
     fit = Fit(parse_bytes(args.gpu, "--gpu"), shape.weight_bytes(), kv)
@@ -114,7 +120,8 @@ def _model(name: str, shape: ModelShape) -> str:
 def _parts(fit: Fit) -> str:
     kv = fit.kv
     layers = f"{format_bytes(kv.bytes_per_token_per_layer)} in each of {kv.layout.num_layers} layers"
-    kept = "" if kv.window is None else f", of which the last {kv.window:,} are kept"
+    sinks = f"first {kv.layout.num_sinks:,} and the " if kv.layout.num_sinks else ""
+    kept = "" if kv.window is None else f", of which the {sinks}last {kv.window:,} are kept"
     parts = (
         ("weights", fit.weight_bytes, ""),
         ("reserve", GPU_RESERVE_BYTES, "for activations and libraries; `baton up` leaves it free"),

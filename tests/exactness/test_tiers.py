@@ -1,7 +1,8 @@
 """The same tokens whichever way a request goes, and transformers' tokens: every architecture, length and tier."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from kv_store.tiers.memory_tier import MemoryTier
 from tests.checkpoints import ARCHITECTURES, SINKS, Continuation, choose_prompt, make_checkpoint
 from tests.kv_store.names import MAC_KEY
 from tests.pair import Node, Run, drive, make_core, prefill, request, rest_of, resume, serve
+from wire.keys import namespace_root
 from wire.sampling import SamplingParams
 
 NUM_TOKENS = 64
@@ -135,6 +137,23 @@ def test_four_seeded_samples_every_way(model: Decoder, expected: list[Continuati
     crowded = make_core(model, num_blocks=30)
     others = [request(one.prompt_ids, GREEDY) for one in expected if len(one.prompt_ids) < 700]
     assert drive(crowded, [*others, request(prompt, SAMPLED)])[-1].outputs == alone
+
+
+def test_kv_under_sinks_is_none_of_the_full_cache(tmp_path: Path) -> None:
+    """A turn under sinks, then the same text in full, and again under sinks: on one folder, with one secret."""
+    folder, files = make_checkpoint("llama-gqa", tmp_path / "model"), str(tmp_path / "files")
+    found = []
+    for kv_policy in ("sinks=4+60", "full", "sinks=4+60"):
+        expected = choose_prompt(folder, 100, NUM_TOKENS, kv_policy=kv_policy)
+        model = Decoder.load(folder, None, torch.device("cpu"), 16, kv_policy=kv_policy)
+        root = namespace_root(MAC_KEY, "tenant", b"model", model.layout.encode(), "", "")
+        with closing(FilesTier(files, model.layout, MAC_KEY, timeout_s=30.0, max_bytes=1 << 30)) as cold:
+            node = Node(model, cold=cold)
+            [run] = drive(make_core(model, node), [replace(request(expected.prompt_ids, GREEDY), root=root)])
+            node.write_all_cold()
+        assert_exact([run], [expected])
+        found.append(run.fetched[0].num_found)
+    assert found == [0, 0, 96]
 
 
 @pytest.mark.parametrize("spoil", ["zero", "stale"])

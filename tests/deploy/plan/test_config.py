@@ -62,6 +62,10 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[model]\ndtype = 'int8'", "model.dtype must be one of"),
         ("[model]\nkv_dtype = 'int4'", "model.kv_dtype must be one of auto, int8, fp8"),
         ("[model]\nkv_policy = 'sinks=4'", "kv_policy 'sinks=4': known are full, sinks=4"),
+        (
+            "[model]\nkv_policy = 'sinks=4+60'\n[speculation]\ndraft = 'x'",
+            "speculation.draft must be left out with sinks",
+        ),
         ("[arena]\nsize_bytes = '1 GB'", "arena.size_bytes must be a size like 512MiB, 1.5GiB or 4096, not '1 GB'"),
         pytest.param(f"[arena]\nsize_bytes = '{'9' * 400}'", "arena.size_bytes must be a size", id="400 digits in it"),
         ("[arena]\nsize_bytes = 1", "arena.size_bytes must be between"),
