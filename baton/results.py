@@ -1,8 +1,11 @@
 """Results of calls, as frozen values without protobuf."""
 
 import math
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import StringIO
 
 from wire.convert import reason_from_pb, tiers_from_pb
 from wire.errors import WireError
@@ -117,11 +120,11 @@ class Tokens:
 
 
 class Draft:
-    """A completion in the making; grows with each response."""
+    """A completion in the making; grows with each response, by little more than the bytes of its tokens."""
 
     def __init__(self) -> None:
         self.prompt: list[Chunk] = []
-        self._chunks: dict[int, list[Chunk]] = {}
+        self._choices: defaultdict[int, _ChoiceDraft] = defaultdict(_ChoiceDraft)
         self._completion: Completion | None = None
 
     def require_completion(self) -> Completion:
@@ -132,17 +135,18 @@ class Draft:
 
     def accept(self, response: pb.GenerateResponse) -> tuple[Chunk, ...]:
         """Adds a response; returns its chunk, if it is part of the answer."""
-        if response.WhichOneof("event") == "prompt":
+        event = response.WhichOneof("event")
+        if event == "chunk":
+            chunk = _read_chunk(response.request_id, response.chunk)
+            self._choices[chunk.index].add(chunk)
+            return (chunk,)
+        if event == "prompt":
             part = response.prompt
             ids = tuple(one.token_id for one in part.tokens)
             self.prompt.append(Chunk(response.request_id, 0, part.text, ids, _read_logprobs(part.tokens)))
-            return ()
-        if response.WhichOneof("event") == "complete":
+        else:
             self._completion = self._complete(response.request_id, response.complete)
-            return ()
-        chunk = _read_chunk(response.request_id, response.chunk)
-        self._chunks.setdefault(chunk.index, []).append(chunk)
-        return (chunk,)
+        return ()
 
     def _complete(self, request_id: str, complete: pb.Complete) -> Completion:
         choices = tuple(self._choice(choice) for choice in complete.choices)
@@ -158,16 +162,30 @@ class Draft:
         return Completion(request_id, choices, usage, complete.seed, timeline, tuple(self.prompt))
 
     def _choice(self, choice: pb.Choice) -> Choice:
-        chunks = self._chunks.get(choice.index, [])
+        drafted = self._choices[choice.index]
         stop = choice.WhichOneof("matched_stop")
         return Choice(
             index=choice.index,
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-            logprobs=tuple(one for chunk in chunks for one in chunk.logprobs),
+            text=drafted.text.getvalue(),
+            token_ids=tuple(drafted.token_ids),
+            logprobs=tuple(drafted.logprobs),
             finish_reason=reason_from_pb(choice.finish_reason),
             matched_stop=None if stop is None else getattr(choice, stop),
         )
+
+
+class _ChoiceDraft:
+    """The gain of one choice so far. It keeps no object per token, which each full garbage collection would visit."""
+
+    def __init__(self) -> None:
+        self.text = StringIO()
+        self.token_ids = array("I")
+        self.logprobs: list[TokenLogprobs] = []
+
+    def add(self, chunk: Chunk) -> None:
+        self.text.write(chunk.text)
+        self.token_ids.extend(chunk.token_ids)
+        self.logprobs += chunk.logprobs
 
 
 def read_models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
@@ -177,7 +195,7 @@ def read_models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
 
 
 def _read_chunk(request_id: str, chunk: pb.Chunk) -> Chunk:
-    logprobs = _read_logprobs(chunk.logprobs)
+    logprobs = _read_logprobs(chunk.logprobs) if chunk.logprobs else ()
     return Chunk(request_id, chunk.index, chunk.text, tuple(chunk.token_ids), logprobs)
 
 

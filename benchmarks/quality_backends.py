@@ -67,6 +67,7 @@ class EngineBackend:
         model = self._engine.core.model
         num_pages = -(-len(token_ids) // model.layout.block_size)
         pool = DevicePool(model.layout, num_pages, model.device)
+        pool.open(pool.ledger.allocate(num_pages))
         logits = model.forward(_prefill(token_ids, num_pages, model.device), pool.kv)
         return _log_likelihood(logits.cpu(), token_ids)
 

@@ -136,6 +136,8 @@ class EngineCore:
         counts = self.pool.ledger.counts()
         if not self.has_requests and not self._cache.num_in_flight and counts.owned + counts.published:
             problems.append(f"{counts.owned + counts.published} pages have references though no request is here")
+        if not self.has_requests and self.pool.num_open:
+            problems.append(f"{self.pool.num_open} pages are open though no request is here")
         return problems
 
     def _check(self, request: EngineRequest) -> None:
@@ -213,7 +215,8 @@ class EngineCore:
             if sequence.wants_scores:
                 num_tokens = min(num_planned, num_scorable)
                 num_scorable -= num_tokens
-            if not num_tokens or not self._cache.grow(sequence, num_tokens):
+            num_tokens = self._cache.grow(sequence, num_tokens)
+            if not num_tokens:
                 continue
             self._note_turn(sequence)
             if sequence.phase is Phase.DECODE:

@@ -135,23 +135,37 @@ class KVCache:
                 return True
         return False
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Makes room for the next `num_tokens` tokens; False, and nothing changed, if there is none."""
-        num_blocks = -(-(sequence.num_computed + num_tokens) // self._layout.block_size)
+    def grow(self, sequence: Sequence, num_tokens: int) -> int:
+        """Makes room for the next `num_tokens` tokens, or as many as may be open; returns their number.
+
+        Returns 0, and nothing changed, if there is none.
+        """
+        num_blocks, block_size = len(sequence.pages), self._layout.block_size
+        num_writable = (num_blocks + self.pool.num_openable) * block_size - sequence.num_computed
+        num_tokens = min(num_tokens, num_writable)
         try:
-            sequence.pages.extend(self._ledger.allocate(max(0, num_blocks - len(sequence.pages))))
+            num_more = max(0, -(-(sequence.num_computed + num_tokens) // block_size) - num_blocks)
+            sequence.pages.extend(self._allocate(num_more))
         except OutOfBlocks:
-            return False
-        return True
+            return 0
+        return num_tokens
 
     def extend(self, sequences: Seq[Sequence]) -> list[PageId] | None:
         """Gives a further page to each of these sequences and returns them; None, and nothing changed, without room."""
         try:
-            pages = self._ledger.allocate(len(sequences))
+            pages = self._allocate(len(sequences))
         except OutOfBlocks:
             return None
         for sequence, page in zip(sequences, pages, strict=True):
             sequence.pages.extend((page,))
+        return pages
+
+    def _allocate(self, num_pages: int) -> list[PageId]:
+        """Allocates pages to be written. Raises OutOfBlocks without room, or if too many are open."""
+        if num_pages > self.pool.num_openable:
+            raise OutOfBlocks(f"{num_pages} open blocks wanted, {self.pool.num_openable} to be had")
+        pages = self._ledger.allocate(num_pages)
+        self.pool.open(pages)
         return pages
 
     def publish_filled(self, sequence_to_start: Mapping[Sequence, int]) -> None:
@@ -162,7 +176,9 @@ class KVCache:
         filled = [one for sequence, start in sequence_to_start.items() for one in sequence.full_blocks(start)]
         for name, page in filled:
             self._ledger.publish(page, name.key)
-        self._publish([name for name, _ in filled], [page for _, page in filled])
+        pages = [page for _, page in filled]
+        self.pool.close(pages)
+        self._publish([name for name, _ in filled], pages)
         for sequence in sequence_to_start:
             self._free(sequence.pages.leave_behind(self._layout.behind(sequence.num_computed)))
 
@@ -198,7 +214,7 @@ class KVCache:
     @contextmanager
     def borrowed_page(self) -> Iterator[PageId | None]:
         """Lends a page without an owner; None if none is free."""
-        pages = self._ledger.allocate(min(1, self._ledger.num_allocatable))
+        pages = self._allocate(min(1, self._ledger.num_allocatable, self.pool.num_openable))
         yield pages[0] if pages else None
         self._free(pages)
 
@@ -216,7 +232,7 @@ class KVCache:
             lookup = self._lookups.pop(done.transfer, None)
             handing_off = self._hand_offs.pop(done.transfer, None)
             if handing_off is not None:
-                ended.append(PublishedFor(handing_off, done.num_resident))
+                ended.append(PublishedFor(handing_off, done.num_held))
             elif lookup is not None and lookup.sequence.phase is Phase.FETCHING:
                 ended.append(self._fetched(lookup, done))
         return ended
@@ -259,6 +275,7 @@ class KVCache:
 
     def _free(self, pages: Seq[PageId]) -> None:
         """Frees the page first that is to be evicted first: a prefix's end, or its start where rows have windows."""
+        self.pool.close(pages)
         for page in reversed(pages) if self._layout.window is None else pages:
             self._ledger.free(page)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from wire.errors import InvalidRequest
 from wire.ids import NamespaceRoot, RequestId
+from wire.keys import PublicPart
 from wire.sampling import SamplingParams
 
 
@@ -21,7 +22,7 @@ class EngineRequest:
 
     computes_all: it reads no cached KV. num_scored: tokens of the prompt before the next that is to be scored, at least
     1 as the first follows none; 0 where none is. A score is a token's log-probabilities, as sampling.prompt_logprobs
-    asks for them.
+    asks for them. public: the part of the prompt whose names are no tenant's.
 
     `HandOff`, a subclass, asks for one more token per choice only: the engine then publishes all blocks of the prompt,
     the partly filled last one included, and holds them for the request.
@@ -35,6 +36,7 @@ class EngineRequest:
     sources: tuple[str, ...] = ()
     computes_all: bool = False
     num_scored: int = 0
+    public: PublicPart | None = None
 
     @property
     def max_len(self) -> int:

@@ -14,7 +14,7 @@ from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.sampler import Draw
 from engine.schedule.batcher import Candidate, Gate, Phase
 from wire.ids import PageId
-from wire.keys import BlockName, KeyChain
+from wire.keys import BlockName, NameChain
 from wire.sampling import FinishReason
 
 
@@ -98,7 +98,7 @@ class Sequence:
         self._early_ids = (*sampling.stop_token_ids, *model.eos_token_ids)
         self._layout = model.layout
         self._block_size = model.layout.block_size
-        self._keys = KeyChain(request.root, self._block_size)
+        self._keys = NameChain(request.root, self._block_size, request.public)
 
     @property
     def num_known(self) -> int:
@@ -173,12 +173,14 @@ class Sequence:
         return [*from_prompt, *self.output_ids[first_output : first_output + num_tokens - len(from_prompt)]]
 
     def cover(self, num_tokens: int) -> list[BlockName]:
-        """Names the blocks of the first `num_tokens` known tokens, a partly filled last one included."""
+        """Names the blocks of the first `num_tokens` known tokens, a partly filled last one too where it has a name."""
+        if self._layout.has_open_blocks:
+            num_tokens -= num_tokens % self._block_size
         return self._keys_of(num_tokens).cover(num_tokens)
 
     def tail(self, num_tokens: int) -> BlockName | None:
-        """Names the last block of the first `num_tokens` known tokens if they fill it partly."""
-        return self._keys_of(num_tokens).tail(num_tokens)
+        """Names the last block of the first `num_tokens` known tokens if they fill it partly, and it has a name."""
+        return None if self._layout.has_open_blocks else self._keys_of(num_tokens).tail(num_tokens)
 
     def full_blocks(self, start: int) -> list[tuple[BlockName, PageId]]:
         """Lists the blocks that became full since the sequence had `start` tokens with KV, and behind them its sinks.
@@ -193,7 +195,7 @@ class Sequence:
         names = keys.full(stop, start) + keys.full(num_sinks * self._block_size)
         return list(zip(names, self.pages[first:last] + self.pages[:num_sinks], strict=True))
 
-    def _keys_of(self, num_tokens: int) -> KeyChain:
+    def _keys_of(self, num_tokens: int) -> NameChain:
         """Brings the chain of keys up to the first `num_tokens` known tokens."""
         start = self._keys.num_tokens
         self._keys.extend(self.tokens(start, max(0, num_tokens - start)))

@@ -12,6 +12,7 @@ client ──HTTP/1.1──▶ connections ──ASGI──▶ app ──▶ com
 - `fields`: strict JSON, and each field by name: read, only with one value, ignored, or refused.
 - `generation`: the prompts of a request under way, whole or as events; `completions` and `chat` are its two dialects.
 - `openapi`: the page that names all paths and fields.
+- `metrics`: the page that Prometheus reads, of all gateways of a cluster.
 - `errors`: each error as status and OpenAI's envelope.
 
 It keeps nothing: when it dies, clients of gRPC notice nothing, the router cancels its requests, and another follows.

@@ -1,18 +1,25 @@
 """The gateway as an actor: a plain class, whose calls carry text only."""
 
+import asyncio
 import gc
 import json
+from pathlib import Path
 
 from baton import AsyncClient
 from gateway.app import Gateway
 from gateway.config import GatewayConfig
 from gateway.connections import HttpServer
+from gateway.metrics import Metrics
 from wire.settings import from_json
 from wire.trust.certificates import Certificates
 from wire.trust.key_ring import KeyList, KeyRing
 
 NUM_CHANNELS = 8
 """Connections to the router, which takes 512 calls on each."""
+
+
+GC_THRESHOLD = 20_000
+"""Connections make many objects and no garbage; at Python's 700 a burst of them holds streams up for 0.1 s."""
 
 
 class GatewayActor:
@@ -24,17 +31,24 @@ class GatewayActor:
         self._keys = KeyRing(self._config.keys)
         self._server: HttpServer | None = None
         self._clients: list[AsyncClient] = []
+        self._sharing: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Serves from now on. Returns `{"http_address"}`. Raises ConfigError if the port is taken."""
         config = self._config
         self._clients = [AsyncClient(config.address, api_key="") for _ in range(NUM_CHANNELS)]
         tls = None if config.tls is None else Certificates(config.tls)
-        app = Gateway(self._clients, self._keys, config.metrics_address)
-        self._server = HttpServer(app, config.knows_host, tls)
-        address = await self._server.start(config.host, config.port)
+        folder = Path(config.metrics_folder) if config.metrics_folder else None
+        metrics = Metrics(config.name, folder, config.metrics_address)
+        self._server = server = HttpServer(Gateway(self._clients, self._keys, metrics), config.knows_host, tls)
+        if config.joined_port is None:
+            address = await server.start(config.host, config.port)
+        else:
+            address = await server.join(config.host, config.joined_port)
+        self._sharing = asyncio.create_task(metrics.share())
         gc.collect()
         gc.freeze()  # as the router does
+        gc.set_threshold(GC_THRESHOLD)
         return json.dumps({"http_address": address})
 
     async def set_keys(self, keys_json: str) -> str:
@@ -44,6 +58,8 @@ class GatewayActor:
 
     async def stop(self) -> str:
         """Closes the port and all connections, which ends their requests. Returns `{}`."""
+        if self._sharing is not None:
+            self._sharing.cancel()
         if self._server is not None:
             await self._server.stop()
         for client in self._clients:

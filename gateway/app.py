@@ -1,20 +1,16 @@
 """The application: routes, bodies in, answers out. The path of a request is compared as the client wrote it."""
 
 import asyncio
-import http.client
 import itertools
 import json
 import logging
-import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any, cast
 from urllib.parse import unquote
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from baton import AsyncClient
 from baton.request import Options
@@ -24,7 +20,8 @@ from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
 from gateway.errors import HttpError
 from gateway.exchange import ClientGone, Events, Receive, Reply, Request, Scope, Send
-from gateway.generation import Dialect, Generation, ToldRoom, answer, events
+from gateway.generation import Dialect, EchoLimit, Generation, answer, events
+from gateway.metrics import Metrics
 from wire import errors
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
@@ -38,7 +35,6 @@ PARSED_BYTES_PER_S = 16 << 20
 MAX_READING_BYTES = 64 * MAX_MESSAGE_BYTES
 """Of all bodies on their way together. What has not come yet counts for nothing."""
 READY_TIMEOUT_S = 2.0
-METRICS_TIMEOUT_S = 5.0
 OWNER = "baton"
 HEALTH, READY, METRICS = "/health", "/ready", "/metrics"
 MODEL_PATH = "/v1/models/"
@@ -57,16 +53,14 @@ log = logging.getLogger(__name__)
 class Gateway:
     """The ASGI application; spreads requests over several clients of one router."""
 
-    def __init__(self, clients: Sequence[AsyncClient], keys: KeyRing, metrics_address: str = "") -> None:
+    def __init__(self, clients: Sequence[AsyncClient], keys: KeyRing, metrics: Metrics) -> None:
         self._clients = itertools.cycle(clients)
         self._keys = keys
-        self._metrics_address = metrics_address
+        self._metrics = metrics
         self._num_reading_bytes = 0
         self._parsing = asyncio.Lock()
-        self.told = ToldRoom()
-        self._registry = CollectorRegistry()
-        self._answered = Counter("baton_http_requests", "Answered", ["path", "status"], registry=self._registry)
-        self._open = Gauge("baton_http_open_requests", "Under way", registry=self._registry)
+        self._model: Model | None = None
+        self.echo_limit = EchoLimit()
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._list_models),
             "/v1/completions": ("POST", partial(self._generate, CompletionsDialect)),
@@ -76,7 +70,7 @@ class Gateway:
             HEALTH: ("GET", self._health),
             READY: ("GET", self._ready),
             "/version": ("GET", self._version),
-            METRICS: ("GET", self._metrics),
+            METRICS: ("GET", self._show_metrics),
             "/openapi.json": ("GET", self._openapi),
         }
 
@@ -89,18 +83,18 @@ class Gateway:
         """Answers one request; whatever fails becomes an error that its client can read."""
         request = Request(scope, receive)
         reply = Reply(request, send)
-        with self._open.track_inprogress():
+        with self._metrics.open.track_inprogress():
             try:
                 self._admit(request)
                 handler = self._handler(request)
                 if request.method == "POST":
                     await self._read(request)
-                await _while_there(request, _answer(handler, request, reply))
+                await _answer_until_gone(request, _answer(handler, request, reply))
             except Exception as error:
                 told = error if isinstance(error, BatonError) else errors.report(error, request_id=request.id)
                 await reply.fail(told)
         path = request.path if request.path in self._routes else "other"
-        self._answered.labels(path, reply.status).inc()
+        self._metrics.count(path, reply.status)
         log.info("answered", extra={"path": path, "status": reply.status, "request_id": request.id})
 
     def _admit(self, request: Request) -> None:
@@ -125,7 +119,7 @@ class Gateway:
 
     async def _read(self, request: Request) -> None:
         try:
-            await request.read(self._hold)
+            await request.read(self._admit_bytes)
             await self._parse(request)
         finally:
             self._num_reading_bytes -= request.num_bytes
@@ -139,7 +133,8 @@ class Gateway:
             request.parse()
             await asyncio.sleep(request.num_bytes / PARSED_BYTES_PER_S)
 
-    def _hold(self, num_bytes: int) -> None:
+    def _admit_bytes(self, num_bytes: int) -> None:
+        """Counts bytes of a body that has begun to come. Raises Overloaded beyond MAX_READING_BYTES of all bodies."""
         self._num_reading_bytes += num_bytes
         if self._num_reading_bytes > MAX_READING_BYTES:
             raise Overloaded("as many bytes of bodies are on their way as may be")
@@ -147,22 +142,22 @@ class Gateway:
     async def _chat(self, request: Request) -> "bytes | Events":
         """Asks for the model's format of tool calls where a request has tools."""
         has_tools = bool(request.body.get("tools"))
-        tool_format = (await self._find(self._client(request), None)).tool_format if has_tools else ""
+        tool_format = (await self._served_model(self._client(request))).tool_format if has_tools else ""
         return await self._generate(partial(ChatDialect, tool_format), request)
 
-    async def _generate(self, dialect: Callable[[], Dialect], request: Request) -> "bytes | Events":
-        client, maker = self._client(request), dialect()
-        taken = fields.take(request.body, maker.fields)
-        prompts = maker.take_prompts(taken)
+    async def _generate(self, make_dialect: Callable[[], Dialect], request: Request) -> "bytes | Events":
+        client, dialect = self._client(request), make_dialect()
+        taken = fields.take(request.body, dialect.fields)
+        prompts = dialect.take_prompts(taken)
         is_streamed, usage = taken.pop("stream", False), taken.pop("stream_options", None)
         if usage is not None and not is_streamed:
             raise InvalidRequest("stream_options", "wants stream to be true")
-        model = taken.get("model") or (await client.list_models())[0].name
+        model = taken.get("model") or (await self._served_model(client)).name
         generation = Generation(request.id, model, prompts, cast(Options, taken), bool(usage))
         if not is_streamed:
-            async with self.told.taken(generation.num_told):
-                return await answer(generation, maker, client)
-        return events(generation, maker, client)
+            async with self.echo_limit.taken(generation.num_echoed):
+                return await answer(generation, dialect, client)
+        return events(generation, dialect, client)
 
     async def _tokenize(self, request: Request) -> bytes:
         client, taken = self._client(request), fields.take(request.body, fields.TOKENIZE)
@@ -197,6 +192,11 @@ class Gateway:
                 return model
         raise ModelNotFound("model: no model of that name is served", param="model")
 
+    async def _served_model(self, client: AsyncClient) -> Model:
+        """Returns what a request without a name means; asks the router once, as a cluster never changes its model."""
+        self._model = self._model or (await client.list_models())[0]
+        return self._model
+
     async def _health(self, _: Request) -> bytes:
         return b"{}"
 
@@ -216,14 +216,8 @@ class Gateway:
         readable = (path for path, (method, _) in self._routes.items() if method == "GET")
         return openapi.describe(PATH_TO_FIELDS, (*readable, f"{MODEL_PATH}{{model}}"))
 
-    async def _metrics(self, request: Request) -> bytes:
-        """Returns the router's metrics behind the gateway's own, if they can be had."""
-        own = generate_latest(self._registry)
-        if not self._metrics_address:
-            return own
-        with suppress(OSError, http.client.HTTPException):
-            return own + await asyncio.to_thread(_fetch, f"http://{self._metrics_address}/metrics", request.key)
-        return own
+    async def _show_metrics(self, request: Request) -> bytes:
+        return await self._metrics.page(request.key)
 
 
 async def _answer(handler: Handler, request: Request, reply: Reply) -> None:
@@ -236,7 +230,7 @@ async def _answer(handler: Handler, request: Request, reply: Reply) -> None:
         await reply.stream(first, answered)
 
 
-async def _while_there(request: Request, answering: Coroutine[Any, Any, None]) -> None:
+async def _answer_until_gone(request: Request, answering: Coroutine[Any, Any, None]) -> None:
     """Waits for an answer; cancels it when its client goes, and then raises Cancelled."""
     tasks = [asyncio.create_task(answering), asyncio.create_task(request.gone())]
     try:
@@ -253,11 +247,3 @@ async def _while_there(request: Request, answering: Coroutine[Any, Any, None]) -
 def _describe(model: Model) -> dict[str, Any]:
     named = {"id": model.name, "object": "model", "created": 0, "owned_by": OWNER}
     return named | {"root": model.name, "parent": None, "max_model_len": model.max_context_len}
-
-
-def _fetch(url: str, key: str) -> bytes:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the router is never behind a proxy
-    request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"})
-    with opener.open(request, timeout=METRICS_TIMEOUT_S) as answer:
-        content: bytes = answer.read(MAX_MESSAGE_BYTES)
-    return content

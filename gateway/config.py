@@ -14,14 +14,19 @@ OWN_HOSTS = ("localhost", LOOPBACK, "[::1]")
 class GatewayConfig:
     """`address` is the router's public port. Port 0 takes a free one. metrics_address: the router's, "" without one.
 
+    name: among the gateways of the cluster. joined_port: that of the others, which this one shares instead of `port`.
+    metrics_folder: where each of them leaves its metrics for the others; "" for one alone.
     host_names: that requests may ask for, beside OWN_HOSTS. tls: of its own port; towards the router, which is on this
     machine, it speaks none. keys: of clients; the router checks them again.
     """
 
     address: str = ""
     metrics_address: str = ""
+    name: str = "gateway-0"
     host: str = LOOPBACK
     port: int = 0
+    joined_port: int | None = None
+    metrics_folder: str = ""
     host_names: tuple[str, ...] = ()
     tls: TlsFiles | None = None
     keys: KeyList = field(default_factory=KeyList)

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import socket
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -37,6 +37,10 @@ STOP_GRACE_S = 1.0
 BACKLOG = 1024
 MAX_ACCEPTED = 16
 """Connections taken at a time: asyncio takes as many as its backlog, and streams wait meanwhile."""
+MAX_HEADS_A_TURN = 4
+"""Requests that begin in one turn of the event loop: in a burst of them, streams go on between two turns."""
+MAX_READ_BYTES = 16 << 10
+"""At a time, by each connection: asyncio's own 256 KiB would be in memory for each that waits for a turn."""
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
 _KERNELS_BOUNDS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -69,19 +73,48 @@ class _Parser(httptools.HttpRequestParser):
         return self.should_upgrade() and self.get_method() != b"CONNECT"
 
 
+class Turns:
+    """Places for new work of a port in each turn of its event loop."""
+
+    def __init__(self) -> None:
+        self._num_left = MAX_HEADS_A_TURN
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def take(self) -> bool:
+        """Takes a place in this turn; False without one."""
+        if not self._num_left:
+            return False
+        if self._num_left == MAX_HEADS_A_TURN:
+            asyncio.get_running_loop().call_soon(self._begin)
+        self._num_left -= 1
+        return True
+
+    def wait(self, work: Callable[[], None]) -> None:
+        """Does the work in a later turn, behind all that waits. To be called where `take` gave no place."""
+        self._waiting.append(work)
+
+    def _begin(self) -> None:
+        self._num_left = MAX_HEADS_A_TURN
+        while self._waiting and self.take():
+            self._waiting.popleft()()
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """A connection. Each bound that is passed ends it, with a word to the client where one can still be said.
 
-    by_address: open connections of a port by their client's address. knows_host: of `HttpServer`.
+    by_address: open connections of a port by their client's address. turns: of the port, shared by its connections.
+    knows_host: of `HttpServer`.
     """
 
-    def __init__(self, by_address: Counter[str], knows_host: Callable[[str], bool], **parts: Any) -> None:
+    def __init__(self, by_address: Counter[str], turns: Turns, knows_host: Callable[[str], bool], **parts: Any) -> None:
         super().__init__(**parts)
         self._by_address = by_address
+        self._turns = turns
         self._knows_host = knows_host
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = MAX_READ_BYTES  # type: ignore[attr-defined]
         self.parser: _Parser = _Parser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._in_head = True
@@ -109,6 +142,20 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Reads on; a request that begins waits for a place in a turn, and what follows it waits in the kernel."""
+        is_under_way = self.cycle is not None and not self.cycle.response_complete
+        if is_under_way or self._turns.take():
+            self._read(data)
+        else:
+            self.transport.pause_reading()
+            self._turns.wait(partial(self._read_later, data))
+
+    def _read_later(self, data: bytes) -> None:
+        self._read(data)
+        if not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _read(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
         if self._in_head:
@@ -119,7 +166,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._num_told_bytes = True, 0
+        self._in_head, self._num_parsed_bytes = True, 0
         self._late.cancel()
         self._late = self.loop.call_later(MAX_HEAD_S, self._end_late)
 
@@ -165,8 +212,8 @@ class BoundedProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError("another host")
 
     def _count(self, num_bytes: int) -> None:
-        self._num_told_bytes += num_bytes
-        if len(self.headers) > MAX_HEADERS or self._num_told_bytes > MAX_HEAD_BYTES:
+        self._num_parsed_bytes += num_bytes
+        if len(self.headers) > MAX_HEADERS or self._num_parsed_bytes > MAX_HEAD_BYTES:
             self._refusal = _TOO_MUCH
             raise httptools.HttpParserError("too much")
 
@@ -229,7 +276,7 @@ class HttpServer:
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=partial(BoundedProtocol, Counter(), knows_host),  # type: ignore[arg-type]
+            http=partial(BoundedProtocol, Counter(), Turns(), knows_host),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -247,16 +294,18 @@ class HttpServer:
 
     async def start(self, host: str, port: int) -> str:
         """Returns the address; port 0 takes a free one. Raises ConfigError if the port is taken."""
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for bound in _KERNELS_BOUNDS:  # connections inherit them
-            listener.setsockopt(*bound)
-        try:
-            listener.bind((host, port))
-            listener.listen(BACKLOG)
-        except OSError as error:
-            listener.close()
-            raise port_taken(host, port) from error
+        listener = _open_listener(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: others may join, but took nothing
+        return await self._serve(listener)
+
+    async def join(self, host: str, port: int) -> str:
+        """Serves at the port of other servers of this user, living or dead: each new connection comes to one of them.
+
+        Returns the address. Raises ConfigError if another program has the port.
+        """
+        return await self._serve(_open_listener(host, port, (socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)))
+
+    async def _serve(self, listener: socket.socket) -> str:
         self._listener = listener
         self._serving = asyncio.create_task(self._server.serve([listener]))
         while not self._server.started:
@@ -265,7 +314,8 @@ class HttpServer:
                 raise Unavailable("the HTTP server has not started")
             await asyncio.sleep(0.001)
         listener.listen(BACKLOG)  # asyncio has asked for its own
-        return f"{host}:{listener.getsockname()[1]}"
+        host, port = listener.getsockname()
+        return f"{host}:{port}"
 
     async def stop(self) -> None:
         """Closes port and connections; answers under way have STOP_GRACE_S to end."""
@@ -273,3 +323,17 @@ class HttpServer:
             self._server.should_exit = True
             await self._serving
             self._listener.close()
+
+
+def _open_listener(host: str, port: int, *options: tuple[int, int, int]) -> socket.socket:
+    """Binds and listens. Raises ConfigError."""
+    listener = socket.socket()
+    for option in ((socket.SOL_SOCKET, socket.SO_REUSEADDR, 1), *options, *_KERNELS_BOUNDS):
+        listener.setsockopt(*option)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise port_taken(host, port) from error
+    return listener

@@ -59,10 +59,10 @@ class Request:
         """Returns the key that the request shows, "" without one; it may not be valid."""
         return bearer(self.headers("authorization"))
 
-    async def read(self, hold: Callable[[int], None]) -> None:
-        """Reads the body. Raises HttpError or InvalidRequest, and what `hold` raises.
+    async def read(self, admit_bytes: Callable[[int], None]) -> None:
+        """Reads the body. Raises HttpError or InvalidRequest, and what `admit_bytes` raises.
 
-        hold: is told of the bytes of each piece once `num_bytes` counts them.
+        admit_bytes: is told of the bytes of each piece once `num_bytes` counts them.
         """
         if not self._has_id:
             raise InvalidRequest("x-request-id", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
@@ -72,7 +72,7 @@ class Request:
             raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-encoding must be identity")
         try:
             async with asyncio.timeout(MAX_BODY_S):
-                self._body = await self._read(hold)
+                self._body = await self._read(admit_bytes)
         except TimeoutError as error:
             raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "the body has not come in time") from error
         self.is_read = True
@@ -89,7 +89,7 @@ class Request:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def _read(self, hold: Callable[[int], None]) -> bytes:
+    async def _read(self, admit_bytes: Callable[[int], None]) -> bytes:
         self._require_short(int(self.header("content-length") or 0))
         pieces: list[bytes] = []
         more = True
@@ -99,7 +99,7 @@ class Request:
                 raise ClientGone("the client went away")
             pieces.append(message["body"])
             self.num_bytes += len(message["body"])
-            hold(len(message["body"]))
+            admit_bytes(len(message["body"]))
             self._require_short(self.num_bytes)
             more = message["more_body"]
         return b"".join(pieces)

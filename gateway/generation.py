@@ -17,7 +17,7 @@ from wire.errors import Overloaded
 from wire.ids import REQUEST_ID
 from wire.sampling import MAX_TOLD_PROMPT_LEN
 
-MAX_TOLD_TOKENS = 16 * MAX_TOLD_PROMPT_LEN
+MAX_ECHOED_TOKENS = 16 * MAX_TOLD_PROMPT_LEN
 """Of prompts whose log-probabilities are in whole answers at a time; each may take a kilobyte."""
 MAX_WAITING = 64
 """Requests that wait for room; each may have as many bytes as a message."""
@@ -62,7 +62,7 @@ class Generation:
         return [client.stream(prompt, **self._options(index)) for index, prompt in enumerate(self.prompts)]
 
     @property
-    def num_told(self) -> int:
+    def num_echoed(self) -> int:
         """Tokens of prompts, at most, whose log-probabilities the answer has."""
         if "prompt_logprobs" not in self.options:
             return 0
@@ -82,42 +82,42 @@ class Generation:
         return {**self.options, "request_id": name} if REQUEST_ID.fullmatch(name) else self.options
 
 
-class ToldRoom:
+class EchoLimit:
     """A bound on the tokens told of prompts in whole answers: requests beyond it wait, the first come first."""
 
     def __init__(self) -> None:
-        self._num_told = 0
+        self._num_echoed = 0
         self._num_waiting = 0
         self._turn = asyncio.Lock()
         self._has_left = asyncio.Event()
 
     @asynccontextmanager
-    async def taken(self, num_told: int) -> AsyncIterator[None]:
+    async def taken(self, num_echoed: int) -> AsyncIterator[None]:
         """Waits for room, for all of it where a request wants more than there is.
 
         Raises Overloaded after MAX_TURN_S, and at once if MAX_WAITING others wait.
         """
-        if num_told == 0:
+        if num_echoed == 0:
             yield
             return
-        num_told = min(num_told, MAX_TOLD_TOKENS)
-        await self._take(num_told)
+        num_echoed = min(num_echoed, MAX_ECHOED_TOKENS)
+        await self._take(num_echoed)
         try:
             yield
         finally:
-            self._num_told -= num_told
+            self._num_echoed -= num_echoed
             self._has_left.set()
 
-    async def _take(self, num_told: int) -> None:
+    async def _take(self, num_echoed: int) -> None:
         if self._num_waiting >= MAX_WAITING:
             raise Overloaded("as many prompts wait to be echoed as may", TURN_AGAIN_S)
         self._num_waiting += 1
         try:
             async with asyncio.timeout(MAX_TURN_S), self._turn:
-                while self._num_told + num_told > MAX_TOLD_TOKENS:
+                while self._num_echoed + num_echoed > MAX_ECHOED_TOKENS:
                     self._has_left.clear()
                     await self._has_left.wait()
-                self._num_told += num_told
+                self._num_echoed += num_echoed
         except TimeoutError as error:
             raise Overloaded("as many prompts are being echoed as may be", TURN_AGAIN_S) from error
         finally:
@@ -151,23 +151,24 @@ async def events(generation: Generation, dialect: Dialect, client: AsyncClient) 
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
         gained = await stack.enter_async_context(aclosing(_gained(streams)))
-        told: set[int] = set()
+        echoed: set[int] = set()
         async for place, chunk in gained:
-            if place not in told:
-                told.add(place)
+            if place not in echoed:
+                echoed.add(place)
                 for part, index in product(streams[place].prompt, range(generation.num_choices)):
                     number = place * generation.num_choices + index
                     yield start + dialect.event(part, number).encode() + tail
             number = place * generation.num_choices + chunk.index
             yield start + dialect.event(chunk, number).encode() + tail
     completions = [stream.completion for stream in streams]
+    ends = []
     for place, completion in enumerate(completions):
         for choice in completion.choices:
             number = place * generation.num_choices + choice.index
-            yield start + dialect.last_event(completion, choice.index, number).encode() + tail
+            ends.append(start + dialect.last_event(completion, choice.index, number).encode() + tail)
     if generation.usage:
-        yield start + b'],"usage":' + json.dumps(usage_of(completions)).encode() + b"}\n\n"
-    yield DONE
+        ends.append(start + b'],"usage":' + json.dumps(usage_of(completions)).encode() + b"}\n\n")
+    yield b"".join((*ends, DONE))
 
 
 def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Calls of tools, found in the text of an answer as it grows. Pure; no text raises.
 
 llama    {"name": ..., "parameters": {...}}, at the start of the answer or behind <|python_tag|>; others behind ";"
-mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
+mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or for each call [TOOL_CALLS]NAME[ARGS]{...}
 qwen     <tool_call>{"name": ..., "arguments": {...}}</tool_call>, and further ones
 """
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -16,7 +17,8 @@ from typing import Any
 class ToolFormat:
     """The writing of calls. opener: comes before the JSON of a call, or of a list of calls; `bracket` begins that.
 
-    arguments: the name of a call's arguments. skipped: the texts that may follow a call, besides spaces.
+    arguments: the name of a call's arguments. skipped: the texts that may follow a call, besides spaces. may_head:
+    the function's name may come before its arguments, in _HEAD.
     """
 
     opener: str
@@ -24,11 +26,17 @@ class ToolFormat:
     arguments: str = "arguments"
     skipped: tuple[str, ...] = ()
     needs_opener: bool = True
+    may_head: bool = False
 
 
+_HEAD = re.compile(r"\s{0,8}([A-Za-z0-9_-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]")
+_BEGUN_HEAD = re.compile(
+    r"\s{0,8}(?:[A-Za-z0-9_-]{1,64}(?:\[[A-Z_]{0,7}|\[CALL_ID\][A-Za-z0-9]{0,64}(?:\[[A-Z]{0,4})?)?)?"
+)
+"""Matches all that may become a head."""
 FORMATS = {
     "llama": ToolFormat("<|python_tag|>", arguments="parameters", skipped=(";",), needs_opener=False),
-    "mistral": ToolFormat("[TOOL_CALLS]", bracket="["),
+    "mistral": ToolFormat("[TOOL_CALLS]", bracket="[", may_head=True),
     "qwen": ToolFormat("<tool_call>", skipped=("</tool_call>",)),
 }
 
@@ -42,10 +50,11 @@ class ToolCall:
 
 
 class _Place(Enum):
-    """The place of the next character: at the start of the answer, in text, in the JSON of a call, behind a call."""
+    """The place of the next character: at the start of the answer, in text, in a call's head or JSON, behind a call."""
 
     START = "start"
     TEXT = "text"
+    HEAD = "head"
     CALL = "call"
     BEHIND = "behind"
 
@@ -53,8 +62,8 @@ class _Place(Enum):
 class CallParser:
     """Splits an answer into text and calls. All but a whole call of a known tool is text.
 
-    START, BEHIND ──opener, bracket──▶ CALL ──its last bracket──▶ BEHIND
-         └──other text──▶ TEXT ──opener──▶ CALL ──no call──▶ TEXT
+    START, BEHIND ──opener, bracket──▶ (HEAD ──its name──▶) CALL ──its last bracket──▶ BEHIND
+         └──other text──▶ TEXT ──opener──▶ (HEAD ▶) CALL ──no call──▶ TEXT
     """
 
     def __init__(self, tool_format: ToolFormat, names: Collection[str]) -> None:
@@ -63,6 +72,7 @@ class CallParser:
         self._place = _Place.START
         self._held = ""
         self._scan = _JsonScan()
+        self._name = ""
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """Feeds text; returns what has become certain, in order."""
@@ -80,6 +90,8 @@ class CallParser:
 
     def _next(self) -> list[str | ToolCall] | None:
         """Takes a step; None where more text is needed for one."""
+        if self._place is _Place.HEAD:
+            return self._take_head()
         if self._place is _Place.CALL:
             return self._take_call()
         return self._take_text() if self._place is _Place.TEXT else self._take_start()
@@ -112,11 +124,22 @@ class CallParser:
         return [certain] if certain else None
 
     def _begin_call(self, start: int) -> list[str | ToolCall]:
-        self._place, self._scan = _Place.CALL, _JsonScan(start)
+        self._place, self._scan, self._name = _Place.CALL, _JsonScan(start), ""
+        if self._format.may_head:
+            self._place = _Place.HEAD
+        return []
+
+    def _take_head(self) -> list[str | ToolCall] | None:
+        """Takes the name of a call whose arguments follow; all else is for `_take_call`."""
+        if head := _HEAD.match(self._held, self._scan.first):
+            self._name, self._scan = head[1], _JsonScan(head.end())
+        elif _BEGUN_HEAD.fullmatch(self._held, self._scan.first):
+            return None
+        self._place = _Place.CALL
         return []
 
     def _take_call(self) -> list[str | ToolCall] | None:
-        end = self._scan.end_of(self._held, self._format.bracket)
+        end = self._scan.end_of(self._held, "{" if self._name else self._format.bracket)
         if end is None:
             return None
         raw, self._held = self._held[:end], self._held[end:]
@@ -130,6 +153,8 @@ class CallParser:
             read = json.loads(text)
         except (ValueError, RecursionError):
             return
+        if self._name:
+            read = {"name": self._name, self._format.arguments: read}
         calls = [self._call(one) for one in (read if isinstance(read, list) else [read])]
         if None not in calls:
             yield from (one for one in calls if one is not None)

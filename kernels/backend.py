@@ -13,7 +13,7 @@ from kernels.cpu.library import NoKernels, best_isa
 logger = logging.getLogger(__name__)
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Dtypes of quantized pages."""
+"""Dtypes of quantized pages with a code in each item; int4 has two in a uint8."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,23 @@ class Angles:
         """Picks the angles of positions int64 [T]."""
         return Angles(self.cosines[positions], self.sines[positions])
 
-    def write(self, positions: Tensor, to: "Angles") -> None:
-        """Writes the angles of positions into the first rows of `to`."""
-        torch.index_select(self.cosines, 0, positions, out=to.cosines[: len(positions)])
-        torch.index_select(self.sines, 0, positions, out=to.sines[: len(positions)])
+
+@dataclass(frozen=True)
+class Int4:
+    """The parts of KV in int4 beside codes and the scales of values, of all layers of a model or of one.
+
+    key_scales: of channels, bfloat16 [num_pages, num_layers, num_kv_heads, head_dim]. open: blocks that are not full,
+    in the compute dtype, [num_open, num_layers, 2, num_kv_heads, block_size, head_dim]. page_to_open: int32
+    [num_pages], the place in `open` of a page that has one.
+    """
+
+    key_scales: Tensor
+    open: Tensor
+    page_to_open: Tensor
+
+    def layer(self, index: int) -> "Int4":
+        """Views the parts of one layer."""
+        return Int4(self.key_scales[:, index], self.open[:, index], self.page_to_open)
 
 
 @dataclass(frozen=True)
@@ -72,21 +85,27 @@ class KVPages:
     """KV in pages, of all layers of a model or of one.
 
     data: [num_pages, num_layers, 2, num_kv_heads, block_size, head_dim], of one layer without num_layers; each head's
-    block is contiguous; of the compute dtype, or codes: int8 or float8_e4m3fn. scales: of codes, bfloat16 like data
-    without head_dim, and as many bytes apart. Raises ValueError for other dtypes.
+    block is contiguous; of the compute dtype, or codes: int8, float8_e4m3fn, or uint8 with two of int4 in each item, of
+    the first half of a head and of the second. scales: of codes, bfloat16 like data without head_dim, and as many bytes
+    apart; of int4's values alone, without the 2. int4: where data is that. Raises ValueError for other dtypes.
     """
 
     data: Tensor
     scales: Tensor | None = None
+    int4: Int4 | None = None
 
     def __post_init__(self) -> None:
         scale = None if self.scales is None else self.scales.dtype
-        if scale is not (torch.bfloat16 if self.data.dtype in LARGEST_CODE else None):
+        is_int4 = self.data.dtype is torch.uint8
+        if scale is not (torch.bfloat16 if is_int4 or self.data.dtype in LARGEST_CODE else None):
             raise ValueError(f"pages of {self.data.dtype} with scales of {scale}")
+        if is_int4 is (self.int4 is None):
+            raise ValueError(f"pages of {self.data.dtype} with the parts of int4: {not is_int4}")
 
     def layer(self, index: int) -> "KVPages":
         """Views the pages of one layer."""
-        return KVPages(self.data[:, index], None if self.scales is None else self.scales[:, index])
+        scales = None if self.scales is None else self.scales[:, index]
+        return KVPages(self.data[:, index], scales, self.int4 and self.int4.layer(index))
 
 
 @dataclass(frozen=True)
@@ -180,7 +199,8 @@ class Backend(Protocol):
     ) -> Tensor:
         """Normalizes and rotates queries and keys, and writes keys and values into one layer of KV, in place.
 
-        Pages of codes get them quantized, as `kernels.reference.quantize` says.
+        Pages of codes get them quantized, as `kernels.reference.quantize` says; those of int4 block by block, as
+        `kernels.reference.close_blocks` says.
 
         qkv: [T, (num_queries + 2 * num_kv) * size], which may be changed; angles: a row for each of qkv's; pages: one
         layer; slot_mapping: as in `kernels.reference.write_kv`. Returns queries [T, num_queries, size], perhaps a view.
@@ -203,10 +223,42 @@ class Backend(Protocol):
         ...
 
 
-class Recorder(Backend, Protocol):
-    """A backend that notes its operations and does none."""
+class Batch(Protocol):
+    """The tensors of a step, as in engine.model.batch."""
 
-    def finish(self) -> Program: ...
+    @property
+    def token_ids(self) -> Tensor: ...
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    @property
+    def slot_mapping(self) -> Tensor: ...
+
+    @property
+    def block_tables(self) -> Tensor: ...
+
+    @property
+    def context_lens(self) -> Tensor: ...
+
+    @property
+    def cu_query_lens(self) -> Tensor: ...
+
+
+class Recorder(Backend, Protocol):
+    """A backend that notes its operations and does none; it has two that others need not have."""
+
+    def pick(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
+        """Copies the rows `ids` int64 [T] of a table, float32 [rows, columns], to `out` [T, columns]."""
+        ...
+
+    def advance(self, logits: Tensor, block_size: int, batch: Batch) -> None:
+        """Makes a batch, in place, that of the likeliest token after each sequence; logits are of all its rows."""
+        ...
+
+    def finish(self) -> Program:
+        """Makes a program of the operations so far."""
+        ...
 
 
 @cache

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.backend import AttentionVariant, KVPages
+from kernels.int4 import load_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 TILE_LEN = 64
@@ -37,6 +38,10 @@ def attend_split(
     log_sum_ptr,  # [num_seqs, num_heads, num_splits] float32, log2 of each split's sum of exponentials
     sinks_ptr,  # [num_heads] float32, or None
     turned_ptr,  # [num_seqs, num_heads, head_dim], queries for the first num_sinks tokens, or None
+    key_scales_ptr,  # [num_pages, num_kv_heads, head_dim] of int4, or None, as the next three
+    value_scales_ptr,  # [num_pages, num_kv_heads, block_size]
+    open_ptr,  # [num_open, 2, num_kv_heads, block_size, head_dim]
+    page_to_open_ptr,  # [num_pages] int32
     log2_scale,
     log2_soft_cap,  # or None
     window,
@@ -50,6 +55,9 @@ def attend_split(
     scales_page_stride,
     scales_plane_stride,
     scales_head_stride,
+    open_page_stride,
+    open_plane_stride,
+    open_head_stride,
     table_seq_stride,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -108,10 +116,22 @@ def attend_split(
         # Tokens past the end are never loaded: 0 * NaN is NaN, so a weight of 0 does not keep a stale V out.
         pages = tl.load(table_ptr + positions // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
         rows = pages * kv_page_stride + positions % BLOCK_SIZE * kv_offset_stride
-        key_ptrs = head_ptr + rows[:, None] + dims[None, :]
         loaded = live[:, None] & (dims < HEAD_DIM)[None, :]
-        key = tl.load(key_ptrs, mask=loaded, other=0.0)
-        value = tl.load(key_ptrs + kv_plane_stride, mask=loaded, other=0.0)
+        if key_scales_ptr is None:
+            key_ptrs = head_ptr + rows[:, None] + dims[None, :]
+            key = tl.load(key_ptrs, mask=loaded, other=0.0)
+            value = tl.load(key_ptrs + kv_plane_stride, mask=loaded, other=0.0)
+        else:
+            is_open = positions >= (context_len - 1) // BLOCK_SIZE * BLOCK_SIZE
+            places = tl.load(page_to_open_ptr + pages, mask=live & is_open, other=0).to(tl.int64)
+            open_rows = places * open_page_stride + kv_head * open_head_stride + positions % BLOCK_SIZE * HEAD_DIM
+            scale_rows = pages * scales_page_stride + kv_head.to(tl.int64) * scales_head_stride
+            key_scale_ptrs = key_scales_ptr + scale_rows[:, None] + dims[None, :]
+            key = load_tile(head_ptr, key_scale_ptrs, open_ptr, rows, open_rows, is_open, loaded, HEAD_DIM, PADDED_DIM)
+            rows += kv_plane_stride
+            open_rows += open_plane_stride
+            scale_ptrs = (value_scales_ptr + scale_rows + positions % BLOCK_SIZE)[:, None]
+            value = load_tile(head_ptr, scale_ptrs, open_ptr, rows, open_rows, is_open, loaded, HEAD_DIM, PADDED_DIM)
 
         # Codes are numbers of the query's dtype exactly, and scores take their scales. So do values, not weights: a
         # small weight times a small scale would be no normal number of float16.
@@ -198,23 +218,26 @@ def paged_decode_attention(
     partial_shape = (num_seqs, num_heads, num_splits, head_dim)
     partial = output if num_splits == 1 else query.new_empty(partial_shape, dtype=torch.float32)
     log_sum = query.new_empty(partial_shape[:3], dtype=torch.float32)
+    int4, scales = pages.int4, None if pages.int4 else pages.scales
     attend_split[(num_seqs, num_kv_heads, num_splits)](
         query,
         pages.data,
-        pages.scales,
+        scales,
         block_tables,
         context_lens,
         partial,
         log_sum,
         variant.sinks,
         turned.contiguous() if turned is not None and variant.num_sinks else None,
+        *((int4.key_scales, pages.scales, int4.open, int4.page_to_open) if int4 else (None,) * 4),
         variant.scale * LOG2_E.value,
         None if variant.soft_cap is None else variant.soft_cap * LOG2_E.value,
         window,
         variant.num_sinks,
         *query.stride()[:2],
         *pages.data.stride()[:4],
-        *((0, 0, 0) if pages.scales is None else pages.scales.stride()[:3]),
+        *_scale_strides(pages),
+        *(int4.open.stride()[:3] if int4 else (0, 0, 0)),
         block_tables.stride(0),
         GROUP_SIZE=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -236,6 +259,14 @@ def paged_decode_attention(
             **LAUNCH_OPTIONS,
         )
     return output
+
+
+def _scale_strides(pages: KVPages) -> tuple[int, int, int]:
+    """Tells how many numbers the scales of pages, planes and heads are apart."""
+    if pages.scales is None:
+        return 0, 0, 0
+    page, plane, head = pages.scales.stride()[:3]
+    return (page, plane, head) if pages.int4 is None else (page, 0, plane)
 
 
 def choose_num_splits(num_rows: int, max_visible_len: int, num_processors: int) -> int:

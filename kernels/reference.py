@@ -25,6 +25,54 @@ def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (codes.round() if dtype is torch.int8 else codes).to(dtype), scales
 
 
+def quantize_int4(numbers: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Rounds numbers to codes from -8 to 7, int8, with a bfloat16 scale for all along a dimension; returns both.
+
+    The number of the largest magnitude becomes -8, whatever its sign: a scale may be negative. Infinity or NaN make it
+    NaN.
+    """
+    wide = numbers.float()
+    most, least = wide.amax(dim, keepdim=True), wide.amin(dim, keepdim=True)
+    largest = most.where(most > -least, least)
+    scales = (largest * -0.125).where(largest.isfinite(), torch.nan).bfloat16()
+    divisors = scales.float().where(scales != 0, 1.0)
+    return (wide / divisors).nan_to_num().clamp(-8, 7).round().to(torch.int8), scales.squeeze(dim)
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """Packs codes [..., head_dim] into uint8 [..., head_dim / 2]: the first half in the low bits, 8 above each code."""
+    low, high = (codes + 8).view(torch.uint8).chunk(2, dim=-1)
+    return low | high << 4
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """Undoes `pack_int4`."""
+    return torch.cat([packed & 15, packed >> 4], dim=-1).view(torch.int8) - 8
+
+
+def close_blocks(pages: KVPages, slot_mapping: Tensor) -> None:
+    """Quantizes the open blocks of one layer whose last slot is in `slot_mapping` into their pages of int4, in place.
+
+    Keys are quantized channel by channel over a block's tokens, values token by token. Source: KIVI, arXiv 2402.02750.
+    """
+    assert pages.int4 is not None
+    assert pages.scales is not None
+    block_size = pages.data.shape[3]
+    closing = slot_mapping[(slot_mapping >= 0) & (slot_mapping % block_size == block_size - 1)] // block_size
+    keys, values = pages.int4.open[pages.int4.page_to_open[closing]].unbind(1)
+    (key_codes, pages.int4.key_scales[closing]) = quantize_int4(keys, -2)
+    (value_codes, pages.scales[closing]) = quantize_int4(values, -1)
+    pages.data[closing] = pack_int4(torch.stack([key_codes, value_codes], dim=1))
+
+
+def open_slots(pages: KVPages, slot_mapping: Tensor) -> Tensor:
+    """Finds the slots of pages of int4 in their open blocks; -1 stays."""
+    assert pages.int4 is not None
+    block_size = pages.data.shape[3]
+    places = pages.int4.page_to_open[slot_mapping.clamp(min=0) // block_size]
+    return (places * block_size + slot_mapping % block_size).where(slot_mapping >= 0, slot_mapping)
+
+
 def write_kv(key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
     """Writes the K and V of new tokens into their slots of one layer, in place.
 
@@ -99,16 +147,26 @@ def paged_prefill_attention(
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     bounds = cu_query_lens.tolist()
     for seq, context_len in enumerate(context_lens.tolist()):
-        chunk = slice(bounds[seq], bounds[seq + 1])
-        query_len = chunk.stop - chunk.start
-        if query_len and turned is not None and min(variant.num_sinks, _first_visible(context_len - 1, variant)):
-            rows = query[chunk], turned[chunk], pages, block_tables[seq], context_len, variant
-            output[chunk] = _attend_past_sinks(*rows)
-        elif query_len:
-            begin = _first_visible(context_len - query_len, variant)
-            keys, values = _gather_kv(pages, block_tables[seq], begin, context_len, query.dtype)
-            output[chunk] = attend(query[chunk], keys, values, variant)
+        num_rows = bounds[seq + 1] - bounds[seq]
+        if num_rows and turned is not None and min(variant.num_sinks, _first_visible(context_len - 1, variant)):
+            rows = slice(bounds[seq], bounds[seq + 1])
+            past = query[rows], turned[rows], pages, block_tables[seq], context_len, variant
+            output[rows] = _attend_past_sinks(*past)
+            continue
+        first_row, first_position = bounds[seq], context_len - bounds[seq + 1] + bounds[seq]
+        for start, end in _parts(first_position, context_len, pages):
+            rows = slice(first_row + start - first_position, first_row + end - first_position)
+            keys, values = _gather_kv(pages, block_tables[seq], _first_visible(start, variant), end, query.dtype)
+            output[rows] = attend(query[rows], keys, values, variant)
     return output
+
+
+def _parts(start: int, end: int, pages: KVPages) -> list[tuple[int, int]]:
+    """Cuts the positions of a chunk into parts that read the same numbers: with int4 each is in one block."""
+    if pages.int4 is None:
+        return [(start, end)] if start < end else []
+    ends = [*range(start - start % pages.data.shape[3] + pages.data.shape[3], end, pages.data.shape[3]), end]
+    return list(zip([start, *ends[:-1]], ends, strict=True)) if start < end else []
 
 
 def _first_visible(position: int, variant: AttentionVariant) -> int:
@@ -116,15 +174,23 @@ def _first_visible(position: int, variant: AttentionVariant) -> int:
 
 
 def _gather_kv(pages: KVPages, block_table: Tensor, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gathers K and V [num_kv_heads, end - begin, head_dim] of the positions begin to end - 1 of one sequence."""
-    _, _, num_kv_heads, block_size, head_dim = pages.data.shape
+    """Gathers K and V [num_kv_heads, end - begin, head_dim] of the positions begin to end - 1 of one sequence.
+
+    With int4 the block of the last of them is read as it is open.
+    """
+    num_kv_heads, block_size = pages.data.shape[2:4]
     first_block, last_block = begin // block_size, (end - 1) // block_size
     own = block_table[first_block : last_block + 1]
     blocks = pages.data.index_select(0, own)
-    if pages.scales is not None:
+    if pages.int4 is not None:
+        blocks = _dequantized(pages, own).to(dtype)
+        blocks[-1] = pages.int4.open[pages.int4.page_to_open[own[-1]]]
+    elif pages.scales is not None:
         blocks = (blocks.float() * pages.scales.index_select(0, own)[..., None]).to(dtype)
     visible = slice(begin - first_block * block_size, end - first_block * block_size)
-    keys, values = (plane.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, visible] for plane in blocks.unbind(1))
+    keys, values = (
+        plane.transpose(0, 1).reshape(num_kv_heads, -1, plane.shape[-1])[:, visible] for plane in blocks.unbind(1)
+    )
     return keys, values
 
 
@@ -156,6 +222,15 @@ def _attend_past_sinks(
     behind = positions[:, None] - (variant.window or 0) >= torch.arange(num_sinks, device=query.device)
     keys, values = _beside_sinks(keys, values, pages, block_table, num_sinks)
     return _attend_causally(torch.cat([query, turned], -1), keys, values, variant, torch.cat([behind, seen], dim=1))
+
+
+def _dequantized(pages: KVPages, own: Tensor) -> Tensor:
+    """Multiplies the codes of these pages of int4 by their scales, in float32."""
+    assert pages.int4 is not None
+    assert pages.scales is not None
+    keys, values = unpack_int4(pages.data.index_select(0, own)).float().unbind(1)
+    key_scales, value_scales = pages.int4.key_scales.index_select(0, own), pages.scales.index_select(0, own)
+    return torch.stack([keys * key_scales[..., None, :], values * value_scales[..., None]], dim=1)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, variant: AttentionVariant) -> Tensor:

@@ -15,7 +15,7 @@ class TorchBackend:
     """Torch's operations, step by step as transformers rounds them."""
 
     name = "torch"
-    version = "torch-3"
+    version = "torch-4"
 
     def record(self) -> Recorder | None:
         return None
@@ -57,6 +57,10 @@ class TorchBackend:
             key = self.rms_norm(key, heads.key_norm, heads.norm_eps)
         cosines, sines = angles.cosines[:, None], angles.sines[:, None]
         key = _rotate(key, cosines, sines)
+        if pages.int4 is not None:
+            self.write_kv(key, value, pages.int4.open, reference.open_slots(pages, slot_mapping))
+            self.close_blocks(pages, slot_mapping)
+            return _rotate(query, cosines, sines)
         if pages.scales is not None:
             (key, key_scales), (value, value_scales) = (
                 reference.quantize(one, pages.data.dtype) for one in (key, value)
@@ -96,6 +100,7 @@ class TorchBackend:
 
     write_kv = staticmethod(reference.write_kv)
     decode = staticmethod(reference.paged_decode_attention)
+    close_blocks = staticmethod(reference.close_blocks)
 
 
 def _given(result: Tensor, out: Tensor | None) -> Tensor:

@@ -1,13 +1,14 @@
 """A worker's own pages of KV, on its device."""
 
 import mmap
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.backend import KVPages
+from kernels.backend import Int4, KVPages
 from kv_store.ledger import Ledger
 from wire.ids import PageId
 from wire.layout import KVLayout
@@ -20,19 +21,49 @@ _DTYPES = {
     "float16": torch.float16,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
+    "int4": torch.uint8,
 }
+DEFAULT_OPEN = 256
+"""Open blocks of a pool of int4: for 128 sequences, and 2,048 tokens of prompts in a step."""
 
 
 class DevicePool:
-    """`num_pages` pages of `layout.payload_bytes` in one zeroed buffer, without gaps, and the ledger over them."""
+    """`num_pages` pages of `layout.payload_bytes` in one zeroed buffer, without gaps, and the ledger over them.
 
-    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
+    A page of int4 that is not full has an open block, of `num_open` at most.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, num_open: int = DEFAULT_OPEN) -> None:
         self.layout = layout
         self.ledger = Ledger(num_pages)
         self._pages = _zeros(num_pages * layout.payload_bytes, device).view(num_pages, layout.payload_bytes)
-        self.kv = view_pages(self._pages, layout)
+        self._free_open = [*range(min(num_open, num_pages))] if layout.has_open_blocks else []
+        self._page_to_open: dict[PageId, int] = {}
+        self.kv = view_pages(self._pages, layout, len(self._free_open))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._memory = self._pages.numpy() if device.type == "cpu" else None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._page_to_open)
+
+    @property
+    def num_openable(self) -> int:
+        """Counts the further pages that may be written at once."""
+        return self.ledger.num_pages if self.kv.int4 is None else len(self._free_open)
+
+    def open(self, pages: Sequence[PageId]) -> None:
+        """Gives pages open blocks where they need ones to be written; at most `num_openable`."""
+        if self.kv.int4 is not None and pages:
+            places = [self._free_open.pop() for _ in pages]
+            self._page_to_open.update(zip(pages, places, strict=True))
+            self.kv.int4.page_to_open[list(pages)] = torch.tensor(places, dtype=torch.int32, device=self._pages.device)
+
+    def close(self, pages: Sequence[PageId]) -> None:
+        """Takes the open blocks of pages, where they have ones, that are full or free."""
+        if self._page_to_open:
+            places = (self._page_to_open.pop(page, None) for page in pages)
+            self._free_open += [place for place in places if place is not None]
 
     def page_bytes(self, page: PageId) -> torch.Tensor:
         """Views a page as `uint8[layout.payload_bytes]`."""
@@ -69,12 +100,29 @@ class DevicePool:
             self._stream.synchronize()
 
 
-def view_pages(pages: torch.Tensor, layout: KVLayout) -> KVPages:
-    """Views pages `uint8 [num_pages, layout.payload_bytes]` as KV."""
+def view_pages(pages: torch.Tensor, layout: KVLayout, num_open: int = 0) -> KVPages:
+    """Views pages `uint8 [num_pages, layout.payload_bytes]` as KV, with so many open blocks of int4, zeroed."""
+    if layout.has_open_blocks:
+        return _view_int4(pages, layout, num_open)
     heads = pages.view(len(pages), layout.num_layers, 2, layout.num_kv_heads, layout.head_bytes)
     dtype = _DTYPES[layout.quantization if layout.is_quantized else layout.dtype]
     data = heads[..., : layout.data_bytes].view(dtype).unflatten(-1, (layout.block_size, layout.head_dim))
     return KVPages(data, heads[..., layout.data_bytes :].view(torch.bfloat16) if layout.is_quantized else None)
+
+
+def _view_int4(pages: torch.Tensor, layout: KVLayout, num_open: int) -> KVPages:
+    num_layers, _, num_kv_heads, block_size, head_dim = layout.shape
+    key_bytes, head_bytes = layout.key_bytes, layout.key_bytes + layout.head_bytes
+    heads = pages.view(len(pages), num_layers, num_kv_heads, head_bytes)
+    data = heads.as_strided(
+        (len(pages), num_layers, 2, num_kv_heads, block_size, head_dim // 2),
+        (heads.stride(0), heads.stride(1), key_bytes, head_bytes, head_dim // 2, 1),
+    )
+    opened = _zeros(num_open * layout.open_bytes, pages.device).view(_DTYPES[layout.dtype])
+    page_to_open = torch.zeros(len(pages), dtype=torch.int32, device=pages.device)
+    key_scales = heads[..., layout.data_bytes : key_bytes].view(torch.bfloat16)
+    scales = heads[..., key_bytes + layout.data_bytes :].view(torch.bfloat16)
+    return KVPages(data, scales, Int4(key_scales, opened.view(num_open, *layout.shape), page_to_open))
 
 
 def _copy_bytes(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:

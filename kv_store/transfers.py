@@ -65,7 +65,7 @@ class Publish(Transfer):
     hold: RequestId | None = None
 
     def run(self, store: BlockStore) -> "Done":
-        return Done(self, num_resident=store.publish(self.names, self.pages, self.hold))
+        return Done(self, num_held=store.publish(self.names, self.pages, self.hold))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +84,13 @@ class Done:
     """The end of a transfer. With an `error`, a fetch filled no page, and the rest may have done nothing.
 
     tiers: of a fetch; so many blocks are in the first pages. first: the place of the first of them in the names.
-    num_resident: blocks of a publish in the host tier.
+    num_held: blocks of a publish in the host tier.
     """
 
     transfer: Transfer
     tiers: list[Tier] = field(default_factory=list)
     first: int = 0
-    num_resident: int = 0
+    num_held: int = 0
     error: str | None = None
 
 

@@ -15,9 +15,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from router.config import RouterConfig
 from router.ports.server import RouterServer
+from router.requests.public_prefixes import PublicPrefixes
 from router.router import Router
 from router.workers.controller_port import ClusterEvent
 from router.workers.grpc_transport import GrpcTransport
+from text.chat import NoRenderer
 from text.template_processes import Template, TemplateProcesses
 from text.tokenizer import Tokenizer
 from wire.errors import BatonError, Unavailable
@@ -57,7 +59,8 @@ class RouterActor:
         renderer = None if template is None else TemplateProcesses(template)
         connect = partial(GrpcTransport, token=config.cluster.token, identity=config.cluster.identity)
         port = RayController(config.cluster.controller, config.cluster.ray_namespace)
-        self._router = Router(config, codec, connect, port, renderer)
+        prefixes = await PublicPrefixes.make(config, codec, renderer or NoRenderer())
+        self._router = Router(config, codec, connect, port, renderer, prefixes)
         self._server = RouterServer(self._router)
         addresses = await self._server.start()
         # What there is now stays: to look through it again and again would stop the router for 0.1 s each time.

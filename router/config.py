@@ -104,7 +104,10 @@ class StreamBounds:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """`max_prefix_keys`: blocks whose whereabouts the router remembers. keys: of callers."""
+    """`max_prefix_keys`: blocks whose whereabouts the router remembers. keys: of callers.
+
+    public_prefixes: texts, at the start of prompts or as system messages, whose blocks all tenants share.
+    """
 
     model: ServedModel
     cluster: ClusterAccess
@@ -113,6 +116,7 @@ class RouterConfig:
     streams: StreamBounds = field(default_factory=StreamBounds)
     max_prefix_keys: int = 65536
     keys: KeyList = field(default_factory=KeyList)
+    public_prefixes: tuple[str, ...] = ()
 
     def root_of(self, tenant: str) -> NamespaceRoot:
         """Derives the root of the names of a tenant's blocks."""

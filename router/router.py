@@ -11,6 +11,7 @@ from router.placement.prefix_map import PrefixMap
 from router.requests.admission import Admission
 from router.requests.dispatch import Dispatcher
 from router.requests.flow import Services
+from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
 from router.requests.replay import Quarantine, Suspects
 from router.requests.tokenizing import TokenizerThreads
 from router.requests.validator import Limits
@@ -37,6 +38,7 @@ class Router:
         connect: Connect,
         port: ControllerPort,
         renderer: Renderer | None = None,
+        prefixes: PublicPrefixes = NO_PREFIXES,
     ) -> None:
         model, layout = config.model, config.model.layout
         self.config = config
@@ -66,6 +68,7 @@ class Router:
             self.membership.mark_lost,
             self.metrics,
             self._renderer,
+            prefixes=prefixes,
         )
         admission = Admission(config.admission)
         self.dispatcher = Dispatcher(services, config.root_of, admission, config.streams, self._limits)

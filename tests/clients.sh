@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Runs clients that people have, unmodified, against the HTTP gateway: installs them into an environment of their own first
-# (BATON_CLIENTS_VENV names its folder, .venv-clients), which takes a minute. Arguments go to pytest.
+# Runs clients that people have, unmodified, against the HTTP gateway and the gRPC port: installs them into an environment of
+# their own first (BATON_CLIENTS_VENV names its folder, .venv-clients), which takes minutes. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv="${BATON_CLIENTS_VENV:-$PWD/.venv-clients}"
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check openai litellm langchain-openai
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check openai litellm langchain-openai \
+  'lm-eval[api]' transformers
 if command -v npm > /dev/null; then
-  npm install --silent --no-audit --no-fund --prefix "$venv" openai ai @ai-sdk/openai-compatible
+  npm install --silent --no-audit --no-fund --prefix "$venv" openai ai @ai-sdk/openai-compatible @bufbuild/buf
 fi
 BATON_CLIENTS_VENV="$venv" exec "${PYTHON:-python}" -m pytest -m clients tests/clients "$@"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from decode_worker.actor import decode_behaviour
-from engine.model.batch import Model
+from engine.model.batch import DraftModel, Model
 from prefill_worker.actor import prefill_behaviour
 from wire.pools import Role
 from worker.assembly import THREADS, Assembly, Threads, Tiers, assemble_on
@@ -38,7 +38,7 @@ def local_worker(
     threads: Threads = UNTIMED,
     node_id: str = "",
     proposer: str = "off",
-    draft: Model | None = None,
+    draft: DraftModel | None = None,
 ) -> Assembly:
     """Its service is not started. Folder and socket in its configuration are nowhere; a node is its own address."""
     config = WorkerConfig(

@@ -22,7 +22,7 @@ _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 CALL_MARKS = {
     "llama": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]",),
+    "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "qwen": ("<tool_call>", "</tool_call>"),
 }
 """The formats of tool calls in answers, and the tokens that mark calls, which are special in some vocabularies."""

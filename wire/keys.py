@@ -4,7 +4,10 @@ root   = HMAC-SHA-256(secret, tenant, fingerprint, layout, adapter, policy)
 key[i] = SHA-256(key[i-1] || tokens of block i as little-endian u32),  key[-1] = root
 tail   = SHA-256(key[i] || "tail" || number of tokens || tokens)       a last block, partly filled
 
-The root itself never leaves the server's processes: a first block names the root's digest as its parent.
+Where the first n blocks are public, their chain begins with a root that is no tenant's, and goes on under the tenant's:
+key[n] = SHA-256(root || key[n-1] || tokens of block n).
+
+The root itself never leaves the server's processes: the first block under one names the root's digest as its parent.
 """
 
 import hashlib
@@ -50,15 +53,24 @@ def digest_of(root: NamespaceRoot) -> bytes:
     return hashlib.sha256(root).digest()
 
 
-class KeyChain:
+@dataclass(frozen=True)
+class PublicPart:
+    """The blocks at a prompt's start that all tenants share, and the root of their names."""
+
+    root: NamespaceRoot
+    num_blocks: int
+
+
+class NameChain:
     """The names of a growing sequence of tokens, each full block hashed once.
 
-    >>> chain = KeyChain(root, block_size=16); chain.extend(prompt_ids); chain.cover(len(prompt_ids) - 1)
+    >>> chain = NameChain(root, block_size=16); chain.extend(prompt_ids); chain.cover(len(prompt_ids) - 1)
     """
 
-    def __init__(self, root: NamespaceRoot, block_size: int) -> None:
-        self._root = root
-        self._root_digest = digest_of(root)
+    def __init__(self, root: NamespaceRoot, block_size: int, public: PublicPart | None = None) -> None:
+        self._num_public = public.num_blocks if public else 0
+        self._roots = (root, public.root if public else root)
+        self._root_digests = (digest_of(root), digest_of(self._roots[True]))
         self._block_size = block_size
         self._tokens: list[int] = []
         self._full: list[BlockName] = []
@@ -73,7 +85,7 @@ class KeyChain:
         size = self._block_size
         for end in range((len(self._full) + 1) * size, len(self._tokens) + 1, size):
             data = token_bytes(self._tokens[end - size : end])
-            self._full.append(self._name(self._parent(len(self._full)), data, data))
+            self._full.append(self._name(len(self._full), data, data))
 
     def full(self, num_tokens: int, from_token: int = 0) -> list[BlockName]:
         """Names the full blocks of the first `num_tokens` tokens, without the full ones of the first `from_token`."""
@@ -86,25 +98,27 @@ class KeyChain:
             return None
         data = token_bytes(self._tokens[index * self._block_size : num_tokens])
         covered = b"tail" + struct.pack("<I", num_in_tail) + data
-        return replace(self._name(self._parent(index), covered, data), is_tail=True)
+        return replace(self._name(index, covered, data), is_tail=True)
 
     def cover(self, num_tokens: int) -> list[BlockName]:
         """Names all blocks of the first `num_tokens` tokens, a partly filled last one included."""
         tail = self.tail(num_tokens)
         return self.full(num_tokens) if tail is None else [*self.full(num_tokens), tail]
 
-    def _parent(self, index: int) -> bytes:
-        return self._full[index - 1].key if index else self._root
+    def _name(self, index: int, covered: bytes, data: bytes) -> BlockName:
+        is_public = index < self._num_public
+        root, root_digest = self._roots[is_public], self._root_digests[is_public]
+        before = self._full[index - 1].key if index else b""
+        is_first = index in (0, self._num_public)
+        key = BlockKey(hashlib.sha256((root if is_first else b"") + before + covered).digest())
+        return BlockName(key, root_digest if is_first else before, hashlib.sha256(data).digest(), root_digest)
 
-    def _name(self, parent: bytes, covered: bytes, data: bytes) -> BlockName:
-        key = BlockKey(hashlib.sha256(parent + covered).digest())
-        shown = self._root_digest if parent == self._root else parent
-        return BlockName(key, shown, hashlib.sha256(data).digest(), self._root_digest)
 
-
-def cover(root: NamespaceRoot, tokens: Sequence[int], block_size: int) -> list[BlockName]:
+def cover(
+    root: NamespaceRoot, tokens: Sequence[int], block_size: int, public: PublicPart | None = None
+) -> list[BlockName]:
     """Names all blocks of `tokens`, a partly filled last one included."""
-    keys = KeyChain(root, block_size)
+    keys = NameChain(root, block_size, public)
     keys.extend(tokens)
     return keys.cover(len(tokens))
 

@@ -66,10 +66,15 @@ KVPolicy = Sinks | Dropping | None
 """None keeps everything."""
 
 
-def parse_kv_policy(text: str) -> KVPolicy:
-    """Reads a policy as the module's docstring has them. Raises ConfigError for other texts and senseless numbers."""
+def parse_kv_policy(text: str, kv_dtype: str = "auto") -> KVPolicy:
+    """Reads a policy as the module's docstring has them.
+
+    Raises ConfigError for other texts, senseless numbers, and policies that a KV dtype is not served with.
+    """
     if text == "full":
         return None
+    if kv_dtype == "int4":
+        raise ConfigError(f"kv_policy {text[:64]}: with kv_dtype int4 it must be full")
     if found := _SINKS.fullmatch(text):
         sinks = Sinks(int(found[1]), int(found[2]))
         if not sinks.num_sinks or sinks.window <= sinks.num_sinks:

@@ -7,11 +7,14 @@ import msgpack
 from wire.errors import WireError
 
 PAGE_ALIGNMENT = 4096
-KV_DTYPES = ("auto", "int8", "fp8")
+KV_DTYPES = ("auto", "int8", "fp8", "int4")
 """Choices of what KV is kept in: the dtype of the computation, or codes."""
 QUANTIZATIONS = ("none", *KV_DTYPES[1:])
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_CODE_BYTES, _SCALE_BYTES = 1, 2
+_ITEM_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
+_CODE_BITS = {"int8": 8, "fp8": 8, "int4": 4}
+_SCALE_BYTES = 2
+INT4_HEAD_STEP = 4
+"""Heads of int4 have a multiple of so many numbers: two share a byte, and scales lie at even bytes."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,13 @@ class KVLayout:
 
         0            data_bytes   [block_size, head_dim] of `dtype`, or codes: int8, or fp8, which is e4m3
         data_bytes   head_bytes   [block_size] scales of codes, bfloat16
+
+    int4 has `[num_layers, num_kv_heads]` of keys and values together, for they differ in their scales:
+
+        0            data_bytes   codes of keys, [block_size, head_dim / 2]: a number and the one head_dim / 2 behind it
+        data_bytes   key_bytes    [head_dim] scales of their channels, bfloat16
+        key_bytes    + data_bytes codes of values
+        ...          + head_bytes [block_size] scales of their tokens, bfloat16
 
     dtype: of the computation.
     window: tokens that a row sees, itself included, where that is bounded in every layer: no row needs the blocks
@@ -47,23 +57,45 @@ class KVLayout:
         return self.quantization != "none"
 
     @property
-    def item_bytes(self) -> int:
-        return _CODE_BYTES if self.is_quantized else _ITEM_BYTES[self.dtype]
+    def is_whole(self) -> bool:
+        """Whether heads fill whole bytes, and scales lie at even ones."""
+        return not self.has_open_blocks or self.head_dim % INT4_HEAD_STEP == 0
+
+    @property
+    def has_open_blocks(self) -> bool:
+        """Whether a block is kept in the compute dtype until it is full, and is nameless until then."""
+        return self.quantization == "int4"
+
+    @property
+    def item_bits(self) -> int:
+        return _CODE_BITS[self.quantization] if self.is_quantized else _ITEM_BITS[self.dtype]
 
     @property
     def data_bytes(self) -> int:
         """Bytes of a head block without its scales."""
-        return self.block_size * self.head_dim * self.item_bytes
+        return self.block_size * self.head_dim * self.item_bits // 8
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a head block."""
+        """Bytes of a head block of values, and but for int4 of keys."""
         return self.data_bytes + (self.block_size * _SCALE_BYTES if self.is_quantized else 0)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a head block of keys."""
+        return self.data_bytes + self.head_dim * _SCALE_BYTES if self.has_open_blocks else self.head_bytes
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of a block, and of a page."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_bytes
+        return self.num_layers * self.num_kv_heads * (self.key_bytes + self.head_bytes)
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of an open block, 0 where there are none."""
+        if not self.has_open_blocks:
+            return 0
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * _ITEM_BITS[self.dtype] // 8
 
     @property
     def block_bytes(self) -> int:
@@ -91,6 +123,11 @@ class KVLayout:
         """The most blocks that a sequence needs at once; None if all of its blocks."""
         return None if self.window is None else self.num_sink_blocks + self.num_blocks(self.window - 1) + 1
 
+    @property
+    def reach(self) -> int | None:
+        """The most tokens, a row's own included, that tell what it brings; None if all do. A layer adds a window."""
+        return None if self.window is None or self.num_sinks else self.num_layers * (self.window - 1) + 1
+
     def num_needed(self, num_tokens: int) -> int:
         """Counts the most blocks that a sequence needs at once on its way to so many tokens."""
         num_blocks = self.num_blocks(num_tokens)
@@ -111,13 +148,13 @@ class KVLayout:
         try:
             layout = cls(**dict(msgpack.unpackb(data)))
             sizes = [layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size]
-            is_one = layout.dtype in _ITEM_BYTES and layout.quantization in QUANTIZATIONS
+            is_one = layout.dtype in _ITEM_BITS and layout.quantization in QUANTIZATIONS
             sizes += [] if layout.window is None else [layout.window]
             sizes += [layout.num_sinks] if layout.num_sinks or type(layout.num_sinks) is not int else []
             is_one = is_one and layout.num_sinks < (layout.window or 1)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise WireError("not a KV layout") from error
-        if not is_one or any(type(size) is not int or size < 1 for size in sizes):
+        if not is_one or any(type(size) is not int or size < 1 for size in sizes) or not layout.is_whole:
             raise WireError("a KV layout with an impossible field")
         return layout
 

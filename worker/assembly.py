@@ -13,7 +13,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.draft import naming_the_draft, open_draft
 from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.core import EngineCore
-from engine.model.batch import Model
+from engine.model.batch import DraftModel, Model
 from engine.model.decoder import Decoder
 from engine.model.draft_proposer import DraftProposer
 from engine.speculation import NgramProposer, Proposer, Speculator
@@ -111,7 +111,7 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
     )
 
 
-def _load_draft(config: WorkerConfig, backend: Backend) -> Model | None:
+def _load_draft(config: WorkerConfig, backend: Backend) -> DraftModel | None:
     """Loads the draft, with the threads of the model's own kernels. Raises ModelError for an unfit folder."""
     if config.speculation.draft is None:
         return None
@@ -127,10 +127,11 @@ def assemble_on(
     behaviour: Behaviour,
     on_broken: Callable[[], None],
     threads: Threads = THREADS,
-    draft: Model | None = None,
+    draft: DraftModel | None = None,
 ) -> Assembly:
     """Puts an engine over a model, its draft and a store, and a service over that. `on_broken` is WorkerService's."""
-    pool = DevicePool(model.layout, config.pool.num_blocks, model.device)
+    num_open = config.batch.num_open(model.layout.block_size)
+    pool = DevicePool(model.layout, config.pool.num_blocks, model.device, num_open)
     store = NodeStore(model.layout, tiers.arena, tiers.directory, tiers.cold, pool, threads.clock, tiers.peer)
     inbox = threads.new_inbox()
     transfers = threads.new_transfers(store, inbox.ring)

@@ -37,7 +37,7 @@ class CheckpointSettings:
     def __post_init__(self) -> None:
         _require(self.folder, "model.folder", "must not be empty")
         _require(self.kv_dtype in KV_DTYPES, "model.kv_dtype", f"must be one of {', '.join(KV_DTYPES)}")
-        parse_kv_policy(self.kv_policy)
+        parse_kv_policy(self.kv_policy, self.kv_dtype)
         _require(len(self.fingerprint) == FINGERPRINT_BYTES, "model.fingerprint_hex", "must be 32 bytes")
 
     @property
@@ -111,6 +111,10 @@ class BatchSettings:
                 raise ConfigError(f"batch.{name} must be positive")
         if self.max_step_tokens < self.max_running + self.max_chunk_tokens:
             raise ConfigError("batch.max_step_tokens must be at least batch.max_running + batch.max_chunk_tokens")
+
+    def num_open(self, block_size: int) -> int:
+        """Counts the blocks that running sequences and a step's chunks may write at once."""
+        return self.max_running + self.max_step_tokens // block_size
 
 
 @dataclass(frozen=True)

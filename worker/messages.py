@@ -19,6 +19,7 @@ from wire.convert import (
 )
 from wire.errors import InvalidRequest
 from wire.ids import AttemptId, NamespaceRoot, is_qualified
+from wire.keys import PublicPart
 from wire.pb import inference_pb2, worker_pb2
 from wire.tier import COLD_COUNTS, FAR_TIERS, WRITE_COUNTS, BlockCounts, ColdStatus, Tier
 from worker.stopwatch import Span
@@ -48,9 +49,17 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
         tuple(message.block_addresses),
         message.computes_all,
         message.num_scored,
+        _public_part(message),
     )
     _require_in_range(request, vocab_size)
     return request
+
+
+def _public_part(message: worker_pb2.Begin) -> PublicPart | None:
+    root, num_blocks = message.public_root, message.num_public_blocks
+    _require(num_blocks <= len(message.prompt.ids), "num_public_blocks", "must be no more than the prompt has")
+    _require(len(root) == (ROOT_BYTES if num_blocks else 0), "public_root", f"must be {ROOT_BYTES} bytes, if any")
+    return PublicPart(NamespaceRoot(root), num_blocks) if num_blocks else None
 
 
 def update_to_pb(attempt: AttemptId, update: Update, worker_id: str) -> worker_pb2.Update:

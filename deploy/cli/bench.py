@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice, takewhile
+from math import isnan
 from pathlib import Path
 
 from baton.request import API_KEY
 from deploy.cli.command import Subparsers, add_command, read_count, read_number, read_whole
 from deploy.cli.generate import read_timeout
-from deploy.cli.table import COLORS, is_drawn, show
+from deploy.cli.table import COLORS, NOT_KNOWN, is_drawn, show
 from deploy.load.latency import (
     LATENCIES,
     LatencyLimits,
@@ -24,10 +25,11 @@ from deploy.load.latency import (
     Record,
     describe_limits,
     rates,
+    reasons,
     summarize,
     without_nan,
 )
-from deploy.load.open_loop import CompletionsClient, LoadClient, OpenLoopClient
+from deploy.load.open_loop import ChatsClient, CompletionsClient, LoadClient, OpenLoopClient, chat, token_ids
 from deploy.load.schedule import Arrival, poisson_process, replay
 from deploy.load.trace import read_trace, scale
 from deploy.local.client import find_cluster
@@ -36,7 +38,8 @@ from wire.errors import InvalidRequest
 DESCRIPTION = """\
 Sends requests at times drawn beforehand, whether or not earlier ones were answered, and tells how long answers took.
 The door is this cluster's gRPC, another one's (--address), or any server of OpenAI's completions (--url). Prompts are
-random token ids, so that no cache helps, but for --prefix-len and the prefixes of a trace.
+random token ids, with --chat as many words in one turn of a chat, so that no cache helps, but for --prefix-len and the
+prefixes of a trace.
 
 TTFT and e2e count from when a request should have been sent. The exit status is 1 if any request failed."""
 LATE_MS = 100.0
@@ -50,6 +53,7 @@ def add_parser(commands: Subparsers) -> None:
     door.add_argument("--url", type=str, metavar="URL", help="a server of OpenAI's, like http://127.0.0.1:8000/v1")
     door.add_argument("--address", type=str, metavar="HOST:PORT", help="gRPC of a Baton (default: this cluster's)")
     parser.add_argument("--model", type=str, default="", help="with --url: its name (default: the first one told)")
+    parser.add_argument("--chat", action="store_true", help="send messages, not token ids: the template adds its own")
     parser.add_argument("--api-key", type=str, help=f"of the caller (default: ${API_KEY}, hidden from `ps`)")
     parser.add_argument(
         "--ignore-eos",
@@ -74,8 +78,8 @@ def add_parser(commands: Subparsers) -> None:
     load.add_argument("--timeout", type=read_timeout, default=120.0, metavar="S", help="of a request (default: 120)")
     seed = "the same seed draws the same requests, which a cache then knows (default: another one each time)"
     load.add_argument("--seed", type=int, default=secrets.randbits(SEED_BITS), help=seed)
-    slo = "what a good request keeps, in ms: to the first token, and between tokens (default: ttft=1000,itl=100)"
-    parser.add_argument("--slo", type=_read_slo, default=LatencyLimits(1.0, 0.1), metavar="ttft=MS,itl=MS", help=slo)
+    slo = "what a good request keeps, in ms: to the first token, and for each later one (default: ttft=1000,tpot=100)"
+    parser.add_argument("--slo", type=_read_slo, default=LatencyLimits(1.0, 0.1), metavar="ttft=MS,tpot=MS", help=slo)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, and each request, to a file")
     parser.add_argument("--color", choices=COLORS, default="auto", help="of tables and progress (default: auto)")
 
@@ -89,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
     print(describe_limits(args.slo))
     if args.json is not None:
         args.json.write_text(_to_json(args, load, summary, records))
+    for kind, reason in reasons(records).items():
+        print(f"baton: {summary.errors[kind]} {kind}, the first of them: {reason}", file=sys.stderr)
     if summary.client_lateness_ms.p99 > LATE_MS:
         late = "requests were sent late, so this client (or --concurrency) is part of their TTFT"
         print(f"baton: {late}", file=sys.stderr)
@@ -106,8 +112,10 @@ async def _measure(args: argparse.Namespace) -> tuple[str, list[Record]]:
 def _open(args: argparse.Namespace) -> OpenLoopClient:
     if args.url is not None:
         key = args.api_key or os.environ.get(API_KEY, "")
-        return CompletionsClient(args.url, args.timeout, args.model, key, args.ignore_eos or None)
-    return LoadClient(args.address or find_cluster(args.name).client_address, args.timeout, args.api_key)
+        client = ChatsClient if args.chat else CompletionsClient
+        return client(args.url, args.timeout, args.model, key, args.ignore_eos or None)
+    address = args.address or find_cluster(args.name).client_address
+    return LoadClient(address, args.timeout, args.api_key, chat if args.chat else token_ids)
 
 
 def draw_load(args: argparse.Namespace, max_context_len: int) -> tuple[str, list[Arrival]]:
@@ -120,8 +128,9 @@ def draw_load(args: argparse.Namespace, max_context_len: int) -> tuple[str, list
             raise InvalidRequest("trace", "is neither Azure's .csv nor Mooncake's .jsonl") from error
         return f"{args.trace.name}: {trace.describe()}, seed {args.seed}", replay(trace, args.seed)
     shared = f", the first {args.prefix_len} the same in all" if args.prefix_len else ""
+    unit = "words of a chat" if args.chat else "tokens"
     ends = f"{args.num_requests} of them" if args.num_requests else f"for {args.duration:g} s"
-    lengths = f"{args.input_len} tokens in{shared}, {args.output_len} out, seed {args.seed}"
+    lengths = f"{args.input_len} {unit} in{shared}, {args.output_len} out, seed {args.seed}"
     return f"Poisson, {args.rate:g} requests a second {ends}, {lengths}", _draw_poisson(args)
 
 
@@ -134,7 +143,11 @@ def _draw_poisson(args: argparse.Namespace) -> list[Arrival]:
 
 def _latency_rows(summary: ModeSummary) -> list[tuple[str, ...]]:
     picked = [(name, pick(summary)) for name, pick in LATENCIES]
-    return [(name, *(f"{value:.1f}" for value in (of.p50, of.p90, of.p99))) for name, of in picked]
+    return [(name, *(_latency(value) for value in (of.p50, of.p90, of.p99))) for name, of in picked]
+
+
+def _latency(value_ms: float) -> str:
+    return NOT_KNOWN if isnan(value_ms) else f"{value_ms:.1f}"
 
 
 def _to_json(args: argparse.Namespace, load: str, summary: ModeSummary, records: Sequence[Record]) -> str:
@@ -184,10 +197,10 @@ def _from_0(text: str) -> int:
 
 def _read_slo(text: str) -> LatencyLimits:
     """Reads both limits, or one; the other is none then. Raises ArgumentTypeError."""
-    limits_s = {"ttft": float("inf"), "itl": float("inf")}
+    limits_s = {"ttft": float("inf"), "tpot": float("inf")}
     for part in text.split(","):
         name, _, limit = part.partition("=")
         if name not in limits_s:
-            raise argparse.ArgumentTypeError("must be like ttft=1000,itl=100")
+            raise argparse.ArgumentTypeError("must be like ttft=1000,tpot=100")
         limits_s[name] = _above_0(limit) / 1000
-    return LatencyLimits(limits_s["ttft"], limits_s["itl"])
+    return LatencyLimits(limits_s["ttft"], limits_s["tpot"])

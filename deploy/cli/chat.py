@@ -12,7 +12,8 @@ from wire.errors import BatonError
 
 DESCRIPTION = """\
 Talks to the model, a line at a time, through its chat template; each answer is streamed, and the whole conversation is
-the next prompt, of which all but the new line is a hit. Ends with an empty line or the end of stdin."""
+the next prompt, of which all but the new line is a hit. Ends with an empty line or the end of stdin. Through a pipe
+each line of stdin is a turn, stdout has the answers alone, and the first failure ends it."""
 TIMEOUT_S = 600.0
 
 

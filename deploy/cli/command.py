@@ -1,10 +1,11 @@
 """The part that the parsers of all commands share."""
 
 import argparse
+import difflib
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -19,16 +20,37 @@ Subparsers = Any
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that tells wrong usage in one line, and reads `type=int`, `float` and `str` as the functions below."""
+    """A parser that tells wrong usage in one line, and reads `type=int`, `float` and `str` as the functions below.
+
+    Flags are written out: a beginning of one would mean another when there are more. others: flags of other programs,
+    and what stands in their place here.
+    """
+
+    others: Mapping[str, str] = {}
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(allow_abbrev=False, **options)
         for kind, read in ((int, read_whole), (float, read_number), (str, read_text)):
             self.register("type", kind, read)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Writes as the commands do; argparse's own passes over words that cannot be written."""
         (file or sys.stderr).write(message)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Refuses unknown flags in the name of the command that they were given to."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._instead_of(unknown[0].partition('=')[0])}")
+        return parsed, unknown
+
+    def _instead_of(self, flag: str) -> str:
+        """Names the flag that may have been meant."""
+        near = difflib.get_close_matches(flag, [one for one in self._option_string_actions if len(one) > 2], 1)
+        meant = self.others.get(flag) or "".join(near)
+        return f" (did you mean {meant}?)" if meant else ""
 
     def error(self, message: str) -> NoReturn:
         told = "".join(char if char.isprintable() else "?" for char in message)[:MAX_MESSAGE_CHARS]

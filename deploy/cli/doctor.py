@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import random
+import ssl
 import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,23 +20,29 @@ import psutil
 from cryptography import x509
 
 from baton import Client, Completion
-from baton.request import credentials
+from baton.request import API_KEY, credentials
 from deploy.cli.command import Subparsers, add_command
 from deploy.cli.status_view import COLD_STATES
 from deploy.cli.table import COLORS, show
 from deploy.load.schedule import PROMPT_IDS
 from deploy.local.client import call_operator, find_cluster
+from deploy.local.key_file import KeyFile
 from deploy.local.state import ClusterState, StateFile, command_line, load_secret
 from deploy.plan.byte_size import format_bytes
-from wire.errors import BatonError
+from wire.errors import BatonError, Unauthenticated
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
 from wire.tier import FAR_TIERS, Tier
+from wire.trust.key_ring import bearer
 
 DESCRIPTION = """\
 Looks at a cluster that serves, and sends it a few short requests of random tokens, two for each worker at most. Each
-line is a check: what was found and, where that is wrong, what to do. The exit status is 1 if anything is wrong."""
+line is a check: what was found and, where that is wrong, what to do.
+
+The exit status is 0 if nothing is wrong, 1 if anything is or no cluster answers; what was skipped counts as neither."""
+OTHER_API_KEY = "BATON_OTHER_API_KEY"
+OTHER_KEY = "a key of another tenant than BATON_API_KEY's, which must find nothing of its prompts (default: $%s)"
 TIMEOUT_S = 60.0
 HTTP_TIMEOUT_S = 5.0
 PROMPT_LEN = 200
@@ -55,7 +63,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check, in words. advice: the way out of a wrong one."""
+    """The result of a check, in words. advice: the way out of a wrong one, or to one that was skipped."""
 
     verdict: Verdict
     found: str
@@ -70,8 +78,8 @@ def wrong(found: str, advice: str) -> Finding:
     return Finding(Verdict.WRONG, found, advice)
 
 
-def skipped(found: str) -> Finding:
-    return Finding(Verdict.SKIPPED, found)
+def skipped(found: str, advice: str) -> Finding:
+    return Finding(Verdict.SKIPPED, found, advice)
 
 
 @dataclass(frozen=True)
@@ -89,10 +97,11 @@ class Probe:
 
 
 class Live:
-    """A cluster that serves; asked once for what several checks look at."""
+    """A cluster that serves; asked once for what several checks look at. other_key: of another tenant, or ""."""
 
-    def __init__(self, state: ClusterState) -> None:
+    def __init__(self, state: ClusterState, other_key: str = "") -> None:
         self.state = state
+        self.other_key = other_key
         self._prompt = random.Random().choices(PROMPT_IDS, k=PROMPT_LEN)
         self.status: cluster_pb2.ClusterStatus = call_operator(
             state, "GetStatus", cluster_pb2.GetStatusRequest(check=True), TIMEOUT_S
@@ -103,19 +112,23 @@ class Live:
 
     @property
     def http_address(self) -> str:
-        """Returns the gateway's address; "" without a gateway, and where its certificate would have to be trusted."""
-        return "" if self.state.speaks_tls else self.state.http_address
+        """Returns the gateway's address; "" without a gateway, and where its clients must show a certificate."""
+        wants_certificate = self.state.tls is not None and self.state.tls.client_ca is not None
+        return "" if wants_certificate else self.state.http_address
 
     def fetch(self, path: str) -> tuple[bytes, str]:
-        """Returns a page of the gateway, and its Date. Raises OSError."""
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        request = urllib.request.Request(f"http://{self.http_address}{path}", headers=dict(credentials(None)))
+        """Returns a page of the gateway, and its Date. Over TLS only its own certificate is good. Raises OSError."""
+        tls = self.state.tls
+        secured = [] if tls is None else [urllib.request.HTTPSHandler(context=_trusting(tls.certificate))]
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *secured)
+        url = f"{self.state.http_url.removesuffix('/v1')}{path}"
+        request = urllib.request.Request(url, headers=dict(credentials(None)))
         with opener.open(request, timeout=HTTP_TIMEOUT_S) as answer:
             return answer.read(1 << 20), answer.headers["Date"] or ""
 
-    def ask(self) -> Completion:
+    def ask(self, api_key: str | None = None) -> Completion:
         """Sends the prompt, which is drawn for this command, as any client would. Raises BatonError."""
-        with Client(self.state.client_address, timeout_s=TIMEOUT_S) as client:
+        with Client(self.state.client_address, timeout_s=TIMEOUT_S, api_key=api_key) as client:
             return client.generate(self._prompt, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 
     @cached_property
@@ -196,13 +209,23 @@ def check_clocks(live: Live) -> Finding:
     off_s = abs((parsedate_to_datetime(date) - now).total_seconds()) if date else 0.0
     if off_s > MAX_CLOCK_DIFFERENCE_S:
         return wrong(f"the gateway's clock differs by {off_s:.0f} s", "let NTP set the clocks: logs go by them")
-    record = Path(live.state.run_dir, "authority.json")
-    if not record.exists():
-        return ok("clocks agree; no certificates, for no other node is spoken to")
-    certificate = x509.load_pem_x509_certificate(json.loads(record.read_bytes())["certificate_pem"].encode())
-    if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
-        return wrong("the nodes' certificates are not valid by this clock", "set the clock")
-    return ok(f"clocks agree; the nodes' certificates are good until {certificate.not_valid_after_utc:%Y-%m-%d}")
+    ends = []
+    for whose, pem in _certificates(live.state).items():
+        certificate = x509.load_pem_x509_certificate(pem)
+        if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
+            return wrong(f"{whose} certificates are not valid by this clock", "set the clock, or renew them")
+        ends.append(f"{whose} certificates are good until {certificate.not_valid_after_utc:%Y-%m-%d}")
+    return ok("; ".join(["clocks agree", *ends] if ends else ["clocks agree", "no certificates"]))
+
+
+def _certificates(state: ClusterState) -> dict[str, bytes]:
+    """Reads the certificates of the nodes' authority and of the ports for clients, where there are any."""
+    record, found = Path(state.run_dir, "authority.json"), {}
+    if record.exists():
+        found["the nodes'"] = json.loads(record.read_bytes())["certificate_pem"].encode()
+    if state.tls is not None:
+        found["the ports'"] = Path(state.tls.certificate).read_bytes()
+    return found
 
 
 def check_memory(live: Live) -> Finding:
@@ -220,7 +243,7 @@ def check_tiers(live: Live) -> Finding:
     bad += [f"{one.tier} had {one.counts[name]} {name} blocks" for one in far for name in DAMAGE if one.counts[name]]
     if bad:
         return wrong("; ".join(bad), "requests go on without; mend the server or folder, and who may write there")
-    told = ", ".join(f"{one.tier} {one.state} ({one.counts['hits']} hits)" for one in far)
+    told = ", ".join(f"{one.tier} {one.state}, {one.counts['hits']} blocks read from it so far" for one in far)
     return ok(told or "none outside of the nodes' memory")
 
 
@@ -228,7 +251,8 @@ def check_hand_off(live: Live) -> Finding:
     """Proves that decode workers fetch KV which prefill workers have computed. Raises BatonError."""
     probes = [one for one in live.probes if one.role == Role.PREFILL.value]
     if not probes:
-        return skipped("no prefill worker: prompts are computed where they are decoded")
+        advice = f"nothing, or {live.command('scale', ' --prefill 1')}"
+        return skipped("no prefill worker: prompts are computed where they are decoded", advice)
     if lost := ", ".join(one.worker_id for one in probes if not one.num_fetched):
         return wrong(f"decode computed again what {lost} had computed", f"see the tiers of {live.command('status')}")
     return ok("decode fetched " + ", ".join(f"{one.num_fetched} blocks of {one.worker_id}" for one in probes))
@@ -237,7 +261,7 @@ def check_hand_off(live: Live) -> Finding:
 def check_tokens(live: Live) -> Finding:
     """Compares the answers of all workers to one prompt, which each computed from nothing. Raises BatonError."""
     if not live.probes:
-        return skipped("no worker takes work now")
+        return skipped("no worker takes work now", f"see {live.command('status')}")
     first = live.probes[0]
     if others := ", ".join(one.worker_id for one in live.probes if one.token_ids != first.token_ids):
         found = f"{others} and {first.worker_id} differ over one prompt"
@@ -257,10 +281,23 @@ def check_cache(live: Live) -> Finding:
 
 
 def check_tenants(live: Live) -> Finding:
-    """Proves that names of another root find nothing of a tenant's prompt, in any tier. Raises BatonError."""
-    if leaks := "; ".join(f"{one.worker_id}: {one.found}" for one in live.probes if one.found):
-        return wrong(f"a stranger found KV of a tenant: {leaks}", "stop the cluster, and report it: SECURITY.md")
-    return ok(f"under other names nothing of it is found, in no tier, at {len(live.probes)} workers")
+    """Proves that names of another root, and another key, find nothing of a tenant's prompt. Raises BatonError."""
+    leaks = [f"{one.worker_id}: {one.found}" for one in live.probes if one.found]
+    listed = KeyFile.of(live.state.name).read().keys
+    known = {key.id: key.tenant for key in listed if not key.is_revoked}
+    own, other = (known.get(_id_of(text), "") for text in (os.environ.get(API_KEY, ""), live.other_key))
+    if live.other_key and other in ("", own):
+        create = live.command("key create", " --tenant OTHER")
+        return wrong("the other key is of no other tenant", f"give one that {create} prints")
+    if live.other_key:
+        cached = live.ask(live.other_key).usage.cached_tokens
+        leaks += [f"{other}: {tokens} tokens in {tier}" for tier, tokens in cached.items()]
+    if leaks:
+        return wrong(
+            f"a stranger found KV of a tenant: {'; '.join(leaks)}", "stop the cluster, and report it: SECURITY.md"
+        )
+    told = f"under other names nothing of it is found, in no tier, at {len(live.probes)} workers"
+    return ok(f"{told}; nor by a key of {other}" if other else told)
 
 
 CHECKS: dict[str, Callable[[Live], Finding]] = {
@@ -282,18 +319,19 @@ CHECKS: dict[str, Callable[[Live], Finding]] = {
 def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "doctor", "prove that a cluster does what it should", DESCRIPTION, run)
     parser.add_argument("--json", action="store_true", help="print one object, for scripts")
+    parser.add_argument("--other-key", type=str, metavar="KEY", help=OTHER_KEY % OTHER_API_KEY)
     parser.add_argument("--color", choices=COLORS, default="auto", help="of the table (default: auto)")
 
 
 def run(args: argparse.Namespace) -> int:
-    live = Live(find_cluster(args.name))
+    live = Live(find_cluster(args.name), args.other_key or os.environ.get(OTHER_API_KEY, ""))
     findings = {name: _find(check, live) for name, check in CHECKS.items()}
     num_wrong = sum(finding.verdict is Verdict.WRONG for finding in findings.values())
     if args.json:
         print(json.dumps({"ok": not num_wrong, "checks": {name: asdict(one) for name, one in findings.items()}}))
     else:
         rows = [(str(one.verdict), name, one.found, one.advice) for name, one in findings.items()]
-        show(("", "check", "found", "what to do" if num_wrong else ""), rows, args.color)
+        show(("", "check", "found", "what to do" if any(row[-1] for row in rows) else ""), rows, args.color)
     return 1 if num_wrong else 0
 
 
@@ -301,7 +339,22 @@ def _find(check: Callable[[Live], Finding], live: Live) -> Finding:
     """Makes a check; what fails amid it is wrong, too."""
     try:
         return check(live)
+    except Unauthenticated:
+        create = live.command("key create", " --tenant NAME")
+        return wrong("calls want a key here", f"give one in {API_KEY}: {create} prints it")
     except BatonError as error:
         return wrong(error.message, f"see {live.command('status')}")
     except OSError as error:
         return wrong(f"no answer ({error.strerror or error})", f"see {live.command('status')}, and the logs it names")
+
+
+def _trusting(certificate: str) -> ssl.SSLContext:
+    """Returns the settings of a client that trusts this file's certificate, by whatever name. Raises OSError."""
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False
+    context.verify_flags = ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
+def _id_of(key: str) -> str:
+    return key.split("-")[1] if bearer([f"Bearer {key}"]) else ""

@@ -162,8 +162,16 @@ def render_timeline(completion: Completion) -> str:
     """
     timeline = completion.timeline
     steps = [(span, span.name.partition(".")[2]) for span in timeline.spans if "." in span.name]
+    is_handed_off = timeline.prefill_worker not in (None, timeline.decode_worker)
+    ends = {"generate": " after the first"} if is_handed_off else {}
     rows = [
-        (f"{span.start_ms:.1f}", f"{span.duration_ms:.1f}", span.worker, step, _describe(span.counts))
+        (
+            f"{span.start_ms:.1f}",
+            f"{span.duration_ms:.1f}",
+            span.worker,
+            step,
+            _describe(span.counts) + ends.get(step, ""),
+        )
         for span, step in steps
         if span.duration_ms >= MIN_WAIT_MS or not step.startswith("wait_")
     ]

@@ -56,10 +56,12 @@ def run_create(args: argparse.Namespace) -> int:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    rows = [
-        (key.id, key.tenant, " ".join(scope.value for scope in key.scopes), _describe(key))
-        for key in KeyFile.of(StateFile(args.name).name).read().keys
-    ]
+    listed = KeyFile.of(StateFile(args.name).name).read().keys
+    if not listed:
+        runs = "no cluster of that name runs" if StateFile(args.name).read() is None else "calls need none"
+        print(f"{args.name} has no keys, and {runs}", file=sys.stderr)
+        return 0
+    rows = [(key.id, key.tenant, " ".join(scope.value for scope in key.scopes), _describe(key)) for key in listed]
     print(render(("id", "tenant", "scopes", "limits"), rows))
     return 0
 

@@ -24,9 +24,9 @@ def add_parser(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.prefill is None and args.decode is None:
         raise InvalidRequest("scale", "give --prefill N, --decode M or both")
-    for setting, size in (("pools.prefill", args.prefill), ("pools.decode", args.decode)):
-        if problem := range_problem(setting, size):
-            raise ConfigError(f"{setting} {problem}")
+    for role, size in (("prefill", args.prefill), ("decode", args.decode)):
+        if problem := range_problem(f"pools.{role}", size):
+            raise ConfigError(f"--{role} {problem}")
     request = cluster_pb2.ScaleRequest(prefill=args.prefill, decode=args.decode)
     sizes = call_operator(find_cluster(args.name), "Scale", request, TIMEOUT_S)
     print(f"{sizes.prefill} prefill and {sizes.decode} decode workers")

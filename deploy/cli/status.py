@@ -12,6 +12,7 @@ from deploy.cli.command import Subparsers, add_command
 from deploy.cli.status_view import render_status
 from deploy.local import run_dir
 from deploy.local.client import call_operator, find_cluster
+from deploy.processes.process import recorded_gateways
 from wire.convert import arenas_of, tiers_from_pb
 from wire.pb import cluster_pb2, worker_pb2
 from wire.tier import BLOCK_STATES, COLD_COUNTS, Tier
@@ -36,10 +37,12 @@ def add_parser(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     state = find_cluster(args.name)
     status = call_operator(state, "GetStatus", cluster_pb2.GetStatusRequest(check=args.check), TIMEOUT_S)
+    gateways = recorded_gateways(Path(state.run_dir))
     if args.json:
-        print(json.dumps(to_object(status) | {"http_address": state.http_address}))
+        told = [{"id": name, "pid": one.pid, "is_alive": one.is_alive} for name, one in gateways.items()]
+        print(json.dumps(to_object(status) | {"http_address": state.http_address, "gateways": told}))
     else:
-        print(render_status(status, state.http_address))
+        print(render_status(status, state.http_url, {name: one.is_alive for name, one in gateways.items()}))
         if state.head is not None:  # a Ray cluster that was joined keeps its logs elsewhere
             print(f"\nlogs in {run_dir.ray_logs(Path(state.run_dir))}")
     if args.check and status.problems:

@@ -1,6 +1,7 @@
 """The status of a cluster, for people."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from deploy.cli.table import NOT_KNOWN, render
 from deploy.plan.byte_size import format_bytes
@@ -23,11 +24,16 @@ COLD_STATES = {
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
 
 
-def render_status(status: cluster_pb2.ClusterStatus, http_address: str = "") -> str:
-    """Renders queue and hits, workers, blocks by state, tiers, last events, problems."""
+def render_status(
+    status: cluster_pb2.ClusterStatus, http_url: str = "", gateways: Mapping[str, bool] = MappingProxyType({})
+) -> str:
+    """Renders queue and hits, workers, blocks by state, tiers, last events, problems.
+
+    gateways: whether each is alive.
+    """
     events = status.events[-NUM_EVENTS:]
     parts = [
-        "\n".join(_summary(status, http_address)),
+        "\n".join(_summary(status, http_url, gateways)),
         _render_workers(_sorted(status.workers)),
         _render_blocks(status),
         _render_tiers(status),
@@ -37,10 +43,12 @@ def render_status(status: cluster_pb2.ClusterStatus, http_address: str = "") -> 
     return "\n\n".join(part for part in parts if part)
 
 
-def _summary(status: cluster_pb2.ClusterStatus, http_address: str) -> Iterator[str]:
+def _summary(status: cluster_pb2.ClusterStatus, http_url: str, gateways: Mapping[str, bool]) -> Iterator[str]:
     yield f"{status.model} at {status.address}"
-    if http_address:
-        yield f"http      http://{http_address}/v1"
+    if http_url:
+        yield f"http      {http_url}"
+    if len(gateways) > 1:
+        yield f"gateways  {', '.join(name if is_alive else f'{name} (gone)' for name, is_alive in gateways.items())}"
     yield f"requests  {status.num_running} running, {status.num_queued} waiting for their first token"
     if status.pools:
         ready = ", ".join(f"{pool.role} {pool.num_ready} of {pool.size}" for pool in status.pools)

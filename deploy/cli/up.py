@@ -1,18 +1,20 @@
 """`baton up`: starts a cluster, and returns when it serves."""
 
 import argparse
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.cli.command import Subparsers, read_whole
+from deploy.cli.command import Parser, Subparsers, read_whole
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterState, command_line
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.config import DTYPES, WEIGHTS, ClusterConfig
 from deploy.plan.model import DEMO_MODEL
+from wire.errors import ConfigError
 from wire.layout import KV_DTYPES
 from worker.config import PROPOSERS
 
@@ -44,6 +46,7 @@ _TLS = "certificate chain of the ports for clients, as PEM; read again when it c
 _CLIENT_CA = "authority of a certificate that each client must show, as PEM (default: none)"
 _GRPC = "where clients connect; 0 is any free port (default: 50051)"
 _HTTP = "where clients of OpenAI's HTTP connect; 0 is any free port, `off` is none (default: 8000)"
+_GATEWAYS = "processes that serve the HTTP port together, each on about a core under load (default: 1)"
 _METRICS = "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)"
 _REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"
 FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
@@ -72,6 +75,7 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
         "--tls-client-ca": ("tls.client_ca", "FILE", str, _CLIENT_CA),
         "--grpc-port": ("router.grpc_port", "PORT", int, _GRPC),
         "--http-port": ("http.port", "PORT", _port_or_off, _HTTP),
+        "--gateways": ("http.gateways", "N", int, _GATEWAYS),
         "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
         "--arena-bytes": ("arena.size_bytes", "SIZE", str, "shared memory for KV blocks, like 1GiB"),
         "--redis-url": ("redis.url", "URL", str, _REDIS),
@@ -85,6 +89,17 @@ FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] =
     },
 }
 """Flags by group: the setting of the file that each one is, too, and its value."""
+OTHERS = {
+    "--api-key": "`baton key create`",
+    "--gpu-memory-utilization": "--pool-bytes",
+    "--kv-cache-dtype": "--kv-dtype",
+    "--max-num-seqs": "max_running of a file's [batch]",
+    "--max-num-batched-tokens": "max_step_tokens of a file's [batch]",
+    "--port": "--http-port",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+}
+"""Flags of other servers, and what stands in their place."""
 CHOICES = {
     "model.dtype": DTYPES,
     "model.weights": WEIGHTS,
@@ -94,7 +109,7 @@ CHOICES = {
 
 
 def add_parser(commands: Subparsers) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser: Parser = commands.add_parser(
         "up",
         help="start a cluster",
         description=DESCRIPTION,
@@ -102,6 +117,7 @@ def add_parser(commands: Subparsers) -> None:
         argument_default=argparse.SUPPRESS,
     )
     parser.set_defaults(run=run)
+    parser.others = OTHERS
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
     parser.add_argument("--name", help="name of the cluster (default: default)")
     parser.add_argument("--insecure", action="store_true", help=_INSECURE)
@@ -119,9 +135,20 @@ def add_parser(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     console = Console()
     given = {name: value for name, value in vars(args).items() if name not in ("run", "config")}
-    config = ClusterConfig.load(getattr(args, "config", None), _nested(given))
-    Startup(config, console).run()
+    try:
+        config = ClusterConfig.load(getattr(args, "config", None), _nested(given))
+        Startup(config, console).run()
+    except ConfigError as error:
+        raise ConfigError(_by_flag(error.message, given), **error.ids) from error
     return 0
+
+
+def _by_flag(message: str, given: Mapping[str, Any]) -> str:
+    """Puts flags in the place of the settings that were given by them."""
+    for flag, (setting, *_) in (one for flags in FLAGS.values() for one in flags.items()):
+        if setting in given:
+            message = re.sub(rf"(?<!\S){re.escape(setting)}(?![\w.])", flag, message)
+    return message
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -147,8 +174,7 @@ class Console:
         took_s = time.monotonic() - self._began_s
         prompt = DEMO_PROMPT if state.model == DEMO_MODEL else "Once upon a time"
         generate, status, down = (command_line(verb, state.name) for verb in ("generate", "status", "down"))
-        scheme = "https" if state.speaks_tls else "http"
-        http = f", and at {scheme}://{state.http_address}/v1 in OpenAI's dialect," if state.http_address else ""
+        http = f", and at {state.http_url} in OpenAI's dialect," if state.http_url else ""
         print(f"\nServing {state.model} at {state.address}{http} after {took_s:.1f} s. Now:")
         print(f'  {generate} "{prompt}"\n  {status}\n  {down}', flush=True)
 

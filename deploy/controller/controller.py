@@ -16,6 +16,7 @@ import ray
 from deploy.actors.ray_host import RayHost
 from deploy.controller.event_log import EventLog
 from deploy.controller.fleet import Fleet
+from deploy.controller.gateways import Gateways
 from deploy.controller.nodes import Nodes
 from deploy.controller.pools import Pools, PoolsRecord
 from deploy.controller.singleton import Singleton
@@ -31,7 +32,6 @@ from wire.ids import WorkerId
 from wire.settings import from_json, to_json
 
 ROUTER = "router.actor:RouterActor"
-GATEWAY = "gateway.actor:GatewayActor"
 START_TIMEOUT_S = 1800.0
 KEYS_TIMEOUT_S = 10.0
 SCALE_TIMEOUT_S = 570.0
@@ -55,9 +55,7 @@ class Controller:
         self._nodes = Nodes(plan, self._host, self._events, self._ray_drains)
         here = ray.get_runtime_context().get_node_id()
         self._router = Singleton("router", ROUTER, to_json(plan.router), here, self._host, run_dir, self._events)
-        self._gateway: Singleton | None = None
-        if plan.gateway is not None:
-            self._gateway = Singleton("gateway", GATEWAY, "", here, self._host, run_dir, self._events)
+        self._gateways = Gateways(plan.num_gateways, here, self._host, run_dir, self._events)
         self._keep_ports()
         record = AtomicFile(run_dir / "pools.json")
         earlier = record.read()
@@ -68,14 +66,14 @@ class Controller:
             self._tasks.begin(self._take_over())
 
     async def start(self) -> str:
-        """Returns the addresses of router and gateway, `{"address", ..., "http_address"}`, when the cluster serves.
+        """Returns the addresses of router and gateways, `{"address", ..., "http_address"}`, when the cluster serves.
 
         Raises BatonError, with the reason, if any part does not start; `shutdown` ends the parts that did.
         """
         self._tasks.begin(self._fleet.run())
         addresses, *_ = await asyncio.gather(self._router.start(), self._open_only_node())
         self._keep_ports()
-        http, _ = await asyncio.gather(self._start_gateway(), self._fleet.settle(START_TIMEOUT_S))
+        http, _ = await asyncio.gather(self._gateways.start(), self._fleet.settle(START_TIMEOUT_S))
         self._keep_ports()
         self._watch()
         self._events.note("the cluster serves")
@@ -121,10 +119,11 @@ class Controller:
         return self._events.encode()
 
     async def reload_keys(self) -> str:
-        """Returns `{}` when router, gateway and nodes go by the keys in the file. Raises ConfigError or Unavailable."""
+        """Returns `{}` when router, gateways, nodes go by the keys in the file. Raises ConfigError or Unavailable."""
         self._plan = self._plan.with_keys(self._key_file.read())
         self._keep_ports()
-        await asyncio.gather(self._tell_keys("router"), self._tell_keys("gateway"), self._nodes.share(self._plan))
+        doors = ("router", *self._gateways.names)
+        await asyncio.gather(*map(self._tell_keys, doors), self._nodes.share(self._plan))
         return "{}"
 
     async def shutdown(self) -> str:
@@ -141,10 +140,10 @@ class Controller:
         await self._router.take_over()
         self._keep_ports()
         self._begin_telling_keys("router")
-        if self._gateway is not None:
-            await self._gateway.take_over()
-            self._keep_ports()
-            self._begin_telling_keys("gateway")
+        await self._gateways.take_over()
+        self._keep_ports()
+        for name in self._gateways.names:
+            self._begin_telling_keys(name)
         self._watch()
 
     async def _open_only_node(self) -> None:
@@ -152,13 +151,9 @@ class Controller:
         if self._plan.is_alone:
             await asyncio.gather(*(self._nodes.join(node) for node in await self._host.nodes()))
 
-    async def _start_gateway(self) -> str:
-        return "{}" if self._gateway is None else await self._gateway.start()
-
     def _watch(self) -> None:
         self._tasks.begin(self._router.watch(on_restart=self._introduce))
-        if self._gateway is not None:
-            self._tasks.begin(self._gateway.watch(on_restart=lambda: self._begin_telling_keys("gateway")))
+        self._gateways.watch(self._tasks, on_restart=self._begin_telling_keys)
         if not self._plan.is_alone:
             self._tasks.begin(self._nodes.watch())
 
@@ -171,16 +166,14 @@ class Controller:
         self._tasks.begin(persist(f"telling the {name} the keys", lambda: self._tell_keys(name), self._events))
 
     async def _tell_keys(self, name: str) -> None:
-        if name == "router" or self._gateway is not None:
-            keys_json = to_json(self._plan.router.keys)
-            await self._host.call(name, "set_keys", keys_json, timeout_s=KEYS_TIMEOUT_S)
+        await self._host.call(name, "set_keys", to_json(self._plan.router.keys), timeout_s=KEYS_TIMEOUT_S)
 
     async def _ray_drains(self, node: RayNode) -> None:
         await self.drain(node.name)
         await self.drained(node.name)
 
     def _keep_ports(self) -> None:
-        """Gives the next router, and the next gateway, the ports of the ones before; the gateway the router's too."""
+        """Gives the next router, and the next gateways, the ports of the ones before; gateways the router's too."""
         if self._router.answer is None:
             return
         addresses = json.loads(self._router.answer)
@@ -189,16 +182,13 @@ class Controller:
         ports: dict[str, Any] = {port: _port(addresses[name]) for port, name in names.items() if addresses[name]}
         listeners = replace(self._plan.router.listeners, **ports)
         self._router.config_json = to_json(replace(self._plan.router, listeners=listeners))
-        if self._gateway is None or self._plan.gateway is None:
-            return
-        given = {"address": addresses["local_address"], "metrics_address": addresses["metrics_address"]}
-        if self._gateway.answer is not None:
-            given["port"] = _port(json.loads(self._gateway.answer)["http_address"])
-        self._gateway.config_json = to_json(replace(self._plan.gateway, **given))
+        if self._plan.gateway is not None:
+            given = {"address": addresses["local_address"], "metrics_address": addresses["metrics_address"]}
+            self._gateways.configure(replace(self._plan.gateway, **given))
 
     async def _end(self) -> None:
         await self._fleet.end()
-        await asyncio.gather(self._nodes.end(), self._host.end("gateway"), self._host.end("router"))
+        await asyncio.gather(self._nodes.end(), *map(self._host.end, ("router", *self._gateways.names)))
         ray.kill(ray.get_runtime_context().current_actor)
 
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 class Record:
     """A request as its client saw it. Times in seconds from the start of the round.
 
-    `chunks` has when each message with tokens came and how many tokens it had; `error` is the status of a failure.
+    `chunks` has when each message with tokens came and how many tokens it had; `error` is the status of a failure,
+    `reason` its words.
     """
 
     scheduled_s: float
@@ -22,6 +23,7 @@ class Record:
     prompt_len: int
     cached_len: int
     error: str | None = None
+    reason: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -141,6 +143,11 @@ def rates(summary: ModeSummary) -> dict[str, str]:
         "goodput, requests a s": f"{summary.goodput_rps:.2f} ({summary.good_share:.0%})",
         "prompt tokens from cache": f"{summary.cached_prompt_share:.0%}",
     }
+
+
+def reasons(records: Iterable[Record]) -> dict[str, str]:
+    """Returns for each kind of failure the first reason that was told."""
+    return {record.error: record.reason for record in reversed([*records]) if record.error and record.reason}
 
 
 def describe_limits(limits: LatencyLimits) -> str:

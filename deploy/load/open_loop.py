@@ -13,28 +13,47 @@ from urllib.parse import urlsplit
 import httptools
 
 from baton import AsyncClient
+from baton.request import Message, Prompt
 from deploy.load.latency import Record
 from deploy.load.schedule import Arrival
 from wire.errors import BatonError, InvalidRequest, Unavailable
 
 NO_CONTEXT_LEN = 1 << 31
 """Stands for the context of a model whose server does not tell it."""
+MAX_REASON_CHARS = 200
 _READ_BYTES = 64 << 10
 _DATA = b"data: "
+_WORDS = """
+time year people way day man thing woman life child world school state family student group country problem hand part
+place case week company system program question work number night point home water room mother area money story fact
+month right study book eye job word business issue side kind head house service friend father power hour game line end
+member law car city name team minute idea body back parent face level office door health person art war history party
+result change morning reason girl moment air teacher force foot boy age policy music market sense nation plan college
+"""
+"""Words that most vocabularies have as one token each, with the space before it."""
 
 
 class Answer:
-    """The answer to a request as it comes in. Times in seconds from the start of the round."""
+    """The answer to a request as it comes in. Times in seconds from the start of the round.
+
+    prompt_len: as the service counts it, None until it tells. error, reason: the status of a failure, and its words.
+    """
 
     def __init__(self, start: float) -> None:
         self.chunks: list[tuple[float, int]] = []
+        self.prompt_len: int | None = None
         self.cached_len = 0
         self.error: str | None = None
+        self.reason = ""
         self._start = start
 
     def note(self, num_tokens: int) -> None:
         """Notes a message with tokens that has just come."""
         self.chunks.append((time.perf_counter() - self._start, num_tokens))
+
+    def fail(self, status: str, reason: str = "") -> None:
+        """Notes a failure."""
+        self.error, self.reason = status, reason[:MAX_REASON_CHARS]
 
     def settle(self, num_tokens: int) -> None:
         """Adds tokens to the last message until the answer has `num_tokens`."""
@@ -87,19 +106,38 @@ class OpenLoopClient(AbstractAsyncContextManager["OpenLoopClient"], ABC):
             sent_s=sent_s,
             chunks=tuple(answer.chunks),
             ended_s=time.perf_counter() - start,
-            prompt_len=len(arrival.prompt),
+            prompt_len=answer.prompt_len or len(arrival.prompt),
             cached_len=answer.cached_len,
             error=answer.error,
+            reason=answer.reason,
         )
         tell(record)
         return record
 
 
-class LoadClient(OpenLoopClient):
-    """A connection to a service of ours over gRPC. api_key: as of `baton.Client`."""
+def token_ids(arrival: Arrival) -> Prompt:
+    """Returns the prompt as it is."""
+    return arrival.prompt
 
-    def __init__(self, address: str, timeout_s: float, api_key: str | None = None) -> None:
+
+def chat(arrival: Arrival) -> list[Message]:
+    """Makes a chat of one turn that has a word for each token of the prompt."""
+    words = _WORDS.split()
+    return [{"role": "user", "content": " ".join(words[one % len(words)] for one in arrival.prompt)}]
+
+
+class LoadClient(OpenLoopClient):
+    """A connection to a service of ours over gRPC. api_key: as of `baton.Client`. prompt_of: makes what is sent."""
+
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float,
+        api_key: str | None = None,
+        prompt_of: Callable[[Arrival], Prompt] = token_ids,
+    ) -> None:
         super().__init__(timeout_s)
+        self._prompt_of = prompt_of
         self._client = AsyncClient(address, timeout_s=timeout_s, api_key=api_key)
 
     async def __aenter__(self) -> Self:
@@ -115,13 +153,14 @@ class LoadClient(OpenLoopClient):
     async def ask(self, arrival: Arrival, answer: Answer) -> None:
         sampling = {"temperature": 0.0, "max_tokens": arrival.output_len, "ignore_eos": True}
         try:
-            async with self._client.stream(arrival.prompt, **sampling) as stream:  # type: ignore[arg-type]
+            async with self._client.stream(self._prompt_of(arrival), **sampling) as stream:  # type: ignore[arg-type]
                 async for chunk in stream:
                     if chunk.token_ids:
                         answer.note(len(chunk.token_ids))
             answer.cached_len = sum(stream.completion.usage.cached_tokens.values())
+            answer.prompt_len = stream.completion.usage.prompt_tokens
         except BatonError as error:
-            answer.error = error.status.grpc
+            answer.fail(error.status.grpc, error.message)
 
 
 class CompletionsClient(OpenLoopClient):
@@ -130,6 +169,8 @@ class CompletionsClient(OpenLoopClient):
     url: as programs get it, like http://127.0.0.1:8000/v1. model: "" asks the server. ignore_eos: a field that vLLM,
     SGLang and this gateway know; None leaves it out.
     """
+
+    _endpoint = "/completions"
 
     def __init__(
         self, url: str, timeout_s: float, model: str = "", api_key: str = "", ignore_eos: bool | None = True
@@ -159,7 +200,7 @@ class CompletionsClient(OpenLoopClient):
     async def ask(self, arrival: Arrival, answer: Answer) -> None:
         body = {
             "model": self._model,
-            "prompt": arrival.prompt,
+            **self._prompt(arrival),
             "max_tokens": arrival.output_len,
             "temperature": 0,
             "stream": True,
@@ -167,11 +208,14 @@ class CompletionsClient(OpenLoopClient):
             **self._ignore_eos,
         }
         told = _Events(answer)
-        status = await self._exchange("POST /completions", json.dumps(body).encode(), told.take)
+        status = await self._exchange(f"POST {self._endpoint}", json.dumps(body).encode(), told.take)
         if isinstance(status, str) or status != 200:
-            answer.error = status if isinstance(status, str) else f"HTTP {status}"
+            answer.fail(status if isinstance(status, str) else f"HTTP {status}", told.reason)
         elif answer.error is None and not told.are_whole:
-            answer.error = "broken off"
+            answer.fail("broken off")
+
+    def _prompt(self, arrival: Arrival) -> dict[str, Any]:
+        return {"prompt": arrival.prompt}
 
     async def _describe_model(self) -> dict[str, Any]:
         lines: list[bytes] = []
@@ -217,6 +261,15 @@ class CompletionsClient(OpenLoopClient):
         return f"{lines}{self._key_header}Content-Type: application/json\r\nContent-Length: {body_len}\r\n\r\n".encode()
 
 
+class ChatsClient(CompletionsClient):
+    """A client of OpenAI's chats over HTTP, streamed: `chat` makes their only turn."""
+
+    _endpoint = "/chat/completions"
+
+    def _prompt(self, arrival: Arrival) -> dict[str, Any]:
+        return {"messages": chat(arrival)}
+
+
 def _read_url(url: str) -> tuple[str, str, int | None, str]:
     """Returns scheme, host, port and path. Raises InvalidRequest."""
     try:
@@ -249,10 +302,11 @@ class _Lines:
 
 
 class _Events:
-    """The events of a streamed completion, noted in an answer."""
+    """The events of a streamed completion, noted in an answer. `reason`: the words of an answer that is an error."""
 
     def __init__(self, answer: Answer) -> None:
         self.are_whole = False
+        self.reason = ""
         self._answer = answer
 
     def take(self, line: bytes) -> None:
@@ -260,15 +314,32 @@ class _Events:
             self._note(json.loads(line.removeprefix(_DATA)))
         elif line.startswith(_DATA + b"[DONE]"):
             self.are_whole = True
+        elif line.startswith(b"{"):
+            self.reason = _reason_in(line)
 
     def _note(self, event: dict[str, Any]) -> None:
-        """Counts an event of a choice as one token, unless it has token ids, or tells no more than the choice's end."""
         if "error" in event:
-            self._answer.error = "error in the stream"
+            self._answer.fail("error in the stream", _reason_in(json.dumps(event)))
         for choice in event.get("choices") or ():
-            is_end = choice.get("finish_reason") is not None and not choice.get("text")
-            if num_tokens := len(choice.get("token_ids") or ()) or int(not is_end):
+            if num_tokens := _num_tokens(choice):
                 self._answer.note(num_tokens)
         if usage := event.get("usage"):
             self._answer.settle(usage.get("completion_tokens") or 0)
+            self._answer.prompt_len = usage.get("prompt_tokens")
             self._answer.cached_len = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+def _num_tokens(choice: dict[str, Any]) -> int:
+    """Counts an event of a choice as one token, unless it has token ids, or tells only a role or the choice's end."""
+    delta = choice.get("delta") or {}
+    gained = choice.get("text") or delta.get("content")
+    is_told_else = choice.get("finish_reason") is not None or "role" in delta
+    return len(choice.get("token_ids") or ()) or int(bool(gained) or not is_told_else)
+
+
+def _reason_in(error: str | bytes) -> str:
+    """Returns the message of an error as OpenAI writes it, else all of it."""
+    try:
+        return str(json.loads(error)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return error if isinstance(error, str) else error.decode(errors="replace")

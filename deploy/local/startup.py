@@ -64,6 +64,7 @@ class Startup:
                 command=ProcessRef.of(os.getpid()),
                 run_dir=str(run_dir.create(self._config.name)),
                 token=secrets.token_hex(16),
+                tls=self._config.tls.files,
             )
             self._run_dir = Path(self._state.run_dir)
             try:

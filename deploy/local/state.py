@@ -16,6 +16,7 @@ from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.process import POLL_S, ProcessRef, recorded_living
 from wire.errors import ConfigError, Unavailable
 from wire.settings import from_json, to_json
+from wire.trust.certificates import TlsFiles
 
 VERSION = 3
 SECRET_BYTES = 32
@@ -36,7 +37,7 @@ class ClusterState:
 
     command: the `baton up` that is or was at work. head: leads the session of all processes of the Ray cluster that
     Baton started; None on one that it joined. token: opens the operator's port. local_address: where clients on
-    this machine need no TLS.
+    this machine need no TLS. tls: the files of the certificate that the ports for clients show.
     """
 
     name: str
@@ -51,14 +52,15 @@ class ClusterState:
     ray_address: str = ""
     http_address: str = ""
     local_address: str = ""
+    tls: TlsFiles | None = None
     head: ProcessRef | None = None
     redis: ProcessRef | None = None
     version: int = VERSION
 
     @property
-    def speaks_tls(self) -> bool:
-        """True where clients of other machines must."""
-        return self.local_address not in ("", self.address)
+    def http_url(self) -> str:
+        """Returns the base URL for OpenAI's clients; "" without a gateway."""
+        return f"http{'s' if self.tls else ''}://{self.http_address}/v1" if self.http_address else ""
 
     @property
     def client_address(self) -> str:

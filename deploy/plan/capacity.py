@@ -23,7 +23,7 @@ class RequestKV:
     window: int | None = None
 
     def kept_in(self, dtype: str) -> "RequestKV":
-        """Returns the same request with KV in a dtype of BITS: int8 and fp8 with their scales, int4 without."""
+        """Returns the same request with KV in a dtype of BITS, codes with their scales."""
         quantization = dtype if dtype in QUANTIZATIONS else "none"
         return replace(self, layout=replace(self.layout, quantization=quantization), bits=BITS[dtype])
 
@@ -38,7 +38,7 @@ class RequestKV:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block in a pool, scales included."""
-        return self.layout.payload_bytes * self.bits // (8 * self.layout.item_bytes)
+        return self.layout.payload_bytes * self.bits // self.layout.item_bits
 
     @property
     def num_blocks(self) -> int:
@@ -99,9 +99,9 @@ class Technique:
 def techniques(shape: ModelShape, fit: Fit) -> Iterator[Technique]:
     """Yields each technique that changes something, alone."""
     kv = fit.kv
-    for dtype, status in (("int8", "yes"), ("int4", "not yet (scales left out)")):
+    for dtype in ("int8", "int4"):
         if BITS[dtype] < kv.bits:
-            yield Technique(f"KV in {dtype}", replace(fit, kv=kv.kept_in(dtype)), status)
+            yield Technique(f"KV in {dtype}", replace(fit, kv=kv.kept_in(dtype)), "yes")
     window = shape.window or COMMON_WINDOW
     if kv.window is None and window < kv.num_tokens:
         windowed = replace(fit, kv=replace(kv, window=window))

@@ -94,6 +94,10 @@ class ClusterPlan:
         return self.machine is not None
 
     @property
+    def num_gateways(self) -> int:
+        return 0 if self.gateway is None else self.config.http.gateways
+
+    @property
     def wants_tls(self) -> bool:
         return not self.is_alone and self.config.ray.plain_network is None
 
@@ -103,7 +107,7 @@ class ClusterPlan:
         return replace(self, authority=authority, router=replace(self.router, cluster=access))
 
     def with_keys(self, listed: KeyList) -> "ClusterPlan":
-        """Returns the plan of the same cluster whose router and gateway go by these keys.
+        """Returns the plan of the same cluster whose router and gateways go by these keys.
 
         Without any, a door that other machines reach lets no caller in, unless it was made so with `insecure`.
         """
@@ -232,6 +236,7 @@ def make_plan(
             listeners=replace(_part(Listeners, config.router), tls=config.tls.files),
             admission=_part(AdmissionBounds, config.router),
             streams=_part(StreamBounds, config.router),
+            public_prefixes=config.router.public_prefixes,
         ),
         cold=cold,
         mac_key_hex=mac_key_of(secret).hex(),

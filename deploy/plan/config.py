@@ -156,17 +156,20 @@ class PortSettings:
 
 @dataclass(frozen=True)
 class RouterSettings(StreamBounds, AdmissionBounds, PortSettings):
-    """The settings of three parts of the router, which share a table of the file."""
+    """The settings of three parts of the router, which share a table of the file. public_prefixes: of RouterConfig."""
+
+    public_prefixes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """The gateway's port, at `router.host`: 0 is any free one, `off` starts no gateway.
+    """The port of the gateways, at `router.host`: 0 is any free one, `off` starts no gateway.
 
     None is DEFAULT_HTTP_PORT; any free port where `router.grpc_port` is 0. host_names: of GatewayConfig.
     """
 
     port: int | str | None = None
+    gateways: int = 1
     host_names: tuple[str, ...] = ()
 
 
@@ -215,6 +218,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **{f"{each}.timeout_ms": (1, 10_000) for each in ("redis", "files")},
     **{f"router.{each}_port": (0, 65535) for each in ("grpc", "metrics")},
     "http.port": (0, 65535),
+    "http.gateways": (1, 16),
     "router.max_queued_bytes": (MIB, 1 << 40),
     **{f"router.max_{each}": (1, 1 << 20) for each in ("connections", "open_requests", "queued_requests")},
     "router.max_buffered_events": (1, 1 << 20),
@@ -275,7 +279,7 @@ class ClusterConfig:
         for name, choices in choices_of.items():
             value = attrgetter(name)(self)
             _require(value in (None, *choices), name, f"one of {', '.join(map(str, choices))}", value)
-        is_streaming = isinstance(parse_kv_policy(self.model.kv_policy), Sinks)
+        is_streaming = isinstance(parse_kv_policy(self.model.kv_policy, self.model.kv_dtype), Sinks)
         _require(not (is_streaming and self.speculation.draft), "speculation.draft", "left out with sinks", "")
         for name in RANGES:
             if problem := range_problem(name, attrgetter(name)(self)):
@@ -321,7 +325,7 @@ class ClusterConfig:
 
     @property
     def http_port(self) -> int | None:
-        """Returns the gateway's port, 0 for any free one; None without a gateway."""
+        """Returns the gateways' port, 0 for any free one; None without a gateway."""
         if isinstance(self.http.port, str):
             return None
         default = DEFAULT_HTTP_PORT if self.router.grpc_port else 0

@@ -78,7 +78,7 @@ def inspect_model(
         raise ConfigError(f"worker.cpu_kernels or model.weights: {error}") from error
     asked = None if settings.dtype == "auto" else settings.dtype
     dtype = str(compute_dtype(asked, checkpoint.config, backend)).removeprefix("torch.")
-    config = checkpoint.config.keeping(parse_kv_policy(settings.kv_policy))
+    config = checkpoint.config.keeping(parse_kv_policy(settings.kv_policy, settings.kv_dtype))
     name, *aliases = settings.served_names or (_name(settings.path),)
     served = ServedModel(
         name=name,

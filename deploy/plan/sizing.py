@@ -44,9 +44,11 @@ def size(config: ClusterConfig, model: ModelFacts, machine: Machine, num_workers
     worker_bytes = WORKER_BYTES + (0 if num_gpus else model.worker_bytes(pool_bytes))
     advice = "; start fewer, or set worker.pool_bytes and arena.size_bytes"
     _require_memory(num_workers, "workers", worker_bytes, machine.memory_bytes - arena_bytes, advice)
+    layout = model.served.layout
+    open_bytes = config.batch.num_open(layout.block_size) * layout.open_bytes
     sizes = Sizes(
-        num_pool_blocks=_num_blocks(pool_bytes, model.served.layout.payload_bytes, "worker.pool_bytes"),
-        num_arena_slots=_num_blocks(arena_bytes, model.served.layout.block_bytes, "arena.size_bytes"),
+        num_pool_blocks=_num_blocks(pool_bytes - open_bytes, layout.payload_bytes, "worker.pool_bytes"),
+        num_arena_slots=_num_blocks(arena_bytes, layout.block_bytes, "arena.size_bytes"),
         num_threads=config.worker.num_threads or max(1, machine.num_cores // num_workers),
         num_gpus=num_gpus,
     )

@@ -20,6 +20,7 @@ ORPHANS_GRACE_S = 1.0
 KILL_TIMEOUT_S = 10.0
 MAX_PID = 2**31 - 1
 SUFFIX = ".process"
+GATEWAY = "gateway"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,13 @@ def recorded_living(run_dir: Path) -> list[ProcessRef]:
     """Returns the recorded processes that are alive."""
     known = [recorded(run_dir, path.stem) for path in run_dir.glob(f"*{SUFFIX}")]
     return [process for process in known if process is not None and process.is_alive]
+
+
+def recorded_gateways(run_dir: Path) -> dict[str, ProcessRef]:
+    """Returns the last process of each gateway, by its name, in order."""
+    names = [path.stem for path in run_dir.glob(f"{GATEWAY}-*{SUFFIX}")]
+    known = {name: recorded(run_dir, name) for name in sorted(names, key=lambda name: (len(name), name))}
+    return {name: process for name, process in known.items() if process is not None}
 
 
 def spawn_leader(

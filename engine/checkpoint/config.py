@@ -20,7 +20,7 @@ from engine.checkpoint.json_fields import JsonFields
 from engine.checkpoint.rope import MAX_CONTEXT, MIN_CONTEXT, RopeConfig
 from wire.errors import ConfigError, ModelError
 from wire.kv_policy import KVPolicy, Sinks
-from wire.layout import KV_DTYPES, KVLayout
+from wire.layout import INT4_HEAD_STEP, KV_DTYPES, KVLayout
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 1024
@@ -145,18 +145,19 @@ class ModelConfig:
         return replace(self, attention=attention, max_context_len=max(self.max_context_len, SINKS_CONTEXT_LEN))
 
     def kv_layout(self, dtype: str, block_size: int, kv_dtype: str = "auto") -> KVLayout:
-        """Describes a block of this model's KV. `dtype`: of the computation. ConfigError for an unknown `kv_dtype`."""
+        """Describes a block of this model's KV. `dtype`: of the computation.
+
+        Raises ConfigError for a `kv_dtype` that is unknown, or that does not fit the size of the heads.
+        """
         if kv_dtype not in KV_DTYPES:
             raise ConfigError(f"unknown KV dtype {kv_dtype[:64]}; known: {', '.join(KV_DTYPES)}")
         quantization = "none" if kv_dtype == "auto" else kv_dtype
         attention = self.attention
-        if attention.num_sinks and kv_dtype == "int4":
-            raise ConfigError("kv_policy: sinks cannot be had with a KV dtype of int4")
         if attention.num_sinks and (attention.window or 0) < block_size:
             raise ConfigError(
                 f"kv_policy: a window of {attention.window} tokens is shorter than a block of {block_size}"
             )
-        return KVLayout(
+        layout = KVLayout(
             num_layers=self.num_layers,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
@@ -166,6 +167,10 @@ class ModelConfig:
             window=attention.window,
             num_sinks=attention.num_sinks,
         )
+        if not layout.is_whole:
+            problem = f"int4 takes heads of a multiple of {INT4_HEAD_STEP} numbers, not {attention.head_dim}"
+            raise ConfigError(f"model.kv_dtype: {problem}")
+        return layout
 
 
 def parse_eos(fields: JsonFields, vocab_size: int) -> tuple[int, ...]:

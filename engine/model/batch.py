@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from engine.sampler import argmax
 from kernels.backend import KVPages
 from wire.layout import KVLayout
 
@@ -48,6 +49,20 @@ class Batch:
         """Whether each row is a decoding one, or a guess, so that all logits are wanted."""
         return not self.num_scored and len(self.token_ids) == len(self.sample_rows)
 
+    @property
+    def last_rows(self) -> torch.Tensor:
+        """The last row of each sequence, int64 [S]."""
+        return self.cu_query_lens[1:].long() - 1
+
+    def after(self, token_ids: torch.Tensor, block_size: int) -> "Batch":
+        """Makes the batch of the token after each sequence, int64 [S], for which there is room in its pages."""
+        positions = self.positions[self.last_rows] + 1
+        pages = self.block_tables.gather(1, positions[:, None] // block_size)[:, 0].long()
+        slots = pages * block_size + positions % block_size
+        starts = torch.arange(len(token_ids) + 1, dtype=torch.int32, device=token_ids.device)
+        lens, num = self.context_lens + 1, len(token_ids)
+        return Batch(token_ids, positions, slots, self.block_tables, lens, starts, num, starts[:-1].long())
+
 
 class Model(Protocol):
     """A model as an engine runs it. Twins: `Decoder` and `HashModel`."""
@@ -70,3 +85,24 @@ class Model(Protocol):
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Writes the KV of the batch's tokens into `kv`, of layout.shape; returns float32 logits [R, V]."""
         ...
+
+
+class DraftModel(Model, Protocol):
+    """A model as a draft runs it."""
+
+    def run_ahead(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
+        """Runs a batch, then the likeliest token after each sequence, and so on; returns int64 [num_runs, S].
+
+        Rows are all sampled, or the last of each sequence. There is room for all but the last tokens drawn.
+        """
+        ...
+
+
+def run_ahead(model: Model, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
+    """Does as `DraftModel.run_ahead`, a forward pass a run."""
+    drawn: list[torch.Tensor] = []
+    for _ in range(num_runs):
+        batch = batch.after(drawn[-1], model.layout.block_size) if drawn else batch
+        logits = model.forward(batch, kv)
+        drawn.append(argmax(logits[batch.last_rows] if batch.samples_all else logits))
+    return torch.stack(drawn)

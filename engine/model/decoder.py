@@ -7,12 +7,13 @@ greedy tokens in float32 are the same.
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import DTYPES, ModelConfig
 from engine.model.angles import FarAngles, make_angles
-from engine.model.batch import Batch
+from engine.model.batch import Batch, run_ahead
 from engine.model.weights import DecoderWeights, WeightLoader, check_weights
 from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Recorder, Tables, select_backend
 from wire.errors import ConfigError
@@ -54,6 +55,7 @@ class Buffers:
 
 
 _NO_BUFFERS = Buffers()
+_COLUMNS = ("token_ids", "positions", "slot_mapping", "context_lens", "cu_query_lens")
 
 
 class Decoder:
@@ -103,7 +105,7 @@ class Decoder:
         check_weights(checkpoint)
         backend = backend or select_backend(device)
         resolved = compute_dtype(dtype, checkpoint.config, backend)
-        config = checkpoint.config.keeping(parse_kv_policy(kv_policy))
+        config = checkpoint.config.keeping(parse_kv_policy(kv_policy, kv_dtype))
         layout = config.kv_layout(str(resolved).removeprefix("torch."), block_size, kv_dtype)
         weights = WeightLoader(checkpoint, resolved, device, backend).load()
         return cls(config, weights, layout, backend)
@@ -111,12 +113,15 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
         """Does as `Model.forward`. Returns an inference tensor of the caller's until the next call. For one thread."""
-        angles = self._far_angles or self._angles_within(self.layout.max_len(len(kv.data), self.max_context_len))
-        if batch.samples_all:
-            program = self._program_for(batch, kv)
-            if program is not None:
-                return program.run(batch, angles)
-        return self.run(self._backend, batch, angles.at(batch.positions), kv, _NO_BUFFERS)
+        if batch.samples_all and (program := self._program_for(batch, kv)) is not None:
+            return program.run(batch)
+        return self.run(self._backend, batch, self.angles_for(kv).at(batch.positions), kv, _NO_BUFFERS)
+
+    @torch.inference_mode()
+    def run_ahead(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
+        """Does as `DraftModel.run_ahead`; in one program where the backend has recordings."""
+        program = self._program_for(batch, kv) if batch.samples_all and not self._far_angles else None
+        return run_ahead(self, batch, kv, num_runs) if program is None else program.run_ahead(batch, num_runs)
 
     def run(self, do: Backend, batch: Batch, angles: Angles, kv: KVPages, to: "Buffers") -> torch.Tensor:
         """Runs a batch through a backend, which may be a recorder; `angles` has a row for each token."""
@@ -150,8 +155,11 @@ class Decoder:
         head_dim, last_near = self.config.attention.head_dim, self.layout.num_sinks + (self.layout.window or 0) - 1
         return FarAngles(self.config.rope, head_dim, self.max_context_len, last_near, self.device)
 
-    def _angles_within(self, num_positions: int) -> Angles:
+    def angles_for(self, kv: KVPages) -> Angles | FarAngles:
         """Makes the angles of all positions that a pool has room for, once."""
+        if self._far_angles is not None:
+            return self._far_angles
+        num_positions = self.layout.max_len(len(kv.data), self.max_context_len)
         if len(self._angles.cosines) < num_positions:
             self._angles = make_angles(self.config.rope, self.config.attention.head_dim, num_positions, self.device)
         return self._angles
@@ -164,31 +172,54 @@ class DecodeProgram:
     """
 
     def __init__(self, decoder: Decoder, recorder: Recorder, kv: KVPages, num_rows: int) -> None:
-        half = decoder.config.attention.head_dim // 2
+        half, all_angles = decoder.config.attention.head_dim // 2, decoder.angles_for(kv)
         num_blocks = decoder.layout.num_blocks(decoder.layout.max_len(len(kv.data), decoder.max_context_len))
         ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
-        self._batch = Batch(ids[0], ids[1], ids[2], tables, lens, starts, num_rows, ids[0])
+        batch = Batch(ids[0], ids[1], ids[2], tables, lens, starts, num_rows, ids[0])
         turns = Angles(*torch.empty(2, num_rows, half)) if decoder.layout.num_sinks else None
-        self._angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half), turns)
+        angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half), turns)
         buffers = Buffers.make(decoder.config, num_rows, decoder.weights.norm.dtype)
-        self._logits = decoder.run(recorder, self._batch, self._angles, kv, buffers)
+        if isinstance(all_angles, Angles):
+            recorder.pick(all_angles.cosines, batch.positions, angles.cosines)
+            recorder.pick(all_angles.sines, batch.positions, angles.sines)
+        self._logits = decoder.run(recorder, batch, angles, kv, buffers)
         self._program = recorder.finish()
-        self._kept = decoder.weights, kv, buffers
+        recorder.advance(self._logits, decoder.layout.block_size, batch)
+        self._ahead = recorder.finish()
+        self._columns = [getattr(batch, name).numpy() for name in _COLUMNS]
+        self._tables = tables.numpy()
+        self._far_angles, self._angles = all_angles if isinstance(all_angles, FarAngles) else None, angles
+        self._kept = decoder.weights, kv, buffers, all_angles
 
-    def run(self, batch: Batch, angles: Angles | FarAngles) -> torch.Tensor:
+    def run(self, batch: Batch) -> torch.Tensor:
         """Runs a batch of at most as many rows and blocks; returns logits that the next run overwrites."""
-        num_rows, (num_sequences, num_blocks) = len(batch.token_ids), batch.block_tables.shape
-        own = self._batch
-        own.token_ids[:num_rows] = batch.token_ids
-        own.slot_mapping[:num_rows] = batch.slot_mapping
-        own.context_lens[:num_sequences] = batch.context_lens
-        own.cu_query_lens[: num_sequences + 1] = batch.cu_query_lens
-        own.block_tables[:num_sequences, :num_blocks] = batch.block_tables
-        angles.write(batch.positions, self._angles)
-        self._program.run(num_rows, num_sequences, batch.num_decodes)
-        return self._logits[:num_rows]
+        self._take(batch)
+        if self._far_angles is not None:
+            self._far_angles.write(batch.positions, self._angles)
+        self._program.run(len(batch.token_ids), len(batch.context_lens), batch.num_decodes)
+        return self._logits[: len(batch.token_ids)]
+
+    def run_ahead(self, batch: Batch, num_runs: int) -> torch.Tensor:
+        """Runs a batch, whose rows are all sampled, as `DraftModel.run_ahead` does."""
+        self._take(batch)
+        num_sequences, token_ids = len(batch.context_lens), self._columns[0]
+        numbers = (len(batch.token_ids), num_sequences, batch.num_decodes)
+        drawn = np.empty((num_runs, num_sequences), dtype=np.int64)
+        for after_run in drawn:
+            self._ahead.run(*numbers)
+            after_run[:] = token_ids[:num_sequences]
+            numbers = (num_sequences,) * 3
+        return torch.from_numpy(drawn)
+
+    def _take(self, batch: Batch) -> None:
+        """Copies a batch to where the recording has its own; numpy's small copies take half the time of torch's."""
+        for name, own in zip(_COLUMNS, self._columns, strict=True):
+            column = getattr(batch, name).numpy()
+            own[: len(column)] = column
+        tables = batch.block_tables.numpy()
+        self._tables[: len(tables), : tables.shape[1]] = tables
 
 
 def compute_dtype(dtype: str | None, config: ModelConfig, backend: Backend) -> torch.dtype:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.model.batch import Batch
+from engine.model.batch import Batch, run_ahead
 from kernels.backend import KVPages
 from wire.layout import KVLayout
 
@@ -37,10 +37,13 @@ class HashModel:
         eos_token_ids: tuple[int, ...] = (),
         seed: int = 0,
     ) -> None:
-        """Models of different seeds are different models. A head must fill whole 64-bit words; ValueError if not."""
-        num_words, rest = divmod(layout.head_dim * layout.item_bytes, 8)
-        if rest:
-            raise ValueError("a head must fill whole 64-bit words")
+        """Models of different seeds are different models.
+
+        A head must fill whole 64-bit words, and KV is not kept in int4; ValueError if not.
+        """
+        num_words, rest = divmod(layout.head_dim * layout.item_bits, 64)
+        if rest or layout.has_open_blocks:
+            raise ValueError("a head must fill whole 64-bit words, and have no open blocks")
         shape = (layout.num_layers, 2, layout.num_kv_heads, num_words)
         self.layout = layout
         self.vocab_size = vocab_size
@@ -80,6 +83,10 @@ class HashModel:
                 totals.append(seen.total)
         self._write(words, batch.slot_mapping, _words(states))
         return self._logits([totals[row] for row in batch.sample_rows.tolist()])
+
+    def run_ahead(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
+        """Does as `engine.model.batch.DraftModel`."""
+        return run_ahead(self, batch, kv, num_runs)
 
     def _take(self, seen: "_Seen", position: int, token: int) -> int:
         """Returns the state of the token at a position, and adds its share to what the next one sees."""

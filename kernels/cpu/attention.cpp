@@ -247,7 +247,7 @@ void take_sinks(const Shape& shape, const int32_t* table, int64_t last_position,
                 Piece<T>& piece, Sums* totals) {
     const int64_t end = std::min(shape.num_sinks, first_visible(shape, last_position));
     if (!end) return;
-    Walk walk(shape, table, 0, 0, end);
+    Walk walk(shape, table, 0, 0, end, shape.open_from(last_position));
     Tokens tokens;
     Ahead nothing;
     for (int64_t begin = 0; begin < end; begin += PIECE) {
@@ -298,7 +298,8 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
     const int64_t group = shape.group();
     const auto walk_of = [&](const Unit& unit) {
         const int32_t* table = call.tables + unit.sequence * call.table_stride;
-        return Walk(shape, table, unit.begin, first_visible(shape, call.context_lens[unit.sequence] - 1), unit.end);
+        const int64_t position = call.context_lens[unit.sequence] - 1;
+        return Walk(shape, table, unit.begin, first_visible(shape, position), unit.end, shape.open_from(position));
     };
     const auto out = [&](int64_t sequence, int64_t head) { return call.out + (sequence * shape.num_heads + head) * shape.head_size; };
     std::vector<Sums> parts(num_parts * shape.num_kv_heads);  // [segment][KV head]
@@ -371,6 +372,8 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
     for (int64_t sequence = num_sequences - 1; sequence >= first_sequence; --sequence)
         for (int64_t end = starts[sequence + 1], begin; end > starts[sequence]; end = begin) {
             begin = std::max<int64_t>(starts[sequence], end - per_unit);  // the last ones see most: they come first
+            const int64_t to_position = call.context_lens[sequence] - starts[sequence + 1];
+            if (shape.kept == INT4) begin = std::max(begin, shape.open_from(end - 1 + to_position) - to_position);  // of one block
             for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) units.push_back({sequence, kv_head, begin, end - begin});
         }
     const auto run = [&](const auto& run, const Unit& unit) -> void {
@@ -386,7 +389,7 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
         take_sinks(shape, call.tables + unit.sequence * call.table_stride, end - 1, unit.kv_head, 1, &rows, piece, &total);
         const int64_t begin = first_visible(shape, position);
         const int64_t first = begin / PIECE * PIECE;
-        Walk walk(shape, call.tables + unit.sequence * call.table_stride, first, begin, end);
+        Walk walk(shape, call.tables + unit.sequence * call.table_stride, first, begin, end, shape.open_from(end - 1));
         Tokens tokens, next;
         walk.next(tokens);
         for (int64_t at = first; at < end; at += PIECE) {
@@ -415,19 +418,22 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
 }  // namespace
 
 // query [rows, num_heads, head_size], its rows query_stride elements apart; out [rows, num_heads, head_size]. kv: one layer of
-// what is `kept`, with strides in bytes, and scales of bfloat16 where that is codes, as many bytes apart. The first num_decodes
+// what is `kept`, with strides in bytes, and scales of bfloat16 where that is codes, as many bytes apart. open and
+// page_to_open: of INT4, a layer of blocks that are not full, and their places by page. The first num_decodes
 // sequences have one row each; the rows of the others end at cu_query_lens [num_sequences + 1]. window and soft_cap:
 // 0 for none; sinks [num_heads]: null for none. num_sinks: first tokens that rows see beside their windows; cosines, sines
 // [rows, head_size / 2] turn their queries back for them, null without any.
 extern "C" void baton_attention(int dtype, const void* query, int64_t query_stride, int kept, const void* kv, const void* scales,
                                 int64_t page_stride, int64_t plane_stride, int64_t head_stride, int64_t block_size,
-                                const int32_t* tables, int64_t table_stride, const int32_t* context_lens,
+                                const void* open, const int32_t* page_to_open, int64_t open_page_stride,
+                                int64_t open_plane_stride, int64_t open_head_stride, const int32_t* tables, int64_t table_stride, const int32_t* context_lens,
                                 const int32_t* cu_query_lens, int64_t num_sequences, int64_t num_decodes, int64_t num_heads,
                                 int64_t num_kv_heads, int64_t head_size, float scale, int64_t window, float soft_cap,
                                 const float* sinks, int64_t num_sinks, const float* cosines, const float* sines, void* out) {
     FOR_DTYPE(dtype, {
         const Shape shape{num_heads, num_kv_heads, head_size, Kept(kept), (const char*)kv, (const char*)scales,
-                          page_stride, plane_stride, head_stride, block_size, kept == PLAIN ? int64_t(sizeof(T)) : 1,
+                          page_stride, plane_stride, head_stride, block_size, row_bytes(Kept(kept), head_size, sizeof(T)),
+                          (const char*)open, page_to_open, open_page_stride, open_plane_stride, open_head_stride,
                           scale, window ? window : std::numeric_limits<int32_t>::max(), num_sinks, soft_cap, sinks};
         const Call<T> call{(const T*)query, query_stride, tables, table_stride, context_lens, cu_query_lens, cosines, sines, (T*)out};
         decode(shape, call, num_decodes);

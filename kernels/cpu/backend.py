@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backend import Angles, AttentionVariant, Heads, KVPages, Tables, Weight
+from kernels.backend import Angles, AttentionVariant, Batch, Heads, Int4, KVPages, Tables, Weight
 from kernels.cpu.library import load_library, source_version
 
 
@@ -31,11 +31,12 @@ class DECODES(ctypes.c_int64):
 Argument = Tensor | int | float | None
 
 DTYPE_TO_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-KEPT_TO_CODE = {torch.int8: 1, torch.float8_e4m3fn: 2}
+KEPT_TO_CODE = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 """Else 0: pages of the compute dtype. As in dtypes.h."""
 PANEL, GROUP = 32, 64
 """As in products.h and linear.cpp."""
 POINTER, SIZE, CODE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+PAGES = [CODE, POINTER, POINTER, *[SIZE] * 4, POINTER, POINTER, *[SIZE] * 3]
 KERNELS: dict[str, list[type]] = {
     "unpack_rows": [CODE, POINTER, POINTER, POINTER, ROWS, SIZE, POINTER],
     "linear": [CODE, *[POINTER] * 6, ROWS, SIZE, SIZE],
@@ -44,12 +45,14 @@ KERNELS: dict[str, list[type]] = {
     "gate": [CODE, POINTER, ROWS, SIZE, POINTER],
     "rotate_and_write": [
         *[CODE, POINTER, POINTER, POINTER, REAL, POINTER, POINTER],
-        *[ROWS, *[SIZE] * 3, CODE, POINTER, POINTER, *[SIZE] * 4, POINTER],
+        *[ROWS, *[SIZE] * 3, *PAGES, POINTER],
     ],
     "attention": [
-        *[CODE, POINTER, SIZE, CODE, POINTER, POINTER, *[SIZE] * 4, POINTER, SIZE, POINTER, POINTER],
+        *[CODE, POINTER, SIZE, *PAGES, POINTER, SIZE, POINTER, POINTER],
         *[SEQUENCES, DECODES, *[SIZE] * 3, REAL, SIZE, REAL, POINTER, SIZE, POINTER, POINTER, POINTER],
     ],
+    "pick": [POINTER, POINTER, ROWS, SIZE, POINTER],
+    "advance": [POINTER, SIZE, POINTER, SIZE, SIZE, SEQUENCES, *[POINTER] * 5],
 }
 """Kernels that a program can have. Each is there as baton_NAME, and as baton_NAME_from_words for programs."""
 SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -138,7 +141,7 @@ class CpuBackend:
         self._call(
             "rotate_and_write", DTYPE_TO_CODE[qkv.dtype], qkv, heads.query_norm, heads.key_norm, heads.norm_eps,
             angles.cosines, angles.sines, len(qkv), heads.num_queries, heads.num_kv, heads.size,
-            *_described(pages), slot_mapping,
+            *_described(pages, qkv.dtype), slot_mapping,
         )  # fmt: skip
         return qkv.view(len(qkv), -1, heads.size)[:, : heads.num_queries]
 
@@ -157,7 +160,7 @@ class CpuBackend:
             raise ValueError("sinks want angles by which queries are turned back")
         self._call(
             "attention", DTYPE_TO_CODE[query.dtype], query, query.stride(0),
-            *_described(pages),
+            *_described(pages, query.dtype),
             tables.block_tables, tables.block_tables.stride(0), tables.context_lens, tables.cu_query_lens,
             len(tables.context_lens), tables.num_decodes,
             num_heads, pages.data.shape[2], head_size,
@@ -204,8 +207,18 @@ class Recorder(CpuBackend):
         self._library = backend._library
         self._calls: list[tuple[str, tuple[Argument, ...]]] = []
 
+    def pick(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
+        self._call("pick", table, ids, *out.shape, out)
+
+    def advance(self, logits: Tensor, block_size: int, batch: Batch) -> None:
+        self._call(
+            "advance", logits, logits.shape[1], batch.block_tables, batch.block_tables.stride(0), block_size,
+            len(batch.context_lens), batch.token_ids, batch.positions, batch.slot_mapping, batch.context_lens,
+            batch.cu_query_lens,
+        )  # fmt: skip
+
     def finish(self) -> "Program":
-        """Makes a program of the calls."""
+        """Makes a program of the calls so far."""
         return Program(self._library, self._calls)
 
     def _call(self, kernel: str, *arguments: Argument) -> None:
@@ -234,24 +247,55 @@ class Program:
             words += [_word(argument) for argument in arguments]
         self._words = np.array(words, dtype=np.int64)
         self._address = self._words.ctypes.data
+        self._numbers = (-1, -1, -1)
 
     def run(self, num_rows: int, num_sequences: int, num_decodes: int) -> None:
         """Does all calls, on so many rows and sequences of their tensors."""
-        for kind, number in ((ROWS, num_rows), (SEQUENCES, num_sequences), (DECODES, num_decodes)):
-            self._words[self._at[kind]] = number
+        numbers = (num_rows, num_sequences, num_decodes)
+        if numbers != self._numbers:
+            for kind, number in zip((ROWS, SEQUENCES, DECODES), numbers, strict=True):
+                self._words[self._at[kind]] = number
+            self._numbers = numbers
         self._replay(self._address, self._num_calls)
 
 
-def _described(pages: KVPages) -> tuple[Argument, ...]:
-    """Tells what a layer of pages keeps, where it lies, the strides in bytes, and the block size."""
+def _described(pages: KVPages, dtype: torch.dtype) -> tuple[Argument, ...]:
+    """Tells what a layer of pages keeps, where it lies, strides in bytes, the block size, and where its open blocks do.
+
+    Raises ValueError for pages that lie otherwise than the kernels take them.
+    """
+    data, scales, strides = pages.data, pages.scales, _strides(pages.data)[:3]
+    if pages.int4 is not None:
+        _require_int4(pages, pages.int4, dtype)
+        opened, places = pages.int4.open, pages.int4.page_to_open
+        return KEPT_TO_CODE[data.dtype], data, scales, *strides, data.shape[3], opened, places, *_strides(opened)[:3]
+    if scales is not None and not _are_alike(data.shape, strides, _strides(scales)):
+        raise ValueError("the scales of pages must be as many bytes apart as their codes")
+    return KEPT_TO_CODE.get(data.dtype, 0), data, scales, *strides, data.shape[3], None, None, 0, 0, 0
+
+
+def _require_int4(pages: KVPages, int4: Int4, dtype: torch.dtype) -> None:
+    """Raises ValueError unless each head has keys, their scales, values and theirs, as `KVLayout` says."""
     data, scales = pages.data, pages.scales
-    strides = [stride * data.itemsize for stride in data.stride()[:3]]
-    if scales is not None:
-        others = [stride * scales.itemsize for stride in scales.stride()[:3]]
-        # The stride of a dimension of one is anything.
-        if any(size > 1 and a != b for size, a, b in zip(scales.shape, strides, others, strict=False)):
-            raise ValueError("the scales of pages must be as many bytes apart as their codes")
-    return KEPT_TO_CODE.get(data.dtype, 0), data, scales, *strides, data.shape[3]
+    assert scales is not None
+    page, plane, head = _strides(data)[:3]
+    data_bytes = data[0, 0, 0].numel()
+    lies_behind = int4.key_scales.data_ptr() - data_bytes, scales.data_ptr() - data_bytes - plane
+    sizes = data.shape[0], data.shape[2]
+    are_alike = all(_are_alike(sizes, (page, head), _strides(one)) for one in (scales, int4.key_scales))
+    if {*lies_behind} != {data.data_ptr()} or not are_alike:
+        raise ValueError("the scales of pages of int4 must lie behind the codes of each head")
+    if int4.open.dtype is not dtype or int4.page_to_open.dtype is not torch.int32:
+        raise ValueError(f"open blocks of {int4.open.dtype} at places of {int4.page_to_open.dtype}, rows of {dtype}")
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    return [stride * tensor.itemsize for stride in tensor.stride()]
+
+
+def _are_alike(sizes: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
+    """Tells whether strides are the same, but for that of a dimension of one, which is anything."""
+    return all(size == 1 or one == other for size, one, other in zip(sizes, strides, others, strict=False))
 
 
 @cache

@@ -5,8 +5,13 @@
 
 #include "floats.h"
 
-// The numbers in pages of KV: those of the compute dtype, or codes of eight bits with a scale for each token's head.
-enum Kept : int { PLAIN, INT8, FP8 };
+// The numbers in pages of KV: those of the compute dtype, codes of eight bits with a scale for each token's head, or codes of
+// four bits with a scale for each channel of a block's keys and for each value.
+enum Kept : int { PLAIN, INT8, FP8, INT4 };
+
+inline int64_t row_bytes(Kept kept, int64_t head_size, int64_t item_bytes) {
+    return kept == PLAIN ? head_size * item_bytes : kept == INT4 ? head_size / 2 : head_size;
+}
 
 // Runs a statement with T as the dtype.
 #define FOR_DTYPE(dtype, ...)  \

@@ -1,6 +1,7 @@
 // Pieces of paged KV, packed for `multiply`: keys as columns over the head, values as columns over the keys.
 #pragma once
 
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -14,7 +15,10 @@ struct Shape {
     Kept kept;
     const char *kv, *scales;  // scales: where those of the first block are, null for none
     int64_t page_stride, plane_stride, head_stride, block_size;  // of KV and of its scales, in bytes
-    int64_t item_bytes;
+    int64_t row_bytes;  // of a token's head without its scale
+    const char* open;  // of INT4: blocks of the compute dtype, with strides of their own, and their places by page
+    const int32_t* page_to_open;
+    int64_t open_page_stride, open_plane_stride, open_head_stride;
     float scale;
     int64_t window;  // tokens that a row sees, itself included
     int64_t num_sinks;  // first tokens that it sees beside its window
@@ -23,7 +27,11 @@ struct Shape {
     int64_t group() const { return num_heads / num_kv_heads; }
     const float* sink(int64_t head) const { return sinks ? sinks + head : nullptr; }
     int64_t num_panels() const { return (head_size + PANEL - 1) / PANEL; }
-    int64_t token_bytes() const { return head_size * item_bytes + (scales ? sizeof(bf16) : 0); }  // of a head's key, or value
+    int64_t token_bytes() const {  // of a head's key, or value; with INT4, of a key and its part of the scales
+        return kept == INT4 ? plane_stride / block_size : row_bytes + (scales ? sizeof(bf16) : 0);
+    }
+    // The first position whose block is read as it is open, of a row or of rows of one block.
+    int64_t open_from(int64_t position) const { return kept == INT4 ? position / block_size * block_size : std::numeric_limits<int64_t>::max(); }
 };
 
 // The dtype in which scores and values are multiplied: bf16 where the machine does, else float32.
@@ -67,34 +75,40 @@ inline void in_order(Floats& first, Floats& second) {
 }
 
 // The tokens of a piece: where the first KV head of each has its key, null for one that is not seen, and the key's scale. The
-// key of another head lies head_stride behind it, a value one plane behind its key, and so do their scales.
+// key of another head lies head_stride behind it, a value one plane behind its key, and so do their scales. With INT4 the
+// scale is the value's, and the key has those of its block's channels: null for a key in an open block, which has other strides.
 struct Tokens {
-    const char *keys[PIECE], *scales[PIECE];
+    const char *keys[PIECE], *scales[PIECE], *channels[PIECE];
 };
 
 // Goes through the tokens of a sequence piece by piece.
 class Walk {
    public:
-    // Begins at a position; first_visible to end - 1 are seen.
-    Walk(const Shape& shape, const int32_t* block_table, int64_t position, int64_t first_visible, int64_t end)
-        : kv_(shape.kv), scales_(shape.scales), block_(block_table + position / shape.block_size), page_stride_(shape.page_stride),
-          block_size_(shape.block_size), row_bytes_(shape.head_size * shape.item_bytes), offset_(position % shape.block_size),
-          num_hidden_(first_visible - position), num_left_(end - position) {}
+    // Begins at a position; first_visible to end - 1 are seen, from open_from on in an open block.
+    Walk(const Shape& shape, const int32_t* block_table, int64_t position, int64_t first_visible, int64_t end, int64_t open_from)
+        : shape_(shape), block_(block_table + position / shape.block_size), offset_(position % shape.block_size),
+          num_hidden_(first_visible - position), num_left_(end - position), num_closed_(open_from - position) {}
 
     void next(Tokens& tokens) {
         for (int64_t i = 0; i < PIECE; ++i) {
-            const char*& key = tokens.keys[i];
-            key = num_left_-- <= 0 ? nullptr : kv_ + *block_ * page_stride_ + offset_ * row_bytes_;
-            if (num_hidden_-- > 0) key = nullptr;
-            if (scales_ && key) tokens.scales[i] = scales_ + *block_ * page_stride_ + offset_ * sizeof(bf16);
-            if (++offset_ == block_size_) ++block_, offset_ = 0;
+            const bool is_seen = num_left_-- > 0 && num_hidden_ <= 0, is_open = num_closed_-- <= 0;
+            --num_hidden_;
+            tokens.keys[i] = is_seen ? is_open ? open_key() : shape_.kv + *block_ * shape_.page_stride + offset_ * shape_.row_bytes : nullptr;
+            if (shape_.scales && is_seen) tokens.scales[i] = shape_.scales + *block_ * shape_.page_stride + offset_ * sizeof(bf16);
+            if (shape_.kept == INT4 && is_seen)
+                tokens.channels[i] = is_open ? nullptr : shape_.kv + *block_ * shape_.page_stride + shape_.block_size * shape_.row_bytes;
+            if (++offset_ == shape_.block_size) ++block_, offset_ = 0;
         }
     }
 
    private:
-    const char *kv_, *scales_;
+    const char* open_key() const {
+        return shape_.open + shape_.page_to_open[*block_] * shape_.open_page_stride + offset_ * (shape_.open_head_stride / shape_.block_size);
+    }
+
+    const Shape& shape_;
     const int32_t* block_;
-    int64_t page_stride_, block_size_, row_bytes_, offset_, num_hidden_, num_left_;
+    int64_t offset_, num_hidden_, num_left_, num_closed_;
 };
 
 // Keys and values that come after those at work. They are brought nearer a few lines at a time and in the order in which
@@ -126,11 +140,30 @@ class Ahead {
     int64_t run_bytes_ = 0, run_ = 0, done_bytes_ = 0;
 };
 
+// Turns codes of a head, the first half of it in the low bits of `half` bytes and the second in the high ones, into factors.
+// Multiplied by the scales of their channels, if there are any.
+template <class F>
+inline void widen_int4(const uint8_t* codes, int64_t half, const float* scales, F* out) {
+    for (int64_t i = 0; i < half; i += LANES) {
+        const int count = int(std::min<int64_t>(LANES, half - i));
+        int8_t low[LANES] = {}, high[LANES] = {};
+        for (int j = 0; j < count; ++j) low[j] = int8_t((codes[i + j] & 15) - 8), high[j] = int8_t((codes[i + j] >> 4) - 8);
+        const Floats first = load(low), second = load(high);
+        store_some(out + i, scales ? first * load_some(scales + i, count) : first, count);
+        store_some(out + half + i, scales ? second * load_some(scales + half + i, count) : second, count);
+    }
+}
+
 // Up to PIECE keys and their values, of one KV head. Belongs to one thread, which keeps its memory.
 template <class T>
 class Piece {
     using F = Factor<T>;
     static constexpr int DEPTH = Product<F>::DEPTH;
+#if defined(__AVX512BF16__)
+    static constexpr bool IS_TURNED_AS_CODES = std::is_same_v<F, bf16>;
+#else
+    static constexpr bool IS_TURNED_AS_CODES = false;
+#endif
 
    public:
     // Packs the first num_tokens of a piece, or all if there are fewer, and brings nearer as much of what comes next. Tokens that are not seen become
@@ -141,6 +174,8 @@ class Piece {
             pack_as<int8_t>(tokens, num_tokens, kv_head * shape.head_stride, ahead);
         else if (kept_ == FP8)
             pack_as<fp8>(tokens, num_tokens, kv_head * shape.head_stride, ahead);
+        else if (kept_ == INT4)
+            pack_int4(shape, tokens, num_tokens, kv_head, ahead);
         else
             pack_as<T>(tokens, num_tokens, kv_head * shape.head_stride, ahead);
     }
@@ -148,7 +183,7 @@ class Piece {
     int64_t num_keys() const { return num_keys_; }  // a multiple of LANES
     const F* keys() const { return keys_.data(); }
     const F* values() const { return values_.data(); }
-    const float* key_scales() const { return kept_ ? key_scales_ : nullptr; }  // of num_keys() keys, 0 for one that is not seen
+    const float* key_scales() const { return kept_ == INT8 || kept_ == FP8 ? key_scales_ : nullptr; }  // of num_keys() keys, 0 for one that is not seen
     const float* value_scales() const { return kept_ ? value_scales_ : nullptr; }
     int64_t key_steps() const { return head_size_ / DEPTH; }
     int64_t key_panel_stride() const { return head_size_ * PANEL; }
@@ -164,31 +199,98 @@ class Piece {
         keys_.assign(PIECE * head_size_, F{});
         values_.assign(PIECE * columns_, F{});
         rows_.assign((LANES + 1) * columns_, F{});
+        channels_.assign(columns_, 0);
     }
 
     // As above, from pages of K.
     template <class K>
     void pack_as(const Tokens& tokens, int64_t num_tokens, int64_t head_offset, Ahead& ahead) {
+        const auto read_row = [&](const char* const* keys, int64_t plane, int64_t i) { return read<K>(keys[i], head_offset + plane * plane_stride_, i); };
         for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
-            add<K>(tokens.keys + num_keys_, head_offset, ahead);
+            add(tokens.keys + num_keys_, head_size_ * sizeof(K), read_row, ahead);
             if constexpr (!std::is_same_v<K, T>) add_scales(tokens, head_offset);
         }
     }
 
-    // Packs sixteen more tokens.
-    template <class K>
-    void add(const char* const* tokens, int64_t head_offset, Ahead& ahead) {
+    // From pages of INT4: keys with their scales, values without, whose scales multiply their weights.
+    void pack_int4(const Shape& shape, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Ahead& ahead) {
+        const int64_t offset = kv_head * shape.head_stride, open_offset = kv_head * shape.open_head_stride;
+        const char* channels = nullptr;  // whose scales are in channels_
+        const auto read_row = [&](const char* const* keys, int64_t plane, int64_t i) -> const F* {
+            const char* const here = tokens.channels[num_keys_ + i];
+            if (!keys[i] || !here) return read<T>(keys[i], open_offset + plane * shape.open_plane_stride, i);
+            if (!plane && here != channels) convert((const bf16*)((channels = here) + offset), channels_.data(), head_size_);
+            F* row = rows_.data() + i * columns_;
+            widen_int4((const uint8_t*)keys[i] + offset + plane * plane_stride_, head_size_ / 2, plane ? nullptr : channels_.data(), row);
+            return row;
+        };
+        for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
+            const char *const first = tokens.keys[num_keys_], *const last = tokens.keys[num_keys_ + LANES - 1], *const here = tokens.channels[num_keys_];
+            const bool are_of_one_block = first && last && here && here == tokens.channels[num_keys_ + LANES - 1];
+            if (IS_TURNED_AS_CODES && are_of_one_block && head_size_ % (2 * PANEL) == 0) {
+                convert((const bf16*)((channels = here) + offset), channels_.data(), head_size_);
+                add_codes((const uint8_t*)first + offset, shape.token_bytes(), ahead);
+            } else {
+                add(tokens.keys + num_keys_, shape.token_bytes(), read_row, ahead);
+            }
+            for (int64_t i = num_keys_; i < num_keys_ + LANES; ++i)
+                value_scales_[i] = !tokens.keys[i] ? 0 : !tokens.channels[i] ? 1 : to_float(*(const bf16*)(tokens.scales[i] + offset));
+        }
+    }
+
+    // Packs sixteen more tokens. read_row(keys, plane, i): the i-th of them.
+    template <class ReadRow>
+    void add(const char* const* tokens, int64_t token_bytes, const ReadRow& read_row, Ahead& ahead) {
         const F* rows[LANES];
-        const int64_t token_bytes = head_size_ * sizeof(K);
-        for (int64_t i = 0; i < LANES; ++i) rows[i] = read<K>(tokens[i], head_offset, i);
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = read_row(tokens, 0, i);
         F* columns = keys_.data() + num_keys_ / PANEL * key_panel_stride();
         transpose((const uint32_t* const*)rows, key_steps(), (uint32_t*)columns + num_keys_ % PANEL, PANEL);
         ahead.bring(LANES * token_bytes);
-        for (int64_t i = 0; i < LANES; ++i) rows[i] = read<K>(tokens[i], head_offset + plane_stride_, i);
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = read_row(tokens, 1, i);
         for (int64_t i = 0; i < LANES; i += DEPTH) {
             pack_values(rows + i, values_.data() + (num_keys_ + i) * PANEL);
             ahead.bring(DEPTH * token_bytes);
         }
+    }
+
+    // Packs sixteen more tokens of one block of INT4 with a quarter of the exchanges: keys are turned as codes, and each is looked
+    // up among the sixteen numbers that its channel has; so are values, among -8 to 7.
+    void add_codes(const uint8_t* codes, int64_t token_bytes, Ahead& ahead) {
+#if defined(__AVX512BF16__)
+        const int64_t half = head_size_ / 2;
+        const __m512 all = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+        uint32_t* columns = (uint32_t*)(keys_.data() + num_keys_ / PANEL * key_panel_stride()) + num_keys_ % PANEL;
+        turned_.resize(half / 4 * LANES);
+        const uint32_t* rows[LANES];
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = (const uint32_t*)(codes + i * half);
+        transpose(rows, half / 4, turned_.data(), LANES);
+        for (int64_t four = 0; four < half; four += 4) {
+            const __m512i bytes = _mm512_loadu_si512(turned_.data() + four / 4 * LANES);
+            for (int pair = 0; pair < 4; ++pair) {  // of the first half, or of the second, whose codes lie four bits higher
+                const int64_t channel = four + pair % 2 * 2 + pair / 2 * half;
+                const __m512i two = _mm512_and_si512(_mm512_srli_epi32(bytes, pair % 2 * 16 + pair / 2 * 4), _mm512_set1_epi32(0x0f0f));
+                const __m512i at = _mm512_or_si512(_mm512_or_si512(two, _mm512_slli_epi32(two, 8)), _mm512_set1_epi32(0x00100000));
+                const __m512 first = _mm512_mul_ps(all, _mm512_set1_ps(channels_[channel])), second = _mm512_mul_ps(all, _mm512_set1_ps(channels_[channel + 1]));
+                _mm512_storeu_si512(columns + channel / 2 * PANEL, _mm512_permutexvar_epi16(at, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
+            }
+        }
+        ahead.bring(LANES * token_bytes);
+        codes += plane_stride_;
+        const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(all, all), low = _mm512_set1_epi16(15);
+        for (int64_t i = 0; i < LANES; i += DEPTH, codes += DEPTH * half) {
+            for (int64_t at = 0; at < half; at += PANEL) {
+                const __m512i first = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + at)));
+                const __m512i second = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + half + at)));
+                const __m512i pairs[] = {_mm512_unpacklo_epi16(first, second), _mm512_unpackhi_epi16(first, second)};  // as in `interleave`
+                F* out = values_.data() + (num_keys_ + i) * PANEL + at / PANEL * value_panel_stride();
+                for (int j = 0; j < 2; ++j) {
+                    _mm512_storeu_si512(out + j * PANEL, _mm512_permutexvar_epi16(_mm512_and_si512(pairs[j], low), table));
+                    _mm512_storeu_si512(out + half / PANEL * value_panel_stride() + j * PANEL, _mm512_permutexvar_epi16(_mm512_srli_epi16(pairs[j], 4), table));
+                }
+            }
+            ahead.bring(DEPTH * token_bytes);
+        }
+#endif
     }
 
     void pack_values(const F* const* rows, bf16* out) { interleave(rows[0], rows[1], head_size_, out, value_panel_stride()); }
@@ -230,4 +332,6 @@ class Piece {
     Kept kept_ = PLAIN;
     float key_scales_[PIECE], value_scales_[PIECE];
     std::vector<F> keys_, values_, rows_;
+    std::vector<float> channels_;
+    std::vector<uint32_t> turned_;
 };

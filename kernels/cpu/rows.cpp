@@ -2,6 +2,7 @@
 // Each value is rounded to T where transformers rounds it, but for a rotation, which is rounded once.
 
 #include <algorithm>
+#include <limits>
 
 #include "dtypes.h"
 #include "threads.h"
@@ -69,6 +70,14 @@ struct Layer {
     int64_t page_stride, plane_stride, head_stride, block_size;
 };
 
+// Of INT4, a layer of blocks of the compute dtype, with strides in bytes as above, and their places by page.
+struct Open {
+    char* kv;
+    const int32_t* page_to_open;
+    int64_t page_stride, plane_stride, head_stride;
+    char* block(int64_t slot, int64_t block_size) const { return kv + page_to_open[slot / block_size] * page_stride; }
+};
+
 struct Heads {
     int64_t num_queries, num_kv, size;
 };
@@ -94,10 +103,87 @@ bf16 quantize(const T* head, int64_t size, float most, K* codes) {
     return scale;
 }
 
+// The extremes of some numbers, lane by lane, and what makes their scale NaN where one is infinity or NaN.
+struct Extremes {
+    Floats most = splat(-std::numeric_limits<float>::infinity()), most_negated = most, zeros = splat(0);
+
+    void add(Floats value) {
+        most = max(most, value);
+        most_negated = max(most_negated, splat(0) - value);
+        zeros = fma(value, splat(0), zeros);
+    }
+};
+
+// The scale of int4 codes, of which the number of the largest magnitude becomes -8.
+inline bf16 int4_scale(float most, float most_negated, float zero) {
+    bf16 scale;
+    from_float((most > most_negated ? most : 0 - most_negated) * -0.125f + zero, &scale);
+    return scale;
+}
+
+inline float divisor_of(bf16 scale) { return to_float(scale) != 0 ? to_float(scale) : 1; }
+
+// Divides a row and packs its codes, the first half in the low bits and the second in the high ones. divisors(i, count): of
+// the numbers from the i-th on.
+template <class T, class Divisors>
+void pack_int4(const T* row, int64_t size, const Divisors& divisors, uint8_t* out) {
+    const int64_t half = size / 2;
+    const auto divide = [&](int64_t i, int count, float* codes) {  // max takes the second operand for NaN
+        const Floats at_least = max(load_some(row + i, count) / divisors(i, count), splat(-8));
+        store(codes, splat(8) + round(splat(0) - max(splat(0) - at_least, splat(-7))));
+    };
+    for_columns(half, [&](int64_t i, int count) {
+        float low[LANES], high[LANES];
+        divide(i, count, low);
+        divide(half + i, count, high);
+        for (int j = 0; j < count; ++j) out[i + j] = uint8_t(int(low[j]) | int(high[j]) << 4);
+    });
+}
+
+// Quantizes the keys of a full block, channel by channel, and its values, token by token, both [block_size, size].
+template <class T>
+void close_head(const T* keys, const T* values, int64_t size, const Layer& layer, char* here, bf16* value_scales) {
+    const int64_t row_bytes = size / 2;
+    bf16* key_scales = (bf16*)(here + layer.block_size * row_bytes);
+    for_columns(size, [&](int64_t channel, int count) {
+        Extremes found;
+        for (int64_t token = 0; token < layer.block_size; ++token) found.add(load_some(keys + token * size + channel, count));
+        float most[LANES], most_negated[LANES], zeros[LANES];
+        store(most, found.most), store(most_negated, found.most_negated), store(zeros, found.zeros);
+        for (int i = 0; i < count; ++i) key_scales[channel + i] = int4_scale(most[i], most_negated[i], zeros[i]);
+    });
+    const auto of_channels = [&](int64_t channel, int count) {
+        float divisors[LANES] = {};
+        for (int i = 0; i < count; ++i) divisors[i] = divisor_of(key_scales[channel + i]);
+        return load(divisors);
+    };
+    for (int64_t token = 0; token < layer.block_size; ++token) {
+        const T* value = values + token * size;
+        Extremes found;
+        for_columns(size, [&](int64_t i, int count) { found.add(load_some(value + i, count)); });
+        value_scales[token] = int4_scale(largest(found.most), largest(found.most_negated), sum(found.zeros));
+        const Floats divisor = splat(divisor_of(value_scales[token]));
+        pack_int4(keys + token * size, size, of_channels, (uint8_t*)here + token * row_bytes);
+        pack_int4(value, size, [&](int64_t, int) { return divisor; }, (uint8_t*)here + layer.plane_stride + token * row_bytes);
+    }
+}
+
+// Quantizes the open block whose last slot this is into its page.
+template <class T>
+void close_block(const Heads& heads, const Layer& layer, const Open& open, int64_t slot) {
+    const char* from = open.block(slot, layer.block_size);
+    const int64_t page = slot / layer.block_size * layer.page_stride;
+    for (int64_t head = 0; head < heads.num_kv; ++head) {
+        const char* keys = from + head * open.head_stride;
+        const int64_t here = page + head * layer.head_stride;
+        close_head((const T*)keys, (const T*)(keys + open.plane_stride), heads.size, layer, layer.kv + here, (bf16*)(layer.scales + here));
+    }
+}
+
 // A token's row of queries, keys and values: queries are rotated in place, keys and values go to the token's slot.
 template <class T>
 void rotate_and_write(T* row, const T* query_norm, const T* key_norm, float eps, const float* cosines, const float* sines,
-                      Heads heads, const Layer& layer, int64_t slot) {
+                      Heads heads, const Layer& layer, const Open& open, int64_t slot) {
     for (int64_t head = 0; head < heads.num_queries + heads.num_kv; ++head) {
         T* here = row + head * heads.size;
         const T* norm = head < heads.num_queries ? query_norm : key_norm;
@@ -106,6 +192,7 @@ void rotate_and_write(T* row, const T* query_norm, const T* key_norm, float eps,
     }
     if (slot < 0) return;
     const int64_t page = slot / layer.block_size * layer.page_stride, offset = slot % layer.block_size;
+    char* const open_block = layer.kept == INT4 ? open.block(slot, layer.block_size) : nullptr;
     const T* keys = row + heads.num_queries * heads.size;
     for (int64_t head = 0; head < heads.num_kv; ++head)
         for (int64_t plane = 0; plane < 2; ++plane) {
@@ -117,6 +204,8 @@ void rotate_and_write(T* row, const T* query_norm, const T* key_norm, float eps,
                 *scale = quantize(from, heads.size, 127, (int8_t*)to);
             else if (layer.kept == FP8)
                 *scale = quantize(from, heads.size, 448, (fp8*)to);
+            else if (layer.kept == INT4)
+                std::memcpy(open_block + plane * open.plane_stride + head * open.head_stride + offset * heads.size * sizeof(T), from, heads.size * sizeof(T));
             else
                 std::memcpy(to, from, heads.size * sizeof(T));
         }
@@ -141,19 +230,29 @@ extern "C" void baton_gate(int dtype, const void* gate_up, int64_t num_rows, int
 }
 
 // qkv [rows, (num_queries + 2 * num_kv) * head_size], changed in place; query_norm, key_norm [head_size] or null;
-// cosines, sines [rows, head_size / 2]; kv and scales as in `Layer`; slots [rows], -1 for no write.
+// cosines, sines [rows, head_size / 2]; kv and scales as in `Layer`, open as in `Open`; slots [rows], -1 for no write. With INT4
+// a block whose last slot is written is then quantized.
 extern "C" void baton_rotate_and_write(int dtype, void* qkv, const void* query_norm, const void* key_norm, float eps,
                                        const float* cosines, const float* sines, int64_t num_rows,
                                        int64_t num_queries, int64_t num_kv, int64_t head_size, int kept, void* kv,
                                        void* scales, int64_t page_stride, int64_t plane_stride, int64_t head_stride,
-                                       int64_t block_size, const int64_t* slots) {
+                                       int64_t block_size, void* open, const int32_t* page_to_open,
+                                       int64_t open_page_stride, int64_t open_plane_stride, int64_t open_head_stride,
+                                       const int64_t* slots) {
     const Heads heads{num_queries, num_kv, head_size};
     const Layer layer{Kept(kept), (char*)kv, (char*)scales, page_stride, plane_stride, head_stride, block_size};
+    const Open blocks{(char*)open, page_to_open, open_page_stride, open_plane_stride, open_head_stride};
     const int64_t columns = (num_queries + 2 * num_kv) * head_size, half = head_size / 2;
-    FOR_DTYPE(dtype, for_each_row(num_rows, [&](int64_t row) {
-                  rotate_and_write((T*)qkv + row * columns, (const T*)query_norm, (const T*)key_norm, eps,
-                                   cosines + row * half, sines + row * half, heads, layer, slots[row]);
-              }))
+    FOR_DTYPE(dtype, {
+        for_each_row(num_rows, [&](int64_t row) {
+            rotate_and_write((T*)qkv + row * columns, (const T*)query_norm, (const T*)key_norm, eps,
+                             cosines + row * half, sines + row * half, heads, layer, blocks, slots[row]);
+        });
+        if (layer.kept == INT4)
+            for_each_row(num_rows, [&](int64_t row) {
+                if (slots[row] >= 0 && slots[row] % block_size == block_size - 1) close_block<T>(heads, layer, blocks, slots[row]);
+            });
+    })
 }
 
 RECORDABLE(baton_rms_norm)

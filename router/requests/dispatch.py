@@ -13,6 +13,7 @@ from router.observe.record import OK, RequestRecord, outcome_of
 from router.requests.admission import Admission
 from router.requests.flow import Flow, Order, Services
 from router.requests.outbox import Outbox
+from router.requests.public_prefixes import NO_PREFIXES
 from router.requests.quotas import Quotas
 from router.requests.tokenizing import PieceCache
 from router.requests.validator import Limits, ValidPrompt, encode, require_known, require_may_fit, valid_text, validate
@@ -166,7 +167,7 @@ class Dispatcher:
 
         Raises WorkerNotFound, too.
         """
-        pinned = replace(self._services, placement=self._services.placement.only(worker_id))
+        pinned = replace(self._services, placement=self._services.placement.only(worker_id), prefixes=NO_PREFIXES)
         return self._begin(request, time_left_s, pinned, NamespaceRoot(secrets.token_bytes(ROOT_BYTES)), ANYONE)
 
     async def tokenize(self, request: pb.TokenizeRequest, caller: Key = ANYONE) -> pb.TokenizeResponse:

@@ -24,6 +24,7 @@ from router.observe.timeline import Timeline
 from router.placement.placement import Placement
 from router.requests.answer import Answer, PromptAnswer
 from router.requests.outbox import Outbox
+from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
 from router.requests.replay import MAX_ATTEMPTS, Attempts, NextStep, Quarantine, Suspects, next_step
 from router.requests.tokenizing import PieceCache, TokenizerThreads
 from router.requests.validator import Limits, Prepared, ValidPrompt, ValidRequest, prepare
@@ -74,6 +75,7 @@ class Services:
     metrics: RequestMetrics
     renderer: Renderer = field(default_factory=NoRenderer)
     known: PieceCache = field(default_factory=PieceCache)
+    prefixes: PublicPrefixes = NO_PREFIXES
     attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
 
     async def render(self, prompt: ValidPrompt, limits: Limits) -> ValidPrompt:
@@ -171,7 +173,7 @@ class Flow:
 
         def work() -> tuple[float, Prepared]:
             self.timeline.begin_span("tokenize")
-            return clock(), prepare(valid, services.codec, order.limits, order.root, services.known)
+            return clock(), prepare(valid, services.codec, order.limits, order.root, services.known, services.prefixes)
 
         self.timeline.begin_span("wait_tokenizer")
         length = len(valid.prompt)
@@ -257,6 +259,7 @@ class Flow:
             raise AttemptFailed(WorkerLeaving(error.message)) from error
 
     def _begin(self, member: Member) -> worker_pb2.Begin:
+        public = self.prepared.public
         return worker_pb2.Begin(
             id=attempt_to_pb(self._attempt_id),
             namespace_root=self._order.root,
@@ -267,6 +270,8 @@ class Flow:
             block_addresses=self._services.placement.sources(self.prepared.keys, member),
             computes_all=not self._attempts.reads_cache,
             num_scored=self.prompt_answer.num_scored,
+            public_root=public.root if public else b"",
+            num_public_blocks=public.num_blocks if public else 0,
         )
 
     def _take(self, on_prompt: Callable[[], None], spans: list[pb.Span]) -> Take:

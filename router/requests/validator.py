@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
 from router.requests.tokenizing import PieceCache
 from text.chat import ROLES, Chat, Message, Rendered
 from text.codec import TextCodec
 from wire.convert import sampling_from_pb
 from wire.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from wire.ids import REQUEST_ID, BlockKey, NamespaceRoot, RequestId
-from wire.keys import cover
+from wire.keys import PublicPart, cover
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_TURNS
@@ -59,7 +60,7 @@ class ValidRequest:
 class Prepared:
     """A request ready for workers. `keys` name all blocks of the prompt, a partly filled last one included.
 
-    held_keys: the ones that a decode worker fetches.
+    held_keys: the ones that a decode worker fetches. public: the part whose names are no tenant's.
     echo: the prompt's text, if it was asked for. shown: special tokens that are part of the answer's text.
     """
 
@@ -69,6 +70,7 @@ class Prepared:
     held_keys: tuple[BlockKey, ...]
     echo: str = ""
     shown: Sequence[str] = ()
+    public: PublicPart | None = None
 
 
 def validate(message: pb.GenerateRequest, limits: Limits) -> ValidRequest:
@@ -104,7 +106,14 @@ def require_may_fit(prompt: ValidPrompt, codec: TextCodec, limits: Limits) -> No
         _require_room(codec.min_tokens(text, limits.max_sequence_len), limits, "at least ")
 
 
-def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: NamespaceRoot, known: PieceCache) -> Prepared:
+def prepare(
+    valid: ValidRequest,
+    codec: TextCodec,
+    limits: Limits,
+    root: NamespaceRoot,
+    known: PieceCache,
+    prefixes: PublicPrefixes = NO_PREFIXES,
+) -> Prepared:
     """Tokenizes, draws a seed if none was given, names the blocks. Raises InvalidRequest if it does not fit.
 
     May be called on any thread; takes as long as the text is.
@@ -112,14 +121,15 @@ def prepare(valid: ValidRequest, codec: TextCodec, limits: Limits, root: Namespa
     encoded = encode(valid.prompt, codec, root, known)
     sampling = resolve(valid, encoded, limits, secrets.randbits(SEED_BITS))
     prompt_ids = tuple(encoded)
-    names = cover(root, prompt_ids, limits.layout.block_size)
+    public = prefixes.part_of(prompt_ids, limits.layout.block_size)
+    names = cover(root, prompt_ids, limits.layout.block_size, public)
     keys = tuple(name.key for name in names)
     behind = limits.layout.behind(len(prompt_ids))
     held_keys = keys[: behind.start] + keys[behind.stop :]
     echo = _echo(valid, prompt_ids, codec) if sampling.echo else ""
     marks = valid.prompt.call_marks if isinstance(valid.prompt, Rendered) else ()
     shown = marks if sampling.skip_special_tokens else codec.special_tokens
-    return Prepared(prompt_ids, sampling, keys, held_keys, echo, shown)
+    return Prepared(prompt_ids, sampling, keys, held_keys, echo, shown, public)
 
 
 def _echo(valid: ValidRequest, prompt_ids: Sequence[int], codec: TextCodec) -> str:

@@ -21,13 +21,15 @@ from tests.router.fake_cluster import CONFIG, FakeCluster
 pytestmark = pytest.mark.clients
 PROGRAMS = Path(__file__).parent
 TIMEOUT_S = 60
+INVALID_ARGUMENT = 3
+"""As gRPC numbers it; the exit code of buf is eight times that."""
 
 
 class Served:
-    """A gateway on a port, and the texts that its cluster answers."""
+    """Addresses of a gateway and of its router, and the texts that the cluster answers."""
 
-    def __init__(self, address: str, chat: str, text: str) -> None:
-        self.address, self.chat, self.text = address, chat, text
+    def __init__(self, address: str, grpc: str, chat: str, text: str) -> None:
+        self.address, self.grpc, self.chat, self.text = address, grpc, chat, text
 
     async def run(self, program: str) -> Any:
         """Runs a program against the gateway; returns what it prints."""
@@ -35,13 +37,14 @@ class Served:
         printed = await self.output(str(python), str(PROGRAMS / program), f"http://{self.address}/v1")
         return json.loads(printed.splitlines()[-1])  # litellm prints advice before
 
-    async def output(self, *command: str) -> str:
+    async def output(self, *command: str, exit_code: int = 0) -> str:
+        """Returns what a command prints, of one that fails its errors."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = await asyncio.to_thread(
             subprocess.run, command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert done.returncode == exit_code, done.stderr
+        return done.stderr if exit_code else done.stdout
 
 
 @pytest.fixture
@@ -55,7 +58,7 @@ async def served() -> AsyncIterator[Served]:
     async with AsyncClient(addresses.public) as client:
         chat = await client.generate([Message(role="user", content="hello")], max_tokens=6, seed=1)
         text = await client.generate("hello", max_tokens=6, seed=1)
-    yield Served(address, chat.text, text.text)
+    yield Served(address, addresses.public, chat.text, text.text)
     await actor.stop()
     await router.stop()
 
@@ -103,6 +106,34 @@ async def test_node(served: Served) -> None:
         "vercelStreamed": served.chat,
         "tokens": 6,
     }
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
+async def test_buf_curl(served: Served) -> None:
+    """Knows the messages by reflection, and sends what curl would over HTTP/2 to the gRPC port."""
+    service = f"http://{served.grpc}/baton.v1.Inference"
+    buf = str(Path(os.environ["BATON_CLIENTS_VENV"]) / "node_modules/.bin/buf")
+    [listed] = messages_of(await served.output(buf, "curl", "--protocol", "grpc", f"{service}/ListModels"))
+    assert [model["name"] for model in listed["models"]] == ["fake"]
+    ask = (buf, "curl", "--protocol", "grpc", f"{service}/Generate", "-d")
+    sampling = {"maxTokens": 6, "seed": 1}
+    streamed = messages_of(await served.output(*ask, json.dumps({"text": "hello", "samplingParams": sampling})))
+    assert "".join(one["chunk"].get("text", "") for one in streamed[:-1]) == served.text
+    assert streamed[-1]["complete"]["usage"]["completionTokens"] == 6
+    hot = {"text": "hello", "samplingParams": {"temperature": 3}}
+    refused = json.loads(await served.output(*ask, json.dumps(hot), exit_code=INVALID_ARGUMENT << 3))
+    assert refused["code"] == "invalid_argument"
+    assert "temperature" in refused["message"]
+
+
+def messages_of(printed: str) -> list[Any]:
+    """Reads one JSON value after another."""
+    found, decoder = [], json.JSONDecoder()
+    while printed := printed.strip():
+        value, end = decoder.raw_decode(printed)
+        found.append(value)
+        printed = printed[end:]
+    return found
 
 
 async def test_curl(served: Served) -> None:

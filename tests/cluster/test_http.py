@@ -1,4 +1,4 @@
-"""HTTP of a real cluster, with the demo model: curl's requests, and the death of the gateway."""
+"""HTTP of a real cluster, with the demo model: curl's requests, and the death of gateways."""
 
 import json
 import os
@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.baton_service import num_in_use
@@ -32,7 +33,7 @@ def test_curl_is_answered_and_a_gateway_that_dies_comes_back(tmp_path: Path) -> 
         assert cluster.generate(tokens)["text"].strip() == "77."
         assert "baton_generation_tokens_total" in curl(address, "/metrics")
 
-        cluster.actor("gateway").kill()
+        cluster.actor("gateway-0").kill()
         wait_until(lambda: curl(address, "/ready", check=False) == "{}", "the gateway is back")
         assert json.loads(curl(address, "/v1/chat/completions", chat))["usage"]["prompt_tokens"]
         assert cluster.status()["http_address"] == address
@@ -54,7 +55,7 @@ def test_a_gateway_that_dies_under_load_takes_its_own_requests_and_no_others(tmp
             wait_until(lambda: cluster.status()["num_running"] == len(orphans), "the gateway's requests run")
             others = [cluster.start("generate", "--token-ids", *asked) for _ in range(2)]
             wait_until(lambda: cluster.status()["num_running"] == len(orphans) + len(others), "the others run, too")
-            cluster.actor("gateway").kill()
+            cluster.actor("gateway-0").kill()
             assert not [one for one in orphans if "[DONE]" in one.result()]
         wait_until(lambda: cluster.status()["num_running"] <= len(others), "the orphans are gone")
         assert [other.poll() for other in others] == [None] * len(others), "the orphans would have ended by themselves"
@@ -66,7 +67,57 @@ def test_a_gateway_that_dies_under_load_takes_its_own_requests_and_no_others(tmp
     assert cluster.left_behind() == []
 
 
+def test_of_two_gateways_one_may_die_under_load(tmp_path: Path) -> None:
+    cluster = ServedCluster(f"m{os.getpid()}", tmp_path)
+    cluster.do("up", "--prefill", "1", "--decode", "1", "--gateways", "2", "--grpc-port", "0", "--redis-url", "off")
+    try:
+        status = cluster.status()
+        address = status["http_address"]
+        pids = {one["id"]: one["pid"] for one in status["gateways"]}
+        assert list(pids) == ["gateway-0", "gateway-1"]
+        asked = (",".join(map(str, range(40, 90))), "--json", "--max-tokens", "1500", "--ignore-eos")
+        expected = json.loads(cluster.do("generate", "--token-ids", *asked))["token_ids"]
+        long = {"prompt": QUESTION, "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True}
+        with ThreadPoolExecutor(10) as threads:
+            streams = [threads.submit(curl, address, "/v1/completions", long, check=False) for _ in range(8)]
+            other = cluster.start("generate", "--token-ids", *asked)
+            wait_until(lambda: cluster.status()["num_running"] == len(streams) + 1, "all requests run")
+            wait_until(
+                lambda: sum(open_requests(curl(address, "/metrics")).values()) == len(streams) + 1,
+                "a page of metrics tells of all streams, and of its own request",
+            )
+            num_orphans = num_clients(pids["gateway-1"], address)
+            cluster.actor("gateway-1").kill()
+            num_whole = sum("[DONE]" in stream.result() for stream in streams)
+        assert num_whole == len(streams) - num_orphans
+        assert json.loads(other.communicate(timeout=60)[0])["token_ids"] == expected
+        assert "data: [DONE]" in curl(address, "/v1/completions", {**long, "max_tokens": 2})
+        wait_until(lambda: all(one["is_alive"] for one in cluster.status()["gateways"]), "the gateway is replaced")
+        status = cluster.status()
+        assert (status["http_address"], status["gateways"][0]["pid"]) == (address, pids["gateway-0"])
+        assert status["gateways"][1]["pid"] != pids["gateway-1"]
+        wait_until(lambda: len(open_requests(curl(address, "/metrics"))) == 2, "both tell their metrics")
+        wait_until(lambda: not num_in_use(cluster.status()), "all pages, leases and holds are given back")
+        cluster.do("status", "--check")
+    finally:
+        cluster.run("down")
+    assert cluster.left_behind() == []
+
+
+def num_clients(pid: int, address: str) -> int:
+    """Connections of clients to a gateway."""
+    port = int(address.rpartition(":")[2])
+    connections = psutil.Process(pid).net_connections("tcp")
+    return sum(one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED for one in connections)
+
+
+def open_requests(page: str) -> dict[str, float]:
+    """Requests under way by gateway."""
+    lines = [line for line in page.splitlines() if line.startswith("baton_http_open_requests{")]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+
 def curl(address: str, path: str, body: Any = None, *, check: bool = True) -> str:
     data = ["-H", "Content-Type: application/json", "-d", json.dumps(body)] if body is not None else []
-    command = ["curl", "--silent", "--show-error", "--max-time", "30", *data, f"http://{address}{path}"]
+    command = ["curl", "--silent", "--show-error", "--max-time", "60", *data, f"http://{address}{path}"]
     return subprocess.run(command, capture_output=True, text=True, check=check).stdout

@@ -1,5 +1,6 @@
 """Keys of a real cluster with TLS: made, shown, revoked, and kept by a router that comes back."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from tests.cluster.served_cluster import ServedCluster, wait_until
 
 pytestmark = pytest.mark.cluster
 AUTHORITY = Authority.make()
+PUBLIC = "The old farmer walks to the market with his dog, and the dog walks behind the farmer to the market."
 BODY = '{"prompt": "hello", "max_tokens": 1}'
 
 
@@ -19,7 +21,7 @@ def test_keys_made_while_the_cluster_runs_hold_at_both_doors_and_after_a_restart
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("BATON_API_KEY", raising=False)
-    cluster = ServedCluster(f"k{os.getpid()}", tmp_path)
+    cluster, cached = ServedCluster(f"k{os.getpid()}", tmp_path), []
 
     def key(*arguments: str) -> str:
         command = [sys.executable, "-m", "deploy.cli", "key", *arguments, "--name", cluster.name]
@@ -30,7 +32,11 @@ def test_keys_made_while_the_cluster_runs_hold_at_both_doors_and_after_a_restart
     for name, text in (("cert", door.certificate_pem), ("key", door.key_pem), ("ca", AUTHORITY.certificate_pem)):
         (tmp_path / name).write_text(text)
     tls = ("--tls-cert", str(tmp_path / "cert"), "--tls-key", str(tmp_path / "key"))
-    cluster.do("up", "--prefill", "0", "--decode", "1", "--grpc-port", "0", "--redis-url", "off", *tls)
+    config = tmp_path / "public.toml"
+    config.write_text(f'[router]\npublic_prefixes = ["{PUBLIC}"]\n')
+    cluster.do(
+        "up", "--config", str(config), "--prefill", "0", "--decode", "1", "--grpc-port", "0", "--redis-url", "off", *tls
+    )
     try:
         address = cluster.status()["http_address"]
         assert status_of(address, "") == "000", "the certificate is not trusted yet"
@@ -42,7 +48,19 @@ def test_keys_made_while_the_cluster_runs_hold_at_both_doors_and_after_a_restart
         assert [status_of(address, shown) for shown in ("", text[:-1], text)] == ["401", "401", "200"]
         monkeypatch.setenv("BATON_API_KEY", text)
         assert ServedCluster(cluster.name, tmp_path).do("generate", "hello", "--max-tokens", "1")
-        for actor in ("router", "gateway"):
+        monkeypatch.setenv("BATON_OTHER_API_KEY", key("create", "--tenant", "globex"))
+        told = ServedCluster(cluster.name, tmp_path).do("doctor")
+        assert "nor by a key of globex" in told
+        assert "the ports' certificates are good until" in told
+        for name in ("BATON_API_KEY", "BATON_OTHER_API_KEY"):
+            monkeypatch.setenv("BATON_API_KEY", os.environ[name])
+            told = ServedCluster(cluster.name, tmp_path).do(
+                "generate", f"{PUBLIC} {name}", "--max-tokens", "1", "--json"
+            )
+            cached.append(sum(json.loads(told)["usage"]["cached_tokens"].values()))
+        assert cached[0] == 0 < cached[1], "the second tenant finds the public part"
+        monkeypatch.setenv("BATON_API_KEY", text)
+        for actor in ("router", "gateway-0"):
             cluster.actor(actor).kill()
         wait_until(lambda: status_of(address, text) == "200", "router and gateway are back")
         assert status_of(address, "") == "401"

@@ -15,7 +15,7 @@ from kv_store.tiers.memory_tier import MemoryTier
 from tests.pair import ROOT, Node, drive, make_core, request, serve
 from wire.errors import InvalidRequest, RequestExists
 from wire.ids import RequestId
-from wire.keys import KeyChain
+from wire.keys import NameChain
 from wire.layout import KVLayout
 from wire.sampling import FinishReason, SamplingParams
 
@@ -365,13 +365,13 @@ def test_a_block_is_named_when_it_is_full(model: HashModel, monkeypatch: pytest.
     while core.stats().generated_tokens < 2:
         core.step()
     extended: list[int] = []
-    extend = KeyChain.extend
+    extend = NameChain.extend
 
-    def watched(chain: KeyChain, tokens: Sequence[int]) -> None:
+    def watched(chain: NameChain, tokens: Sequence[int]) -> None:
         extended.append(len(tokens))
         extend(chain, tokens)
 
-    monkeypatch.setattr(KeyChain, "extend", watched)
+    monkeypatch.setattr(NameChain, "extend", watched)
     for _ in range(7):
         core.step()
     assert extended == []

@@ -1,6 +1,7 @@
 """The decoder over paged KV gives, token by token, what transformers gives."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,24 @@ def swap_blocks(run: PagedRun) -> None:
     """Of two prompts: attention over two blocks of one prompt would be the same in any order."""
     first, second = run.rows[0].pages[4], run.rows[1].pages[42]
     run.kv[[first, second]] = run.kv[[second, first]]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_running_ahead_gives_the_tokens_of_step_by_step(checkpoint: Checkpoints, backend: str) -> None:
+    """Sequences begin with one and with several known tokens, and run over the ends of pages."""
+    model = Decoder.load(checkpoint("llama-gqa"), "float32", CPU, 16, make_backend(backend))
+    prompts = [choose_prompt(checkpoint("llama-gqa"), length).prompt_ids for length in (15, 17, 100)]
+    run = PagedRun(model, prompts, 60)
+    run.prefill(700)
+    known = [list(row.tokens) for row in run.rows]
+    expected = [output[1:] for output in run.decode(41)]
+    for row, tokens, num_again in zip(run.rows, known, (1, 1, 4), strict=True):
+        row.tokens, row.num_computed = tokens, len(tokens) - num_again
+    batch = run.batch([(row, len(row.tokens) - row.num_computed) for row in run.rows])
+    every = replace(batch, sample_rows=torch.arange(len(batch.token_ids)))
+    for one in (batch, every):
+        drawn = model.run_ahead(one, KVPages(run.kv, run.scales), 40)
+        assert drawn.T.tolist() == expected
 
 
 def test_sharded_weights_are_the_same_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -1,18 +1,21 @@
 """A draft model: its guesses are those of its own text, whatever was accepted, and its failures cost no request."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.core import EngineCore
 from engine.model.batch import Batch
+from engine.model.decoder import Decoder
 from engine.model.draft_proposer import MAX_CATCH_UP, DraftProposer
 from engine.model.hash_model import HashModel
 from engine.sequence import Sequence
 from engine.speculation import Speculator
 from kernels.backend import KVPages
+from tests.paged_run import generate
 from tests.pair import drive, make_core, request, serve
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams
@@ -100,6 +103,27 @@ def test_a_long_prompt_takes_several_steps() -> None:
     assert [long in guesses for guesses in first] == [False, False, True, True]
     assert all([*guesses[short]] == MODEL.oracle(PROMPT, 2) for guesses in first)
     assert [*first[-1][long]] == MODEL.oracle(prompt, 2)
+
+
+def test_a_draft_with_windows_computes_what_they_reach(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guesses after a long prompt, and after many tokens at once, are those of the model on all of the text."""
+    model = Decoder.load(checkpoint("mistral-window"), None, torch.device("cpu"), 16)
+    text = tuple(random.Random(3).choices(range(model.vocab_size), k=400))
+    sequence, proposer, num_tokens = sequence_of(text[:200]), DraftProposer(model, 64), list[int]()
+    proposer.pool.kv.data.fill_(torch.nan)  # of pages that are passed over
+    run_ahead = model.run_ahead
+
+    def counted(batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
+        num_tokens.append(len(batch.token_ids))
+        return run_ahead(batch, kv, num_runs)
+
+    monkeypatch.setattr(model, "run_ahead", counted)
+    for num_known in (200, 201, 400):
+        sequence.output_ids = [*text[200:num_known]]
+        assert [[*proposer.propose({sequence: 5})[sequence]]] == generate(model, [text[:num_known]], 5)
+    assert num_tokens == [2 * 63 + 1, 1, 2 * 63 + 1]
 
 
 def test_without_pages_it_guesses_nothing_and_goes_on_once_there_are_some() -> None:

@@ -1,5 +1,5 @@
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.core import EngineCore
 from engine.events import Drafted, Failed, Finished
 from engine.model.batch import Batch
+from engine.model.draft_proposer import DraftProposer
 from engine.model.hash_model import HashModel
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
@@ -46,6 +47,11 @@ Told = dict[tuple[str, int], list[tuple[int, Logprobs | None]]]
 
 def ngram() -> Speculator:
     return Speculator(NgramProposer())
+
+
+def drafted() -> Speculator:
+    """The draft is the model itself: it comes true where the likeliest token is drawn."""
+    return Speculator(DraftProposer(FEW, 256))
 
 
 def told(core: EngineCore, requests: Seq[EngineRequest]) -> Told:
@@ -92,7 +98,8 @@ def test_among_sixteen_and_preempted() -> None:
     assert core.stats().num_preemptions > 0
 
 
-def test_after_a_hand_off_and_from_each_tier() -> None:
+@pytest.mark.parametrize("guessing", [ngram, drafted])
+def test_after_a_hand_off_and_from_each_tier(guessing: Callable[[], Speculator]) -> None:
     sampling = PARAMS["four"]
     prompts = [tuple(random.Random(number).choices(range(4), k=50 + number)) for number in range(4)]
     expected = [serve(make_core(FEW), prompt, sampling).outputs for prompt in prompts]
@@ -101,7 +108,7 @@ def test_after_a_hand_off_and_from_each_tier() -> None:
     first = make_core(FEW, node)
     held = []
     for core in (first, first, make_core(FEW, node)):  # computed, hit on the device, hit in the arena
-        decode = make_core(FEW, node, speculator=ngram())
+        decode = make_core(FEW, node, speculator=guessing())
         handed = prefill(core, prompts, sampling)
         assert [run.outputs for run in resume(decode, handed)] == expected
         assert decode.stats().num_accepted_tokens > 0
@@ -111,7 +118,9 @@ def test_after_a_hand_off_and_from_each_tier() -> None:
     restarted = Node(FEW, cold=cold)
     handed = prefill(make_core(FEW, restarted), prompts, sampling)
     assert {*handed[0].fetched[0].found} == {"redis"}
-    assert [run.outputs for run in resume(make_core(FEW, restarted, speculator=ngram()), handed)] == expected
+    decode = make_core(FEW, restarted, speculator=guessing())
+    assert [run.outputs for run in resume(decode, handed)] == expected
+    assert decode.stats().num_accepted_tokens > 0
 
 
 def test_blocks_that_decode_filled_with_guesses_are_right() -> None:

@@ -22,7 +22,7 @@ from kernels.cpu.library import best_isa
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.kernels.backends import make_backend
-from tests.pair import Node, make_core, prefill, request, rest_of
+from tests.pair import Node, Run, make_core, prefill, request, rest_of
 from tests.proposers import seer
 from wire.ids import RequestId
 from wire.sampling import Logprobs, SamplingParams
@@ -34,8 +34,10 @@ SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_e
 ARCHITECTURES = (("llama-gqa", "full"), ("mistral-window", "full"), ("qwen3", "full"), ("llama-gqa", "sinks=4+60"))
 """Checkpoints, and the KV policies to serve them with."""
 MODELS = [
-    *[(best_isa(), dtype, kept) for dtype, kept in (("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8"))],
-    *[("torch", dtype, kept) for dtype, kept in (("bfloat16", "auto"), ("float32", "auto"), ("float32", "fp8"))],
+    *[(best_isa(), "bfloat16", kept) for kept in ("auto", "int8", "int4")],
+    (best_isa(), "float32", "auto"),
+    *[("torch", "float32", kept) for kept in ("auto", "fp8", "int4")],
+    ("torch", "bfloat16", "auto"),
 ]
 """Kernels, compute dtype and KV dtype."""
 
@@ -179,8 +181,8 @@ def test_preempted(model: Decoder, alone: Alone) -> None:
 @pytest.mark.parametrize("error_rate", [0.0, 0.2, 1.0])
 def test_with_guesses(model: Decoder, alone: Alone, error_rate: float) -> None:
     """One by one, so that drafts are long, then among seven; with a fifth of the guesses wrong."""
-    outputs = {prompt(key[0]): [[token_id for token_id, _ in alone[key]]] for key in alone if key[1] is SEEDED}
     keys, requests = asked(range(7))
+    outputs = {prompt(key[0]): [[token_id for token_id, _ in alone[key]]] for key in keys}
     for size in (1, 7):
         core = make_core(model, num_blocks=512, speculator=seer(outputs, error_rate))
         for place in range(0, 7, size):
@@ -203,6 +205,29 @@ def test_with_a_draft_model(model: Decoder, alone: Alone, draft: Decoder, num_pa
             assert Crowd(core).run(asked(range(7))[1][place : place + size], steps) == expected[place : place + size]
         assert 0 < core.stats().num_accepted_tokens < core.stats().num_guessed_tokens
         assert proposer.pool.ledger.num_allocatable == num_pages
+
+
+def test_with_a_draft_model_from_each_tier(model: Decoder, alone: Alone, draft: Decoder) -> None:
+    """Handed over once prefill computed the prompts, and found them on its device, in the arena, in the cold tier."""
+    cold, prompts = MemoryTier(model.layout), [prompt(index) for index in range(7)]
+    node = Node(model, cold=cold)
+    first = make_core(model, node, 512)
+    runs: list[Run] = []
+    for core, tier in ((first, None), (first, "device"), (make_core(model, node, 512), "host"), (None, "redis")):
+        if core is None:
+            node.release(runs)
+            node.write_all_cold()
+            node = Node(model, cold=cold)
+            core = make_core(model, node, 512)
+        handed = prefill(core, prompts, GREEDY)
+        assert {*handed[-1].fetched[0].found} == ({tier} if tier else set())
+        decode = make_core(model, node, 512, speculator=Speculator(DraftProposer(draft, 512)))
+        outputs = Crowd(decode).run([rest_of(run) for run in handed])
+        assert outputs == [alone[index, GREEDY][1:] for index in range(7)]
+        num_left = sum(len(one) % 16 for one in prompts) if model.layout.has_open_blocks else 0  # tails do not travel
+        assert decode.stats().computed_prompt_tokens == num_left
+        assert decode.stats().num_accepted_tokens > 0
+        runs += handed
 
 
 def test_with_guesses_while_another_prompt_comes_in(model: Decoder, alone: Alone) -> None:

@@ -20,6 +20,7 @@ from baton.request import (
 )
 from baton.results import Model, Tokens
 from gateway.app import Gateway
+from gateway.metrics import Metrics
 from router.config import RouterConfig
 from router.ports.interceptors import credentials_of
 from router.requests.dispatch import OpenRequest
@@ -122,7 +123,7 @@ class LocalGateway:
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
         self.client = LocalClient(cluster.router)
-        self.app = Gateway([self.client], KeyRing(cluster.router.config.keys))
+        self.app = Gateway([self.client], KeyRing(cluster.router.config.keys), Metrics())
         self.gone = asyncio.Event()
 
     async def get(self, path: str) -> Answer:

@@ -12,7 +12,8 @@ import pytest
 from gateway import app as app_module
 from gateway import exchange
 from gateway.app import Gateway
-from tests.gateway.local_gateway import LocalGateway, serving
+from gateway.metrics import Metrics
+from tests.gateway.local_gateway import LocalClient, LocalGateway, serving
 from tests.router.fake_cluster import CONFIG, until
 from wire.errors import Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
@@ -44,6 +45,20 @@ async def test_names_of_one_model() -> None:
         assert (await gateway.get("/v1/models/b")).json["id"] == "b"
         answers = [(await gateway.post(COMPLETIONS, {**BODY, **named})).json for named in ({}, {"model": "b"})]
         assert [one["model"] for one in answers] == ["fake", "b"]
+
+
+async def test_the_served_model_is_asked_for_once(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_asked, list_models = 0, gateway.client.list_models
+
+    async def count(_: object) -> Any:
+        nonlocal num_asked
+        num_asked += 1
+        return await list_models()
+
+    monkeypatch.setattr(LocalClient, "list_models", count)
+    answers = [await gateway.post(COMPLETIONS, BODY) for _ in range(3)]
+    assert [one.json["model"] for one in answers] == ["fake"] * 3
+    assert num_asked == 1
 
 
 @pytest.mark.parametrize("name", ["other", "..%2f..%2fetc%2fpasswd", "", "m" * 10_240, "fake ", "FAKE", "fake%00"])
@@ -269,7 +284,7 @@ async def test_signs_of_life(gateway: LocalGateway) -> None:
     assert (await gateway.get("/ready")).json == {}
     assert (await gateway.get("/version")).json == {"version": "1.0.0"}
     metrics = await gateway.get("/metrics")
-    assert b'baton_http_requests_total{path="/health",status="200"} 1.0' in metrics.body
+    assert b'baton_http_requests_total{gateway="gateway-0",path="/health",status="200"} 1.0' in metrics.body
     assert metrics.headers["content-type"].startswith("text/plain")
 
 
@@ -283,7 +298,7 @@ async def metrics_before(gateway: LocalGateway, answer: bytes) -> bytes:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        gateway.app = Gateway([gateway.client], KeyRing(), f"{host}:{port}")
+        gateway.app = Gateway([gateway.client], KeyRing(), Metrics(router_address=f"{host}:{port}"))
         return (await gateway.get("/metrics")).body
 
 
@@ -296,7 +311,7 @@ async def test_the_routers_metrics_come_past_any_proxy(gateway: LocalGateway, mo
 
 
 async def test_metrics_of_a_router_that_answers_no_http(gateway: LocalGateway) -> None:
-    assert b"baton_http_open_requests 1.0" in await metrics_before(gateway, b"junk\r\n\r\n")
+    assert b'baton_http_open_requests{gateway="gateway-0"} 1.0' in await metrics_before(gateway, b"junk\r\n\r\n")
 
 
 async def test_a_router_that_is_away(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:

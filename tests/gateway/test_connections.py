@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -292,11 +293,70 @@ async def test_requests_in_one_write_are_answered_in_turn(served: Served) -> Non
     await until(lambda: served.app.num_requests == 3)
 
 
+async def test_a_burst_of_requests_begins_a_few_in_a_turn(served: Served) -> None:
+    clients = [await served.connect() for _ in range(10 * connections.MAX_HEADS_A_TURN)]
+    begun = [0]
+
+    async def watch() -> None:
+        while True:
+            begun.append(served.app.num_requests)
+            await asyncio.sleep(0)  # a turn
+
+    watching = asyncio.create_task(watch())
+    for num_bursts in (1, 2):
+        for client in clients:
+            client.writer.write(GET)
+        assert {await client.status() for client in clients} == {200}
+        for client in clients:
+            await client.reader.readuntil(b"0\r\n\r\n")
+        assert served.app.num_requests == num_bursts * len(clients)
+    watching.cancel()
+    # Between two looks lie the end of one turn and the beginning of another.
+    assert max(later - earlier for earlier, later in pairwise(begun)) <= 2 * connections.MAX_HEADS_A_TURN
+
+
+async def test_a_body_that_came_while_its_head_waited_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_HEADS_A_TURN", 1)
+    clients = [await served.connect() for _ in range(5)]
+    for client in clients:
+        client.writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n" + bytes(200_000))
+    assert [await client.status() for client in clients] == [200] * 5
+    assert len(served.app.body) == 5 * 200_000
+
+
 async def test_requests_that_wait_on_a_connection_are_bounded(served: Served) -> None:
     client = await served.connect(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n" + GET * (connections.MAX_PIPELINED + 1))
     assert await client.is_closed()
     await until(lambda: served.app.left)
     await served.require_unharmed()
+
+
+async def test_servers_share_a_port() -> None:
+    one, other = App(), App()
+    first, second = HttpServer(one), HttpServer(other)
+    port = int((await first.start("127.0.0.1", 0)).rpartition(":")[2])
+    assert await second.join("127.0.0.1", port) == f"127.0.0.1:{port}"
+    served = Served(one, port)
+    async with asyncio.timeout(WAIT_S):
+        while not (one.num_requests and other.num_requests):
+            await served.require_unharmed()
+    with pytest.raises(ConfigError):  # another cluster's would share its requests, too
+        await HttpServer(App()).start("127.0.0.1", port)
+    await first.stop()
+    before = other.num_requests
+    for _ in range(20):
+        await served.require_unharmed()
+    assert other.num_requests == before + 20
+    again = HttpServer(one)
+    await again.join("127.0.0.1", port)
+    await served.close()
+    await again.stop()
+    await second.stop()
+
+
+async def test_the_port_of_another_program_cannot_be_joined() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError):
+        await HttpServer(App()).join("127.0.0.1", other.getsockname()[1])
 
 
 async def test_a_port_in_use_is_a_matter_of_configuration(served: Served) -> None:

@@ -9,7 +9,7 @@ import pytest
 from baton.request import Message
 from gateway import app as app_module
 from gateway import completions, generation
-from gateway.generation import Generation, ToldRoom
+from gateway.generation import EchoLimit, Generation
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
 from tests.router.fake_cluster import until
 from wire.errors import Overloaded
@@ -191,15 +191,15 @@ async def test_an_echo_has_bounds(gateway: LocalGateway) -> None:
 
 async def test_whole_echoes_with_logprobs_take_turns(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = 3 * len(PROMPT)
-    monkeypatch.setattr(generation, "MAX_TOLD_TOKENS", bound)
+    monkeypatch.setattr(generation, "MAX_ECHOED_TOKENS", bound)
     under_way: list[int] = []
     sums: list[int] = []
 
     async def watched(asked: Generation, *parts: Any) -> bytes:
-        under_way.append(asked.num_told)
+        under_way.append(asked.num_echoed)
         sums.append(sum(under_way))
         answered = await generation.answer(asked, *parts)
-        under_way.remove(asked.num_told)
+        under_way.remove(asked.num_echoed)
         return answered
 
     monkeypatch.setattr(app_module, "answer", watched)
@@ -212,28 +212,28 @@ async def test_whole_echoes_with_logprobs_take_turns(gateway: LocalGateway, monk
 
 
 async def test_a_larger_echo_than_fits_is_alone(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_TOLD_TOKENS", 1)
+    monkeypatch.setattr(generation, "MAX_ECHOED_TOKENS", 1)
     monkeypatch.setattr(generation, "MAX_TURN_S", 0.01)
     body = {"prompt": PROMPT, "max_tokens": 2, "echo": True, "logprobs": 0}
-    async with gateway.app.told.taken(1):
+    async with gateway.app.echo_limit.taken(1):
         assert (await gateway.post(COMPLETIONS, body)).status == 429
         for other in ({**body, "logprobs": None}, {**body, "echo": False}, {**body, "stream": True}):
             assert (await gateway.post(COMPLETIONS, other)).status == 200
     monkeypatch.undo()
-    monkeypatch.setattr(generation, "MAX_TOLD_TOKENS", 1)
+    monkeypatch.setattr(generation, "MAX_ECHOED_TOKENS", 1)
     assert (await gateway.post(COMPLETIONS, body)).status == 200
 
 
 async def test_an_echo_that_waits_for_room_is_before_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_TOLD_TOKENS", 3)
-    room, began = ToldRoom(), list[int]()
+    monkeypatch.setattr(generation, "MAX_ECHOED_TOKENS", 3)
+    room, began = EchoLimit(), list[int]()
 
-    async def take(num_told: int) -> None:
-        async with room.taken(num_told):
-            began.append(num_told)
+    async def take(num_echoed: int) -> None:
+        async with room.taken(num_echoed):
+            began.append(num_echoed)
 
     async with room.taken(2):
-        waiting = [asyncio.create_task(take(num_told)) for num_told in (3, 2, 1)]
+        waiting = [asyncio.create_task(take(num_echoed)) for num_echoed in (3, 2, 1)]
         await asyncio.sleep(0)
         waiting[1].cancel()
         await asyncio.wait(waiting[1:2])
@@ -245,9 +245,9 @@ async def test_an_echo_that_waits_for_room_is_before_later_ones(monkeypatch: pyt
 
 
 async def test_so_many_echoes_may_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_TOLD_TOKENS", 1)
+    monkeypatch.setattr(generation, "MAX_ECHOED_TOKENS", 1)
     monkeypatch.setattr(generation, "MAX_WAITING", 1)
-    room = ToldRoom()
+    room = EchoLimit()
 
     async def take() -> None:
         async with room.taken(1):

@@ -18,6 +18,7 @@ QWEN_F, QWEN_G = (
 )
 LLAMA_F, LLAMA_G = (f'{{"name": "{one.name}", "parameters": {one.arguments}}}' for one in (F, G))
 MISTRAL = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+HEADED = '[TOOL_CALLS]f[ARGS]{"a": 1}\n[TOOL_CALLS]g[CALL_ID]Ab1[ARGS] {}'
 BRACKETS = '{"name": "f", "arguments": {"a": "}\\"] </tool_call> {"}}'
 CASES: list[tuple[str, str, list[str | ToolCall] | None]] = [
     ("qwen", QWEN_F, [F]),
@@ -43,11 +44,21 @@ CASES: list[tuple[str, str, list[str | ToolCall] | None]] = [
     ("mistral", f"Well. {MISTRAL}", ["Well. ", F, G]),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, 3]', None),
     ("mistral", "[TOOL_CALLS] {}", ["[TOOL_CALLS] {}"]),
+    ("mistral", HEADED, [F, G]),
+    ("mistral", f"Well. {HEADED} [TOOL_CALLS]done", ["Well. ", F, G, " [TOOL_CALLS]done"]),
+    ("mistral", "[TOOL_CALLS]h[ARGS]{}", None),
+    ("mistral", "[TOOL_CALLS]f[ARGS][]", None),
+    ("mistral", "[TOOL_CALLS]f[ARGS]{", None),
+    ("mistral", f"[TOOL_CALLS]f [ARGS]{MISTRAL}", ["[TOOL_CALLS]f [ARGS]", F, G]),
+    ("qwen", "<tool_call>f[ARGS]{}", None),
 ]
 """A format, a text, and what is found in it; None is the text itself."""
 TEXTS = [(name, text, expected or [text]) for name, text, expected in CASES]
-PIECES = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "{", "}", "[", "]", '"', "\\", ";", "a", " ")
-VALID = ('"name": "f"', '"arguments": {}', '"parameters": {}', ", ", QWEN_F, LLAMA_F, MISTRAL)
+PIECES = (
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]"),
+    *("{", "}", "[", "]", '"', "\\", ";", "a", " "),
+)
+VALID = ('"name": "f"', '"arguments": {}', '"parameters": {}', ", ", QWEN_F, LLAMA_F, MISTRAL, HEADED)
 
 
 def parsed(tool_format: str, pieces: list[str]) -> list[str | ToolCall]:

@@ -61,6 +61,13 @@ PREFILLS: dict[str, PagedPrefillAttention] = {
 
 
 def lend_kernels(cache: Path) -> None:
-    """Copies this user's compiled kernels into another cache: compiling takes ten seconds."""
+    """Copies this user's compiled kernels into another cache: compiling takes ten seconds.
+
+    A library that is there stays as it is: a worker that runs has it mapped, and would die of new bytes in it.
+    """
     make_backend(best_isa())
-    shutil.copytree(library.cache_folder(), cache / "baton" / "kernels", dirs_exist_ok=True)
+    folder = cache / "baton" / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in library.cache_folder().iterdir():
+        if not (folder / file.name).exists():
+            shutil.copy2(file, folder)

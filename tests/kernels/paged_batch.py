@@ -78,12 +78,40 @@ def far_layer(memory: Tensor) -> tuple[Tensor, int]:
     return memory.as_strided(shape, strides, storage_offset=2**31), FAR_PAGE
 
 
-def empty_codes(num_pages: int, heads: Heads, block_size: int, kept: str, device: torch.device | str) -> KVPages:
-    """One layer of a pool of three of quantized pages, in which every scale is NaN."""
-    layout = KVLayout(3, heads.num_kv_heads, heads.head_dim, block_size, "float32", kept)
-    return view_pages(
-        torch.full((num_pages, layout.payload_bytes), 255, dtype=torch.uint8, device=device), layout
-    ).layer(1)
+def empty_codes(
+    num_pages: int,
+    heads: Heads,
+    block_size: int,
+    kept: str,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+) -> KVPages:
+    """One layer of a pool of three of quantized pages, in which every scale is NaN; of int4 all are open, and NaN."""
+    layout = KVLayout(3, heads.num_kv_heads, heads.head_dim, block_size, str(dtype).removeprefix("torch."), kept)
+    memory = torch.full((num_pages, layout.payload_bytes), 255, dtype=torch.uint8, device=device)
+    pages = view_pages(memory, layout, num_pages).layer(1)
+    if pages.int4 is not None:
+        pages.int4.open.fill_(torch.nan)
+        pages.int4.page_to_open.copy_(torch.randperm(num_pages))
+    return pages
+
+
+def fill_int4(pages: KVPages, slots: Tensor, contents: Tensor) -> Tensor:
+    """Writes contents [2, num_kv_heads, context_len, head_dim] and quantizes the blocks that they fill.
+
+    Returns the numbers that the last token sees: its own block is read as it is.
+    """
+    assert pages.int4 is not None
+    block_size, context_len = pages.data.shape[3], contents.shape[2]
+    keys, values = contents.transpose(1, 2)
+    reference.write_kv(keys, values, pages.int4.open, reference.open_slots(pages, slots))
+    reference.close_blocks(pages, slots)
+    num_closed = (context_len - 1) // block_size * block_size
+    sides = []
+    for dim, blocks in zip((-2, -1), contents[:, :, :num_closed].unflatten(2, (-1, block_size)), strict=True):
+        codes, scales = reference.quantize_int4(blocks, dim)
+        sides.append((codes.float() * scales.unsqueeze(dim)).flatten(1, 2))
+    return torch.cat([torch.stack(sides), contents[:, :, num_closed:].float()], dim=2)
 
 
 def make_paged_batch(
@@ -99,7 +127,7 @@ def make_paged_batch(
     if kept == "none":
         pool = KVPages(empty_layer(sum(num_blocks) + 1, heads, block_size, dtype, device))
     else:
-        pool = empty_codes(sum(num_blocks) + 1, heads, block_size, kept, device)
+        pool = empty_codes(sum(num_blocks) + 1, heads, block_size, kept, device, dtype)
     poison, *pages = torch.randperm(len(pool.data)).tolist()
     block_tables = torch.full((len(context_lens), max(num_blocks) + 2), poison, dtype=torch.int32, device=device)
     keys, values = [], []
@@ -109,7 +137,9 @@ def make_paged_batch(
         contents = torch.randn(2, heads.num_kv_heads, context_len, heads.head_dim, device=device).to(dtype)
         positions = torch.arange(context_len, device=device)
         pages_of = block_tables[seq, positions // block_size]
-        if pool.scales is not None:
+        if pool.int4 is not None:
+            contents = fill_int4(pool, pages_of * block_size + positions % block_size, contents)
+        elif pool.scales is not None:
             codes, scales = reference.quantize(contents, pool.data.dtype)
             pool.data[pages_of, :, :, positions % block_size] = codes.permute(2, 0, 1, 3)
             pool.scales[pages_of, :, :, positions % block_size] = scales.permute(2, 0, 1)

@@ -143,6 +143,64 @@ def test_a_quantized_write_is_that_of_the_oracle_bit_by_bit(
     assert pages.scales.isfinite().sum() == 2 * 2 * 8 - 2
 
 
+@each_dtype
+@pytest.mark.parametrize("size", [8, 32, 80])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_a_block_of_int4_is_that_of_the_oracle_bit_by_bit(
+    backend: Backend, dtype: torch.dtype, size: int, block_size: int
+) -> None:
+    """Pages 2 and 0 are filled by other tokens in between, page 1 is not; a block that was closed is closed again."""
+    heads, still = Heads(4, 2, size, None, None, 1e-6), Angles(torch.ones(1, size // 2), torch.zeros(1, size // 2))
+    slots = torch.cat([torch.arange(block_size) + 2 * block_size, torch.arange(block_size - 1) + block_size])
+    slots = torch.cat([slots, torch.tensor([-1]), torch.arange(block_size)])
+    qkv = torch.randn(len(slots), 8, size) * torch.logspace(-3, 3, size)
+    qkv[: block_size // 2, 4:] = 0
+    qkv[:, 4, 0], qkv[:, 5, 1] = 0, torch.linspace(-1, 1, len(slots))
+    qkv[2, 7, 0], qkv[2, 5, 3], qkv[-1, 4, 2] = torch.nan, torch.inf, -torch.inf
+    qkv[2, 5, 3 + size // 2] = qkv[-1, 4, 2 + size // 2] = torch.nan  # as infinity is rotated, by any angle
+    qkv = qkv.to(dtype)
+    pages = empty_codes(3, Shape(4, 2, size), block_size, "int4", "cpu", dtype)
+    expected = KVPages(pages.data.clone(), pages.scales, pages.int4)
+    assert pages.scales is not None
+    assert pages.int4 is not None
+    for rows in (slice(0, 5), slice(5, len(slots)), slice(3, len(slots))):
+        angles = Angles(still.cosines.expand(len(slots[rows]), -1), still.sines.expand(len(slots[rows]), -1))
+        contiguous = Angles(angles.cosines.contiguous(), angles.sines.contiguous())
+        backend.rotate_and_write(qkv[rows].flatten(1).clone(), heads, contiguous, pages, slots[rows])
+    for page, first, num_lost in ((2, 0, [2, 1]), (0, 2 * block_size, [2, 0])):
+        keys, values = qkv[first : first + block_size, 4:].unflatten(1, (2, 2)).permute(1, 2, 0, 3)
+        (key_codes, key_scales), (value_codes, value_scales) = (
+            reference.quantize_int4(one, dim) for one, dim in ((keys, -2), (values, -1))
+        )
+        assert_same(pages.int4.key_scales[page], key_scales)
+        assert_same(pages.scales[page], value_scales)
+        found_keys, found_values = reference.unpack_int4(pages.data[page])
+        key_has, value_has = key_scales.isfinite(), value_scales.isfinite()
+        assert torch.equal(found_keys.mT[key_has], key_codes.mT[key_has])
+        assert torch.equal(found_values[value_has], value_codes[value_has])
+        assert [int((~key_has).sum()), int((~value_has).sum())] == num_lost
+    assert torch.equal(pages.data[1], expected.data[1])
+    assert pages.scales[1].isnan().all()
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_codes_of_int4_are_the_nearest(dim: int) -> None:
+    """Within half a step, but for numbers as large as the largest and of the other sign, which are short by one."""
+    numbers = torch.randn(50, 16, 16, dtype=torch.float64) * torch.logspace(-20, 20, 50)[:, None, None]
+    codes, scales = reference.quantize_int4(numbers, dim)
+    steps = scales.unsqueeze(dim).double()
+    errors = (codes * steps - numbers).abs() / steps.abs()
+    assert (codes.amin(dim) == -8).all()
+    assert (errors[numbers / steps <= 7.5] <= 0.51 + 8 / 512).all()
+    assert errors.max() <= 1 + 8 / 256
+
+
+def test_int4_packs_the_halves_of_a_head() -> None:
+    codes = torch.tensor([[-8, 7, 0, -1]], dtype=torch.int8)
+    assert reference.pack_int4(codes).tolist() == [[0x80, 0x7F]]
+    assert torch.equal(reference.unpack_int4(reference.pack_int4(codes)), codes)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kept", "step"), [("int8", 1 / 127), ("fp8", 1 / 8)])
 def test_codes_are_the_nearest(dtype: torch.dtype, kept: str, step: float) -> None:
@@ -231,7 +289,8 @@ def test_sinks_without_turns_are_refused(backend: Backend) -> None:
 @each_dtype
 @pytest.mark.parametrize(("window", "num_sinks"), [(None, 0), (5, 0), (100, 0), (50, 4), (300, 70)])
 @pytest.mark.parametrize(
-    ("soft_cap", "sink", "kept"), [(None, None, "none"), (1.5, 2.0, "none"), (None, None, "int8"), (1.5, 2.0, "fp8")]
+    ("soft_cap", "sink", "kept"),
+    [(None, None, "none"), (1.5, 2.0, "none"), (None, None, "int8"), (1.5, 2.0, "fp8"), (None, None, "int4")],
 )
 def test_attention_gives_a_row_the_same_bits_alone_and_in_any_chunk(
     backend: Backend,

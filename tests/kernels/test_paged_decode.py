@@ -59,7 +59,7 @@ def test_equals_dense_attention(
 
 
 @each
-@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize("kept", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("heads", [GROUPED, Heads(3, 1, 80), Heads(2, 2, 128)], ids=["gqa", "mqa", "mha"])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 def test_equals_dense_attention_over_what_codes_stand_for(
@@ -69,6 +69,25 @@ def test_equals_dense_attention_over_what_codes_stand_for(
     batch = make_paged_batch(heads, [1, 15, 16, 17, 100, 700], block_size, device=device, kept=kept)
     check(decode, batch)
     check(decode, batch, batch.variant(33, 1.5, 2.0))
+
+
+@each
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FLOAT32_TOLERANCE), (torch.float16, 2e-3)])
+def test_int4_reads_its_own_block_as_it_is_and_the_others_as_codes(
+    decode: PagedDecodeAttention, dtype: torch.dtype, tolerance: float, device: torch.device
+) -> None:
+    """Open blocks are NaN but for each sequence's own, and the codes of that are made so, too."""
+    batch = make_paged_batch(GROUPED, [1, 16, 17, 64, 100], 16, dtype, device, "int4")
+    assert batch.pages.int4 is not None
+    assert batch.pages.scales is not None
+    own = [
+        int(table[(length - 1) // 16]) for table, length in zip(batch.block_tables, (1, 16, 17, 64, 100), strict=True)
+    ]
+    opened = batch.pages.int4.open[batch.pages.int4.page_to_open[own]]
+    batch.pages.int4.open.fill_(torch.nan)
+    batch.pages.int4.open[batch.pages.int4.page_to_open[own]] = opened
+    batch.pages.scales[own], batch.pages.int4.key_scales[own] = torch.nan, torch.nan
+    check(decode, batch, tolerance=tolerance)
 
 
 @each

@@ -125,7 +125,7 @@ def test_inline_is_done_when_started(store: FakeStore) -> None:
     begin_all(transfers)
     assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST), ("withdraw", NAMES)]
     assert (len(store.fenced_by), transfers.pending) == (3, 3)
-    assert transfers.poll() == [Done(FETCH, [Tier.HOST] * 2), Done(PUBLISH, num_resident=2), Done(WITHDRAW)]
+    assert transfers.poll() == [Done(FETCH, [Tier.HOST] * 2), Done(PUBLISH, num_held=2), Done(WITHDRAW)]
     assert (transfers.poll(), transfers.pending) == ([], 0)
 
 
@@ -139,7 +139,7 @@ def test_without_a_store_nothing_is_found_or_published() -> None:
 
 def test_a_thread_does_it_in_order_and_wakes(store: FakeStore, waker: Waker, threaded: ThreadTransfers) -> None:
     begin_all(threaded)
-    assert waker.poll(threaded, 3) == [Done(FETCH, [Tier.HOST] * 2), Done(PUBLISH, num_resident=2), Done(WITHDRAW)]
+    assert waker.poll(threaded, 3) == [Done(FETCH, [Tier.HOST] * 2), Done(PUBLISH, num_held=2), Done(WITHDRAW)]
     assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST), ("withdraw", NAMES)]
     assert threaded.pending == 0
 

@@ -5,11 +5,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from engine.model.batch import Model
+from engine.model.batch import DraftModel, Model
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.tiers.memory_tier import MemoryTier
 from router.config import AdmissionBounds, ClusterAccess, RouterConfig, ServedModel, StreamBounds
+from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
 from router.router import Router
 from router.workers.controller_port import LocalController
 from router.workers.line import Transport
@@ -30,7 +31,10 @@ from worker.engine_watch import MAX_SILENCE_S
 
 @dataclass(frozen=True)
 class Sizes:
-    """Pages of a worker, slots of the arena, the bounds of a step and of the router, the longest step, the guesses."""
+    """Pages of a worker, slots of the arena, the bounds of a step and of the router, the longest step, the guesses.
+
+    prefixes: whose blocks all tenants share.
+    """
 
     num_blocks: int = 256
     num_slots: int = 512
@@ -39,7 +43,8 @@ class Sizes:
     streams: StreamBounds = field(default_factory=StreamBounds)
     max_silence_s: float = MAX_SILENCE_S
     proposer: str = "off"
-    draft: Model | None = None
+    draft: DraftModel | None = None
+    prefixes: PublicPrefixes = NO_PREFIXES
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,8 @@ class LocalCluster:
         config = RouterConfig(
             served(model), ClusterAccess(TOKEN, "00" * 32), admission=sizes.admission, streams=sizes.streams
         )
-        self.router = Router(config, codec or ByteTokenizer(), self._connect, self.port, PlainRenderer())
+        codec = codec or ByteTokenizer()
+        self.router = Router(config, codec, self._connect, self.port, PlainRenderer(), sizes.prefixes)
 
     async def start(self, num_prefill: int, num_decode: int) -> None:
         self.router.start()

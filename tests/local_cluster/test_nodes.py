@@ -34,8 +34,8 @@ class Node:
 class Nodes(LocalCluster):
     """Prefill workers are on node "a", decode workers on node "b"; `ports` tells the node at each address."""
 
-    def __init__(self, model: HashModel, over_tcp: bool) -> None:
-        super().__init__(model, SIZES)
+    def __init__(self, model: HashModel, over_tcp: bool, sizes: Sizes | None = None) -> None:
+        super().__init__(model, sizes or SIZES)
         self.nodes = {"a": Node(), "b": Node()}
         self.addresses = {name: self._serve(node) if over_tcp else name for name, node in self.nodes.items()}
 

@@ -9,6 +9,7 @@ import pytest
 from engine.model.hash_model import HashModel
 from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster
 from tests.router.fake_cluster import Output
+from wire.convert import tiers_from_pb
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 
@@ -56,6 +57,21 @@ async def test_answers_are_the_same_co_located_and_disaggregated(num_prefill: in
     async with local_cluster(MODEL, num_prefill, 1, guessing) as cluster:
         assert await outputs(cluster) == expected
         assert await num_accepted(cluster) > 0
+
+
+@pytest.mark.parametrize("guessing", [NGRAM, DRAFT], ids=["n-gram", "draft"])
+async def test_answers_are_the_same_from_the_device_and_from_the_arena(guessing: Sizes) -> None:
+    """Each time by a decode worker that guesses, behind a prefill worker that found the prompts."""
+    async with local_cluster(MODEL, 1, 1) as cluster:
+        expected = await outputs(cluster)
+    async with local_cluster(MODEL, 1, 1, guessing) as cluster:
+        for names, tier in ((("p0", "d0"), ""), (("p0", "d1"), "device"), (("p1", "d2"), "host")):
+            await cluster.enlist(*names)
+            first = (await cluster.generate(ask(max_tokens=8, temperature=0.0))).complete.usage
+            assert {name for name, num in tiers_from_pb(first.cached_tokens).items() if num} == ({tier} - {""})
+            before = await num_accepted(cluster)
+            assert await outputs(cluster) == expected
+            assert await num_accepted(cluster) > before
 
 
 @pytest.mark.parametrize("guessing", [NGRAM, DRAFT], ids=["n-gram", "draft"])

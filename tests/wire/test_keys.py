@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wire.ids import NamespaceRoot
-from wire.keys import KeyChain, cover, namespace_root, token_bytes
+from wire.keys import NameChain, PublicPart, cover, namespace_root, token_bytes
 
 ROOT = NamespaceRoot(bytes(range(32)))
 OTHER = NamespaceRoot(bytes(32))
@@ -37,7 +37,7 @@ def test_a_root_is_what_the_module_says() -> None:
 
 @given(tokens, tokens)
 def test_growing_bit_by_bit_names_the_same(head: list[int], rest: list[int]) -> None:
-    keys = KeyChain(ROOT, 4)
+    keys = NameChain(ROOT, 4)
     keys.extend(head)
     keys.extend(rest)
     assert keys.cover(len(head + rest)) == cover(ROOT, head + rest, 4)
@@ -55,6 +55,18 @@ def test_no_name_is_shared_between_roots_or_shows_one(ids: list[int]) -> None:
     ours, theirs = cover(ROOT, ids, 4), cover(OTHER, ids, 4)
     assert {name.key for name in ours}.isdisjoint(name.key for name in theirs)
     assert all(ROOT not in (name.key, name.parent, name.root_digest) for name in ours)
+
+
+@given(tokens.filter(bool), st.integers(1, 9))
+def test_public_blocks_are_shared_and_no_other(ids: list[int], num_blocks: int) -> None:
+    public = PublicPart(NamespaceRoot(b"p" * 32), num_blocks)
+    ours, theirs = cover(ROOT, ids, 4, public), cover(OTHER, ids, 4, public)
+    assert ours[:num_blocks] == theirs[:num_blocks] == cover(public.root, ids, 4)[:num_blocks]
+    private = {name.key for name in ours[num_blocks:]}
+    plain = [cover(root, ids, 4) for root in (ROOT, OTHER, public.root)]
+    assert private.isdisjoint(name.key for names in (theirs, *plain) for name in names)
+    assert all(name.root_digest == sha(ROOT) for name in ours[num_blocks:])
+    assert all(name.parent == sha(ROOT) for name in ours[num_blocks : num_blocks + 1])
 
 
 def test_a_tail_is_no_full_block_and_no_tail_of_another_length() -> None:

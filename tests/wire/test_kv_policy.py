@@ -44,6 +44,12 @@ def test_senseless_policies_are_refused_by_name(text: str) -> None:
         parse_kv_policy(text)
 
 
+def test_int4_keeps_every_token() -> None:
+    assert parse_kv_policy("full", "int4") is None
+    with pytest.raises(ConfigError, match="kv_policy sinks=4\\+1020: with kv_dtype int4 it must be full"):
+        parse_kv_policy("sinks=4+1020", "int4")
+
+
 @pytest.mark.parametrize(
     ("num_prompt", "num_kept"), [(30, 30), (48, 48), (49, 48), (300, 80), (1000, 256), (4000, 1008), (4096, 1024)]
 )

@@ -31,6 +31,26 @@ def test_a_block_of_codes_is_hardly_more_than_half() -> None:
     assert full.payload_bytes / codes.payload_bytes == full.block_bytes / codes.block_bytes == 256 / 130
 
 
+@pytest.mark.parametrize(("block_size", "least"), [(16, 3.5), (64, 3.8)])
+def test_a_block_of_int4_has_scales_of_channels_and_of_tokens(block_size: int, least: float) -> None:
+    full = KVLayout(32, 8, 128, block_size, "bfloat16")
+    codes = replace(full, quantization="int4")
+    assert (codes.data_bytes, codes.key_bytes) == (block_size * 64, block_size * 64 + 2 * 128)
+    assert codes.payload_bytes == 32 * 8 * (2 * codes.data_bytes + 2 * 128 + 2 * block_size)
+    assert full.payload_bytes / codes.payload_bytes >= least
+    assert full.block_bytes / codes.block_bytes >= least
+    assert (full.open_bytes, codes.open_bytes) == (0, full.payload_bytes)
+    assert KVLayout.decode(codes.encode()) == codes
+
+
+@pytest.mark.parametrize("head_dim", [5, 6])
+def test_int4_takes_heads_of_whole_fours(head_dim: int) -> None:
+    odd = replace(LAYOUT, head_dim=head_dim, quantization="int4")
+    assert not odd.is_whole
+    with pytest.raises(WireError):
+        KVLayout.decode(odd.encode())
+
+
 def test_it_is_the_same_after_the_wire() -> None:
     assert KVLayout.decode(LAYOUT.encode()) == LAYOUT
 

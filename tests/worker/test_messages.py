@@ -103,6 +103,8 @@ OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
     "min_tokens": tuple(set_to(min_tokens=value) for value in (-1, 41)),
     "logprobs": tuple(set_to(logprobs=value) for value in (-1, 21, 2**31 - 1)),
     "prompt_logprobs": tuple(set_to(prompt_logprobs=value) for value in (-1, 21, 2**31 - 1)),
+    "public_root": (spoilt(begin_of(), num_public_blocks=1), spoilt(begin_of(), public_root=bytes(32))),
+    "num_public_blocks": (spoilt(begin_of(), num_public_blocks=2**32 - 1, public_root=bytes(32)),),
     "num_scored": (spoilt(begin_of(), num_scored=1),),
     "stop": tuple(set_to(stop=value) for value in ([""], ["a"] * 5, ["a" * 257])),
     "block_addresses": (spoilt(begin_of(), block_addresses=["h:1"] * 17),),

@@ -44,7 +44,7 @@ class AttemptId(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses", "computes_all", "num_scored")
+    __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses", "computes_all", "public_root", "num_public_blocks", "num_scored")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ROOT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,8 @@ class Begin(_message.Message):
     TIME_LEFT_S_FIELD_NUMBER: _ClassVar[int]
     BLOCK_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     COMPUTES_ALL_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_ROOT_FIELD_NUMBER: _ClassVar[int]
+    NUM_PUBLIC_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SCORED_FIELD_NUMBER: _ClassVar[int]
     id: AttemptId
     namespace_root: bytes
@@ -62,8 +64,10 @@ class Begin(_message.Message):
     time_left_s: float
     block_addresses: _containers.RepeatedScalarFieldContainer[str]
     computes_all: bool
+    public_root: bytes
+    num_public_blocks: int
     num_scored: int
-    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceSoFar, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ..., num_scored: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceSoFar, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ..., public_root: _Optional[bytes] = ..., num_public_blocks: _Optional[int] = ..., num_scored: _Optional[int] = ...) -> None: ...
 
 class ChoiceSoFar(_message.Message):
     __slots__ = ("index", "output")

@@ -45,9 +45,21 @@ def test_figures_of_a_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_requests_that_fail(capsys: pytest.CaptureFixture[str]) -> None:
     with served(ScriptedService([Overloaded("full")])) as address:
         assert main([*LOAD, "--address", address, "--color", "always"]) == 1
-    told = capsys.readouterr().out
-    assert "3 RESOURCE_EXHAUSTED" in told
-    assert "\x1b" in told
+    told = capsys.readouterr()
+    assert "3 RESOURCE_EXHAUSTED" in told.out
+    assert "nan" not in told.out
+    assert "\x1b" in told.out
+    assert told.err.strip() == "baton: 3 RESOURCE_EXHAUSTED, the first of them: full"  # after a bar that is gone
+
+
+def test_chats_have_a_word_for_each_token(capsys: pytest.CaptureFixture[str]) -> None:
+    service = ScriptedService(ANSWER)
+    with served(service) as address:
+        assert main([*LOAD, "--address", address, "--chat", "--slo", "tpot=60000"]) == 0
+    turns = [one.messages.messages for one in service.requests]
+    assert {(len(turn), turn[0].role, len(turn[0].content.split())) for turn in turns} == {(1, "user", 5)}
+    assert len({turn[0].content for turn in turns}) == 3
+    assert "5 words of a chat in, 7 out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("door", [("--address", "127.0.0.1:1"), ("--url", "http://127.0.0.1:1/v1")])

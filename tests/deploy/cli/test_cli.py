@@ -149,14 +149,14 @@ def test_down_without_a_cluster_has_nothing_to_do(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--decode", "0"], "pools.decode must be between"),
+        (["--decode", "0"], "--decode must be between"),
         (["--config", "/none.toml"], "cannot read /none.toml"),
         (["--name", "A/B"], "name must be"),
-        *((["--redis-url", url], "redis.url must be") for url in BAD_REDIS_URLS),
-        *((["--ray-address", address], "ray.address must be") for address in ("", "local", "h:99999", "h:0", ":1")),
-        (["--grpc-port", "4242", "--metrics-port", "4242"], "router.metrics_port must be another port"),
+        *((["--redis-url", url], "--redis-url must be") for url in BAD_REDIS_URLS),
+        *((["--ray-address", address], "--ray-address must be") for address in ("", "local", "h:99999", "h:0", ":1")),
+        (["--grpc-port", "4242", "--metrics-port", "4242"], "--metrics-port must be another port than --grpc-port"),
         (["--model", "/none"], "neither a folder nor a name on the hub"),
-        (["--arena-bytes", "much"], "arena.size_bytes must be a size"),
+        (["--arena-bytes", "much"], "--arena-bytes must be a size"),
     ],
 )
 def test_wrong_settings_are_exit_code_78(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,13 @@
 """`baton doctor` before a cluster that is told what to be like."""
 
 import json
+import ssl
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 from deploy.cli import doctor
 from deploy.cli.__main__ import main
 from deploy.local import run_dir
+from deploy.local.key_file import KeyFile
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.plan.authority import Authority
 from deploy.processes.process import ProcessRef
@@ -21,7 +26,12 @@ from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from wire.pb import inference_pb2 as pb
 from wire.rpc import TOKEN_METADATA
 from wire.settings import to_json
+from wire.trust.certificates import TlsFiles
+from wire.trust.key_ring import Allowance, KeyList, Scope, make_key
 
+(ACME, ACME_TEXT), (GLOBEX, GLOBEX_TEXT) = (
+    make_key(name, [Scope.GENERATE], Allowance()) for name in ("acme", "globex")
+)
 GONE = ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 
 
@@ -35,6 +45,7 @@ class Patient(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.ClusterServ
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     leaked: dict[str, int] = field(default_factory=dict)
     is_cached: bool = True
+    tells_all: bool = False
     run_dir: Path = Path()
 
     def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Any) -> cluster_pb2.ClusterStatus:  # noqa: N802
@@ -52,8 +63,9 @@ class Patient(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.ClusterServ
         return pb.ListModelsResponse(models=[pb.Model(name="small", max_context_len=2048)])
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
-        prompt = tuple(request.token_ids.ids)
-        cached = {"device": 192} if self.is_cached and prompt in self.prompts else {}
+        prompt, key = tuple(request.token_ids.ids), dict(context.invocation_metadata()).get("authorization", "")
+        is_stranger = key == f"Bearer {GLOBEX_TEXT}" and not self.tells_all
+        cached = {"device": 192} if self.is_cached and prompt in self.prompts and not is_stranger else {}
         self.prompts.append(prompt)
         yield pb.GenerateResponse(chunk=pb.Chunk(token_ids=[5, 6]))
         usage = pb.Usage(prompt_tokens=len(prompt), cached_tokens=tiers_to_pb(cached))
@@ -102,7 +114,7 @@ def test_a_healthy_cluster(patient: Patient, capsys: pytest.CaptureFixture[str])
     assert checks["hand-off"]["found"] == "decode fetched 13 blocks of prefill-0"
     assert checks["tokens"]["found"] == "3 workers give the same 3 tokens"
     assert checks["cache"]["found"] == "the same prompt again: 192 from device of 200 tokens"
-    assert checks["tiers"]["found"] == "redis up (7 hits)"
+    assert checks["tiers"]["found"] == "redis up, 7 blocks read from it so far"
     assert len(patient.prompts) == 2
     assert len(set(patient.prompts)) == 1
 
@@ -171,6 +183,79 @@ def test_an_illness_is_found_and_no_other(
     assert [name for name, one in checks.items() if one["verdict"] == "wrong"] == [check]
     assert checks[check]["found"].startswith(found)
     assert checks[check]["advice"]
+
+
+@pytest.mark.parametrize(
+    ("other", "tells_all", "verdict", "found"),
+    [
+        (GLOBEX_TEXT, False, "ok", "nor by a key of globex"),
+        (GLOBEX_TEXT, True, "wrong", "a stranger found KV of a tenant: globex: 192 tokens in device"),
+        (ACME_TEXT, False, "wrong", "the other key is of no other tenant"),
+        ("baton-00000000-no-key", False, "wrong", "the other key is of no other tenant"),
+    ],
+)
+def test_a_second_key_proves_that_tenants_are_apart(
+    other: str,
+    tells_all: bool,
+    verdict: str,
+    found: str,
+    patient: Patient,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    KeyFile.of("default").write(KeyList((ACME, GLOBEX)))
+    monkeypatch.setenv("BATON_API_KEY", ACME_TEXT)
+    monkeypatch.setenv("BATON_OTHER_API_KEY", other)
+    patient.tells_all = tells_all
+    told = findings(capsys, int(verdict == "wrong"))["tenants"]
+    assert told["verdict"] == verdict
+    assert found in told["found"]
+    assert bool(told["advice"]) == (verdict == "wrong")
+
+
+class GatewayPages(BaseHTTPRequestHandler):
+    """The pages of a gateway that a check looks at."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"version": version("baton-serve")}).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Writes no log."""
+
+
+def serve_tls(patient: Patient, shown: Authority, expected: Authority) -> HTTPServer:
+    """Serves a gateway's pages with one certificate, where the state names another's file."""
+    server, context = HTTPServer(("127.0.0.1", 0), GatewayPages), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for name, authority in (("shown", shown), ("expected", expected)):
+        door = authority.issue("door", "elsewhere.example")
+        (patient.run_dir / name).write_text(door.certificate_pem)
+        (patient.run_dir / f"{name}.key").write_text(door.key_pem)
+        if authority is shown:
+            context.load_cert_chain(patient.run_dir / name, patient.run_dir / f"{name}.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    file = StateFile("default")
+    state = file.read()
+    assert state is not None
+    tls = TlsFiles(str(patient.run_dir / "expected"), str(patient.run_dir / "expected.key"))
+    file.write(replace(state, tls=tls, http_address=f"127.0.0.1:{server.server_address[1]}"))
+    return server
+
+
+def test_an_http_port_with_tls_is_looked_at(patient: Patient, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = Authority.make(), Authority.make()
+    with serve_tls(patient, one, one) as server:
+        checks = findings(capsys, 0)
+        server.shutdown()
+    assert {one["verdict"] for one in checks.values()} == {"ok"}
+    assert "the ports' certificates are good until" in checks["clocks"]["found"]
+    with serve_tls(patient, other, one) as server:
+        checks = findings(capsys, 1)
+        server.shutdown()
+    assert checks["ports"]["verdict"] == "wrong"
+    assert "certificate verify failed" in checks["ports"]["found"]
 
 
 def test_without_prefill_workers_there_is_no_hand_off(patient: Patient, capsys: pytest.CaptureFixture[str]) -> None:

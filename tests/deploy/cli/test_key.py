@@ -68,6 +68,16 @@ def test_a_key_is_printed_once_and_kept_as_a_digest_for_its_user_alone(capsys: p
     assert (key.tenant, key.scopes, key.allowance) == ("acme", (Scope.GENERATE,), Allowance(60, 9000, 4, 0.5))
 
 
+def test_a_cluster_without_keys_says_so(server: KeyServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "list", "--name", "nosuch"]) == main(["key", "list"]) == 0
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.splitlines() == [
+        "nosuch has no keys, and no cluster of that name runs",
+        "default has no keys, and calls need none",
+    ]
+
+
 def test_keys_are_listed_and_revoked(capsys: pytest.CaptureFixture[str]) -> None:
     first = create(capsys, "--tenant", "acme", "--scope", "metrics", "--scope", "operate")
     second = create(capsys, "--tenant", "beta")

@@ -141,6 +141,14 @@ files  -"""
     )
 
 
+def test_several_gateways_are_named() -> None:
+    status = cluster_pb2.ClusterStatus(model="m", address="a:1")
+    assert "gateways  gateway-0, gateway-1 (gone)\n" in render_status(
+        status, "a:2", {"gateway-0": True, "gateway-1": False}
+    )
+    assert "gateway" not in render_status(status, "a:2", {"gateway-0": True})
+
+
 @pytest.mark.parametrize(
     ("state", "shown"),
     [("off", "redis  off"), ("up", "redis  up: 0 hits"), ("full", "redis  full, and refuses blocks (maxmemory-policy")],

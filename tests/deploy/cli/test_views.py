@@ -73,6 +73,13 @@ def test_logprobs_are_there_if_they_were_asked_for() -> None:
     ]
 
 
+def test_decode_generates_the_tokens_after_the_first() -> None:
+    span = pb.Span(name="decode.generate", worker="d", duration_ms=6.0, counts={"tokens": 2})
+    for prefill_worker, told in (("p", "2 tokens after the first"), ("d", "2 tokens"), ("", "2 tokens")):
+        timeline = pb.Timeline(prefill_worker=prefill_worker, decode_worker="d", spans=[span])
+        assert told in render_timeline(_completion(pb.Complete(timeline=timeline))).splitlines()[1].split("  ")
+
+
 def test_a_gate_is_shown_if_it_took_time() -> None:
     spans = [
         pb.Span(name="router.wait_room", worker="router", start_ms=0, duration_ms=0.4),

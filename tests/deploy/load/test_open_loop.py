@@ -14,7 +14,7 @@ import pytest
 from benchmarks.machine import MachineState
 from benchmarks.serve_report import ServeReport
 from deploy.load.latency import LatencyLimits, Record
-from deploy.load.open_loop import Answer, CompletionsClient, LoadClient, OpenLoopClient
+from deploy.load.open_loop import Answer, ChatsClient, CompletionsClient, LoadClient, OpenLoopClient
 from deploy.load.schedule import Arrival
 from gateway.connections import HttpServer
 from tests.gateway.local_gateway import serving
@@ -120,19 +120,33 @@ async def test_completions_over_http_are_noted_token_by_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "error"),
+    ("answer", "error", "reason"),
     [
-        ("HTTP/1.0 400 Bad Request\r\n\r\nno such model", "HTTP 400"),
-        ('HTTP/1.0 200 OK\r\n\r\ndata: {"error": {"message": "full"}}\n\n', "error in the stream"),
-        ("", "UNAVAILABLE"),
-        ("no answer\r\n\r\n", "not an answer"),
-        ("HTTP/1.1 200 OK\r\n\r\n" + EVENTS[0] + "\n\n", "broken off"),
+        ("HTTP/1.0 400 Bad Request\r\n\r\nno such model", "HTTP 400", ""),
+        ('HTTP/1.0 400 Bad Request\r\n\r\n{"error": {"message": "too long"}}', "HTTP 400", "too long"),
+        ('HTTP/1.0 404 Not Found\r\n\r\n{"detail": 7}', "HTTP 404", '{"detail": 7}'),
+        ('HTTP/1.0 200 OK\r\n\r\ndata: {"error": {"message": "full"}}\n\n', "error in the stream", "full"),
+        ("", "UNAVAILABLE", ""),
+        ("no answer\r\n\r\n", "not an answer", ""),
+        ("HTTP/1.1 200 OK\r\n\r\n" + EVENTS[0] + "\n\n", "broken off", ""),
     ],
 )
-async def test_what_fails_over_http_is_an_error(answer: str, error: str) -> None:
+async def test_what_fails_over_http_is_an_error(answer: str, error: str, reason: str) -> None:
     async with http_server(answer) as (port, _):
         [record] = await CompletionsClient(f"http://127.0.0.1:{port}/v1", 20, "demo").run(SCHEDULE[:1])
-    assert record.error == error
+    assert (record.error, record.reason) == (error, reason)
+
+
+async def test_a_role_alone_is_no_token_of_a_chat() -> None:
+    deltas = [{"role": "assistant", "content": ""}, {"content": "a"}, {"content": ""}, {"content": "b"}]
+    events: list[Any] = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+    events += [{"choices": [{"delta": {}, "finish_reason": "stop"}]}, {"usage": {"prompt_tokens": 9}}]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    async with http_server(f"HTTP/1.0 200 OK\r\n\r\n{body}") as (port, bodies):
+        [record] = await ChatsClient(f"http://127.0.0.1:{port}/v1", 20, "demo").run(SCHEDULE[:1])
+    assert ([count for _, count in record.chunks], record.prompt_len, record.error) == ([1, 1, 1], 9, None)
+    [turn] = bodies[0]["messages"]
+    assert (turn["role"], len(turn["content"].split())) == ("user", len(SCHEDULE[0].prompt))
 
 
 async def test_an_answer_in_pieces_and_chunks_counts_as_many_tokens_as_its_usage() -> None:
@@ -153,8 +167,11 @@ async def test_the_gateway_is_a_door() -> None:
         async with CompletionsClient(url, timeout_s=20) as client:
             assert await client.max_context_len() == gateway.cluster.router.config.model.max_context_len
             first, second = await client.run([Arrival(0.0, (50,) * 40, 3), Arrival(0.01, (51,) * 40, 4)])
+        async with ChatsClient(url, timeout_s=20) as client:
+            [third] = await client.run([Arrival(0.0, (50,) * 40, 5)])
         await server.stop()
-    assert [(record.error, record.num_tokens) for record in (first, second)] == [(None, 3), (None, 4)]
+    told = [(record.error, record.num_tokens, record.prompt_len > 40) for record in (first, second, third)]
+    assert told == [(None, 3, False), (None, 4, False), (None, 5, True)]
 
 
 async def test_no_more_requests_than_places_are_under_way() -> None:

@@ -74,9 +74,10 @@ def test_a_public_door_without_keys_lets_no_caller_in() -> None:
 
 
 def test_each_bound_of_the_router_is_passed_on() -> None:
-    assert {one.name for one in fields(RouterSettings)} == {*BOUNDS, *LISTENERS}
-    config = ClusterConfig.load(None, {"router": BOUNDS})
+    assert {one.name for one in fields(RouterSettings)} == {*BOUNDS, *LISTENERS, "public_prefixes"}
+    config = ClusterConfig.load(None, {"router": {**BOUNDS, "public_prefixes": ["Once upon a time"]}})
     plan = planned(config)
+    assert plan.router.public_prefixes == ("Once upon a time",)
     assert asdict(plan.router.admission) | asdict(plan.router.streams) == BOUNDS
 
 

@@ -60,7 +60,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("name = ''", "name must be"),
         ("[model]\nblock_size = 17", "model.block_size must be one of"),
         ("[model]\ndtype = 'int8'", "model.dtype must be one of"),
-        ("[model]\nkv_dtype = 'int4'", "model.kv_dtype must be one of auto, int8, fp8"),
+        ("[model]\nkv_dtype = 'int3'", "model.kv_dtype must be one of auto, int8, fp8, int4"),
         ("[model]\nkv_policy = 'sinks=4'", "kv_policy 'sinks=4': known are full, sinks=4"),
         (
             "[model]\nkv_policy = 'sinks=4+60'\n[speculation]\ndraft = 'x'",
@@ -71,6 +71,9 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[arena]\nsize_bytes = 1", "arena.size_bytes must be between"),
         ("[arena]\nsize_bytes = '0B'", "arena.size_bytes must be between"),
         ("[redis]\nurl = 'http://x'", "redis.url must be"),
+        ("[http]\ngateways = 0", "http.gateways must be between 1 and 16"),
+        ("[http]\ngateways = 17", "http.gateways must be between 1 and 16"),
+        ("[http]\ngateways = true", "http.gateways: must be int"),
         ("[redis]\nwrite = 'some'", "redis.write must be one of"),
         ("[files]\nwrite = 'none'", "files.write must be one of"),
         ("[files]\nfolder = 'relative'", "files.folder must be an absolute path"),

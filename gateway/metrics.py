@@ -1,0 +1,93 @@
+"""The page of metrics: of every gateway of a cluster, and of the router behind them."""
+
+import asyncio
+import http.client
+import logging
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from wire.rpc import MAX_MESSAGE_BYTES
+
+SHARE_EVERY_S = 1.0
+MAX_AGE_S = 10.0
+"""Of a gateway's file: an older one is of a gateway that died, and was not replaced."""
+ROUTER_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class Metrics:
+    """The counts of one gateway. A scrape reaches any of them, so each leaves its counts in a folder for the others.
+
+    name: the label of its counts. folder: None for a gateway alone. router_address: of the router's page, "" without.
+    """
+
+    def __init__(self, name: str = "gateway-0", folder: Path | None = None, router_address: str = "") -> None:
+        self._name = name
+        self._folder = folder
+        self._router_address = router_address
+        self._registry = CollectorRegistry()
+        self._answered = Counter(
+            "baton_http_requests", "Answered", ["gateway", "path", "status"], registry=self._registry
+        )
+        self.open = Gauge("baton_http_open_requests", "Under way", ["gateway"], registry=self._registry).labels(name)
+
+    def count(self, path: str, status: int) -> None:
+        """Counts an answer."""
+        self._answered.labels(self._name, path, status).inc()
+
+    async def page(self, key: str) -> bytes:
+        """Returns the counts of all gateways, then the router's metrics, shown this key, if they can be had.
+
+        Counts of other gateways are up to SHARE_EVERY_S old.
+        """
+        own = generate_latest(self._registry).decode()
+        page = merge([own, *await asyncio.to_thread(lambda: list(self._others()))]).encode()
+        if self._router_address:
+            with suppress(OSError, http.client.HTTPException):
+                page += await asyncio.to_thread(_fetch, f"http://{self._router_address}/metrics", key)
+        return page
+
+    async def share(self) -> None:
+        """Leaves the counts in the folder, until cancelled."""
+        while self._folder is not None:
+            await asyncio.to_thread(self._write, self._folder, generate_latest(self._registry))
+            await asyncio.sleep(SHARE_EVERY_S)
+
+    def _write(self, folder: Path, page: bytes) -> None:
+        try:
+            draft = folder / f".{self._name}.prom"
+            draft.write_bytes(page)
+            draft.replace(folder / f"{self._name}.prom")
+        except OSError as error:
+            log.warning("the metrics of %s cannot be shared: %s", self._name, error)
+
+    def _others(self) -> Iterator[str]:
+        """Reads the files of other gateways; blocks."""
+        for path in sorted(self._folder.glob("[!.]*.prom") if self._folder is not None else ()):
+            with suppress(OSError):
+                if path.stem != self._name and time.time() - path.stat().st_mtime < MAX_AGE_S:
+                    yield path.read_text()
+
+
+def merge(pages: Iterable[str]) -> str:
+    """Joins pages in Prometheus' format: each metric once, with the samples of all."""
+    samples: dict[str, list[str]] = {}
+    for page in pages:
+        for metric in page.split("# HELP ")[1:]:
+            described, kind, *values = metric.splitlines(keepends=True)
+            samples.setdefault(f"# HELP {described}{kind}", []).extend(values)
+    return "".join(head + "".join(values) for head, values in samples.items())
+
+
+def _fetch(url: str, key: str) -> bytes:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the router is never behind a proxy
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"})
+    with opener.open(request, timeout=ROUTER_TIMEOUT_S) as answer:
+        content: bytes = answer.read(MAX_MESSAGE_BYTES)
+    return content
