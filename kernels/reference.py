@@ -105,7 +105,7 @@ def paged_decode_attention(
     pages; entries beyond its context do not matter. `context_lens` [num_seqs] int32 counts its tokens, the new one
     included; a sequence of none gets zeros. A query at position p sees the keys at p - variant.window + 1 to p; their
     scores are scaled, capped and put beside the head's sink, in this order. Of the first variant.num_sinks keys it sees
-    also those before its window, with its row of `turned`, which has the shape of `query`.
+    also keys before its window, with its row of `turned`, which has the shape of `query`.
 
     Returns [num_seqs, num_heads, head_dim] in the dtype of `query`.
     """
