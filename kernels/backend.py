@@ -46,7 +46,7 @@ class Heads:
 class Angles:
     """Cosines and sines of a rotary embedding, float32 [positions, head size / 2]. Raises ValueError for others.
 
-    turns: the angles by which a row's query is turned back before it meets sinks that are behind its window.
+    turns: the angles by which a row's query is turned back before it meets sinks behind its window.
     """
 
     cosines: Tensor

@@ -27,7 +27,7 @@ def make_angles(config: RopeConfig, head_dim: int, num_positions: int, device: t
 class FarAngles:
     """The angles of any position of a long context, and the angles by which rows are turned back for sinks.
 
-    A position is high * DIGIT + low, and its cosine and sine follow from the ones of its digits: a table of all positions
+    A position is high * DIGIT + low, and its cosine and sine follow from its digits: a table of all positions
     would be larger than the pages. Angles and products are float64, for float32 has no second digit left far out; each
     product is rounded on its own, so that no bit depends on a batch.
     """
