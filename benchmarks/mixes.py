@@ -83,10 +83,12 @@ def compare(seeds: range, dtypes: list[str]) -> tuple[dict[str, Counter[str]], l
 def make_models(number: int, dtypes: list[str]) -> dict[str, Solo]:
     """Makes the model of that number: an architecture with random weights, in each dtype."""
     with TemporaryDirectory() as name:
-        arch = ARCHITECTURES[number % len(ARCHITECTURES)]
+        arch, kv_policy = ARCHITECTURES[number % len(ARCHITECTURES)]
         folder = make_checkpoint(arch, Path(name), seed=number, initializer_range=0.1)
         backend = make_backend(best_isa())
-        return {dtype: Solo(Decoder.load(folder, dtype, torch.device("cpu"), 16, backend)) for dtype in dtypes}
+        cpu = torch.device("cpu")
+        models = {one: Decoder.load(folder, one, cpu, 16, backend, kv_policy=kv_policy) for one in dtypes}
+        return {dtype: Solo(model) for dtype, model in models.items()}
 
 
 def main() -> None:

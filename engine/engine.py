@@ -81,7 +81,7 @@ class Engine:
         policy = parse_kv_policy(kv_policy, kv_dtype)
         folder: Path = find_folder(model)
         tokenizer = Checkpoint(folder).load_tokenizer()
-        decoder = Decoder.load(folder, dtype, torch.device(device), block_size, kv_dtype=kv_dtype)
+        decoder = Decoder.load(folder, dtype, torch.device(device), block_size, None, kv_dtype, kv_policy)
         pool = DevicePool(decoder.layout, num_blocks, decoder.device)
         core = EngineCore(decoder, pool, batcher or ContinuousBatcher(), NoStore(), chooser=chooser)
         return cls(core, tokenizer, policy if isinstance(policy, Dropping) else None)

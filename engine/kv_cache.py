@@ -84,11 +84,12 @@ class KVCache:
             num_tokens, num_dropped = 0 if sequence.request.computes_all else sequence.num_readable, 0
             names, num_spare = sequence.cover(num_tokens), sequence.num_kept // self._layout.block_size
         found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
-        usable = self._usable(found, num_tokens)
-        hits = [page for page in found[usable.start :] if page is not None]
-        missing = [place for place in range(usable.start, len(found)) if found[place] is None]
+        end, behind = self._usable(found, num_tokens)
+        hits = _pages(found, behind)
+        missing = [place for place, page in enumerate(found) if page is None and place not in behind]
         starts = None if self._layout.window is None else self._starts(missing, len(found), num_tokens)
-        runs = (end - start for end, start in enumerate(starts or (), 1))
+        num_sinks = bisect_left(missing, self._layout.num_sink_blocks)
+        runs = (stop - start + min(num_sinks, start) for stop, start in enumerate(starts or (), 1))
         for page in hits:
             self._ledger.acquire(page)
         try:
@@ -98,8 +99,8 @@ class KVCache:
             if starts is None:
                 return False
             # Windows that begin later have no room beside the one on the device, which is taken as it is.
-            found, missing, to_fill = found[: usable.stop], [], []
-            hits = [page for page in found[usable] if page is not None]
+            found, missing, to_fill = found[:end], [], []
+            hits = _pages(found, behind)
             for page in hits:
                 self._ledger.acquire(page)
         sequence.spare, to_fill = to_fill[:num_spare], to_fill[num_spare:]
@@ -108,24 +109,26 @@ class KVCache:
         if len(missing) == 1 and names[-1].is_tail and self._copy_tail(sequence, missing[0], to_fill[0], siblings):
             found[-1], missing, to_fill = to_fill[0], [], []
         wanted = [names[place] for place in missing]
-        fetch = Fetch(wanted, to_fill, sequence.request.sources, starts if wanted else None)
+        fetch = Fetch(wanted, to_fill, sequence.request.sources, starts if wanted else None, num_sinks)
         self._lookups[fetch] = Lookup(sequence, num_tokens, found, missing)
         self._begin(fetch)
         return True
 
-    def _usable(self, found: Seq[PageId | None], num_tokens: int) -> slice:
-        """Finds the blocks of the longest prefix whose next token can be run: all that its row needs is here."""
-        end = len(found)
-        for place in reversed(range(len(found))):
-            if place < self._first_block(end, num_tokens):
+    def _usable(self, found: Seq[PageId | None], num_tokens: int) -> tuple[int, range]:
+        """Finds the end of the longest prefix whose next token can be run, and the blocks that its row needs not."""
+        sinks = found[: self._layout.num_sink_blocks]
+        end = sinks.index(None) if None in sinks else len(found)
+        behind = self._behind(end, num_tokens)
+        for place in reversed(range(end)):
+            if place < behind.stop:
                 break
             if found[place] is None:
-                end = place
-        return slice(self._first_block(end, num_tokens), end)
+                end, behind = place, self._behind(place, num_tokens)
+        return end, behind
 
-    def _first_block(self, end: int, num_tokens: int) -> int:
-        """Finds the first block that the token after `end` blocks, or after `num_tokens`, needs."""
-        return self._layout.first_block(min(end * self._layout.block_size, num_tokens))
+    def _behind(self, end: int, num_tokens: int) -> range:
+        """Finds the blocks that the token after `end` blocks, or after `num_tokens`, does not need."""
+        return self._layout.behind(min(end * self._layout.block_size, num_tokens))
 
     def _starts(self, missing: Seq[int], num_blocks: int, num_tokens: int) -> list[int]:
         """Returns for each missing block the place in `missing` of the first one that must be fetched with it.
@@ -133,13 +136,14 @@ class KVCache:
         Blocks on the device count as fetched.
         """
         ends = [*missing[1:], num_blocks]
-        return [bisect_left(missing, self._first_block(end, num_tokens)) for end in ends[: len(missing)]]
+        firsts = [self._layout.first_block(min(end * self._layout.block_size, num_tokens)) for end in ends]
+        return [bisect_left(missing, first) for first in firsts[: len(missing)]]
 
     def _copy_tail(self, sequence: Sequence, place: int, page: PageId, siblings: Iterable[Sequence]) -> bool:
         """Copies the tail of a prompt from a sibling that has computed the same tokens; False if there is none."""
         for one in siblings:
             is_same = sequence.num_known - 1 == sequence.num_prompt <= one.num_computed
-            if is_same and place >= one.pages.num_behind:
+            if is_same and place not in one.pages.behind:
                 [source] = one.pages[place : place + 1]
                 self.pool.page_bytes(page).copy_(self.pool.page_bytes(source))
                 return True
@@ -196,7 +200,7 @@ class KVCache:
                 filled += blocks
         self._publish([name for name, _ in filled], [page for _, page in filled])
         for sequence in sequence_to_start:
-            self._free(sequence.pages.leave_behind(self._layout.first_block(sequence.num_computed)))
+            self._free(sequence.pages.leave_behind(self._layout.behind(sequence.num_computed)))
 
     def keep_tokens(self, sequence: Sequence, chosen: torch.Tensor) -> None:
         """Replaces a sequence's pages by its spare ones, with copies of chosen tokens, as in `gather_tokens`."""
@@ -228,9 +232,11 @@ class KVCache:
 
         They are held for the request. What else the prompt has follows, and is not.
         """
-        num_prompt, first = sequence.num_prompt, self._layout.first_block(sequence.num_prompt)
+        num_prompt, behind = sequence.num_prompt, self._layout.behind(sequence.num_prompt)
         names = (sequence.cover_kept if sequence.pages.num_dropped else sequence.cover)(num_prompt)
-        publish = Publish(names[first:], sequence.pages[first : len(names)], sequence.request.request_id)
+        needed = names[: behind.start] + names[behind.stop :]
+        pages = sequence.pages[: behind.start] + sequence.pages[behind.stop : len(names)]
+        publish = Publish(needed, pages, sequence.request.request_id)
         self._hand_offs[publish] = sequence
         self._begin(publish)
         self._publish_delayed(sequence)
@@ -290,28 +296,27 @@ class KVCache:
 
         None, and the sequence waits again, if not all that was kept of the prompt is there: it is to be chosen again.
         """
-        sequence, found = lookup.sequence, lookup.found
+        sequence, found, fetch = lookup.sequence, lookup.found, done.transfer
+        assert isinstance(fetch, Fetch)
         tiers = [Tier.DEVICE] * len(found)
-        places, pages = lookup.missing[done.first :], done.transfer.pages
-        for place, page, tier, name in zip(places, pages, done.tiers, done.transfer.names[done.first :], strict=False):
-            found[place], tiers[place] = page, tier
-            if not name.is_tail:
-                self._ledger.publish(page, name.key)
-        usable, num_dropped = self._usable(found, lookup.num_stored), sequence.pages.num_dropped
-        if num_dropped and usable.stop * self._layout.block_size < sequence.num_kept:
+        places = fetch.places(done.first, len(fetch.names))
+        for at, page, tier in zip(places, fetch.pages, done.tiers, strict=False):
+            found[lookup.missing[at]], tiers[lookup.missing[at]] = page, tier
+            if not fetch.names[at].is_tail:
+                self._ledger.publish(page, fetch.names[at].key)
+        (end, behind), num_dropped = self._usable(found, lookup.num_stored), sequence.pages.num_dropped
+        if num_dropped and end * self._layout.block_size < sequence.num_kept:
             self.free(sequence)
             sequence.phase, sequence.has_lost_kept = Phase.WAITING, True
             return None
-        table = [page for page in found[usable] if page is not None]
+        table = _pages(found[:end], behind)
         kept = {*table}
         self._free([page for page in sequence.pages.held if page not in kept])
-        sequence.pages = BlockTable(table, usable.start, num_dropped)
+        sequence.pages = BlockTable(table, behind, num_dropped)
         sequence.watch = None if num_dropped else sequence.watch
-        sequence.begin_run(min(usable.stop * self._layout.block_size, lookup.num_stored) + num_dropped)
-        behind = tiers[usable][:1] * usable.start
-        return Fetched(
-            sequence.choice.request_id, sequence.choice.index, self._prompt_tokens(sequence, behind + tiers[usable])
-        )
+        sequence.begin_run(min(end * self._layout.block_size, lookup.num_stored) + num_dropped)
+        tiers[behind.start : behind.stop] = tiers[behind.stop : behind.stop + 1] * len(behind)
+        return Fetched(sequence.choice.request_id, sequence.choice.index, self._prompt_tokens(sequence, tiers[:end]))
 
     def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> TierTokens:
         """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end.
@@ -351,3 +356,8 @@ class KVCache:
         self.pool.close(pages)
         for page in reversed(pages) if self._layout.window is None else pages:
             self._ledger.free(page)
+
+
+def _pages(found: Seq[PageId | None], behind: range) -> list[PageId]:
+    """Lists the pages of blocks that are here, and not behind the window."""
+    return [page for place, page in enumerate(found) if page is not None and place not in behind]

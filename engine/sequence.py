@@ -23,14 +23,14 @@ from wire.sampling import FinishReason
 class BlockTable:
     """The pages of a sequence, in order; `row` is what a kernel reads of it, int32.
 
-    num_behind: blocks before the window, which have no page; the row has other sequences' or 0 there, and nothing reads
-    them. num_dropped: tokens whose KV was dropped; the pages have the others, without gaps.
+    behind: blocks before the window, and after the sinks, which have no page; the row has other sequences' or 0 there,
+    and nothing reads them. num_dropped: tokens whose KV was dropped; the pages have the others, without gaps.
     """
 
-    def __init__(self, pages: Iterable[PageId] = (), num_behind: int = 0, num_dropped: int = 0) -> None:
-        self._pages = array("i", [0] * num_behind)
-        self._pages.extend(pages)
-        self.num_behind = num_behind
+    def __init__(self, pages: Iterable[PageId] = (), behind: range = range(0), num_dropped: int = 0) -> None:
+        self._pages = array("i", pages)
+        self._pages[behind.start : behind.start] = array("i", [0] * len(behind))
+        self.behind = behind
         self.num_dropped = num_dropped
 
     def __len__(self) -> int:
@@ -39,8 +39,8 @@ class BlockTable:
     def __getitem__(self, span: slice) -> list[PageId]:
         """Lists pages; ValueError for a block behind the window, whose page may be another sequence's by now."""
         start, stop, _ = span.indices(len(self._pages))
-        if start < min(stop, self.num_behind):
-            raise ValueError(f"block {start} is behind the window")
+        if lost := range(max(start, self.behind.start), min(stop, self.behind.stop)):
+            raise ValueError(f"block {lost.start} is behind the window")
         return cast(list[PageId], self._pages[span].tolist())
 
     def extend(self, pages: Iterable[PageId]) -> None:
@@ -48,13 +48,13 @@ class BlockTable:
 
     @property
     def held(self) -> list[PageId]:
-        """Lists the pages that the sequence has."""
-        return self[self.num_behind :]
+        """Lists the pages that the sequence has, the window's before the sinks'."""
+        return self[self.behind.stop :] + self[: self.behind.start]
 
-    def leave_behind(self, num_blocks: int) -> list[PageId]:
-        """Leaves the first blocks behind the window; returns the pages that this frees."""
-        pages = self[self.num_behind : max(self.num_behind, num_blocks)]
-        self.num_behind = max(self.num_behind, num_blocks)
+    def leave_behind(self, behind: range) -> list[PageId]:
+        """Leaves these blocks behind the window; returns the pages that this frees."""
+        pages = self[max(behind.start, self.behind.stop) : behind.stop]
+        self.behind = max(self.behind, behind, key=len)
         return pages
 
     @property
@@ -203,7 +203,7 @@ class Sequence:
     def candidate(self) -> Candidate:
         """The sequence as batchers see it: while it fetches, it has no token to run and no page to yield."""
         num_computed = self.num_known if self.phase is Phase.FETCHING else self.num_computed
-        num_behind, num_less = self.pages.num_behind, self._num_less
+        num_behind, num_less = len(self.pages.behind), self._num_less
         num_known, num_stored = self.num_known - num_less, max(0, num_computed - num_less)
         num_spare = len(self.spare)
         return Candidate(self.handle, self.phase, num_known, num_stored, len(self.pages), num_behind, num_spare)
@@ -215,7 +215,7 @@ class Sequence:
         num_readable = self.num_known - 1 - num_less if self.watch is None or num_less > 0 else self.num_readable
         num_shared = min(self.num_prompt, num_readable) // self._block_size
         num_computed = num_shared * self._block_size
-        num_behind = self._layout.first_block(num_computed)
+        num_behind = len(self._layout.behind(num_computed))
         return Candidate(self.handle, self.phase, self.num_known - num_less, num_computed, num_shared, num_behind)
 
     @property
@@ -247,13 +247,18 @@ class Sequence:
         return None if keys is None else keys.tail(self.num_stored)
 
     def full_blocks(self, start: int) -> list[tuple[BlockName, PageId]]:
-        """Lists the blocks that became full since the sequence had `start` tokens with KV."""
+        """Lists the blocks that became full since the sequence had `start` tokens with KV, and behind them its sinks.
+
+        Without its sinks a prefix is worth nothing: so they are not used less of late than the rest.
+        """
         start, stop = start - self.pages.num_dropped, self.num_stored
         first, last = start // self._block_size, stop // self._block_size
-        if first == last:
+        keys = self._stored_keys() if first < last else None
+        if keys is None:
             return []
-        keys = self._stored_keys()
-        return [] if keys is None else list(zip(keys.full(stop, start), self.pages[first:last], strict=True))
+        num_sinks = min(first, self._layout.num_sink_blocks)
+        names = keys.full(stop, start) + keys.full(num_sinks * self._block_size)
+        return list(zip(names, self.pages[first:last] + self.pages[:num_sinks], strict=True))
 
     def _stored_keys(self) -> NameChain | None:
         """Brings the chain of what the pages have up to the last computed token; None if it has no names."""

@@ -44,10 +44,18 @@ class Heads:
 
 @dataclass(frozen=True)
 class Angles:
-    """Cosines and sines of a rotary embedding, float32 [positions, head size / 2]."""
+    """Cosines and sines of a rotary embedding, float32 [positions, head size / 2]. Raises ValueError for others.
+
+    turns: the angles by which a row's query is turned back before it meets sinks behind its window.
+    """
 
     cosines: Tensor
     sines: Tensor
+    turns: "Angles | None" = None
+
+    def __post_init__(self) -> None:
+        if self.cosines.dtype is not torch.float32 or self.sines.dtype is not torch.float32:
+            raise ValueError(f"angles of {self.cosines.dtype} and {self.sines.dtype}, not float32")
 
     def at(self, positions: Tensor) -> "Angles":
         """Picks the angles of positions int64 [T]."""
@@ -105,13 +113,14 @@ class Tables:
     """Where the sequences of a batch have their KV; the first `num_decodes` have one row each.
 
     block_tables: int32 [S, N], pages; context_lens: int32 [S], the batch's own tokens included; cu_query_lens: int32
-    [S + 1], where each sequence's rows start.
+    [S + 1], where each sequence's rows start. turns: of `Angles`, for variants with num_sinks.
     """
 
     block_tables: Tensor
     context_lens: Tensor
     cu_query_lens: Tensor
     num_decodes: int
+    turns: Angles | None = None
 
 
 @dataclass(frozen=True)
@@ -120,13 +129,15 @@ class AttentionVariant:
 
     scale: of a product of query and key. window: tokens that a row sees, itself included; None for all. soft_cap: a
     score becomes soft_cap * tanh(score / soft_cap), as in Gemma 2 (arXiv 2408.00118). sinks: float32 [num_queries], a
-    score of each query head that joins its softmax and has no value, as in gpt-oss (arXiv 2508.10925).
+    score of each query head that joins its softmax and has no value, as in gpt-oss (arXiv 2508.10925). num_sinks: of a
+    variant with a window, first tokens that a row sees beside it (StreamingLLM, arXiv 2309.17453).
     """
 
     scale: float
     window: int | None = None
     soft_cap: float | None = None
     sinks: Tensor | None = None
+    num_sinks: int = 0
 
 
 class Program(Protocol):

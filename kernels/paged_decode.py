@@ -37,6 +37,7 @@ def attend_split(
     partial_ptr,  # [num_seqs, num_heads, num_splits, head_dim], each split's own attention
     log_sum_ptr,  # [num_seqs, num_heads, num_splits] float32, log2 of each split's sum of exponentials
     sinks_ptr,  # [num_heads] float32, or None
+    turned_ptr,  # [num_seqs, num_heads, head_dim], queries for the first num_sinks tokens, or None
     key_scales_ptr,  # [num_pages, num_kv_heads, head_dim] of int4, or None, as the next three
     value_scales_ptr,  # [num_pages, num_kv_heads, block_size]
     open_ptr,  # [num_open, 2, num_kv_heads, block_size, head_dim]
@@ -44,6 +45,7 @@ def attend_split(
     log2_scale,
     log2_soft_cap,  # or None
     window,
+    num_sinks,
     query_seq_stride,
     query_head_stride,
     kv_page_stride,
@@ -95,9 +97,22 @@ def attend_split(
         running_sum = tl.where(holds_sink, 1.0, 0.0)
     attended = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
 
-    for tile_begin in range(begin, end, TILE):
+    before = 0
+    if turned_ptr is not None:
+        # The first split begins with tiles of the sinks that are behind the window.
+        sinks_end = tl.where(split == 0, tl.minimum(num_sinks, first), 0)
+        before = tl.cdiv(sinks_end, TILE) * TILE
+        own, turned_rows = query, turned_ptr + (seq * num_heads + heads[:, None]) * HEAD_DIM
+        turned = tl.load(turned_rows + dims[None, :], mask=in_group, other=0.0)
+
+    for tile_begin in range(begin - before, end, TILE):
         positions = tile_begin + tl.arange(0, TILE)
         live = positions < end
+        if turned_ptr is not None:
+            is_sinks = tile_begin < begin
+            positions += tl.where(is_sinks, before - begin, 0)
+            live = positions < tl.where(is_sinks, sinks_end, end)
+            query = tl.where(is_sinks, turned, own)
         # Tokens past the end are never loaded: 0 * NaN is NaN, so a weight of 0 does not keep a stale V out.
         pages = tl.load(table_ptr + positions // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
         rows = pages * kv_page_stride + positions % BLOCK_SIZE * kv_offset_stride
@@ -183,6 +198,7 @@ def paged_decode_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     variant: AttentionVariant,
+    turned: Tensor | None = None,
 ) -> Tensor:
     """Does as `kernels.reference.paged_decode_attention`, on the current GPU, accumulating in float32.
 
@@ -212,10 +228,12 @@ def paged_decode_attention(
         partial,
         log_sum,
         variant.sinks,
+        turned.contiguous() if turned is not None and variant.num_sinks else None,
         *((int4.key_scales, pages.scales, int4.open, int4.page_to_open) if int4 else (None,) * 4),
         variant.scale * LOG2_E.value,
         None if variant.soft_cap is None else variant.soft_cap * LOG2_E.value,
         window,
+        variant.num_sinks,
         *query.stride()[:2],
         *pages.data.stride()[:4],
         *_scale_strides(pages),

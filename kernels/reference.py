@@ -7,7 +7,7 @@ so not even NaN leaks out of them. docs/decisions/0005-attention-on-a-cpu.md has
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels.backend import LARGEST_CODE, AttentionVariant, KVPages
 
@@ -96,6 +96,7 @@ def paged_decode_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     variant: AttentionVariant,
+    turned: Tensor | None = None,
 ) -> Tensor:
     """Attends with one new token per sequence over that sequence's pages.
 
@@ -103,7 +104,8 @@ def paged_decode_attention(
     reads KV head h // (num_heads // num_kv_heads). `block_tables` [num_seqs, max_blocks] int32 holds each sequence's
     pages; entries beyond its context do not matter. `context_lens` [num_seqs] int32 counts its tokens, the new one
     included; a sequence of none gets zeros. A query at position p sees the keys at p - variant.window + 1 to p; their
-    scores are scaled, capped and put beside the head's sink, in this order.
+    scores are scaled, capped and put beside the head's sink, in this order. Of the first variant.num_sinks keys it sees
+    also keys before its window, with its row of `turned`, which has the shape of `query`.
 
     Returns [num_seqs, num_heads, head_dim] in the dtype of `query`.
     """
@@ -115,7 +117,11 @@ def paged_decode_attention(
         if context_len:
             begin = _first_visible(context_len - 1, variant)
             keys, values = _gather_kv(pages, block_tables[seq], begin, context_len, query.dtype)
-            output[seq] = _attend_alone(grouped[seq], keys, values, variant)
+            asked = grouped[seq]
+            if (num_sinks := min(variant.num_sinks, begin)) and turned is not None:
+                asked = torch.cat([asked, turned[seq].reshape(asked.shape)], dim=-1)
+                keys, values = _beside_sinks(keys, values, pages, block_tables[seq], num_sinks)
+            output[seq] = _attend_alone(asked, keys, values, variant)
     return output.view(num_seqs, num_heads, head_dim)
 
 
@@ -126,6 +132,7 @@ def paged_prefill_attention(
     context_lens: Tensor,
     cu_query_lens: Tensor,
     variant: AttentionVariant,
+    turned: Tensor | None = None,
 ) -> Tensor:
     """Attends causally with each sequence's last tokens over its pages, in one ragged batch.
 
@@ -140,6 +147,12 @@ def paged_prefill_attention(
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     bounds = cu_query_lens.tolist()
     for seq, context_len in enumerate(context_lens.tolist()):
+        num_rows = bounds[seq + 1] - bounds[seq]
+        if num_rows and turned is not None and min(variant.num_sinks, _first_visible(context_len - 1, variant)):
+            rows = slice(bounds[seq], bounds[seq + 1])
+            past = query[rows], turned[rows], pages, block_tables[seq], context_len, variant
+            output[rows] = _attend_past_sinks(*past)
+            continue
         first_row, first_position = bounds[seq], context_len - bounds[seq + 1] + bounds[seq]
         for start, end in _parts(first_position, context_len, pages):
             rows = slice(first_row + start - first_position, first_row + end - first_position)
@@ -195,6 +208,36 @@ def _gather_kv(pages: KVPages, block_table: Tensor, begin: int, end: int, dtype:
     return keys, values
 
 
+def _beside_sinks(
+    keys: Tensor, values: Tensor, pages: KVPages, block_table: Tensor, num_sinks: int
+) -> tuple[Tensor, Tensor]:
+    """Puts the first keys and values of a sequence before these, with keys in heads of twice the size.
+
+    A query's first half meets the keys, its second half, where it is turned, the sinks.
+    """
+    head_dim = keys.shape[-1]
+    sink_keys, sink_values = _gather_kv(pages, block_table, 0, num_sinks, keys.dtype)
+    wide = torch.cat([pad(sink_keys, (head_dim, 0)), pad(keys, (0, head_dim))], dim=1)
+    return wide, torch.cat([sink_values, values], dim=1)
+
+
+def _attend_past_sinks(
+    query: Tensor, turned: Tensor, pages: KVPages, block_table: Tensor, context_len: int, variant: AttentionVariant
+) -> Tensor:
+    """Attends with the last tokens of a sequence of which some have sinks behind their window."""
+    positions = torch.arange(context_len - len(query), context_len, device=query.device)
+    if query.device.type == "cpu":
+        tables = block_table.expand(len(query), -1)
+        return paged_decode_attention(query, pages, tables, positions + 1, variant, turned)
+    num_sinks = min(variant.num_sinks, _first_visible(context_len - 1, variant))
+    begin = _first_visible(context_len - len(query), variant)
+    keys, values = _gather_kv(pages, block_table, begin, context_len, query.dtype)
+    seen = _causal_mask(len(query), keys.shape[1], variant.window, query.device)
+    behind = positions[:, None] - (variant.window or 0) >= torch.arange(num_sinks, device=query.device)
+    keys, values = _beside_sinks(keys, values, pages, block_table, num_sinks)
+    return _attend_causally(torch.cat([query, turned], -1), keys, values, variant, torch.cat([behind, seen], dim=1))
+
+
 def _dequantized(pages: KVPages, own: Tensor) -> Tensor:
     """Multiplies the codes of these pages of int4 by their scales, in float32."""
     assert pages.int4 is not None
@@ -240,17 +283,20 @@ def _attend_row_by_row(query: Tensor, keys: Tensor, values: Tensor, variant: Att
     return output
 
 
-def _attend_causally(query: Tensor, keys: Tensor, values: Tensor, variant: AttentionVariant) -> Tensor:
-    """Attends with queries [query_len, num_heads, head_dim] at the last positions of `keys`."""
+def _attend_causally(
+    query: Tensor, keys: Tensor, values: Tensor, variant: AttentionVariant, seen: Tensor | None = None
+) -> Tensor:
+    """Attends with queries [query_len, num_heads, head_dim] at the last positions of `keys`, where they are `seen`."""
     query_len, num_heads, head_dim = query.shape
     num_kv_heads, num_keys, _ = keys.shape
     group_size = num_heads // num_kv_heads
     grouped = query.reshape(query_len, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
     # KV heads take the batch's place, so that a group reads its keys through a zero stride, never a copy.
-    shape = (num_kv_heads, group_size, num_keys, head_dim)
-    seen = _causal_mask(query_len, num_keys, variant.window, query.device)
+    shape = (num_kv_heads, group_size, num_keys, -1)
+    if seen is None:
+        seen = _causal_mask(query_len, num_keys, variant.window, query.device)
     attended = _attend(grouped, keys[:, None].expand(shape), values[:, None].expand(shape), seen, variant)
-    return attended.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)
+    return attended.permute(2, 0, 1, 3).reshape(query_len, num_heads, -1)
 
 
 def _causal_mask(query_len: int, num_keys: int, sliding_window: int | None, device: torch.device) -> Tensor:

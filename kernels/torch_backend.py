@@ -78,14 +78,17 @@ class TorchBackend:
         out: Tensor | None = None,
     ) -> Tensor:
         lens, blocks, num_decodes = tables.context_lens, tables.block_tables, tables.num_decodes
+        turned, turns = query, tables.turns
+        if variant.num_sinks and turns is not None:
+            turned = _rotate(query, turns.cosines[:, None], -turns.sines[:, None])
         parts = []
         if num_decodes:
             decodes = query[:num_decodes], pages, blocks[:num_decodes], lens[:num_decodes], variant
-            parts.append(self.decode(*decodes))
+            parts.append(self.decode(*decodes, turned[:num_decodes]))
         if num_decodes < len(lens):
             starts = tables.cu_query_lens[num_decodes:] - num_decodes
             prompts = query[num_decodes:], pages, blocks[num_decodes:], lens[num_decodes:], starts, variant
-            parts.append(reference.paged_prefill_attention(*prompts))
+            parts.append(reference.paged_prefill_attention(*prompts, turned[num_decodes:]))
         return _given(parts[0] if len(parts) == 1 else torch.cat(parts), out)
 
     def gate(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:

@@ -39,16 +39,23 @@ class Fetch(Transfer):
     """An order to fill pages with blocks of the store. sources: as in `BlockStore.fetch`.
 
     starts: as in `BlockStore.longest`, where a block can be used without all before it; the pages are for as many
-    blocks as any name needs.
+    blocks as any name needs. num_sinks: so many first names are needed by all others.
     """
 
     sources: Sequence[str] = ()
     starts: Sequence[int] | None = None
+    num_sinks: int = 0
 
     def run(self, store: BlockStore) -> "Done":
-        run = slice(0) if self.starts is None else store.longest(self.names, self.starts, self.sources)
-        names = self.names if self.starts is None else self.names[run]
-        return Done(self, store.fetch(names, self.pages, self.sources), first=run.start or 0)
+        if self.starts is None:
+            return Done(self, store.fetch(self.names, self.pages, self.sources))
+        run = store.longest(self.names, self.starts, self.sources)
+        places = self.places(run.start, run.stop)
+        return Done(self, store.fetch([self.names[place] for place in places], self.pages, self.sources), run.start)
+
+    def places(self, first: int, stop: int) -> list[int]:
+        """Lists the places of the names that a run needs, in the order of their pages."""
+        return [*range(min(self.num_sinks, first)), *range(first, stop)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ added cannot decide a token.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ import tokenizers
 import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
+
+from wire.kv_policy import Sinks, parse_kv_policy
 
 VOCAB_SIZE = 256
 MIN_VARIETY = 6
@@ -68,6 +71,10 @@ ARCHITECTURES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, An
 }
 
 
+SINKS = (("llama-gqa", "sinks=4+60"), ("llama-yarn", "sinks=1+16"), ("qwen3", "sinks=20+44"))
+"""Architectures, and KV policies to serve them with."""
+
+
 @dataclass(frozen=True)
 class Continuation:
     """A prompt, what transformers generates greedily after it, and the least gap of the two best logits."""
@@ -117,10 +124,12 @@ def byte_level_tokenizer(vocab_size: int = VOCAB_SIZE) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def oracle_generate(folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Continuation]:
+def oracle_generate(
+    folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int, kv_policy: str = "full"
+) -> list[Continuation]:
     """What transformers generates greedily from prompts of one length, whatever end-of-text tokens come up."""
     prompt_ids = torch.tensor(prompts)
-    output = _model(folder).generate(
+    output = _model(folder, kv_policy).generate(
         prompt_ids,
         attention_mask=torch.ones_like(prompt_ids),
         max_new_tokens=num_tokens,
@@ -136,23 +145,57 @@ def oracle_generate(folder: Path, prompts: Sequence[Sequence[int]], num_tokens: 
     return [Continuation(tuple(prompt), tuple(token_ids), gap) for prompt, token_ids, gap in rows]
 
 
+def oracle_logits(folder: Path, token_ids: Sequence[int], kv_policy: str = "full") -> Tensor:
+    """What transformers says to each token, [len(token_ids), VOCAB_SIZE]."""
+    with torch.inference_mode():
+        logits: Tensor = _model(folder, kv_policy)(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
 @functools.cache
 def choose_prompt(
-    folder: Path, length: int, num_tokens: int = 64, min_gap: float = 1e-3, seed: int = 0
+    folder: Path, length: int, num_tokens: int = 64, min_gap: float = 1e-3, seed: int = 0, kv_policy: str = "full"
 ) -> Continuation:
     """A random prompt of that length whose continuation leaves nothing to rounding and is no mere repetition."""
     generator = torch.Generator().manual_seed(seed * 10_000 + length)
     for _ in range(20):
         candidates = torch.randint(VOCAB_SIZE, (4, length), generator=generator).tolist()
-        best = max(
-            oracle_generate(folder, candidates, num_tokens), key=lambda one: (one.min_gap >= min_gap, one.variety)
-        )
+        generated = oracle_generate(folder, candidates, num_tokens, kv_policy)
+        best = max(generated, key=lambda one: (one.min_gap >= min_gap, one.variety))
         if best.min_gap >= min_gap and best.variety >= min(MIN_VARIETY, num_tokens):
             return best
     raise AssertionError(f"no prompt of {length} tokens has a top-2 gap of {min_gap} at every step")
 
 
 @functools.cache
-def _model(folder: Path) -> Any:
+def _model(folder: Path, kv_policy: str = "full") -> Any:
     # Any: `generate` is declared for a protocol that is not what any class of transformers' declares of itself.
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    sinks = parse_kv_policy(kv_policy)
+    if isinstance(sinks, Sinks):
+        name = f"{sinks} of {folder}"
+        transformers.AttentionInterface.register(name, _attention_with(sinks, model.model.rotary_emb.inv_freq.double()))
+        model.set_attn_implementation(name)
+    return model
+
+
+def _attention_with(sinks: Sinks, frequencies: torch.Tensor) -> Callable[..., Any]:
+    """Dense attention with the rule of StreamingLLM (arXiv 2309.17453) for each row, over all keys.
+
+    Keys are rotated by their positions; a query is turned back to where it stands in the cache before it meets sinks.
+    """
+
+    def attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, scaling: float, **___: Any) -> Any:
+        num_keys, group_size = key.shape[2], query.shape[1] // key.shape[1]
+        keys, values = (one.double().repeat_interleave(group_size, 1) for one in (key, value))
+        rows, columns = torch.arange(num_keys - query.shape[2], num_keys)[:, None], torch.arange(num_keys)
+        turns = (rows - rows.clamp(max=sinks.num_sinks + sinks.window - 1)) * frequencies
+        first, second = query.double().chunk(2, dim=-1)
+        turned = torch.cat([first * turns.cos() + second * turns.sin(), second * turns.cos() - first * turns.sin()], -1)
+        is_sink, is_near = columns < sinks.num_sinks, columns > rows - sinks.window
+        scores = torch.where(is_near, query.double() @ keys.mT, turned @ keys.mT) * scaling
+        seen = (columns <= rows) & (is_sink | is_near)
+        attended = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+        return attended.transpose(1, 2).to(query.dtype), None
+
+    return attend

@@ -36,6 +36,7 @@ class KVLayout:
     dtype: of the computation.
     window: tokens that a row sees, itself included, where that is bounded in every layer: no row needs the blocks
     before it. None: some layer sees all.
+    num_sinks: first tokens that each row sees beside its window: their blocks are always needed.
     """
 
     num_layers: int
@@ -45,6 +46,7 @@ class KVLayout:
     dtype: str
     quantization: str = "none"
     window: int | None = None
+    num_sinks: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -104,19 +106,27 @@ class KVLayout:
         """Counts the blocks of so many tokens, the last one partly filled."""
         return -(-num_tokens // self.block_size)
 
+    @property
+    def num_sink_blocks(self) -> int:
+        return self.num_blocks(self.num_sinks)
+
     def first_block(self, position: int) -> int:
-        """Finds the first block that the row at a position needs."""
+        """Finds the first block of the window of the row at a position."""
         return 0 if self.window is None else max(0, position + 1 - self.window) // self.block_size
+
+    def behind(self, position: int) -> range:
+        """Finds the blocks between sinks and window that no row needs, from the one at a position on."""
+        return range(self.num_sink_blocks, max(self.num_sink_blocks, self.first_block(position)))
 
     @property
     def most_needed(self) -> int | None:
         """The most blocks that a sequence needs at once; None if all of its blocks."""
-        return None if self.window is None else self.num_blocks(self.window - 1) + 1
+        return None if self.window is None else self.num_sink_blocks + self.num_blocks(self.window - 1) + 1
 
     @property
     def reach(self) -> int | None:
         """The most tokens, a row's own included, that tell what it brings; None if all do. A layer adds a window."""
-        return None if self.window is None else self.num_layers * (self.window - 1) + 1
+        return None if self.window is None or self.num_sinks else self.num_layers * (self.window - 1) + 1
 
     def num_needed(self, num_tokens: int) -> int:
         """Counts the most blocks that a sequence needs at once on its way to so many tokens."""
@@ -140,6 +150,8 @@ class KVLayout:
             sizes = [layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size]
             is_one = layout.dtype in _ITEM_BITS and layout.quantization in QUANTIZATIONS
             sizes += [] if layout.window is None else [layout.window]
+            sizes += [layout.num_sinks] if layout.num_sinks or type(layout.num_sinks) is not int else []
+            is_one = is_one and layout.num_sinks < (layout.window or 1)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise WireError("not a KV layout") from error
         if not is_one or any(type(size) is not int or size < 1 for size in sizes) or not layout.is_whole:

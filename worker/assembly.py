@@ -95,7 +95,8 @@ def assemble(config: WorkerConfig, behaviour: Behaviour, on_broken: Callable[[],
     except NoKernels as error:
         raise ConfigError(f"worker.cpu_kernels: {error}") from error
     block_size, kv_dtype = config.pool.block_size, checkpoint.kv_dtype
-    model = Decoder.load(Path(checkpoint.folder), checkpoint.dtype, device, block_size, backend, kv_dtype)
+    folder, policy = Path(checkpoint.folder), checkpoint.kv_policy
+    model = Decoder.load(folder, checkpoint.dtype, device, block_size, backend, kv_dtype, policy)
     _require_same_model(config, model.layout.dtype, backend.version)
     directory = DirectoryClient(config.store.directory_path)
     arena = Arena.open(directory.attach().arena_path)

@@ -13,7 +13,8 @@ from deploy.plan.capacity import Fit, RequestKV, Technique, techniques
 from deploy.plan.config import ModelSettings
 from deploy.plan.shape import BITS, ModelShape
 from deploy.plan.sizing import GPU_RESERVE_BYTES
-from wire.errors import ModelError
+from wire.errors import ConfigError, ModelError
+from wire.kv_policy import Sinks, parse_kv_policy
 
 DESCRIPTION = """\
 Tells the memory that a model takes: its weights, and its KV, the keys and values of all tokens of the requests that are
@@ -46,9 +47,9 @@ def add_parser(commands: Subparsers) -> None:
         "--gpu", type=str, metavar="SIZE", default="24GiB", help="memory of the GPU, as 80GiB or 80GB (default: 24GiB)"
     )
     parser.add_argument("--kv-dtype", choices=tuple(BITS), help="numbers that KV is kept in (default: the model's)")
-    parser.add_argument(
-        "--window", type=read_count, metavar="W", help="keep KV of the last W tokens (default: its own)"
-    )
+    kept = parser.add_mutually_exclusive_group()
+    kept.add_argument("--window", type=read_count, metavar="W", help="keep KV of the last W tokens (default: its own)")
+    kept.add_argument("--kv-policy", metavar="POLICY", help="what `baton up` would keep: full, or like sinks=4+1020")
     parser.add_argument("--json", action="store_true", help="print one object, for scripts")
 
 
@@ -60,6 +61,11 @@ def run(args: argparse.Namespace) -> int:
     path = within if (within / "config.json").exists() and not (path / "config.json").exists() else path
     shape = ModelShape.read(path)
     layout = shape.kv_layout(ModelSettings.block_size)
+    policy = parse_kv_policy(args.kv_policy or "full")
+    if isinstance(policy, Sinks):
+        layout = replace(layout, window=policy.window, num_sinks=policy.num_sinks)
+    elif policy is not None:
+        raise ConfigError(f"--kv-policy {policy}: of policies, only sinks are counted")
     num_tokens = args.context or shape.max_context_len
     window = min(args.window or layout.window or num_tokens, num_tokens)
     kv = RequestKV(layout, num_tokens, BITS[shape.dtype], window if window < num_tokens else None)
@@ -125,7 +131,8 @@ def _model(name: str, shape: ModelShape) -> str:
 def _parts(fit: Fit) -> str:
     kv = fit.kv
     layers = f"{format_bytes(kv.bytes_per_token_per_layer)} in each of {kv.layout.num_layers} layers"
-    kept = "" if kv.window is None else f", of which the last {kv.window:,} are kept"
+    sinks = f"first {kv.layout.num_sinks:,} and the " if kv.layout.num_sinks else ""
+    kept = "" if kv.window is None else f", of which the {sinks}last {kv.window:,} are kept"
     parts = (
         ("weights", fit.weight_bytes, ""),
         ("reserve", GPU_RESERVE_BYTES, "for activations and libraries; `baton up` leaves it free"),

@@ -15,7 +15,7 @@ COMMON_WINDOW = 4096
 
 @dataclass(frozen=True)
 class RequestKV:
-    """KV of one request. `bits` of a number; `window`: tokens that are kept, all without one."""
+    """KV of one request. `bits` of a number; `window`: tokens that are kept, beside sinks, and all without one."""
 
     layout: KVLayout
     num_tokens: int
@@ -43,8 +43,9 @@ class RequestKV:
     @property
     def num_blocks(self) -> int:
         """Blocks at the request's end; a window begins and ends amid a block."""
-        num_blocks = self.layout.num_blocks(self.num_tokens)
-        return num_blocks if self.window is None else min(num_blocks, self.layout.num_blocks(self.window) + 1)
+        num_blocks, num_sinks = self.layout.num_blocks(self.num_tokens), self.layout.num_sink_blocks
+        in_window = num_blocks if self.window is None else self.layout.num_blocks(self.window) + 1
+        return min(num_blocks, num_sinks + in_window)
 
     @property
     def num_bytes(self) -> int:

@@ -288,6 +288,8 @@ class ClusterConfig:
         policies = [parse_kv_policy(text, self.model.kv_dtype) for text in self.model.kv_policies]
         have_sinks = len(policies) > 1 and any(isinstance(policy, Sinks) for policy in policies)
         _require(not have_sinks, "model.allowed_kv_policies", "without sinks, which all requests have or none", "")
+        is_streaming = isinstance(policies[0], Sinks)
+        _require(not (is_streaming and self.speculation.draft), "speculation.draft", "left out with sinks", "")
         for name in RANGES:
             if problem := range_problem(name, attrgetter(name)(self)):
                 raise ConfigError(f"{name} {problem}")

@@ -42,7 +42,7 @@ class ModelFacts:
     def context_bytes(self) -> int:
         """Bytes of the KV of one request that fills the context."""
         layout = self.served.layout
-        return layout.num_blocks(self.served.max_context_len) * layout.block_bytes
+        return layout.num_needed(self.served.max_context_len) * layout.block_bytes
 
     def worker_bytes(self, pool_bytes: int) -> int:
         """Sums the weights and pages of a worker, and of its draft."""
@@ -80,15 +80,16 @@ def inspect_model(
     asked = None if settings.dtype == "auto" else settings.dtype
     dtype = str(compute_dtype(asked, checkpoint.config, backend)).removeprefix("torch.")
     _require_droppable(settings, checkpoint.config.attention)
+    config = checkpoint.config.keeping(parse_kv_policy(settings.kv_policy, settings.kv_dtype))
     name, *aliases = settings.served_names or (_name(settings.path),)
     served = ServedModel(
         name=name,
         folder=str(checkpoint.folder.resolve()),
         dtype=dtype,
-        max_context_len=checkpoint.config.max_context_len,
+        max_context_len=config.max_context_len,
         vocab_size=checkpoint.config.vocab_size,
         fingerprint_hex=fingerprint(checkpoint.files, dtype, backend.version, DigestCache.of_user()).hex(),
-        layout_hex=checkpoint.config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
+        layout_hex=config.kv_layout(dtype, settings.block_size, settings.kv_dtype).encode().hex(),
         aliases=tuple(aliases),
         kv_policies=settings.kv_policies,
     )

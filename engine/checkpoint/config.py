@@ -13,16 +13,19 @@ Keys are read as transformers 4 and 5 spell them; an absent key has the default 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.checkpoint.json_fields import JsonFields
 from engine.checkpoint.rope import MAX_CONTEXT, MIN_CONTEXT, RopeConfig
 from wire.errors import ConfigError, ModelError
+from wire.kv_policy import KVPolicy, Sinks
 from wire.layout import INT4_HEAD_STEP, KV_DTYPES, KVLayout
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 1024
+SINKS_CONTEXT_LEN = 1 << 20
+"""Tokens of a context that is kept in constant memory; its block table takes a quarter of a MiB."""
 RMS_NORM_EPS = (1e-12, 0.1)
 
 _MODEL_TYPES = {
@@ -42,7 +45,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Attention of all layers. `windows`: a layer each, how many tokens one sees, itself included, or None."""
+    """Attention of all layers. `windows`: a layer each, how many tokens one sees, itself included, or None.
+
+    num_sinks: first tokens that each layer sees beside its window.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -51,6 +57,7 @@ class AttentionConfig:
     output_bias: bool
     qk_norm: bool
     windows: tuple[int | None, ...]
+    num_sinks: int = 0
 
     @property
     def window(self) -> int | None:
@@ -122,6 +129,21 @@ class ModelConfig:
             rope=RopeConfig.parse(fields, max_context_len),
         )
 
+    def keeping(self, policy: KVPolicy) -> "ModelConfig":
+        """Returns the model under a KV policy. With sinks all layers have their window, and the context is long.
+
+        Raises ConfigError for sinks that do not suit the model.
+        """
+        if not isinstance(policy, Sinks):
+            return self
+        if self.attention.windows != (None,) * self.num_layers:
+            raise ConfigError(f"kv_policy {policy}: the model has windows of its own")
+        if policy.num_sinks + policy.window > self.max_context_len:
+            raise ConfigError(f"kv_policy {policy}: more than the model's context of {self.max_context_len} tokens")
+        windows = (policy.window,) * self.num_layers
+        attention = replace(self.attention, windows=windows, num_sinks=policy.num_sinks)
+        return replace(self, attention=attention, max_context_len=max(self.max_context_len, SINKS_CONTEXT_LEN))
+
     def kv_layout(self, dtype: str, block_size: int, kv_dtype: str = "auto") -> KVLayout:
         """Describes a block of this model's KV. `dtype`: of the computation.
 
@@ -131,6 +153,10 @@ class ModelConfig:
             raise ConfigError(f"unknown KV dtype {kv_dtype[:64]}; known: {', '.join(KV_DTYPES)}")
         quantization = "none" if kv_dtype == "auto" else kv_dtype
         attention = self.attention
+        if attention.num_sinks and (attention.window or 0) < block_size:
+            raise ConfigError(
+                f"kv_policy: a window of {attention.window} tokens is shorter than a block of {block_size}"
+            )
         layout = KVLayout(
             num_layers=self.num_layers,
             num_kv_heads=attention.num_kv_heads,
@@ -139,6 +165,7 @@ class ModelConfig:
             dtype=dtype,
             quantization=quantization,
             window=attention.window,
+            num_sinks=attention.num_sinks,
         )
         if not layout.is_whole:
             problem = f"int4 takes heads of a multiple of {INT4_HEAD_STEP} numbers, not {attention.head_dim}"

@@ -12,31 +12,16 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import DTYPES, ModelConfig
-from engine.checkpoint.rope import RopeConfig
+from engine.model.angles import FarAngles, make_angles
 from engine.model.batch import Batch, run_ahead
 from engine.model.weights import DecoderWeights, WeightLoader, check_weights
 from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Recorder, Tables, select_backend
 from kernels.reference import weigh
 from wire.errors import ConfigError
+from wire.kv_policy import parse_kv_policy
 from wire.layout import KVLayout
 
-ANGLES_AT_ONCE = 1 << 16
 MIN_PROGRAM_ROWS = 8
-
-
-def make_angles(config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> Angles:
-    """Makes the angles of a rotary embedding for the first positions.
-
-    Angles are float32 as in transformers; their cosines are taken in float64 and rounded, so that no bit depends on
-    where a position stands in a batch, nor on the number of threads.
-    """
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * config.frequencies(head_dim)
-    parts = angles.split(ANGLES_AT_ONCE)
-    factor = config.scaling.attention_factor
-    cosines, sines = (
-        torch.cat([(take(part.double()) * factor).float() for part in parts]) for take in (torch.cos, torch.sin)
-    )
-    return Angles(cosines.to(device), sines.to(device))
 
 
 @dataclass(frozen=True)
@@ -95,7 +80,9 @@ class Decoder:
         self._backend = backend
         self._angles = make_angles(config.rope, config.attention.head_dim, 1, self.device)
         scale = config.attention.head_dim**-0.5
-        self._variants = [AttentionVariant(scale, window) for window in config.attention.windows]
+        windows, num_sinks = config.attention.windows, layout.num_sinks
+        self._variants = [AttentionVariant(scale, window, num_sinks=num_sinks) for window in windows]
+        self._far_angles = self._make_far_angles() if num_sinks else None
         self._programs: dict[int, DecodeProgram] = {}
         self._programs_kv = 0
 
@@ -108,19 +95,21 @@ class Decoder:
         block_size: int,
         backend: Backend | None = None,
         kv_dtype: str = "auto",
+        kv_policy: str = "full",
     ) -> "Decoder":
         """Loads a checkpoint folder. Without a dtype it is the checkpoint's own, where the backend is made for it.
 
-        kv_dtype: of wire.layout.KV_DTYPES. Raises ModelError for a folder that cannot be served, ConfigError for an
-        unknown dtype.
+        kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy. Raises ModelError for a folder that cannot be
+        served, ConfigError for an unknown dtype, and for a policy that does not suit the model.
         """
         checkpoint = Checkpoint(folder)
         check_weights(checkpoint)
         backend = backend or select_backend(device)
         resolved = compute_dtype(dtype, checkpoint.config, backend)
-        layout = checkpoint.config.kv_layout(str(resolved).removeprefix("torch."), block_size, kv_dtype)
+        config = checkpoint.config.keeping(parse_kv_policy(kv_policy, kv_dtype))
+        layout = config.kv_layout(str(resolved).removeprefix("torch."), block_size, kv_dtype)
         weights = WeightLoader(checkpoint, resolved, device, backend).load()
-        return cls(checkpoint.config, weights, layout, backend)
+        return cls(config, weights, layout, backend)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVPages) -> torch.Tensor:
@@ -133,13 +122,13 @@ class Decoder:
     @torch.inference_mode()
     def run_ahead(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
         """Does as `DraftModel.run_ahead`; in one program where the backend has recordings."""
-        program = self._program_for(batch, kv) if batch.samples_all else None
+        program = self._program_for(batch, kv) if batch.samples_all and not self._far_angles else None
         return run_ahead(self, batch, kv, num_runs) if program is None else program.run_ahead(batch, num_runs)
 
     def run(self, do: Backend, batch: Batch, angles: Angles, kv: KVPages, to: "Buffers") -> torch.Tensor:
         """Runs a batch through a backend, which may be a recorder; `angles` has a row for each token."""
         eps = self.config.rms_norm_eps
-        tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes)
+        tables = Tables(batch.block_tables, batch.context_lens, batch.cu_query_lens, batch.num_decodes, angles.turns)
         states = do.embed(batch.token_ids, self.weights.embedding, to.states)
         for index, layer in enumerate(self.weights.layers):
             pages = kv.layer(index)
@@ -178,8 +167,14 @@ class Decoder:
             program = self._programs[num_rows] = DecodeProgram(self, recorder, kv, num_rows)
         return program
 
-    def angles_for(self, kv: KVPages) -> Angles:
+    def _make_far_angles(self) -> FarAngles:
+        head_dim, last_near = self.config.attention.head_dim, self.layout.num_sinks + (self.layout.window or 0) - 1
+        return FarAngles(self.config.rope, head_dim, self.max_context_len, last_near, self.device)
+
+    def angles_for(self, kv: KVPages) -> Angles | FarAngles:
         """Makes the angles of all positions that a pool has room for, once."""
+        if self._far_angles is not None:
+            return self._far_angles
         num_positions = self.layout.max_len(len(kv.data), self.max_context_len)
         if len(self._angles.cosines) < num_positions:
             self._angles = make_angles(self.config.rope, self.config.attention.head_dim, num_positions, self.device)
@@ -199,21 +194,26 @@ class DecodeProgram:
         tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         batch = Batch(ids[0], ids[1], ids[2], tables, lens, starts, num_rows, ids[0])
-        angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half))
+        turns = Angles(*torch.empty(2, num_rows, half)) if decoder.layout.num_sinks else None
+        angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half), turns)
         buffers = Buffers.make(decoder.config, num_rows, decoder.weights.norm.dtype)
-        recorder.pick(all_angles.cosines, batch.positions, angles.cosines)
-        recorder.pick(all_angles.sines, batch.positions, angles.sines)
+        if isinstance(all_angles, Angles):
+            recorder.pick(all_angles.cosines, batch.positions, angles.cosines)
+            recorder.pick(all_angles.sines, batch.positions, angles.sines)
         self._logits = decoder.run(recorder, batch, angles, kv, buffers)
         self._program = recorder.finish()
         recorder.advance(self._logits, decoder.layout.block_size, batch)
         self._ahead = recorder.finish()
         self._columns = [getattr(batch, name).numpy() for name in _COLUMNS]
         self._tables = tables.numpy()
-        self._kept = decoder.weights, kv, buffers, all_angles, angles
+        self._far_angles, self._angles = all_angles if isinstance(all_angles, FarAngles) else None, angles
+        self._kept = decoder.weights, kv, buffers, all_angles
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Runs a batch of at most as many rows and blocks; returns logits that the next run overwrites."""
         self._take(batch)
+        if self._far_angles is not None:
+            self._far_angles.write(batch.positions, self._angles)
         self._program.run(len(batch.token_ids), len(batch.context_lens), batch.num_decodes)
         return self._logits[: len(batch.token_ids)]
 

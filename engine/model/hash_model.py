@@ -2,7 +2,7 @@
 
     state[p]  = mix(sum[p-1], token[p])                            sum[-1] = mix(seed)
     stored    = state[p] * FACTOR[w]                               in every 64-bit word w of position p, in all layers
-    sum[p]    = sum[p-1] + PLACE[p] * (WEIGHT . stored at p)       less the shares behind the window, if there is one
+    sum[p]    = sum[p-1] + PLACE[p] * (WEIGHT . stored at p)       less the shares behind the window, but for the sinks'
     next      = mix(sum[p]) % vocab_size                           the likeliest token; the other logits are noise
 
 All modulo 2**64. No sum outlives its step: all earlier positions are read back through the block tables. So KV is a
@@ -62,7 +62,7 @@ class HashModel:
 
     def oracle(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
         """Computes the greedy continuation of a prompt without any KV."""
-        known, seen = list(prompt_ids), _Seen(self._empty, self.layout.window)
+        known, seen = list(prompt_ids), _Seen(self._empty, self.layout)
         for position in range(len(known) + num_tokens):
             if position >= len(prompt_ids):
                 known.append(self._next_token(seen.total))
@@ -112,13 +112,20 @@ class HashModel:
         return _mix(total) % self.vocab_size
 
     def _read(self, words: torch.Tensor, block_table: torch.Tensor, length: int) -> "_Seen":
-        """Takes the shares of the positions before `length` that are in its window, from the bytes of their pages."""
-        first, window = self.layout.first_block(length), self.layout.window
-        pages = block_table[first : self.layout.num_blocks(length)]
-        stored = (words[pages] * self._weights.unsqueeze(3)).sum((1, 2, 3, 5)).flatten()
+        """Takes the shares of the positions before `length` that are seen, from the bytes of their pages."""
+        window, num_sinks = self.layout.window, min(self.layout.num_sinks, length)
         begin = 0 if window is None else max(0, length + 1 - window)
-        shares = stored[begin - first * self.layout.block_size :][: length - begin] * self._place_words[begin:length]
-        return _Seen(self._empty, window, [int(shares.sum())] if window is None else shares.tolist())
+        shares = self._shares(words, block_table, begin, length)
+        sinks = self._shares(words, block_table, 0, min(num_sinks, begin))
+        empty = self._empty + int(sinks.sum())
+        return _Seen(empty, self.layout, begin, [int(shares.sum())] if window is None else shares.tolist())
+
+    def _shares(self, words: torch.Tensor, block_table: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Computes the shares of the positions begin to end - 1."""
+        first = begin // self.layout.block_size
+        pages = block_table[first : self.layout.num_blocks(end)]
+        stored = (words[pages] * self._weights.unsqueeze(3)).sum((1, 2, 3, 5)).flatten()
+        return stored[begin - first * self.layout.block_size :][: end - begin] * self._place_words[begin:end]
 
     def _write(self, words: torch.Tensor, slot_mapping: torch.Tensor, states: torch.Tensor) -> None:
         pages, offsets = slot_mapping // self.layout.block_size, slot_mapping % self.layout.block_size
@@ -132,17 +139,20 @@ class HashModel:
 
 
 class _Seen:
-    """The sum of the shares that a row sees, and the latest shares, oldest first, as far as a window needs them."""
+    """The sum of the shares that a row sees, and the latest of them, from position `begin` on, for its window."""
 
-    def __init__(self, empty: int, window: int | None, shares: Sequence[int] = ()) -> None:
+    def __init__(self, empty: int, layout: KVLayout, begin: int = 0, shares: Sequence[int] = ()) -> None:
         self.total = (empty + sum(shares)) & _MASK
-        self._window = window
+        self._layout = layout
+        self._begin = begin
         self._shares = deque(shares)
 
     def make_room(self) -> None:
         """Takes out the share that the next row sees no more."""
-        if len(self._shares) == self._window:
-            self.total = (self.total - self._shares.popleft()) & _MASK
+        if len(self._shares) == self._layout.window:
+            share = self._shares.popleft()
+            self.total = (self.total - (share if self._begin >= self._layout.num_sinks else 0)) & _MASK
+            self._begin += 1
 
     def add(self, share: int) -> None:
         self.total = (self.total + share) & _MASK

@@ -28,8 +28,8 @@ class Phase(Enum):
 class Candidate:
     """A sequence as batchers see it. `num_known` counts prompt and output tokens, `num_computed` tokens with KV.
 
-    num_blocks: up to the last page; the first `num_behind` of them are behind the window, and have no page. num_spare:
-    further pages, for later.
+    num_blocks: up to the last page; `num_behind` of them are behind the window, and have no page. num_spare: further
+    pages, for later.
     """
 
     handle: int

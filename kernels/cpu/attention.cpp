@@ -3,6 +3,7 @@
 // Keys are taken in pieces of 64 and segments of 256, both counted from position 0. A row's softmax runs over the pieces
 // of a segment in order, online (arXiv 1805.02867), and its segments are then merged in order. Which pieces a row takes depends on its
 // position and window only: it gets the same bits alone and in a chunk, on one thread and on many.
+// Sinks that are behind a row's window (arXiv 2309.17453) are a segment of their own, its first, which a query meets turned back.
 
 #include <limits>
 
@@ -48,6 +49,12 @@ struct Sums {
         largest[row] = now;
     }
 
+    // Merges a later part of the keys of all rows, and clears it for the next one.
+    void take(Sums& part) {
+        for (int64_t row = 0; row < int64_t(largest.size()); ++row) merge(row, part, row);
+        part.clear();
+    }
+
     // Writes a row that has had all its keys. A sink joins its softmax here, as a last key without a value.
     template <class T>
     void write(int64_t row, int64_t head_size, const float* sink, T* out) const {
@@ -67,6 +74,19 @@ struct Sums {
     }
 };
 
+// The arguments of a call, as they come.
+template <class T>
+struct Call {
+    const T* query;
+    int64_t query_stride;
+    const int32_t* tables;
+    int64_t table_stride;
+    const int32_t* context_lens;
+    const int32_t* cu_query_lens;
+    const float *cosines, *sines;  // by which queries are turned back before they meet sinks
+    T* out;
+};
+
 // Attention of consecutive tokens of a sequence, with all query heads that share a KV head: row = token * group + head.
 // Belongs to one thread, which keeps its memory.
 template <class T>
@@ -76,41 +96,70 @@ class Rows {
    public:
     Sums segment;
 
-    void begin(const Shape& shape, const T* query, int64_t query_stride, int64_t num_tokens, int64_t kv_head, int64_t first_position) {
+    void begin(const Shape& shape, const Call<T>& call, int64_t first_row, int64_t num_tokens, int64_t kv_head, int64_t first_position) {
         group_ = shape.group();
         depth_ = shape.head_size;
         soft_cap_ = shape.soft_cap;
         scale_ = soft_cap_ ? shape.scale / soft_cap_ : shape.scale;
-        window_ = shape.window;
+        window_ = {0, 1 - shape.window, 1, std::numeric_limits<int64_t>::max()};
+        sinks_ = {num_tokens * group_ * depth_, -UNBOUNDED, 1 - shape.window, shape.num_sinks};
         num_tokens_ = num_tokens;
         first_position_ = first_position;
-        queries_.resize(num_tokens * group_ * depth_);
+        queries_.resize(num_tokens * group_ * depth_ * (shape.num_sinks ? 2 : 1));
         scores_.resize(MAX_ROWS * PIECE);
         weights_.resize(MAX_ROWS * PIECE);
         segment.reshape(num_tokens * group_, shape.num_panels() * PANEL);
         segment.clear();
-        for (int64_t token = 0; token < num_tokens; ++token)
-            convert(query + token * query_stride + kv_head * group_ * depth_, queries_.data() + token * group_ * depth_, group_ * depth_);
+        for (int64_t token = 0; token < num_tokens; ++token) {
+            const T* query = call.query + (first_row + token) * call.query_stride + kv_head * group_ * depth_;
+            F* own = queries_.data() + token * group_ * depth_;
+            convert(query, own, group_ * depth_);
+            const int64_t angles = (first_row + token) * (depth_ / 2);
+            for (int64_t head = 0; shape.num_sinks && head < group_; ++head)
+                turn_back(query + head * depth_, call.cosines + angles, call.sines + angles, own + sinks_.queries + head * depth_);
+        }
     }
 
-    // Goes through one piece, with the rows that see any of it.
-    void attend(const Piece<T>& piece, int64_t begin) {
-        const int64_t first_token = std::max<int64_t>(0, begin - first_position_);
-        const int64_t behind = begin + PIECE - 1 + window_ - first_position_;  // tokens from here on see none of it
-        const int64_t end = std::min(num_tokens_, behind) * group_;
-        for (int64_t row = first_token * group_; row < end; row += MAX_ROWS)
-            for_rows(int(std::min<int64_t>(MAX_ROWS, end - row)), [&]<int ROWS>() { tile<ROWS>(piece, begin, row); });
-    }
+    // Goes through one piece of the window, or of the sinks, with the rows that see any of it.
+    void attend(const Piece<T>& piece, int64_t begin) { attend(piece, begin, window_); }
+    void attend_sinks(const Piece<T>& piece, int64_t begin) { attend(piece, begin, sinks_); }
 
    private:
+    static constexpr int64_t UNBOUNDED = std::numeric_limits<int32_t>::max();
+
+    // Keys that rows see: the row at a position p those from p + begin to p + end - 1, below a limit. queries: where those for them are.
+    struct Part {
+        int64_t queries, begin, end, limit;
+    };
+
+    void attend(const Piece<T>& piece, int64_t begin, const Part& part) {
+        const int64_t first_token = std::max<int64_t>(0, begin + 1 - part.end - first_position_);
+        const int64_t behind = begin + PIECE - part.begin - first_position_;  // tokens from here on see none of it
+        const int64_t end = std::min(num_tokens_, behind) * group_;
+        for (int64_t row = first_token * group_; row < end; row += MAX_ROWS)
+            for_rows(int(std::min<int64_t>(MAX_ROWS, end - row)), [&]<int ROWS>() { tile<ROWS>(piece, begin, row, part); });
+    }
+
+    // Rotates a head by the negative of angles.
+    void turn_back(const T* head, const float* cosines, const float* sines, F* out) {
+        const int64_t half = depth_ / 2;
+        for (int64_t i = 0; i < half; i += LANES) {
+            const int count = int(std::min<int64_t>(LANES, half - i));
+            const Floats first = load_some(head + i, count), second = load_some(head + half + i, count);
+            const Floats cosine = load_some(cosines + i, count), sine = load_some(sines + i, count);
+            store_some(out + i, first * cosine + second * sine, count);
+            store_some(out + half + i, second * cosine - first * sine, count);
+        }
+    }
+
     template <int ROWS>
-    void tile(const Piece<T>& piece, int64_t begin, int64_t row) {
+    void tile(const Piece<T>& piece, int64_t begin, int64_t row, const Part& part) {
         const int64_t num_key_panels = (piece.num_keys() + PANEL - 1) / PANEL, num_panels = segment.columns / PANEL;
         for_panels<ROWS>(num_key_panels, [&]<int PANELS>(int64_t panel) {
             Floats sums[ROWS][2 * PANELS];
             for (auto& of_row : sums)
                 for (Floats& sum : of_row) sum = splat(0);
-            multiply<F, ROWS, PANELS>(queries_.data() + row * depth_, depth_, Product<F>::DEPTH, piece.keys() + panel * piece.key_panel_stride(),
+            multiply<F, ROWS, PANELS>(queries_.data() + part.queries + row * depth_, depth_, Product<F>::DEPTH, piece.keys() + panel * piece.key_panel_stride(),
                                       piece.key_panel_stride(), piece.key_steps(), sums);
             for (int r = 0; r < ROWS; ++r)
                 for (int v = 0; v < 2 * PANELS; ++v)
@@ -120,9 +169,9 @@ class Rows {
         if (soft_cap_) cap(ROWS, piece.num_keys());
         alignas(64) float kept[LANES];
         if (piece.num_keys() == PIECE)
-            weigh<ROWS>(row, begin, std::integral_constant<int, PIECE>(), piece.value_scales(), kept);
+            weigh<ROWS>(row, begin, part, std::integral_constant<int, PIECE>(), piece.value_scales(), kept);
         else
-            weigh<ROWS>(row, begin, int(piece.num_keys()), piece.value_scales(), kept);
+            weigh<ROWS>(row, begin, part, int(piece.num_keys()), piece.value_scales(), kept);
         for_panels<ROWS>(num_panels, [&]<int PANELS>(int64_t panel) {
             Floats sums[ROWS][2 * PANELS];
             float* values = segment.values.data() + row * segment.columns + panel * PANEL;
@@ -152,11 +201,11 @@ class Rows {
     // Turns the scores of rows into weights, multiplied by the scales of the values, and tells of each row the factor of what
     // was summed before. The number of keys is a constant for a full piece: its loops are then unrolled.
     template <int ROWS, class Count>
-    void weigh(int64_t row, int64_t begin, Count num_keys, const float* scales, float* kept) {
+    void weigh(int64_t row, int64_t begin, const Part& part, Count num_keys, const float* scales, float* kept) {
         float now[LANES] = {}, powers[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             float* scores = scores_.data() + r * PIECE;
-            hide(scores, first_position_ + (row + r) / group_, begin, num_keys);
+            hide(scores, part, first_position_ + (row + r) / group_, begin, num_keys);
             Floats top = load(scores);
             for (int i = LANES; i < num_keys; i += LANES) top = max(top, load(scores + i));
             now[r] = std::max(segment.largest[row + r], largest(top));
@@ -175,13 +224,15 @@ class Rows {
         }
     }
 
-    // Hides the keys behind a position, and those before its window.
-    void hide(float* scores, int64_t position, int64_t begin, int64_t num_keys) const {
-        for (int64_t key = std::max<int64_t>(0, position + 1 - begin); key < num_keys; ++key) scores[key] = NOTHING;
-        for (int64_t key = 0; key < std::min(num_keys, position - window_ + 1 - begin); ++key) scores[key] = NOTHING;
+    // Hides the keys that the row at a position does not see of a part.
+    void hide(float* scores, const Part& part, int64_t position, int64_t begin, int64_t num_keys) const {
+        const int64_t end = std::min(position + part.end, part.limit);
+        for (int64_t key = std::max<int64_t>(0, end - begin); key < num_keys; ++key) scores[key] = NOTHING;
+        for (int64_t key = 0; key < std::min(num_keys, position + part.begin - begin); ++key) scores[key] = NOTHING;
     }
 
-    int64_t group_, depth_, window_, num_tokens_, first_position_;
+    int64_t group_, depth_, num_tokens_, first_position_;
+    Part window_, sinks_;
     float scale_, soft_cap_;
     std::vector<F> queries_;
     std::vector<float> scores_;
@@ -190,24 +241,31 @@ class Rows {
 
 inline int64_t first_visible(const Shape& shape, int64_t position) { return std::max<int64_t>(0, position - shape.window + 1); }
 
+// Merges the sinks that the last of some rows has behind its window into their sums, as each row sees them.
+template <class T>
+void take_sinks(const Shape& shape, const int32_t* table, int64_t last_position, int64_t first_head, int64_t num_heads, Rows<T>* rows,
+                Piece<T>& piece, Sums* totals) {
+    const int64_t end = std::min(shape.num_sinks, first_visible(shape, last_position));
+    if (!end) return;
+    Walk walk(shape, table, 0, 0, end, shape.open_from(last_position));
+    Tokens tokens;
+    Ahead nothing;
+    for (int64_t begin = 0; begin < end; begin += PIECE) {
+        walk.next(tokens);
+        for (int64_t head = 0; head < num_heads; ++head) {
+            piece.pack(shape, tokens, end - begin, first_head + head, nothing);
+            rows[head].attend_sinks(piece, begin);
+        }
+    }
+    for (int64_t head = 0; head < num_heads; ++head) totals[head].take(rows[head].segment);
+}
+
 // The calling thread's object of a type.
 template <class T>
 T& own() {
     thread_local T object;
     return object;
 }
-
-// The arguments of a call, as they come.
-template <class T>
-struct Call {
-    const T* query;
-    int64_t query_stride;
-    const int32_t* tables;
-    int64_t table_stride;
-    const int32_t* context_lens;
-    const int32_t* cu_query_lens;
-    T* out;
-};
 
 // One token a sequence. A unit is a sequence, or a segment of one that is much of the work, with all KV heads, for they lie
 // beside one another; or with one KV head, where threads would have too little to share.
@@ -254,11 +312,13 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
         if (int64_t(rows.size()) < unit.num_heads) rows.resize(unit.num_heads);
         if (int64_t(totals.size()) < unit.num_heads) totals.resize(unit.num_heads);  // it serves all dtypes, rows are of one
         for (int64_t head = 0; head < unit.num_heads; ++head) {
-            rows[head].begin(shape, call.query + unit.sequence * call.query_stride, call.query_stride, 1, unit.first_head + head,
-                             call.context_lens[unit.sequence] - 1);
+            rows[head].begin(shape, call, unit.sequence, 1, unit.first_head + head, call.context_lens[unit.sequence] - 1);
             totals[head].reshape(group, rows[head].segment.columns);
             totals[head].clear();
         }
+        if (unit.begin / SEGMENT == first_segment(unit.sequence))
+            take_sinks(shape, call.tables + unit.sequence * call.table_stride, call.context_lens[unit.sequence] - 1, unit.first_head,
+                       unit.num_heads, rows.data(), piece, totals.data());
         Tokens tokens, next;
         Walk walk = walk_of(unit);
         walk.next(tokens);
@@ -276,10 +336,7 @@ void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
             }
             tokens = next;
             if ((begin + PIECE) % SEGMENT && begin + PIECE < unit.end) continue;
-            for (int64_t head = 0; head < unit.num_heads; ++head) {
-                for (int64_t i = 0; i < group; ++i) totals[head].merge(i, rows[head].segment, i);
-                rows[head].segment.clear();
-            }
+            for (int64_t head = 0; head < unit.num_heads; ++head) totals[head].take(rows[head].segment);
         }
         for (int64_t head = 0; head < unit.num_heads; ++head) {
             if (unit.part >= 0)
@@ -326,9 +383,10 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
         Sums& total = own<Sums>();
         const int64_t position = call.context_lens[unit.sequence] - starts[unit.sequence + 1] + unit.first_token;
         const int64_t end = position + unit.num_tokens, num_rows = unit.num_tokens * group;
-        rows.begin(shape, call.query + unit.first_token * call.query_stride, call.query_stride, unit.num_tokens, unit.kv_head, position);
+        rows.begin(shape, call, unit.first_token, unit.num_tokens, unit.kv_head, position);
         total.reshape(num_rows, rows.segment.columns);
         total.clear();
+        take_sinks(shape, call.tables + unit.sequence * call.table_stride, end - 1, unit.kv_head, 1, &rows, piece, &total);
         const int64_t begin = first_visible(shape, position);
         const int64_t first = begin / PIECE * PIECE;
         Walk walk(shape, call.tables + unit.sequence * call.table_stride, first, begin, end, shape.open_from(end - 1));
@@ -341,8 +399,7 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
             rows.attend(piece, at);
             tokens = next;
             if ((at + PIECE) % SEGMENT && at + PIECE < end) continue;
-            for (int64_t row = 0; row < num_rows; ++row) total.merge(row, rows.segment, row);
-            rows.segment.clear();
+            total.take(rows.segment);
         }
         const auto is_number = [](float value) { return std::isfinite(value); };
         if (unit.num_tokens > 1 && !std::all_of(total.values.begin(), total.values.end(), is_number)) {
@@ -364,20 +421,21 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
 // what is `kept`, with strides in bytes, and scales of bfloat16 where that is codes, as many bytes apart. open and
 // page_to_open: of INT4, a layer of blocks that are not full, and their places by page. The first num_decodes
 // sequences have one row each; the rows of the others end at cu_query_lens [num_sequences + 1]. window and soft_cap:
-// 0 for none; sinks [num_heads]: null for none.
+// 0 for none; sinks [num_heads]: null for none. num_sinks: first tokens that rows see beside their windows; cosines, sines
+// [rows, head_size / 2] turn their queries back for them, null without any.
 extern "C" void baton_attention(int dtype, const void* query, int64_t query_stride, int kept, const void* kv, const void* scales,
                                 int64_t page_stride, int64_t plane_stride, int64_t head_stride, int64_t block_size,
                                 const void* open, const int32_t* page_to_open, int64_t open_page_stride,
                                 int64_t open_plane_stride, int64_t open_head_stride, const int32_t* tables, int64_t table_stride, const int32_t* context_lens,
                                 const int32_t* cu_query_lens, int64_t num_sequences, int64_t num_decodes, int64_t num_heads,
                                 int64_t num_kv_heads, int64_t head_size, float scale, int64_t window, float soft_cap,
-                                const float* sinks, void* out) {
+                                const float* sinks, int64_t num_sinks, const float* cosines, const float* sines, void* out) {
     FOR_DTYPE(dtype, {
         const Shape shape{num_heads, num_kv_heads, head_size, Kept(kept), (const char*)kv, (const char*)scales,
                           page_stride, plane_stride, head_stride, block_size, row_bytes(Kept(kept), head_size, sizeof(T)),
                           (const char*)open, page_to_open, open_page_stride, open_plane_stride, open_head_stride,
-                          scale, window ? window : std::numeric_limits<int32_t>::max(), soft_cap, sinks};
-        const Call<T> call{(const T*)query, query_stride, tables, table_stride, context_lens, cu_query_lens, (T*)out};
+                          scale, window ? window : std::numeric_limits<int32_t>::max(), num_sinks, soft_cap, sinks};
+        const Call<T> call{(const T*)query, query_stride, tables, table_stride, context_lens, cu_query_lens, cosines, sines, (T*)out};
         decode(shape, call, num_decodes);
         prefill(shape, call, num_decodes, num_sequences);
     })

@@ -49,7 +49,7 @@ KERNELS: dict[str, list[type]] = {
     ],
     "attention": [
         *[CODE, POINTER, SIZE, *PAGES, POINTER, SIZE, POINTER, POINTER],
-        *[SEQUENCES, DECODES, *[SIZE] * 3, REAL, SIZE, REAL, POINTER, POINTER],
+        *[SEQUENCES, DECODES, *[SIZE] * 3, REAL, SIZE, REAL, POINTER, SIZE, POINTER, POINTER, POINTER],
     ],
     "pick": [POINTER, POINTER, ROWS, SIZE, POINTER],
     "advance": [POINTER, SIZE, POINTER, SIZE, SIZE, SEQUENCES, *[POINTER] * 5],
@@ -155,13 +155,17 @@ class CpuBackend:
     ) -> Tensor:
         out = query.new_empty(query.shape) if out is None else out
         _, num_heads, head_size = query.shape
+        cosines, sines = (tables.turns.cosines, tables.turns.sines) if tables.turns is not None else (None, None)
+        if variant.num_sinks and cosines is None:
+            raise ValueError("sinks want angles by which queries are turned back")
         self._call(
             "attention", DTYPE_TO_CODE[query.dtype], query, query.stride(0),
             *_described(pages, query.dtype),
             tables.block_tables, tables.block_tables.stride(0), tables.context_lens, tables.cu_query_lens,
             len(tables.context_lens), tables.num_decodes,
             num_heads, pages.data.shape[2], head_size,
-            variant.scale, variant.window or 0, float(variant.soft_cap or 0), variant.sinks, out,
+            variant.scale, variant.window or 0, float(variant.soft_cap or 0), variant.sinks,
+            variant.num_sinks, cosines, sines, out,
         )  # fmt: skip
         return out
 

@@ -136,7 +136,8 @@ def prepare(
     chain = NameChain(root, block_size, public)
     chain.extend(prompt_ids)
     keys = tuple(name.key for name in chain.cover(len(prompt_ids)))
-    held_keys = keys[limits.layout.first_block(len(prompt_ids)) :]
+    behind = limits.layout.behind(len(prompt_ids))
+    held_keys = keys[: behind.start] + keys[behind.stop :]
     if valid.dropping is not None and (num_kept := valid.dropping.num_named(len(prompt_ids), block_size)):
         kept = chain.kept(valid.dropping.terms, len(prompt_ids), num_kept)
         held_keys = tuple(name.key for name in kept.full(num_kept * block_size))

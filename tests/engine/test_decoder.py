@@ -11,10 +11,22 @@ from transformers import AutoModelForCausalLM
 from engine.model.decoder import Decoder
 from kernels.backend import KVPages
 from kernels.cpu.library import best_isa
-from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, choose_prompt, make_checkpoint, shard
+from kernels.triton_backend import TritonBackend
+from tests.checkpoints import (
+    ARCHITECTURES,
+    SINKS,
+    VOCAB_SIZE,
+    choose_prompt,
+    make_checkpoint,
+    oracle_generate,
+    oracle_logits,
+    shard,
+)
 from tests.kernels.backends import make_backend
 from tests.paged_run import PagedRun, generate
+from tests.pair import make_core, serve
 from wire.errors import ConfigError
+from wire.sampling import SamplingParams
 
 LENGTHS = (1, 15, 16, 17, 100, 700)
 NUM_TOKENS = 64
@@ -43,6 +55,59 @@ def test_a_prompt_alone_gives_the_tokens_of_transformers(checkpoint: Checkpoints
     for length in LENGTHS:
         chosen = choose_prompt(checkpoint(arch), length)
         assert generate(model, [chosen.prompt_ids], NUM_TOKENS) == [list(chosen.token_ids)]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "chunk_len"), [("torch", 700), ("torch", 37), (best_isa(), 700), (best_isa(), 37), ("triton", 700)]
+)
+@pytest.mark.parametrize(("arch", "kv_policy"), SINKS)
+def test_sinks_give_the_tokens_of_their_rule(
+    checkpoint: Checkpoints, arch: str, kv_policy: str, kernels: str, chunk_len: int
+) -> None:
+    """In a batch and alone, past windows that are shorter than a chunk; far rows have other tokens than in full."""
+    folder, num_tokens = checkpoint(arch), 24
+    backend = TritonBackend() if kernels == "triton" else make_backend(kernels)
+    model = Decoder.load(folder, "float32", CPU, 16, backend, kv_policy=kv_policy)
+    chosen = [choose_prompt(folder, length, num_tokens, kv_policy=kv_policy) for length in LENGTHS]
+    expected = [list(one.token_ids) for one in chosen]
+    assert generate(model, [one.prompt_ids for one in chosen], num_tokens, chunk_len) == expected
+    assert generate(model, [chosen[-2].prompt_ids], num_tokens, chunk_len) == expected[-2:-1]
+    [in_full] = oracle_generate(folder, [chosen[-1].prompt_ids], num_tokens)
+    assert list(in_full.token_ids) != expected[-1]
+
+
+@pytest.mark.parametrize("kernels", ["torch", best_isa()])
+def test_positions_far_beyond_the_models_own(checkpoint: Checkpoints, kernels: str) -> None:
+    """2,500 tokens in constant memory of a model of 1,024; each is the likeliest of the rule over all before it."""
+    folder, kv_policy = checkpoint("qwen3"), "sinks=4+60"
+    num_tokens = 2500 if kernels != "torch" else 1200
+    model = Decoder.load(folder, "float32", CPU, 16, make_backend(kernels), kv_policy=kv_policy)
+    assert (model.max_context_len, model.layout.most_needed) == (1 << 20, 6)
+    prompt = choose_prompt(folder, 17).prompt_ids
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    output = serve(make_core(model, num_blocks=6), prompt, sampling).outputs[0]
+    best = oracle_logits(folder, [*prompt, *output[:-1]], kv_policy)[len(prompt) - 1 :].topk(2)
+    is_sure = best.values[:, 0] - best.values[:, 1] > 0.01
+    assert is_sure.float().mean() > 0.9
+    assert torch.equal(best.indices[is_sure, 0], torch.tensor(output)[is_sure])
+
+
+@pytest.mark.parametrize(
+    ("arch", "kv_policy", "kv_dtype", "message"),
+    [
+        ("mistral-window", "sinks=4+60", "auto", r"kv_policy sinks=4\+60: the model has windows of its own"),
+        ("qwen2", "sinks=4+60", "auto", "windows of its own"),
+        ("qwen3", "sinks=4+1021", "auto", "more than the model's context of 1024 tokens"),
+        ("qwen3", "sinks=4+15", "auto", "a window of 15 tokens is shorter than a block of 16"),
+        ("qwen3", "sinks=4", "auto", "kv_policy 'sinks=4': known are"),
+        ("qwen3", "sinks=4+60", "int4", "int4"),
+    ],
+)
+def test_sinks_that_do_not_suit_the_model_are_refused(
+    checkpoint: Checkpoints, arch: str, kv_policy: str, kv_dtype: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Decoder.load(checkpoint(arch), None, CPU, 16, kv_dtype=kv_dtype, kv_policy=kv_policy)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.checkpoint.json_fields import JsonFields
 from engine.checkpoint.rope import RopeConfig
-from engine.model.decoder import make_angles
+from engine.model.angles import FarAngles, make_angles
 from kernels.backend import Angles
 from wire.errors import ModelError
 
@@ -52,6 +52,24 @@ def peer(parameters: dict[str, Any]) -> LlamaRotaryEmbedding:
             rope_parameters=dict(parameters),
         )
     )
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_angles_by_digits(name: str) -> None:
+    """Near ones differ from a table's by its own rounding; far ones are right, and the same bits in any batch."""
+    config = parse({"rope_parameters": PARAMETERS[name]})
+    far, factor = FarAngles(config, HEAD_DIM, 1 << 20, 63, CPU), config.scaling.attention_factor
+    near = far.at(torch.arange(MAX_LEN))
+    torch.testing.assert_close(near.sines, angles(PARAMETERS[name]).sines, atol=4e-4, rtol=0)
+    positions = torch.tensor([0, 63, 64, 1023, 1024, 123_456, (1 << 20) - 1])
+    found, radians = far.at(positions), positions[:, None] * config.frequencies(HEAD_DIM).double()
+    torch.testing.assert_close(found.cosines.double(), radians.cos() * factor, atol=2e-7, rtol=0)
+    assert found.turns is not None
+    turned = (positions - 63).clamp(min=0)[:, None] * config.frequencies(HEAD_DIM).double()
+    torch.testing.assert_close(found.turns.sines.double(), turned.sin(), atol=2e-7, rtol=0)
+    alone = Angles(torch.empty(2, HEAD_DIM // 2), torch.empty(2, HEAD_DIM // 2), near)
+    far.write(positions[5:6], alone)
+    assert torch.equal(alone.cosines[0], found.cosines[5])
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

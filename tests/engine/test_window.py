@@ -1,4 +1,7 @@
-"""A model whose rows all have windows: pages behind the window are given up, and hits need the window's blocks only."""
+"""A model whose rows all have windows: pages behind the window are given up, and hits need the window's blocks only.
+
+The same with sinks, whose blocks are needed, too.
+"""
 
 import random
 from dataclasses import replace
@@ -26,8 +29,8 @@ from wire.sampling import SamplingParams
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32", window=50)
 PROMPT = tuple(range(1, 201))
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=30)
-NUM_NEEDED = 5
-"""Blocks that 49 tokens may touch, and the one that the next token goes to."""
+NUM_NEEDED = {0: 5, 20: 7}
+"""Blocks that 49 tokens may touch, and the one that the next token goes to; and those of so many sinks."""
 
 
 class Spoilt(HashModel):
@@ -40,9 +43,14 @@ class Spoilt(HashModel):
         return logits
 
 
+@pytest.fixture(params=NUM_NEEDED)
+def model(request: pytest.FixtureRequest) -> HashModel:
+    return HashModel(replace(LAYOUT, num_sinks=request.param), 997, max_context_len=32_768)
+
+
 @pytest.fixture
-def model() -> HashModel:
-    return HashModel(LAYOUT, 997, max_context_len=32_768)
+def num_needed(model: HashModel) -> int:
+    return NUM_NEEDED[model.layout.num_sinks]
 
 
 def keys(prompt: tuple[int, ...] = PROMPT) -> list[BlockKey]:
@@ -59,24 +67,24 @@ def forget(core: EngineCore, node: Node, places: range, prompt: tuple[int, ...] 
         core.pool.ledger.withdraw(page)
 
 
-def test_most_needed_is_reached_and_never_passed(model: HashModel) -> None:
+def test_most_needed_is_reached_and_never_passed(model: HashModel, num_needed: int) -> None:
     """However chunks cut the prompt, a pool of the window's size is enough, and one page fewer is refused."""
     for chunk_len in (1, 7, 16, 48, 500):
-        core = make_core(model, None, NUM_NEEDED, ContinuousBatcher(max_step_tokens=chunk_len + 1, max_running=1))
+        core = make_core(model, None, num_needed, ContinuousBatcher(max_step_tokens=chunk_len + 1, max_running=1))
         assert serve(core, PROMPT, GREEDY).outputs[0] == model.oracle(PROMPT, 30)
     with pytest.raises(InvalidRequest):
-        make_core(model, num_blocks=NUM_NEEDED - 1).add(request(PROMPT, GREEDY))
+        make_core(model, num_blocks=num_needed - 1).add(request(PROMPT, GREEDY))
 
 
-def test_6_000_tokens_in_a_pool_of_the_windows_size(model: HashModel) -> None:
-    sampling = replace(GREEDY, max_tokens=6_000)
-    assert serve(make_core(model, num_blocks=NUM_NEEDED), PROMPT, sampling).outputs[0] == model.oracle(PROMPT, 6_000)
+def test_20_000_tokens_in_a_pool_of_the_windows_size(model: HashModel, num_needed: int) -> None:
+    sampling = replace(GREEDY, max_tokens=20_000)
+    assert serve(make_core(model, num_blocks=num_needed), PROMPT, sampling).outputs[0] == model.oracle(PROMPT, 20_000)
 
 
-def test_many_share_a_pool(model: HashModel) -> None:
+def test_many_share_a_pool(model: HashModel, num_needed: int) -> None:
     """Sequences take one another's pages in turn; each gets the oracle's tokens."""
     prompts = [(number, *PROMPT) for number in range(8)]
-    runs = drive(make_core(model, num_blocks=3 * NUM_NEEDED), [request(prompt, GREEDY) for prompt in prompts])
+    runs = drive(make_core(model, num_blocks=3 * num_needed), [request(prompt, GREEDY) for prompt in prompts])
     assert [run.outputs[0] for run in runs] == [model.oracle(prompt, 30) for prompt in prompts]
 
 
@@ -92,7 +100,7 @@ def test_a_hit_needs_nothing_before_the_window(model: HashModel, is_on_device: b
     node = Node(model)
     core = make_core(model, node)
     serve(core, PROMPT, GREEDY)
-    forget(core, node, range(8))
+    forget(core, node, range(model.layout.num_sink_blocks, 8))
     run = serve(core if is_on_device else make_core(model, node), PROMPT, GREEDY)
     assert run.outputs[0] == model.oracle(PROMPT, 30)
     assert run.fetched[0].num_found == 12 * 16
@@ -116,12 +124,50 @@ def test_no_hit_without_a_block_of_the_window(model: HashModel, is_on_device: bo
     assert other.outputs[0] == model.oracle(PROMPT, 30)
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("is_on_device", [True, False])
+def test_no_hit_without_a_block_of_the_sinks(is_on_device: bool, lost: int) -> None:
+    model = HashModel(replace(LAYOUT, num_sinks=20), 997)
+    node = Node(model)
+    core = make_core(model, node)
+    serve(core, PROMPT, GREEDY)
+    forget(core, node, range(lost, lost + 1))
+    run = serve(core if is_on_device else make_core(model, node), PROMPT, GREEDY)
+    assert run.outputs[0] == model.oracle(PROMPT, 30)
+    assert run.fetched[0].num_found == lost * 16
+
+
+def test_sinks_come_from_the_store_for_a_window_on_the_device() -> None:
+    model = HashModel(replace(LAYOUT, num_sinks=20), 997)
+    node = Node(model)
+    core = make_core(model, node)
+    serve(core, PROMPT, GREEDY)
+    for key in keys()[:8]:
+        page = core.pool.ledger.find(key)
+        assert page is not None
+        core.pool.ledger.withdraw(page)
+    run = serve(core, PROMPT, GREEDY)
+    assert run.outputs[0] == model.oracle(PROMPT, 30)
+    assert run.fetched[0].num_found == 12 * 16
+    assert {str(tier) for tier in run.fetched[0].found} == {"device", "host"}
+
+
+def test_sinks_outlive_what_follows_them() -> None:
+    """An arena much smaller than the answer still has the sinks, and the latest blocks, for the next turn."""
+    model = HashModel(replace(LAYOUT, num_sinks=20), 997)
+    node = Node(model, num_slots=24)
+    output = serve(make_core(model, node, num_blocks=8), PROMPT, replace(GREEDY, max_tokens=1000)).outputs[0]
+    run = serve(make_core(model, node), (*PROMPT, *output), GREEDY)
+    assert run.fetched[0].num_found == 1199 // 16 * 16
+    assert run.outputs[0] == model.oracle((*PROMPT, *output), 30)
+
+
 def test_a_window_is_partly_on_the_device_and_partly_in_the_store(model: HashModel) -> None:
     node = Node(model)
     first, second = make_core(model, node), make_core(model, node)
     serve(first, PROMPT[:176], GREEDY)
     serve(second, PROMPT, GREEDY)
-    node.directory.forget(keys()[:10])
+    node.directory.forget(keys()[model.layout.num_sink_blocks : 10])
     run = serve(first, PROMPT, GREEDY)
     assert run.outputs[0] == model.oracle(PROMPT, 30)
     assert run.fetched[0].num_found == 12 * 16
@@ -138,7 +184,9 @@ def test_holes_in_a_cold_tier(model: HashModel) -> None:
         cold.delete([keys()[place] for place in lost])
         run = serve(make_core(model, Node(model, cold=cold)), PROMPT, GREEDY)
         assert run.outputs[0] == model.oracle(PROMPT, 30)
-        ends = [end for end in range(13) if not {*range(max(0, end * 16 - 49) // 16, end)} & {*lost}]
+        sinks = range(model.layout.num_sink_blocks)
+        needed = [{*sinks[:end], *range(max(0, end * 16 - 49) // 16, end)} for end in range(13)]
+        ends = [end for end in range(13) if not needed[end] & {*lost}]
         assert run.fetched[0].num_found == 16 * max(ends)
 
 
@@ -148,18 +196,18 @@ def test_a_hand_off_holds_the_window_only(model: HashModel) -> None:
     assert node.directory.status().num_holds == 1
     assert {block.name.key for block in node.directory.blocks()} >= {*keys()}
     prefill(make_core(model, node), [tuple(range(300, 480))], GREEDY)
-    here, first = {block.name.key for block in node.directory.blocks()}, LAYOUT.first_block(len(PROMPT))
-    assert {*keys()[first:]} <= here
+    here, behind = {block.name.key for block in node.directory.blocks()}, model.layout.behind(len(PROMPT))
+    assert {*keys()[: behind.start], *keys()[behind.stop :]} <= here
     assert not {*keys()} <= here
     [run] = resume(make_core(model, node), runs)
     assert run.outputs[0] == model.oracle(PROMPT, 30)
     assert run.fetched[0].num_found == len(PROMPT)
 
 
-def test_preempted_and_resumed_elsewhere(model: HashModel) -> None:
+def test_preempted_and_resumed_elsewhere(model: HashModel, num_needed: int) -> None:
     node = Node(model)
     runs = prefill(make_core(model, node), [(number, *PROMPT) for number in range(6)], GREEDY)
-    core = make_core(model, node, num_blocks=2 * NUM_NEEDED + 1)
+    core = make_core(model, node, num_blocks=2 * num_needed + 1)
     outputs = [run.outputs[0] for run in drive(core, [rest_of(run) for run in runs])]
     assert outputs == [model.oracle((number, *PROMPT), 30) for number in range(6)]
 
@@ -167,7 +215,7 @@ def test_preempted_and_resumed_elsewhere(model: HashModel) -> None:
 def test_a_failed_request_leaves_nothing_behind(model: HashModel) -> None:
     """Blocks that a sequence has left behind its window are withdrawn with the rest."""
     node = Node(model)
-    core = make_core(Spoilt(LAYOUT, 997), node, 64, ContinuousBatcher(max_step_tokens=32, max_running=4))
+    core = make_core(Spoilt(model.layout, 997), node, 64, ContinuousBatcher(max_step_tokens=32, max_running=4))
     core.add(request(PROMPT, GREEDY))
     events = [event for _ in range(20) for event in core.step().events]
     assert any(isinstance(event, Failed) for event in events)
@@ -175,11 +223,13 @@ def test_a_failed_request_leaves_nothing_behind(model: HashModel) -> None:
     assert not any(node.directory.exists(keys()))
 
 
-def test_a_tail_is_not_copied_from_a_page_that_was_given_up(model: HashModel) -> None:
+def test_a_tail_is_not_copied_from_a_page_that_was_given_up(model: HashModel, num_needed: int) -> None:
     """A choice that waits for a slot while its sibling decodes past the window computes its tail again."""
     batcher = ContinuousBatcher(max_step_tokens=64, max_running=1)
     sampling = replace(GREEDY, n=2, max_tokens=120)
-    runs = drive(make_core(model, None, 6, batcher), [request(PROMPT, sampling), request(PROMPT[:90], GREEDY)])
+    runs = drive(
+        make_core(model, None, num_needed + 1, batcher), [request(PROMPT, sampling), request(PROMPT[:90], GREEDY)]
+    )
     assert list(runs[0].outputs.values()) == [model.oracle(PROMPT, 120)] * 2
 
 
@@ -190,7 +240,8 @@ def test_any_window_any_pool(seed: int) -> None:
     draw = random.Random(seed)
     block_size = draw.choice([1, 2, 4, 16])
     window = draw.choice([1, 2, block_size, block_size + 1, 3 * block_size - 1, 5 * block_size, 50])
-    layout = replace(LAYOUT, block_size=block_size, window=window)
+    num_sinks = draw.choice([0, 0, 1, block_size, block_size + 1, 40])
+    layout = replace(LAYOUT, block_size=block_size, window=window, num_sinks=min(num_sinks, window - 1))
     model = HashModel(layout, draw.choice([3, 997]), max_context_len=512)
     node = Node(model, draw.choice([8, 40, 300])) if draw.random() < 0.8 else None
     most = layout.most_needed
@@ -221,9 +272,12 @@ def test_any_window_any_pool(seed: int) -> None:
 
 
 def test_the_start_of_a_prefix_is_evicted_first(model: HashModel) -> None:
+    """And the sinks last."""
     core = make_core(model, num_blocks=16)
     serve(core, PROMPT, GREEDY)
     serve(core, tuple(range(500, 580)), GREEDY)
+    num_sinks = model.layout.num_sink_blocks
     here = [core.pool.ledger.find(key) is not None for key in keys()[:12]]
-    assert here == sorted(here)
-    assert 0 < sum(here) < 12
+    assert here[num_sinks:] == sorted(here[num_sinks:])
+    assert 0 < sum(here[num_sinks:]) < 12 - num_sinks
+    assert all(here[:num_sinks])

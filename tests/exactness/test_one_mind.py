@@ -31,7 +31,8 @@ LENGTHS = (1, 15, 16, 17, 40, 64, 100, 300)
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
-ARCHITECTURES = ("llama-gqa", "mistral-window", "qwen3")
+ARCHITECTURES = (("llama-gqa", "full"), ("mistral-window", "full"), ("qwen3", "full"), ("llama-gqa", "sinks=4+60"))
+"""Checkpoints, and the KV policies to serve them with."""
 MODELS = [
     *[(best_isa(), "bfloat16", kept) for kept in ("auto", "int8", "int4")],
     (best_isa(), "float32", "auto"),
@@ -118,21 +119,24 @@ class Mix:
         return crowd, crowd.run(requests, self.steps)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module", params=ARCHITECTURES, ids="-".join)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a checkpoint and its policy."""
+    arch, kv_policy = request.param
+    return make_checkpoint(arch, tmp_path_factory.mktemp(arch)), kv_policy
 
 
 @pytest.fixture(scope="module", params=MODELS, ids="-".join)
-def model(request: pytest.FixtureRequest, folder: Path) -> Decoder:
+def model(request: pytest.FixtureRequest, served: tuple[Path, str]) -> Decoder:
     kernels, dtype, kept = request.param
-    return Decoder.load(folder, dtype, torch.device("cpu"), 16, make_backend(kernels), kept)
+    folder, kv_policy = served
+    return Decoder.load(folder, dtype, torch.device("cpu"), 16, make_backend(kernels), kept, kv_policy)
 
 
 @pytest.fixture(scope="module")
-def draft(folder: Path) -> Decoder:
-    """Guesses most of what the model says: it is the same one, but for the kernels and the dtype."""
-    return Decoder.load(folder, "float32", torch.device("cpu"), 16)
+def draft(served: tuple[Path, str]) -> Decoder:
+    """Guesses most of what the model says: it is the same one, but for the kernels and the dtype, without sinks."""
+    return Decoder.load(served[0], "float32", torch.device("cpu"), 16)
 
 
 class Alone(dict[Key, Tokens]):

@@ -1,6 +1,8 @@
 """The same tokens whichever way a request goes, and transformers' tokens: every architecture, length and tier."""
 
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,10 @@ from engine.events import TierTokens
 from engine.model.decoder import Decoder
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
-from tests.checkpoints import ARCHITECTURES, Continuation, choose_prompt, make_checkpoint
+from tests.checkpoints import ARCHITECTURES, SINKS, Continuation, choose_prompt, make_checkpoint
 from tests.kv_store.names import MAC_KEY
 from tests.pair import Node, Run, drive, make_core, prefill, request, rest_of, resume, serve
+from wire.keys import namespace_root
 from wire.sampling import SamplingParams
 
 NUM_TOKENS = 64
@@ -21,19 +24,26 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=11, n=4, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+@dataclass(frozen=True)
+class Served:
+    folder: Path
+    kv_policy: str
+
+
+@pytest.fixture(scope="module", params=[*((arch, "full") for arch in ARCHITECTURES), *SINKS], ids="-".join)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    arch, kv_policy = request.param
+    return Served(make_checkpoint(arch, tmp_path_factory.mktemp(arch)), kv_policy)
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Decoder:
-    return Decoder.load(folder, None, torch.device("cpu"), 16)
+def model(served: Served) -> Decoder:
+    return Decoder.load(served.folder, None, torch.device("cpu"), 16, kv_policy=served.kv_policy)
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[Continuation]:
-    return [choose_prompt(folder, length, NUM_TOKENS) for length in LENGTHS]
+def expected(served: Served) -> list[Continuation]:
+    return [choose_prompt(served.folder, length, NUM_TOKENS, kv_policy=served.kv_policy) for length in LENGTHS]
 
 
 def assert_exact(runs: Sequence[Run], expected: Sequence[Continuation]) -> None:
@@ -127,6 +137,23 @@ def test_four_seeded_samples_every_way(model: Decoder, expected: list[Continuati
     crowded = make_core(model, num_blocks=30)
     others = [request(one.prompt_ids, GREEDY) for one in expected if len(one.prompt_ids) < 700]
     assert drive(crowded, [*others, request(prompt, SAMPLED)])[-1].outputs == alone
+
+
+def test_kv_under_sinks_is_none_of_the_full_cache(tmp_path: Path) -> None:
+    """A turn under sinks, then the same text in full, and again under sinks: on one folder, with one secret."""
+    folder, files = make_checkpoint("llama-gqa", tmp_path / "model"), str(tmp_path / "files")
+    found = []
+    for kv_policy in ("sinks=4+60", "full", "sinks=4+60"):
+        expected = choose_prompt(folder, 100, NUM_TOKENS, kv_policy=kv_policy)
+        model = Decoder.load(folder, None, torch.device("cpu"), 16, kv_policy=kv_policy)
+        root = namespace_root(MAC_KEY, "tenant", b"model", model.layout.encode(), "", "")
+        with closing(FilesTier(files, model.layout, MAC_KEY, timeout_s=30.0, max_bytes=1 << 30)) as cold:
+            node = Node(model, cold=cold)
+            [run] = drive(make_core(model, node), [replace(request(expected.prompt_ids, GREEDY), root=root)])
+            node.write_all_cold()
+        assert_exact([run], [expected])
+        found.append(run.fetched[0].num_found)
+    assert found == [0, 0, 96]
 
 
 @pytest.mark.parametrize("spoil", ["zero", "stale"])

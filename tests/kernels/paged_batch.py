@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.backend import AttentionVariant, KVPages
+from kernels.backend import Angles, AttentionVariant, KVPages
 from kv_store.device_pool import view_pages
 from wire.layout import KVLayout
 
@@ -45,11 +45,11 @@ class PagedBatch:
     values: Sequence[Tensor]
 
     def variant(
-        self, window: int | None = None, soft_cap: float | None = None, sink: float | None = None
+        self, window: int | None = None, soft_cap: float | None = None, sink: float | None = None, num_sinks: int = 0
     ) -> AttentionVariant:
         """Makes a variant with the usual scale; sinks are random around `sink`."""
         sinks = None if sink is None else torch.randn(self.heads.num_heads, device=self.pages.data.device) + sink
-        return AttentionVariant(self.heads.head_dim**-0.5, window, soft_cap, sinks)
+        return AttentionVariant(self.heads.head_dim**-0.5, window, soft_cap, sinks, num_sinks)
 
     def random_query(self, num_tokens: int) -> Tensor:
         """[num_tokens, num_heads, head_dim], cut from a wider row as a fused projection would leave it."""
@@ -152,8 +152,20 @@ def make_paged_batch(
     return PagedBatch(heads, dtype, pool, block_tables, lens, keys, values)
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant) -> Tensor:
-    """The oracle: float64 attention [query_len, num_heads, head_dim] of the last positions over contiguous KV."""
+def turned_back(query: Tensor, turns: Angles) -> Tensor:
+    """Rotates queries by the negative of angles, in float64."""
+    first, second = query.double().chunk(2, dim=-1)
+    cosines, sines = turns.cosines[:, None].double(), turns.sines[:, None].double()
+    return torch.cat([first * cosines + second * sines, second * cosines - first * sines], dim=-1)
+
+
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, turned: Tensor | None = None
+) -> Tensor:
+    """The oracle: float64 attention [query_len, num_heads, head_dim] of the last positions over contiguous KV.
+
+    turned: the queries that meet sinks which are behind the window.
+    """
     query_len, num_heads, _ = query.shape
     group_size = num_heads // len(key)
     positions = torch.arange(key.shape[1], device=key.device)
@@ -161,6 +173,10 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, variant: Attentio
     seen = (distance >= 0) & (distance < (variant.window or key.shape[1]))
     keys, values = (one.double().repeat_interleave(group_size, 0) for one in (key, value))
     scores = query.transpose(0, 1).double() @ keys.mT * variant.scale
+    if turned is not None:
+        behind = (positions < variant.num_sinks) & (distance >= (variant.window or key.shape[1]))
+        scores = torch.where(behind, turned.transpose(0, 1).double() @ keys.mT * variant.scale, scores)
+        seen = seen | behind
     if variant.soft_cap is not None:
         scores = (scores / variant.soft_cap).tanh() * variant.soft_cap
     powers = scores.exp() * seen

@@ -11,9 +11,10 @@ from kernels import reference
 from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
 from kernels.cpu.backend import CpuBackend
 from kernels.torch_backend import TorchBackend
+from kernels.triton_backend import TritonBackend
 from tests.kernels.backends import ISAS, NAMES, make_backend
 from tests.kernels.paged_batch import Heads as Shape
-from tests.kernels.paged_batch import PagedBatch, dense_attention, empty_codes, make_paged_batch
+from tests.kernels.paged_batch import PagedBatch, dense_attention, empty_codes, make_paged_batch, turned_back
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DTYPE_TO_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -229,33 +230,86 @@ def test_a_row_has_the_same_bits_in_any_batch(any_backend: Backend, dtype: torch
                 assert torch.equal(operate(states[first : first + size].contiguous()), whole[first : first + size])
 
 
+def random_turns(num_rows: int, head_size: int) -> Angles:
+    radians = torch.rand(num_rows, head_size // 2) * 6.28
+    return Angles(radians.cos(), radians.sin())
+
+
 def attend(
-    backend: Backend, batch: PagedBatch, query: Tensor, first: int, end: int, variant: AttentionVariant
+    backend: Backend,
+    batch: PagedBatch,
+    query: Tensor,
+    first: int,
+    end: int,
+    variant: AttentionVariant,
+    turns: Angles | None = None,
 ) -> Tensor:
     """Attends with the rows at positions first to end - 1 of the only sequence, as a decoding row if there is one."""
     lens = torch.tensor([end], dtype=torch.int32)
     starts = torch.tensor([0, end - first], dtype=torch.int32)
-    tables = Tables(batch.block_tables, lens, starts, int(end - first == 1))
+    own = None if turns is None else turns.at(torch.arange(first, end))
+    tables = Tables(batch.block_tables, lens, starts, int(end - first == 1), own)
     return backend.attend(query[first:end], batch.pages, tables, variant)
 
 
+@pytest.mark.parametrize("name", [*NAMES, "triton"])
+@pytest.mark.parametrize(("num_sinks", "window"), [(1, 1), (4, 5), (4, 300), (70, 33), (100, 130)])
+@pytest.mark.parametrize(("soft_cap", "sink", "kept"), [(None, None, "none"), (1.5, 2.0, "none"), (None, None, "int8")])
+def test_sinks_behind_the_window(
+    name: str, num_sinks: int, window: int, soft_cap: float | None, sink: float | None, kept: str
+) -> None:
+    """Contexts with the sinks in the window, partly behind it, and far; what lies between is of pages of NaN."""
+    backend = TritonBackend() if name == "triton" else make_backend(name)
+    lens, query_lens = [1, window, window + num_sinks, window + 3, 600, 600, 131, 40], [1, 1, 1, 1, 1, 1, 131, 30]
+    batch = make_paged_batch(Shape(6, 2, 32), lens, 16, kept=kept)
+    for table, context_len, query_len in zip(batch.block_tables, lens, query_lens, strict=True):
+        table[-(-num_sinks // 16) : max(0, context_len - query_len - window + 1) // 16] = table[-1]
+    num_rows = sum(query_lens)
+    query, turns = batch.random_query(num_rows), random_turns(num_rows, 32)
+    variant = batch.variant(window, soft_cap, sink, num_sinks)
+    starts = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
+    tables = Tables(batch.block_tables, batch.context_lens, starts, 6, turns)
+    parts = zip(query.split(query_lens), turned_back(query, turns).split(query_lens), strict=True)
+    expected = [
+        dense_attention(own, key, value, variant, turned)
+        for (own, turned), key, value in zip(parts, batch.keys, batch.values, strict=True)
+    ]
+    close(backend.attend(query, batch.pages, tables, variant), torch.cat(expected), torch.float32)
+
+
+def test_sinks_without_turns_are_refused(backend: Backend) -> None:
+    batch = make_paged_batch(Shape(2, 1, 32), [70], 16)
+    if isinstance(backend, CpuBackend):
+        with pytest.raises(ValueError, match="turned back"):
+            attend(backend, batch, batch.random_query(70), 0, 70, batch.variant(5, num_sinks=4))
+    with pytest.raises(ValueError, match="not float32"):
+        Angles(torch.ones(1, 16, dtype=torch.float64), torch.ones(1, 16))
+
+
 @each_dtype
-@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize(("window", "num_sinks"), [(None, 0), (5, 0), (100, 0), (50, 4), (300, 70)])
 @pytest.mark.parametrize(
     ("soft_cap", "sink", "kept"),
     [(None, None, "none"), (1.5, 2.0, "none"), (None, None, "int8"), (1.5, 2.0, "fp8"), (None, None, "int4")],
 )
 def test_attention_gives_a_row_the_same_bits_alone_and_in_any_chunk(
-    backend: Backend, dtype: torch.dtype, window: int | None, soft_cap: float | None, sink: float | None, kept: str
+    backend: Backend,
+    dtype: torch.dtype,
+    window: int | None,
+    num_sinks: int,
+    soft_cap: float | None,
+    sink: float | None,
+    kept: str,
 ) -> None:
     """Positions before, at and behind the ends of pieces and segments of keys."""
     batch = make_paged_batch(Shape(6, 2, 24), [600], 16, dtype, kept=kept)
-    query, variant = batch.random_query(600), batch.variant(window, soft_cap, sink)
-    whole = attend(backend, batch, query, 0, 600, variant)
-    for position in (0, 1, 15, 16, 63, 64, 65, 255, 256, 257, 511, 512, 599):
-        assert torch.equal(attend(backend, batch, query, position, position + 1, variant)[0], whole[position])
+    query, variant = batch.random_query(600), batch.variant(window, soft_cap, sink, num_sinks)
+    turns = random_turns(600, 24)
+    whole = attend(backend, batch, query, 0, 600, variant, turns)
+    for position in (0, 1, 15, 16, 49, 50, 54, 63, 64, 65, 255, 256, 257, 299, 300, 370, 511, 512, 599):
+        assert torch.equal(attend(backend, batch, query, position, position + 1, variant, turns)[0], whole[position])
     for first, end in ((0, 16), (16, 116), (60, 70), (250, 300), (100, 600)):
-        assert torch.equal(attend(backend, batch, query, first, end, variant), whole[first:end])
+        assert torch.equal(attend(backend, batch, query, first, end, variant, turns), whole[first:end])
 
 
 @each_dtype
@@ -286,16 +340,19 @@ def test_attention_over_codes(
 
 @each_dtype
 @pytest.mark.parametrize(("soft_cap", "sink"), [(None, None), (1.5, 2.0)])
+@pytest.mark.parametrize("num_sinks", [0, 70])
 def test_attention_gives_a_decoding_row_the_same_bits_among_others(
-    backend: Backend, dtype: torch.dtype, soft_cap: float | None, sink: float | None
+    backend: Backend, dtype: torch.dtype, soft_cap: float | None, sink: float | None, num_sinks: int
 ) -> None:
     batch = make_paged_batch(Shape(4, 2, 64), [600, 1, 70, 0, 256, 257], 16, dtype)
-    query, variant = batch.random_query(6), batch.variant(None, soft_cap, sink)
-    starts = torch.arange(7, dtype=torch.int32)
-    whole = backend.attend(query, batch.pages, Tables(batch.block_tables, batch.context_lens, starts, 6), variant)
+    query, variant = batch.random_query(6), batch.variant(200 if num_sinks else None, soft_cap, sink, num_sinks)
+    starts, turns = torch.arange(7, dtype=torch.int32), random_turns(6, 64)
+    tables = Tables(batch.block_tables, batch.context_lens, starts, 6, turns)
+    whole = backend.attend(query, batch.pages, tables, variant)
     for row in range(6):
         own = slice(row, row + 1)
-        tables = Tables(batch.block_tables[own], batch.context_lens[own], starts[:2], 1)
+        turn = turns.at(torch.tensor([row]))
+        tables = Tables(batch.block_tables[own], batch.context_lens[own], starts[:2], 1, turn)
         assert torch.equal(backend.attend(query[own], batch.pages, tables, variant), whole[own])
 
 
@@ -303,8 +360,9 @@ def test_attention_gives_a_decoding_row_the_same_bits_among_others(
 def test_a_program_attends_as_its_variant_says(name: str) -> None:
     backend = make_backend(name)
     batch = make_paged_batch(Shape(4, 2, 64), [300, 5], 16)
-    query, variant, packed = batch.random_query(2), batch.variant(100, 1.5, 2.0), backend.pack(torch.randn(8, 256))
-    tables = Tables(batch.block_tables, batch.context_lens, torch.arange(3, dtype=torch.int32), 2)
+    query, variant, packed = batch.random_query(2), batch.variant(100, 1.5, 2.0, 4), backend.pack(torch.randn(8, 256))
+    starts = torch.arange(3, dtype=torch.int32)
+    tables = Tables(batch.block_tables, batch.context_lens, starts, 2, random_turns(2, 64))
     attended, logits = torch.empty(2, 4, 64), torch.empty(2, 8)
     recorder = backend.record()
     assert recorder is not None

@@ -16,15 +16,17 @@ from kv_store.ledger import Ledger
 from wire.directory import Block
 from wire.ids import BlockKey, NamespaceRoot, PageId
 from wire.keys import cover
+from wire.kv_policy import Sinks
 from wire.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
 
 @cache
-def model_of(window: int | None, seed: int = 0) -> HashModel:
+def model_of(window: Sinks | None, seed: int = 0) -> HashModel:
     """Makes the model of a window; one of another seed is another model, whose blocks must never be used."""
-    return HashModel(replace(LAYOUT, window=window), vocab_size=300, seed=seed)
+    layout = replace(LAYOUT, window=window.window, num_sinks=window.num_sinks) if window else LAYOUT
+    return HashModel(layout, vocab_size=300, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def payloads(model: HashModel, tokens: tuple[int, ...]) -> list[bytes]:
 class Truth:
     """The checksum of every full block that may be there, by its key; and what another namespace has for its tokens."""
 
-    def __init__(self, root: NamespaceRoot, window: int | None) -> None:
+    def __init__(self, root: NamespaceRoot, window: Sinks | None) -> None:
         self._window = window
         self.foreign: dict[BlockKey, bytes] = {}
         self._root = root

@@ -7,6 +7,7 @@ from enum import Enum
 from functools import cache
 
 from tests.faults.answer import ask
+from wire.kv_policy import Sinks
 from wire.pb import inference_pb2 as pb
 
 NUM_KINDS = 96
@@ -164,7 +165,7 @@ class Layout:
 
 ALONE = Layout()
 APART = Layout(decode=(1,))
-WINDOW = 40
+WINDOW, SINKS = Sinks(0, 40), Sinks(20, 40)
 LAYOUTS = (ALONE, ALONE, APART, APART, Layout((0, 1), (0, 1)), Layout((0, 1), (1, 2)), Layout((0,), (1, 0)))
 
 
@@ -172,7 +173,7 @@ LAYOUTS = (ALONE, ALONE, APART, APART, Layout((0, 1), (0, 1)), Layout((0, 1), (1
 class Plan:
     """`num_pages` of each worker, which hold any request of the catalogue; `num_slots` of each arena.
 
-    max_queued: the bound of the router on requests without a first token. window: of the model.
+    max_queued: the bound of the router on requests without a first token. window: of the model, with its sinks.
     """
 
     seed: int
@@ -184,7 +185,7 @@ class Plan:
     max_queued: int
     asks: tuple[Ask, ...]
     faults: tuple[Fault, ...]
-    window: int | None = None
+    window: Sinks | None = None
 
     @property
     def is_transparent(self) -> bool:
@@ -198,7 +199,7 @@ class Plan:
         head = f"seed {self.seed}: {self.num_prefill} prefill workers on nodes {list(self.layout.prefill)}, "
         head += f"{self.num_decode} decode workers on {list(self.layout.decode)}, "
         head += f"{self.num_pages} pages each, {self.num_slots} slots, {self.max_queued} queued"
-        head += f", a window of {self.window}" if self.window else ""
+        head += f", a window of {self.window.window}, {self.window.num_sinks} sinks" if self.window else ""
         return "\n".join([head, *asks, *faults])
 
 
@@ -217,6 +218,7 @@ def draw_plan(seed: int) -> Plan:
     max_queued = draw.choice([3, *[512] * 9])
     layout = draw.choice(LAYOUTS)
     window = draw.choice([None, None, WINDOW])
+    window = SINKS if window and draw.random() < 0.5 else window
     return Plan(seed, layout, num_prefill, num_decode, num_pages, num_slots, max_queued, asks, tuple(faults), window)
 
 

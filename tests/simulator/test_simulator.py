@@ -18,7 +18,7 @@ from router.requests.admission import Admission
 from router.requests.answer import ChoiceStream
 from router.workers.holds import Holds
 from tests.simulate import report, shortest
-from tests.simulator.plan import NUM_KINDS, WINDOW, draw_plan
+from tests.simulator.plan import NUM_KINDS, SINKS, WINDOW, draw_plan
 from tests.simulator.world import reference, simulate
 from wire.ids import PageId
 from wire.keys import BlockName
@@ -33,7 +33,7 @@ MAX_SEEDS_TO_FIND = 200
 def references() -> None:
     """Computes all answers while nothing is planted."""
     for kind in range(NUM_KINDS):
-        for window in (None, WINDOW):
+        for window in (None, WINDOW, SINKS):
             reference(kind, window)
 
 

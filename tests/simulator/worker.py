@@ -269,17 +269,18 @@ class SimTransfers(ThreadTransfers):
         if done.error is not None:
             worker.world.watch.violated("bug", f"{worker.name}: a transfer failed: {done.error}")
         if isinstance(transfer, Fetch):
-            self._check_fetched(done)
+            self._check_fetched(transfer, done)
         worker.world.watch.expect_none("I1", "arena", worker.node.directory.check())
         return done
 
-    def _check_fetched(self, done: Done) -> None:
+    def _check_fetched(self, fetch: Fetch, done: Done) -> None:
         """I4, I7 and I9, of the blocks that a fetch has brought."""
         worker, pool = self._worker, self._worker.parts.engine.pool
         if worker.has_lost_lease and done.tiers:
             worker.world.watch.violated("I9", f"{worker.name}: a fetch counts, though its lease had run out")
-        names = done.transfer.names[done.first :][: len(done.tiers)]
-        for name, page in zip(names, done.transfer.pages, strict=False):
+        places = fetch.places(done.first, len(fetch.names))
+        for place, page, _ in zip(places, fetch.pages, done.tiers, strict=False):
+            name = fetch.names[place]
             if not name.is_tail:
                 checksum = checksum_of(pool.page_bytes(page).numpy().data)
                 worker.world.watch.judge(worker.world.truth, f"{worker.name}: a fetched block", name.key, checksum)

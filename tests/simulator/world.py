@@ -32,6 +32,7 @@ from tests.simulator.worker import SimWorker
 from wire import errors
 from wire.errors import BatonError, StoreError
 from wire.ids import DEFAULT_TENANT, BlockKey, PageId, WorkerId
+from wire.kv_policy import Sinks
 from wire.pools import Role, Worker, WorkerState
 
 MAX_RUN_S = 400.0
@@ -490,7 +491,7 @@ def _logs_to(world: World) -> Iterator[None]:
 
 
 @cache
-def reference(kind: int, window: int | None) -> list[ChoiceAnswer]:
+def reference(kind: int, window: Sinks | None) -> list[ChoiceAnswer]:
     """The answer to a request of the catalogue where nothing goes wrong."""
     answer: list[ChoiceAnswer] = []
     if kind == POISON:
@@ -507,7 +508,7 @@ def reference(kind: int, window: int | None) -> list[ChoiceAnswer]:
 
 
 @cache
-def sequences(kind: int, window: int | None) -> list[tuple[int, ...]]:
+def sequences(kind: int, window: Sinks | None) -> list[tuple[int, ...]]:
     """The tokens of each choice of a request of the catalogue, its prompt first, up to `max_tokens` whatever stops it.
 
     The model's own oracle tells those of greedy ones.

@@ -60,8 +60,19 @@ def test_every_field_shows_in_its_bytes() -> None:
         replace(LAYOUT, **{name: getattr(LAYOUT, name) + 1})
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size")
     ]
-    changed += [replace(LAYOUT, dtype="float16"), replace(LAYOUT, quantization="int8")]
-    assert len({layout.encode() for layout in [LAYOUT, *changed]}) == 7
+    changed += [replace(LAYOUT, dtype="float16"), replace(LAYOUT, quantization="int8"), replace(LAYOUT, window=64)]
+    changed += [replace(LAYOUT, window=64, num_sinks=number) for number in (1, 4)]
+    assert len({layout.encode() for layout in [LAYOUT, *changed]}) == 10
+
+
+def test_blocks_between_sinks_and_window() -> None:
+    layout = replace(LAYOUT, window=50, num_sinks=20)
+    assert KVLayout.decode(layout.encode()) == layout
+    assert [len(layout.behind(position)) for position in (0, 49, 96, 97, 112, 113)] == [0, 0, 0, 1, 1, 2]
+    assert layout.behind(1000) == range(2, 951 // 16)
+    assert replace(layout, num_sinks=0).behind(1000) == range(951 // 16)
+    assert not LAYOUT.behind(1000)
+    assert (layout.most_needed, layout.num_needed(33), layout.max_len(7, 1 << 20)) == (7, 3, 1 << 20)
 
 
 FIELDS = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 5, "block_size": 16, "dtype": "bfloat16"}
@@ -81,6 +92,11 @@ FIELDS = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 5, "block_size": 16, "
         {"quantization": None},
         {"quantization": "int5"},
         {"quantization": ["int8"]},
+        {"num_sinks": 4},
+        {"num_sinks": 64, "window": 64},
+        {"num_sinks": -1, "window": 64},
+        {"num_sinks": True, "window": 64},
+        {"num_sinks": "4", "window": 64},
         {"color": "red"},
     ],
 )

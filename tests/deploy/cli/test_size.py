@@ -61,6 +61,12 @@ def test_the_screen_shows_the_request_the_gpu_and_each_technique(
         assert line in shown
 
 
+def test_sinks_are_counted_beside_their_window(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["size", str(model), "--context", "100000", "--kv-policy", "sinks=4+1020"]
+    assert main(flags) == 0
+    assert "100,000 tokens, of which the first 4 and the last 1,020 are kept: 66 blocks" in capsys.readouterr().out
+
+
 def test_a_latent_vector_and_a_window_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     assert main(["size", str(tmp_path), "--window", "1024"]) == 0

@@ -65,6 +65,10 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[model]\nallowed_kv_policies = ['h2o']", "kv_policy 'h2o': known are full"),
         ("[model]\nallowed_kv_policies = ['sinks=4+64']", "model.allowed_kv_policies must be without sinks"),
         ("[model]\nkv_policy = 'sinks=4+64'\nallowed_kv_policies = ['h2o=25%']", "must be without sinks"),
+        (
+            "[model]\nkv_policy = 'sinks=4+60'\n[speculation]\ndraft = 'x'",
+            "speculation.draft must be left out with sinks",
+        ),
         ("[arena]\nsize_bytes = '1 GB'", "arena.size_bytes must be a size like 512MiB, 1.5GiB or 4096, not '1 GB'"),
         pytest.param(f"[arena]\nsize_bytes = '{'9' * 400}'", "arena.size_bytes must be a size", id="400 digits in it"),
         ("[arena]\nsize_bytes = 1", "arena.size_bytes must be between"),
