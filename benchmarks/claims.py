@@ -29,8 +29,8 @@ from benchmarks.claim_families import (
     peaks,
     reservation,
     sizes,
+    smaller,
     speculating,
-    waiting,
 )
 from benchmarks.claim_families.finding import Family, Inputs
 from benchmarks.claim_families.page import Kept, write_page
@@ -49,7 +49,7 @@ FAMILIES: dict[str, Family] = {
     "peaks": peaks.FAMILY,
     "disaggregation": disaggregating.FAMILY,
     "speculation": speculating.SPECULATIVE,
-    "smaller_caches": waiting.SMALLER_CACHES,
+    "smaller_caches": smaller.SMALLER_CACHES,
 }
 UNMEASURED = ("arithmetic", "smaller_caches")
 """Families that depend on no machine."""

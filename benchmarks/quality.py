@@ -153,10 +153,9 @@ def measure(args: argparse.Namespace) -> Quality:
 
 
 def measure_all(args: argparse.Namespace) -> dict[str, Row]:
-    """Measures all techniques that wait for nothing, on the same texts, and their speed in turns."""
-    ready = [one for one in TECHNIQUES if not one.waits]
+    """Measures all techniques on the same texts, and their speed in turns."""
     with TemporaryDirectory() as scratch:
-        backends = [one.load(args.model, Path(scratch), num_blocks=args.num_blocks) for one in ready]
+        backends = [one.load(args.model, Path(scratch), num_blocks=args.num_blocks) for one in TECHNIQUES]
     tokenizer = Tokenizer.load(args.model)
     meters = [
         {length: Meter(backend, tokenizer, args.seed, num) for length, num in PLAN.items()} for backend in backends
@@ -165,7 +164,7 @@ def measure_all(args: argparse.Namespace) -> dict[str, Row]:
     loads = decode_in_turns(backends, texts, LOAD.num_steps, LOAD.num_rounds)
     full = meters[0][MAIN_LEN].continuations([MAIN_LEN])
     rows = {}
-    for technique, by_length, load in zip(ready, meters, loads, strict=True):
+    for technique, by_length, load in zip(TECHNIQUES, meters, loads, strict=True):
         print(f"{technique.name} ...", file=sys.stderr, flush=True)
         by_depth = {length: meter.recall_by_depth(length) for length, meter in by_length.items()}
         meter = by_length[MAIN_LEN]

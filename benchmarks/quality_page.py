@@ -68,7 +68,7 @@ def write_page(rows: Mapping[str, Row]) -> None:
 
 def format_page(machine: str, rows: Mapping[str, Row]) -> str:
     """Formats the introduction, one table, and the case that each technique is for."""
-    prompts = ", ".join(f"{3 * num} of {length} tokens" for length, num in PLAN.items())
+    prompts = ", ".join(f"{3 * num} prompts of {length} tokens" for length, num in PLAN.items())
     introduction = _INTRODUCTION.format(
         command=COMMAND,
         machine=machine,
@@ -80,7 +80,7 @@ def format_page(machine: str, rows: Mapping[str, Row]) -> str:
     head = ["technique", "bytes a token", "tokens/s", *(f"recall at {length}" for length in PLAN)]
     head += ["perplexity: English", "facts", "agreement", "after a failover"]
     lines = [_line(head), "|---|" + "---:|" * (len(head) - 2) + "---|"]
-    lines += [_line(_cells(one, rows[one.name]) if one.name in rows else _waiting(one)) for one in TECHNIQUES]
+    lines += [_line(_cells(one, rows[one.name])) for one in TECHNIQUES]
     cases = [f"- **{one.name}**: {one.when}." for one in TECHNIQUES if one.when]
     return "\n\n".join([introduction, "\n".join(lines), "## When to use which", "\n".join(cases)]) + "\n"
 
@@ -90,10 +90,6 @@ def _cells(technique: Technique, row: Row) -> list[str]:
     figures = [f"{row.load.bytes_per_token:,.0f}", f"{row.load.tokens_per_s:,.0f}", *recall]
     figures += [f"{one:.3f}" for one in row.perplexity.values()]
     return [technique.name, *figures, f"{row.greedy_agreement:.1%}", technique.promise]
-
-
-def _waiting(technique: Technique) -> list[str]:
-    return [technique.name, *["-"] * (len(PLAN) + 5), technique.waits]
 
 
 def _line(cells: list[str]) -> str:

@@ -21,8 +21,7 @@ _SAME = "the same tokens"
 class Technique:
     """A way to keep KV in fewer bytes: its settings, the case that it is for, and the promise for a lost worker.
 
-    when: the case; empty for a control. window: of a model like this one, in tokens. waits: its reason to have no
-    figures.
+    when: the case; empty for a control. window: of a model like this one, in tokens.
     """
 
     name: str
@@ -33,20 +32,20 @@ class Technique:
     kv_policy: str = "full"
     chooser: Chooser = HEAVIEST
     window: int | None = None
-    waits: str = ""
 
     def load(
         self, model: Path, scratch: Path, device: str = "cpu", block_size: int = 16, num_blocks: int = 2048
     ) -> EngineBackend:
         """Loads a model with these settings."""
         folder = model if self.window is None else _with_window(model, self.window, scratch / self.name)
-        decoder = ScoringDecoder.load(folder, self.dtype, torch.device(device), block_size, kv_dtype=self.kv_dtype)
+        decoder = ScoringDecoder.load(
+            folder, self.dtype, torch.device(device), block_size, None, self.kv_dtype, self.kv_policy
+        )
         assert isinstance(decoder, ScoringDecoder)
         policy = parse_kv_policy(self.kv_policy)
         return EngineBackend(decoder, num_blocks, policy if isinstance(policy, Dropping) else None, self.chooser)
 
 
-_LATER = "not served yet"
 TECHNIQUES = (
     Technique("full, float32", "where memory is no limit; the measure of the others"),
     Technique("full, bfloat16", "the default of most checkpoints; it halves the weights, too", dtype="bfloat16"),
@@ -56,7 +55,7 @@ TECHNIQUES = (
     ),
     Technique("int4", "where int8 is too large still, and answers may change now and then", kv_dtype="int4"),
     Technique("window of 256", "never as a setting: it is a property of a model, trained with it", window=256),
-    Technique("sinks=4+252", "for endless streams, of which only the latest text matters", waits=_LATER),
+    Technique("sinks=4+252", "for endless streams, of which only the latest text matters", kv_policy="sinks=4+252"),
     Technique("snapkv=25%", "for long prompts with short answers, where a fact may be missed", kv_policy="snapkv=25%"),
     Technique("h2o=25%", "for long answers, too: what is generated counts against the budget", kv_policy="h2o=25%"),
     Technique("latest 25%", "", kv_policy="snapkv=25%", chooser=Latest()),

@@ -11,9 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SHARED_BYTES_PER_PROGRAM = 227 * 1024
+ATTENTION = [f"attend_split{what}" for what in ("", " with sinks and a cap", " over int8", " over int4")]
 ALL = {
     (kernel, dtype, head_dim)
-    for kernel in ("write_token", "attend_split", "merge_splits")
+    for kernel in ("write_token", "close_block", *ATTENTION, "merge_splits")
     for dtype, head_dim in (("bf16", 128), ("fp16", 80), ("fp32", 128))
 }
 Compiled = list[dict[str, Any]]
@@ -26,7 +27,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::UserWarning"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     kernels: Compiled = json.loads(done.stdout)
     return kernels
