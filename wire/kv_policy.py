@@ -69,7 +69,7 @@ class Dropping:
     @property
     def terms(self) -> str:
         """The policy with all that the choice depends on, for the names of what is kept."""
-        return f"{self} by {self.rule.num_watched} rows, pooled over {POOLED}"
+        return f"{self} by {self.rule.num_watched} rows, pooled over {self.rule.num_pooled}"
 
     def num_blocks(self, num_prompt: int, block_size: int) -> int:
         """Counts the blocks of the budget for a prompt."""
