@@ -259,8 +259,12 @@ class Piece {
     template <class K>
     __attribute__((noinline)) void add(const char* const* tokens, int64_t head_offset, Ahead& ahead) {
         const F* rows[LANES];
-        for (int64_t i = 0; i < LANES; ++i) rows[i] = read<K>(tokens[i], head_offset, i);
-        turn_keys(rows);
+        if (TURNS_CODES && std::is_same_v<K, int8_t> && head_size_ % (2 * PANEL) == 0) {
+            turn_int8(tokens, head_offset);
+        } else {
+            for (int64_t i = 0; i < LANES; ++i) rows[i] = read<K>(tokens[i], head_offset, i);
+            turn_keys(rows);
+        }
         ahead.bring(LANES * head_size_ * sizeof(K));
         for (int64_t i = 0; i < LANES; ++i) rows[i] = read<K>(tokens[i], head_offset + plane_stride_, i);
         put_values(rows, head_size_ * sizeof(K), ahead);
@@ -269,6 +273,28 @@ class Piece {
     void turn_keys(const F* const* rows) {
         F* columns = keys_.data() + num_keys_ / PANEL * key_panel_stride();
         transpose((const uint32_t* const*)rows, key_steps(), (uint32_t*)columns + num_keys_ % PANEL, PANEL);
+    }
+
+    // Turns keys of INT8 as codes, four at a time, which is half of the exchanges. A code as a float has the lower half of its bits 0.
+    void turn_int8(const char* const* tokens, int64_t head_offset) {
+#if defined(__AVX512BF16__)
+        turned_.resize(head_size_ / 4 * LANES);
+        unseen_.assign(head_size_ / 4, 0);
+        uint32_t* columns = (uint32_t*)(keys_.data() + num_keys_ / PANEL * key_panel_stride()) + num_keys_ % PANEL;
+        const uint32_t* rows[LANES];
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = tokens[i] ? (const uint32_t*)(tokens[i] + head_offset) : unseen_.data();
+        transpose(rows, head_size_ / 4, turned_.data(), LANES);
+        for (int64_t four = 0; four < head_size_ / 4; ++four) {
+            const __m512i bytes = _mm512_loadu_si512(turned_.data() + four * LANES);
+            const __m512i codes[] = {_mm512_slli_epi32(bytes, 24), _mm512_slli_epi32(bytes, 16), _mm512_slli_epi32(bytes, 8), bytes};
+            for (int pair = 0; pair < 2; ++pair) {
+                const __m512 first = _mm512_cvtepi32_ps(_mm512_srai_epi32(codes[2 * pair], 24));
+                const __m512 second = _mm512_cvtepi32_ps(_mm512_srai_epi32(codes[2 * pair + 1], 24));
+                const __m512i low = _mm512_srli_epi32((__m512i)first, 16);
+                _mm512_storeu_si512(columns + (2 * four + pair) * PANEL, _mm512_mask_blend_epi16(0xaaaaaaaa, low, (__m512i)second));
+            }
+        }
+#endif
     }
 
     void put_values(const F* const* rows, int64_t token_bytes, Ahead& ahead) {
@@ -359,5 +385,5 @@ class Piece {
     float key_scales_[PIECE], value_scales_[PIECE];
     std::vector<F, Aligned<F>> keys_, values_, rows_;
     std::vector<float, Aligned<float>> channels_;
-    std::vector<uint32_t, Aligned<uint32_t>> turned_;
+    std::vector<uint32_t, Aligned<uint32_t>> turned_, unseen_;
 };
