@@ -39,6 +39,7 @@ from engine.speculation import Speculator
 from engine.work import Chunk, Gains, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
+from wire import errors
 from wire.errors import BatonError, InvalidRequest, RequestExists
 from wire.ids import RequestId
 from wire.sampling import Logprobs
@@ -150,6 +151,8 @@ class EngineCore:
         if request.dropping is not None:
             if layout.window is not None:
                 raise InvalidRequest("kv_policy", "tokens of a model with windows are not dropped by worth")
+            if layout.has_open_blocks:
+                raise InvalidRequest("kv_policy", "tokens of KV in int4 are not dropped by worth")
             most += request.dropping.num_spare(len(request.prompt_ids), layout.block_size) * layout.block_size
         capacity = layout.max_len(self.pool.ledger.num_pages, most)
         if most > capacity:
@@ -265,8 +268,8 @@ class EngineCore:
         self._cache.publish_filled(starts | self._advance(computed))
         for sequence in (*starts, *(chunk.sequence for chunk in computed)):
             if sequence.is_due:
-                self._runner.drop(sequence)
-                rows.drop(sequence)
+                self._drop(sequence)
+        ending = [one for one in ending if one.phase is not Phase.ENDED]
         self._pass_on_pages(computed, ending)
         for sequence in ending:
             self._finish(sequence)
@@ -274,6 +277,15 @@ class EngineCore:
             for sequence in chunk.sampled:
                 if sequence.phase is not Phase.ENDED:
                     self._go_on(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Drops KV of a sequence at its boundary; a fault there, such as too little memory to weigh, fails it alone."""
+        try:
+            self._runner.drop(sequence)
+        except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
+            self._fail(sequence, errors.report(failure, request_id=sequence.request.request_id))
+        else:
+            self._rows.drop(sequence)
 
     def _tell_scores(self, scores: Mapping[Sequence, tuple[Logprobs, ...]]) -> None:
         for sequence, logprobs in scores.items():

@@ -5,6 +5,8 @@ the tokens that a query may see before anything is computed: the rest of a page,
 so not even NaN leaks out of them. docs/decisions/0005-attention-on-a-cpu.md has the figures.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -172,7 +174,11 @@ def weigh(query: Tensor, pages: KVPages, block_table: Tensor, context_len: int, 
     group_size = num_heads // len(keys)
     grouped = query.view(num_rows, len(keys), group_size, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     seen = _causal_mask(num_rows, context_len, None, query.device).repeat(group_size, 1)
-    return _weights(grouped.contiguous(), keys.contiguous(), seen, variant).sum(1)
+    weighed = query.new_empty(len(keys), context_len, dtype=torch.float32)
+    for head, (rows, columns) in enumerate(zip(grouped, keys, strict=True)):  # of all at once it may take gigabytes
+        sinks = None if variant.sinks is None else variant.sinks.view(-1, group_size)[head]
+        weighed[head] = _weights(rows.contiguous(), columns.contiguous(), seen, replace(variant, sinks=sinks)).sum(0)
+    return weighed
 
 
 def _parts(start: int, end: int, pages: KVPages) -> list[tuple[int, int]]:

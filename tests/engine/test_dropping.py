@@ -1,5 +1,6 @@
 """SnapKV and H2O: as a dense model with an explicit choice, and the same tokens however a sequence was run."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from engine.core import EngineCore
+from engine.events import Failed
 from engine.model.batch import Model
 from engine.model.decoder import Decoder
 from engine.model.dropping import HEAVIEST, Chooser, Drawn, Latest
@@ -250,6 +252,29 @@ def test_choices_of_tokens_and_pages() -> None:
     assert HEAVIEST.pages(weights, 2, 96) == [2, 3]
     assert Latest().pages(weights, 2, 96) == [0, 1]
     assert {*Drawn(1).pages(weights, 2, 96)} < {1, 2, 3}
+
+
+@pytest.mark.parametrize("dropping", [SNAPKV, H2O], ids=str)
+def test_a_fault_while_tokens_are_weighed_fails_that_request_alone(dropping: Dropping) -> None:
+    class Scarce(HashModel):
+        def weigh(self, queries: torch.Tensor, kv: Any, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
+            if num_tokens > 300:
+                raise torch.OutOfMemoryError("no memory to weigh them")
+            return super().weigh(queries, kv, block_table, num_tokens)
+
+    core, failed, outputs = make_core(Scarce(LAYOUT, VOCAB_SIZE)), [], defaultdict[str, list[int]](list)
+    requests = [asked(prompt(50), None), asked(prompt(200), dropping), asked(prompt(400), dropping)]
+    for one in requests:
+        core.add(one)
+    while core.has_requests:
+        output = core.step()
+        failed += [event.request_id for event in (*output.before, *output.after) if isinstance(event, Failed)]
+        for choice, token in zip(output.choices, output.token_ids, strict=True):
+            outputs[choice.request_id].append(token)
+    assert failed == [requests[2].request_id]
+    for one in requests[:2]:
+        assert outputs[one.request_id] == tokens(make_core(HashModel(LAYOUT, VOCAB_SIZE)), one.prompt_ids, one.dropping)
+    assert core.check() == []
 
 
 def test_refuses_windows_and_what_the_pool_cannot_hold_beside_the_prompt() -> None:
