@@ -62,7 +62,9 @@ def measure(_inputs: Inputs) -> Report:
                 "; ".join(f"{gain:.3g}x at {name}" for name, gain in gains.items())
                 + "; guesses are left out from 16 tokens a step on",
                 gains[worst] < HARMLESS,
-                f"{worst}, below {HARMLESS}" if gains[worst] < HARMLESS else f"none is below {HARMLESS}",
+                f"{worst}, below {HARMLESS}"
+                if gains[worst] < HARMLESS
+                else f"none is below {HARMLESS}, as guesses are left out where they lose",
             ),
             "speculation_memory": _memory(),
         },

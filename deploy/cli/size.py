@@ -14,7 +14,7 @@ from deploy.plan.config import ModelSettings
 from deploy.plan.shape import BITS, ModelShape
 from deploy.plan.sizing import GPU_RESERVE_BYTES
 from wire.errors import ConfigError, ModelError
-from wire.kv_policy import Sinks, parse_kv_policy
+from wire.kv_policy import Dropping, Sinks, parse_kv_policy
 
 DESCRIPTION = """\
 Tells the memory that a model takes: its weights, and its KV, the keys and values of all tokens of the requests that are
@@ -49,7 +49,11 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--kv-dtype", choices=tuple(BITS), help="numbers that KV is kept in (default: the model's)")
     kept = parser.add_mutually_exclusive_group()
     kept.add_argument("--window", type=read_count, metavar="W", help="keep KV of the last W tokens (default: its own)")
-    kept.add_argument("--kv-policy", metavar="POLICY", help="what `baton up` would keep: full, or like sinks=4+1020")
+    kept.add_argument(
+        "--kv-policy",
+        metavar="POLICY",
+        help="what `baton up` would keep: full, or like sinks=4+1020, snapkv=25%%, h2o=25%%",
+    )
     parser.add_argument("--json", action="store_true", help="print one object, for scripts")
 
 
@@ -64,11 +68,12 @@ def run(args: argparse.Namespace) -> int:
     policy = parse_kv_policy(args.kv_policy or "full")
     if isinstance(policy, Sinks):
         layout = replace(layout, window=policy.window, num_sinks=policy.num_sinks)
-    elif policy is not None:
-        raise ConfigError(f"--kv-policy {policy}: of policies, only sinks are counted")
+    dropping = policy if isinstance(policy, Dropping) else None
+    if dropping and layout.window:
+        raise ConfigError(f"--kv-policy {policy}: the model has windows")
     num_tokens = args.context or shape.max_context_len
     window = min(args.window or layout.window or num_tokens, num_tokens)
-    kv = RequestKV(layout, num_tokens, BITS[shape.dtype], window if window < num_tokens else None)
+    kv = RequestKV(layout, num_tokens, BITS[shape.dtype], window if window < num_tokens else None, dropping)
     kv = kv.kept_in(args.kv_dtype) if args.kv_dtype else kv
     fit = Fit(parse_any_bytes(args.gpu, "--gpu"), shape.weight_bytes(), kv)
     if args.json:
@@ -133,6 +138,7 @@ def _parts(fit: Fit) -> str:
     layers = f"{format_bytes(kv.bytes_per_token_per_layer)} in each of {kv.layout.num_layers} layers"
     sinks = f"first {kv.layout.num_sinks:,} and the " if kv.layout.num_sinks else ""
     kept = "" if kv.window is None else f", of which the {sinks}last {kv.window:,} are kept"
+    kept += "" if kv.dropping is None else f" of prompt, of which {kv.dropping} keeps a part"
     parts = (
         ("weights", fit.weight_bytes, ""),
         ("reserve", GPU_RESERVE_BYTES, "for activations and libraries; `baton up` leaves it free"),

@@ -8,19 +8,25 @@ from dataclasses import dataclass, replace
 
 from deploy.plan.shape import BITS, ModelShape
 from deploy.plan.sizing import GPU_RESERVE_BYTES
+from wire.kv_policy import Dropping, Rule
 from wire.layout import QUANTIZATIONS, KVLayout
 
 COMMON_WINDOW = 4096
+_QUARTER = Dropping(Rule.SNAPKV, 25, "%")
 
 
 @dataclass(frozen=True)
 class RequestKV:
-    """KV of one request. `bits` of a number; `window`: tokens that are kept, beside sinks, and all without one."""
+    """KV of one request while it decodes. `bits` of a number.
+
+    window: tokens that are kept, beside sinks; all without one. dropping: what leaves a part of them, all being prompt.
+    """
 
     layout: KVLayout
     num_tokens: int
     bits: int
     window: int | None = None
+    dropping: Dropping | None = None
 
     def kept_in(self, dtype: str) -> "RequestKV":
         """Returns the same request with KV in a dtype of BITS, codes with their scales."""
@@ -42,7 +48,9 @@ class RequestKV:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks at the request's end; a window begins and ends amid a block."""
+        """Blocks at the request's end; a window begins and ends amid a block, and answers follow what is kept."""
+        if self.dropping is not None:
+            return self.dropping.num_blocks(self.num_tokens, self.layout.block_size) + 1
         num_blocks, num_sinks = self.layout.num_blocks(self.num_tokens), self.layout.num_sink_blocks
         in_window = num_blocks if self.window is None else self.layout.num_blocks(self.window) + 1
         return min(num_blocks, num_sinks + in_window)
@@ -106,6 +114,8 @@ def techniques(shape: ModelShape, fit: Fit) -> Iterator[Technique]:
     if kv.window is None and window < kv.num_tokens:
         windowed = replace(fit, kv=replace(kv, window=window))
         yield Technique(f"only the last {window:,} tokens kept", windowed, "where the model does")
+    if kv.window is None and kv.dropping is None and _QUARTER.num_spare(kv.num_tokens, kv.layout.block_size):
+        yield Technique(f"KV dropped, {_QUARTER}", replace(fit, kv=replace(kv, dropping=_QUARTER)), "after prefill")
     if kv.window is None and kv.num_blocks > 1:
         yield Technique("first half of all prompts the same", replace(fit, num_shared_blocks=kv.num_blocks // 2), "yes")
     if shape.weight_bits > BITS["int8"]:

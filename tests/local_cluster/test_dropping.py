@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from wire.pb import inference_pb2 as pb
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="float32")
 MODEL = HashModel(LAYOUT, vocab_size=300)
 POLICIES = ("full", "snapkv=25%", "h2o=25%")
+SINKS = HashModel(replace(LAYOUT, window=124, num_sinks=4), vocab_size=300)
 SIZES = Sizes(kv_policies=POLICIES)
 
 
@@ -41,12 +43,16 @@ async def test_answers_are_the_same_co_located_and_disaggregated(policy: str) ->
         assert not (await cluster.status()).problems
 
 
-@pytest.mark.parametrize("policy", POLICIES[1:])
+@pytest.mark.parametrize(
+    ("policy", "model", "sizes"), [*((one, MODEL, SIZES) for one in POLICIES[1:]), (None, SINKS, Sizes())], ids=str
+)
 @pytest.mark.parametrize("kill_at", [1, 2, 30, 100])
-async def test_answers_are_the_same_after_a_decode_worker_dies(policy: str, kill_at: int) -> None:
-    async with local_cluster(MODEL, 0, 1, SIZES) as cluster:
+async def test_answers_are_the_same_after_a_decode_worker_dies(
+    policy: str | None, model: HashModel, sizes: Sizes, kill_at: int
+) -> None:
+    async with local_cluster(model, 0, 1, sizes) as cluster:
         whole = (await cluster.generate(ask(policy))).token_ids
-    async with local_cluster(MODEL, 1, 2, SIZES) as cluster:
+    async with local_cluster(model, 1, 2, sizes) as cluster:
         session = cluster.router.dispatcher.open(ask(policy), 60.0)
         tokens: dict[int, list[int]] = {0: [], 1: []}
         killed = False

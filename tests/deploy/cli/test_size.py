@@ -67,6 +67,11 @@ def test_sinks_are_counted_beside_their_window(model: Path, capsys: pytest.Captu
     assert "100,000 tokens, of which the first 4 and the last 1,020 are kept: 66 blocks" in capsys.readouterr().out
 
 
+def test_a_budget_is_counted_in_whole_blocks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["size", str(model), "--context", "1000", "--kv-policy", "snapkv=25%"]) == 0
+    assert "1,000 tokens of prompt, of which snapkv=25% keeps a part: 17 blocks" in capsys.readouterr().out
+
+
 def test_a_latent_vector_and_a_window_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     assert main(["size", str(tmp_path), "--window", "1024"]) == 0

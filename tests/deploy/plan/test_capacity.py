@@ -129,6 +129,7 @@ def test_each_technique_changes_what_it_says() -> None:
         "KV in int8": (520 * MIB, 13),
         "KV in int4": (292 * MIB, 24),
         "only the last 4,096 tokens kept": (514 * MIB, 14),
+        "KV dropped, snapkv=25%": (258 * MIB, 27),
         "first half of all prompts the same": (512 * MIB, 13),
         "weights in int8": (GIB, 13),
         "a KV head for each query head": (4 * GIB, 1),
@@ -140,7 +141,8 @@ def test_a_technique_that_changes_nothing_is_left_out() -> None:
     shape = ModelShape.parse(MIXTRAL_8X7B | {"num_key_value_heads": 32})
     fit = Fit(24 * GIB, shape.weight_bytes(), RequestKV(shape.kv_layout(16), 1024, 8))
     names = [one.name for one in techniques(shape, fit)]
-    assert names == ["KV in int4", "first half of all prompts the same", "weights in int8", "a single KV head"]
+    kept = ["KV in int4", "KV dropped, snapkv=25%", "first half of all prompts the same"]
+    assert names == [*kept, "weights in int8", "a single KV head"]
 
 
 def test_a_small_model_has_room_for_its_whole_context() -> None:
