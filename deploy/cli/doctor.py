@@ -177,7 +177,7 @@ def check_ports(live: Live) -> Finding:
         client.list_models()
     if live.http_address:
         live.fetch("/ready")
-    addresses = {"gRPC": state.address, "HTTP": state.http_address, "operator": state.operator_address}
+    addresses = {"gRPC": state.address, "HTTP": live.http_address, "operator": state.operator_address}
     told = ", ".join(f"{name} {address}" for name, address in addresses.items() if address)
     if ip_address(state.address.rpartition(":")[0]).is_loopback:
         return ok(f"{told}: all answer, on this machine only")
@@ -185,12 +185,14 @@ def check_ports(live: Live) -> Finding:
 
 
 def check_versions(live: Live) -> Finding:
-    """Compares this command with the gateway. The router pairs no workers of another model, layout or protocol."""
+    """Compares this command with the gateway."""
     own = version("baton-serve")
-    served = str(json.loads(live.fetch("/version")[0])["version"]) if live.http_address else own
+    if not live.http_address:
+        return skipped(f"this command is {own}; no gateway tells the cluster's release", "nothing")
+    served = str(json.loads(live.fetch("/version")[0])["version"])
     if served != own:
         return wrong(f"the cluster runs {served}, this command is {own}", "start the cluster anew with this release")
-    return ok(f"{own}; all workers have one model, KV layout and protocol")
+    return ok(f"gateway and this command are {own}")
 
 
 def check_files(live: Live) -> Finding:
@@ -215,7 +217,9 @@ def check_clocks(live: Live) -> Finding:
         if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
             return wrong(f"{whose} certificates are not valid by this clock", "set the clock, or renew them")
         ends.append(f"{whose} certificates are good until {certificate.not_valid_after_utc:%Y-%m-%d}")
-    return ok("; ".join(["clocks agree", *ends] if ends else ["clocks agree", "no certificates"]))
+    if not date and not ends:
+        return skipped("no gateway and no certificate to compare this clock with", "nothing")
+    return ok("; ".join([*(["the gateway's clock agrees"] if date else []), *ends]))
 
 
 def _certificates(state: ClusterState) -> dict[str, bytes]:

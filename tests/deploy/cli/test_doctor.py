@@ -109,7 +109,9 @@ def findings(capsys: pytest.CaptureFixture[str], status: int) -> dict[str, dict[
 
 def test_a_healthy_cluster(patient: Patient, capsys: pytest.CaptureFixture[str]) -> None:
     checks = findings(capsys, 0)
-    assert {one["verdict"] for one in checks.values()} == {"ok"}
+    skipped = {name for name, one in checks.items() if one["verdict"] == "skipped"}
+    assert skipped == {"versions", "clocks"}, "without a gateway there is nothing to compare with"
+    assert {one["verdict"] for name, one in checks.items() if name not in skipped} == {"ok"}
     assert checks["workers"]["found"] == "ready: prefill 1 of 1, decode 2 of 2"
     assert checks["hand-off"]["found"] == "decode fetched 13 blocks of prefill-0"
     assert checks["tokens"]["found"] == "3 workers give the same 3 tokens"
