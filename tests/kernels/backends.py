@@ -68,6 +68,6 @@ def lend_kernels(cache: Path) -> None:
     make_backend(best_isa())
     folder = cache / "baton" / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
-    for file in library.cache_folder().iterdir():
+    for file in library.cache_folder().glob("*.so"):
         if not (folder / file.name).exists():
             shutil.copy2(file, folder)
