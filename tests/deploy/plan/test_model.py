@@ -73,12 +73,14 @@ def test_the_first_policy_is_the_deployments_own(tmp_path: Path) -> None:
 def test_sinks_are_another_layout_and_a_longer_context_of_the_same_model(tmp_path: Path) -> None:
     folder = make_checkpoint("llama-gqa", tmp_path / "small")
     policies = ("full", "sinks=4+60")
-    full, sinks = (inspect_model(ModelSettings(str(folder), kv_policy=policy), "cpu") for policy in policies)
+    full, sinks = (
+        inspect_model(ModelSettings(str(folder), dtype="float32", kv_policy=policy), "cpu") for policy in policies
+    )
     assert full.served.fingerprint == sinks.served.fingerprint
-    assert (full.served.layout.num_sinks, full.served.max_context_len, full.context_bytes) == (0, 1024, 64 * 16384)
+    assert (full.served.layout.num_sinks, full.served.max_context_len, full.context_bytes) == (0, 1024, 64 * 8192)
     layout = sinks.served.layout
     assert (layout.num_sinks, layout.window, sinks.served.max_context_len) == (4, 60, 1 << 20)
-    assert sinks.context_bytes == 6 * 16384
+    assert sinks.context_bytes == 6 * 8192
 
 
 def rename_layers(folder: Path) -> None:
