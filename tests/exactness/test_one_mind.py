@@ -40,6 +40,8 @@ MODELS = [
     ("torch", "bfloat16", "auto"),
 ]
 """Kernels, compute dtype and KV dtype."""
+SERVED = [(*one, *how) for one in ARCHITECTURES for how in MODELS if one[1] == "full" or how[2] != "int4"]
+"""KV in int4 has no sinks."""
 
 Tokens = list[tuple[int, Logprobs | None]]
 Key = tuple[int, SamplingParams]
@@ -119,22 +121,21 @@ class Mix:
         return crowd, crowd.run(requests, self.steps)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES, ids="-".join)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a checkpoint and its policy."""
-    arch, kv_policy = request.param
-    return make_checkpoint(arch, tmp_path_factory.mktemp(arch)), kv_policy
+@pytest.fixture(scope="module", params=SERVED, ids="-".join)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
+    """The folder of a checkpoint, and the rest of SERVED."""
+    arch, *settings = request.param
+    return make_checkpoint(arch, tmp_path_factory.mktemp(arch)), tuple(settings)
 
 
-@pytest.fixture(scope="module", params=MODELS, ids="-".join)
-def model(request: pytest.FixtureRequest, served: tuple[Path, str]) -> Decoder:
-    kernels, dtype, kept = request.param
-    folder, kv_policy = served
+@pytest.fixture(scope="module")
+def model(served: tuple[Path, tuple[str, ...]]) -> Decoder:
+    folder, (kv_policy, kernels, dtype, kept) = served
     return Decoder.load(folder, dtype, torch.device("cpu"), 16, make_backend(kernels), kept, kv_policy)
 
 
 @pytest.fixture(scope="module")
-def draft(served: tuple[Path, str]) -> Decoder:
+def draft(served: tuple[Path, tuple[str, ...]]) -> Decoder:
     """Guesses most of what the model says: it is the same one, but for the kernels and the dtype, without sinks."""
     return Decoder.load(served[0], "float32", torch.device("cpu"), 16)
 
