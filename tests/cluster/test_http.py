@@ -58,7 +58,7 @@ def test_a_gateway_that_dies_under_load_takes_its_own_requests_and_no_others(clu
         orphans = [threads.submit(curl, address, "/v1/completions", orphan, check=False) for _ in range(3)]
         wait_until(lambda: cluster.status()["num_running"] == len(orphans), "the gateway's requests run")
         others = [cluster.start("generate", "--token-ids", *asked) for _ in range(2)]
-        wait_until(lambda: cluster.status()["num_running"] == len(orphans) + len(others), "the others run, too")
+        wait_until(lambda: cluster.status()["num_running"] > len(orphans), "another runs, too")
         cluster.actor("gateway-0").kill()
         assert not [one for one in orphans if "[DONE]" in one.result()]
     wait_until(lambda: cluster.status()["num_running"] <= len(others), "the orphans are gone")
