@@ -100,7 +100,7 @@ class StreamBounds:
     """
 
     max_deadline_s: float = 600.0
-    max_buffered_events: int = 256
+    max_buffered_tokens: int = 8192
     max_stall_s: float = 30.0
     max_worker_wait_s: float = 60.0
     decode_slowdown: float | None = None

@@ -241,7 +241,7 @@ class Dispatcher:
         life_s = max_s if time_left_s is None else min(time_left_s, max_s)
         deadline_s = now_s + life_s - min(LAST_WORD_S, life_s / 10)
         order = Order(request_id, name, valid, limits, root, now_s, life_s, deadline_s)
-        outbox = Outbox(self._bounds.max_buffered_events)
+        outbox = Outbox(self._bounds.max_buffered_tokens)
         opened = OpenRequest(order, services, outbox, self._admission.started, partial(self._leave, caller))
         self._quotas.enter(caller, now_s)
         self._open[name] = opened

@@ -9,35 +9,58 @@ from wire.pb import inference_pb2 as pb
 class Outbox:
     """A bounded queue for one reader, ended by one last message or one error.
 
-    `max_events` bounds what waits here. What gRPC took and the client did not read is seen by `writing_since`: the
-    loop's time when the reader last took a message, which it may still be writing; None while it waits for one.
+    A reader that falls behind gets fewer and larger messages: a chunk joins the one of its choice that still waits.
+    `max_tokens` bounds the tokens that wait here; a message without any counts as one. Messages that gRPC took and the
+    client did not read are seen by `writing_since`: the loop's time when the reader last took a message, which it may
+    still be writing; None while it waits for one.
     """
 
-    def __init__(self, max_events: int) -> None:
+    def __init__(self, max_tokens: int) -> None:
         self.writing_since: float | None = None
-        self._max_events = max_events
+        self._max_tokens = max_tokens
+        self._num_waiting = 0
         self._events: deque[pb.GenerateResponse] = deque()
+        self._chunks: dict[int, pb.GenerateResponse] = {}
         self._error: Exception | None = None
         self._closed = False
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, event: pb.GenerateResponse) -> bool:
         """False if there is no room: the reader is too slow, and the event is not taken."""
-        if len(self._events) >= self._max_events:
+        if self._num_waiting >= self._max_tokens:
             return False
-        self._events.append(event)
-        self._wake()
+        waiting = self._chunks.get(event.chunk.index) if event.HasField("chunk") else None
+        if waiting is None:
+            self._append(event)
+        else:
+            self._num_waiting -= _weight(waiting)
+            _join(waiting.chunk, event.chunk)
+            self._num_waiting += _weight(waiting)
         return True
 
     def complete(self, last: pb.GenerateResponse) -> None:
         """For the last message there is always room."""
-        self._events.append(last)
+        self._append(last)
         self._close()
 
     def fail(self, error: Exception) -> None:
         """The reader gets the messages that are there already, and then this error."""
         self._error = error
         self._close()
+
+    def _append(self, event: pb.GenerateResponse) -> None:
+        self._events.append(event)
+        self._num_waiting += _weight(event)
+        if event.HasField("chunk"):
+            self._chunks[event.chunk.index] = event
+        self._wake()
+
+    def _take(self) -> pb.GenerateResponse:
+        event = self._events.popleft()
+        self._num_waiting -= _weight(event)
+        if event.HasField("chunk"):
+            del self._chunks[event.chunk.index]
+        return event
 
     def _close(self) -> None:
         self._closed = True
@@ -58,7 +81,18 @@ class Outbox:
             await self._reader
         self.writing_since = loop.time()
         if self._events:
-            return self._events.popleft()
+            return self._take()
         if self._error is not None:
             raise self._error
         raise StopAsyncIteration
+
+
+def _weight(event: pb.GenerateResponse) -> int:
+    return max(1, len(event.chunk.token_ids))
+
+
+def _join(chunk: pb.Chunk, later: pb.Chunk) -> None:
+    """Appends the chunk of a choice that follows, in place."""
+    chunk.token_ids.extend(later.token_ids)
+    chunk.text += later.text
+    chunk.logprobs.extend(later.logprobs)

@@ -128,23 +128,30 @@ def prepare(
     encoded = encode(valid.prompt, codec, root, known)
     block_size = limits.layout.block_size
     if valid.dropping is not None:
-        num_spare = valid.dropping.num_spare(len(encoded), block_size)
-        limits = replace(limits, num_blocks=limits.num_blocks - num_spare)
+        num_copied = valid.dropping.num_copied(len(encoded), block_size)
+        limits = replace(limits, num_blocks=limits.num_blocks - num_copied)
     sampling = resolve(valid, encoded, limits, secrets.randbits(SEED_BITS))
     prompt_ids = tuple(encoded)
     public = prefixes.part_of(prompt_ids, block_size)
     chain = NameChain(root, block_size, public)
     chain.extend(prompt_ids)
     keys = tuple(name.key for name in chain.cover(len(prompt_ids)))
-    behind = limits.layout.behind(len(prompt_ids))
-    held_keys = keys[: behind.start] + keys[behind.stop :]
-    if valid.dropping is not None and (num_kept := valid.dropping.num_named(len(prompt_ids), block_size)):
-        kept = chain.kept(valid.dropping.terms, len(prompt_ids), num_kept)
-        held_keys = tuple(name.key for name in kept.full(num_kept * block_size))
+    held_keys = _held_keys(chain, limits.layout, valid.dropping)
     echo = _echo(valid, prompt_ids, codec) if sampling.echo else ""
     marks = valid.prompt.call_marks if isinstance(valid.prompt, Rendered) else ()
     shown = marks if sampling.skip_special_tokens else codec.special_tokens
     return Prepared(prompt_ids, sampling, keys, held_keys, echo, shown, public)
+
+
+def _held_keys(prompt: NameChain, layout: KVLayout, dropping: Dropping | None) -> tuple[BlockKey, ...]:
+    """Lists the keys of the blocks that a decode worker fetches: kept ones, or all that the next row needs."""
+    names, behind = prompt.cover(prompt.num_tokens), layout.behind(prompt.num_tokens)
+    needed = names[: behind.start] + names[behind.stop :]
+    if dropping is not None and dropping.rule.names_kept:
+        num_copied = dropping.num_copied(prompt.num_tokens, layout.block_size)
+        kept = prompt.kept(dropping.terms, prompt.num_tokens, num_copied)
+        needed = kept.cover(kept.num_tokens) or needed
+    return tuple(name.key for name in needed)
 
 
 def _echo(valid: ValidRequest, prompt_ids: Sequence[int], codec: TextCodec) -> str:

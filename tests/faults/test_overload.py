@@ -89,7 +89,7 @@ def is_beginning(reader: Reader, number: int) -> bool:
 
 
 async def test_a_reader_that_never_reads_is_let_go_and_others_do_not_notice() -> None:
-    bounds = StreamBounds(max_buffered_events=16)
+    bounds = StreamBounds(max_buffered_tokens=16)
     async with faulty_cluster(MODEL, 1, 1, Sizes(streams=bounds)) as cluster:
         idle = cluster.open(ask(prompt_of(0), 3000))
         others = [asyncio.create_task(expect(cluster.open(ask(prompt_of(n), 100)), n, 100)) for n in range(1, 5)]
@@ -104,7 +104,7 @@ async def test_a_reader_that_never_reads_is_let_go_and_others_do_not_notice() ->
 
 async def test_a_slow_reader_gets_everything_in_larger_pieces() -> None:
     """As long as it reads at all; what waits is bounded."""
-    async with faulty_cluster(MODEL, 1, 1, Sizes(streams=StreamBounds(max_buffered_events=64))) as cluster:
+    async with faulty_cluster(MODEL, 1, 1, Sizes(streams=StreamBounds(max_buffered_tokens=64))) as cluster:
         reader = cluster.open(ask(prompt_of(0), 300))
         for num_tokens in range(1, 300, 7):
             await reader.read_tokens(num_tokens)

@@ -271,7 +271,7 @@ async def test_an_id_is_taken_while_its_request_runs_and_free_afterwards() -> No
 
 
 async def test_a_reader_that_does_not_read_is_let_go() -> None:
-    async with running(1, 1, with_streams(max_buffered_events=8)) as cluster:
+    async with running(1, 1, with_streams(max_buffered_tokens=8)) as cluster:
         session = cluster.open(request(max_tokens=100))
         await cluster.come_to_rest()
         with pytest.raises(Overloaded, match="reads more slowly"):
@@ -279,7 +279,7 @@ async def test_a_reader_that_does_not_read_is_let_go() -> None:
 
 
 async def test_what_a_slow_reader_gets_is_a_beginning_of_the_output() -> None:
-    async with running(1, 1, with_streams(max_buffered_events=8)) as cluster:
+    async with running(1, 1, with_streams(max_buffered_tokens=8)) as cluster:
         session = cluster.open(request(max_tokens=100))
         await cluster.come_to_rest()
         tokens: list[int] = []

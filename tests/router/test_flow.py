@@ -532,7 +532,7 @@ async def two_on_one_line(stage: Stage, **sampling: Any) -> tuple[OpenRequest, C
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_request_whose_outbox_is_full_ends_alone(ends: bool) -> None:
     """Also where the update that finds no room is the last one."""
-    config = replace(CONFIG, streams=replace(CONFIG.streams, max_buffered_events=2))
+    config = replace(CONFIG, streams=replace(CONFIG.streams, max_buffered_tokens=2))
     async with stage_of("d0", config=config) as stage:
         unread, other = await two_on_one_line(stage, n=3)
         first = stage["d0"].begins[0].id.request_id

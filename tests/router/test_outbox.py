@@ -42,6 +42,29 @@ async def test_it_is_bounded_but_for_the_last_message() -> None:
     assert await read(outbox) == ["a", "b", "d"]
 
 
+def chunk(index: int, *token_ids: int) -> pb.GenerateResponse:
+    text = "".join(map(chr, token_ids))
+    logprobs = [pb.TokenLogprobs(token_id=token_id) for token_id in token_ids]
+    return pb.GenerateResponse(chunk=pb.Chunk(index=index, token_ids=token_ids, text=text, logprobs=logprobs))
+
+
+async def test_chunks_of_a_choice_join_the_one_that_waits() -> None:
+    outbox = Outbox(10)
+    for one in (chunk(0, 65), chunk(1, 66), chunk(0, 67, 68), chunk(1, 69)):
+        assert outbox.put(one)
+    assert await anext(outbox) == chunk(0, 65, 67, 68)
+    assert outbox.put(chunk(0, 70)), "the one that was taken grows no more"
+    outbox.complete(event("last"))
+    assert [one async for one in outbox] == [chunk(1, 66, 69), chunk(0, 70), event("last")]
+
+
+async def test_tokens_are_bounded_however_they_come() -> None:
+    outbox = Outbox(3)
+    assert [outbox.put(chunk(0, token_id)) for token_id in (65, 66, 67, 68)] == [True, True, True, False]
+    assert await anext(outbox) == chunk(0, 65, 66, 67)
+    assert [outbox.put(chunk(0, 68, 69, 70)), outbox.put(chunk(0, 71))] == [True, False]
+
+
 async def test_it_tells_since_when_the_reader_has_been_away() -> None:
     outbox = Outbox(2)
 

@@ -312,7 +312,7 @@ async def test_a_bug_tells_nothing_of_itself_but_where_the_log_has_it(
 
 
 async def test_a_reader_that_stalls_is_told_and_let_go(caplog: pytest.LogCaptureFixture) -> None:
-    bounds = replace(CONFIG.streams, max_stall_s=0.2, max_buffered_events=1 << 20)
+    bounds = replace(CONFIG.streams, max_stall_s=0.2, max_buffered_tokens=1 << 20)
     config = replace(CONFIG, model=replace(CONFIG.model, max_context_len=200_000), streams=bounds)
     async with serving(config) as service:
         for worker in service.cluster.workers.values():
@@ -515,7 +515,9 @@ def chat(*contents: str, **sampling: Any) -> pb.GenerateRequest:
 async def test_a_chat_is_answered_as_its_rendered_text_is(service: Service) -> None:
     rendered = pb.GenerateRequest(text="user: a\nuser: b\nassistant:", sampling_params=pb.SamplingParams(seed=1))
     chatted, plain = [await read(service.inference.Generate(request)) for request in (chat("a", "b"), rendered)]
-    assert [one.chunk for one in chatted] == [one.chunk for one in plain]
+    tokens, expected = ([token for one in answer for token in one.chunk.token_ids] for answer in (chatted, plain))
+    assert tokens == expected
+    assert "".join(one.chunk.text for one in chatted) == "".join(one.chunk.text for one in plain)
     assert "router.render" in [span.name for span in chatted[-1].complete.timeline.spans]
 
 

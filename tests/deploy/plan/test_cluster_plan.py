@@ -34,7 +34,7 @@ BOUNDS = {
     "max_queued_bytes": 13 << 20,
     "retry_after_s": 14.0,
     "max_deadline_s": 15.0,
-    "max_buffered_events": 16,
+    "max_buffered_tokens": 16,
     "max_stall_s": 17.0,
     "max_worker_wait_s": 18.0,
     "decode_slowdown": 18.5,

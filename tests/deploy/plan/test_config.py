@@ -85,7 +85,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("secret_file = ''", "secret_file must be text"),
         ("[redis]\ntimeout_ms = 0", "redis.timeout_ms must be between"),
         ("[router]\ngrpc_port = 70000", "router.grpc_port must be between"),
-        ("[router]\nmax_buffered_events = 0", "router.max_buffered_events must be between"),
+        ("[router]\nmax_buffered_tokens = 0", "router.max_buffered_tokens must be between"),
         ("[router]\nmax_stall_s = 0", "router.max_stall_s must be between"),
         ("[batch]\nmax_running = 0", "batch.max_running must be positive"),
         ("[batch]\nmax_running = 4000", "batch.max_step_tokens must be at least"),
