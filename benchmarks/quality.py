@@ -71,7 +71,7 @@ class Quality:
 
 
 class Meter:
-    """Measures a loaded model. What it asks depends on the seed and the number of prompts only."""
+    """Measures a loaded model. Its questions depend on the seed and the number of prompts only."""
 
     def __init__(self, backend: Backend, tokenizer: Tokenizer, seed: int, num_prompts: int) -> None:
         self._backend = backend

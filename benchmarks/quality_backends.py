@@ -31,8 +31,8 @@ _numbers = count()
 class CutText:
     """A prompt, and given tokens that follow it: an engine runs them as if it had emitted them.
 
-    So they, and what is sampled behind them, see what is kept of the prompt's KV once it is complete, as the rows of
-    its prefill do not.
+    So they, and tokens sampled behind them, see the kept part of the prompt's KV alone, as the rows of its prefill do
+    not.
     """
 
     prompt_ids: tuple[int, ...]

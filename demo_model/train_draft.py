@@ -75,7 +75,7 @@ def _parse_args() -> argparse.Namespace:
 
 
 def _make_draft(target: LlamaConfig) -> MistralForCausalLM:
-    """Two layers, the fewest that look up what followed a token; a wider one guesses as well, and slower.
+    """Two layers, the fewest that look up the successor of a token; a wider one guesses as well, and slower.
 
     Its windows hold the sentences that repeat themselves: a guess costs as much in any context.
     """

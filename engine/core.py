@@ -153,7 +153,9 @@ class EngineCore:
                 raise InvalidRequest("kv_policy", "tokens of a model with windows are not dropped by worth")
             if layout.has_open_blocks:
                 raise InvalidRequest("kv_policy", "tokens of KV in int4 are not dropped by worth")
-            most += request.dropping.num_spare(len(request.prompt_ids), layout.block_size) * layout.block_size
+            if isinstance(request, HandOff) and any(choice.output_ids for choice in request.choices):
+                raise InvalidRequest("choices", "a hand-off draws first tokens: later ones would see all KV")
+            most += request.dropping.num_copied(len(request.prompt_ids), layout.block_size) * layout.block_size
         capacity = layout.max_len(self.pool.ledger.num_pages, most)
         if most > capacity:
             raise InvalidRequest("max_tokens", f"{most} tokens exceed what the pool holds ({capacity})")

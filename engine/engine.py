@@ -54,7 +54,7 @@ class Engine:
     """A model in this process, its tokenizer and its pages of KV. Prompts given together run in continuous batches."""
 
     def __init__(self, core: EngineCore, tokenizer: Tokenizer, dropping: Dropping | None = None) -> None:
-        """`dropping`: what of its KV each request keeps, if not all."""
+        """`dropping`: the policy by which each request drops KV, if any."""
         self.core = core
         self.tokenizer = tokenizer
         self._dropping = dropping
@@ -75,8 +75,8 @@ class Engine:
     ) -> "Engine":
         """Loads a checkpoint folder, or a hub's name of one. ModelError if it cannot be served.
 
-        kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy, checked here. chooser: of what a
-        policy keeps that drops KV by worth.
+        kv_dtype: of wire.layout.KV_DTYPES. kv_policy: of wire.kv_policy, checked here. chooser: of the
+        tokens that a dropping policy keeps.
         """
         policy = parse_kv_policy(kv_policy, kv_dtype)
         folder: Path = find_folder(model)

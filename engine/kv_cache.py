@@ -16,7 +16,7 @@ from engine.events import Fetched, TierTokens
 from engine.model.dropping import gather_tokens
 from engine.request import HandOff
 from engine.schedule.batcher import Pages, Phase
-from engine.sequence import BlockTable, Sequence
+from engine.sequence import BlockTable, KeptPrompt, Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 from kv_store.transfers import Done, Fetch, Publish, Transfer, Transfers, Withdraw
@@ -35,7 +35,7 @@ class PublishedFor:
 
 @dataclass(frozen=True)
 class Lookup:
-    """A search for the blocks of a sequence's first `num_tokens` tokens, or of what is kept of these.
+    """A search for the blocks of a sequence's first `num_tokens` tokens, or of the kept ones among these.
 
     found: the device page of each block, None where there is none. missing: the places of blocks to ask the store for.
     """
@@ -74,15 +74,16 @@ class KVCache:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
 
         False, and nothing changed, if too few pages are free. Covers readable tokens: the last known one is always run.
-        The tail of a prompt is copied from a sibling's page, if all else that is needed is on the device. What is kept
-        of a prompt has pages from the beginning: at its end the blocks of the whole prompt are still there.
+        The tail of a prompt is copied from a sibling's page, if all else that is needed is on the device. Kept tokens
+        of a prompt have pages from the beginning: at its end the blocks of the whole prompt are still there.
         """
-        if sequence.finds_kept:
-            num_tokens, num_dropped = sequence.num_known - 1, sequence.num_prompt - sequence.num_kept
-            names, num_spare = sequence.cover_kept(num_tokens), 0
+        kept, findable = sequence.kept, sequence.findable
+        if findable is not None:
+            num_tokens, num_dropped, num_reserved = sequence.num_known - 1, findable.num_dropped, 0
+            names = sequence.cover_kept(num_tokens)
         else:
             num_tokens, num_dropped = 0 if sequence.request.computes_all else sequence.num_readable, 0
-            names, num_spare = sequence.cover(num_tokens), sequence.num_kept // self._layout.block_size
+            names, num_reserved = sequence.cover(num_tokens), 0 if kept is None else kept.num_blocks
         found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
         end, behind = self._usable(found, num_tokens)
         hits = _pages(found, behind)
@@ -93,7 +94,7 @@ class KVCache:
         for page in hits:
             self._ledger.acquire(page)
         try:
-            to_fill = self._ledger.allocate(num_spare + (len(missing) if starts is None else max(runs, default=0)))
+            to_fill = self._ledger.allocate(num_reserved + (len(missing) if starts is None else max(runs, default=0)))
         except OutOfBlocks:
             self._free(hits)
             if starts is None:
@@ -103,7 +104,8 @@ class KVCache:
             hits = _pages(found, behind)
             for page in hits:
                 self._ledger.acquire(page)
-        sequence.spare, to_fill = to_fill[:num_spare], to_fill[num_spare:]
+        if kept is not None:
+            kept.reserved, to_fill = to_fill[:num_reserved], to_fill[num_reserved:]
         sequence.pages = BlockTable([*hits, *to_fill], num_dropped=num_dropped)
         sequence.phase = Phase.FETCHING
         if len(missing) == 1 and names[-1].is_tail and self._copy_tail(sequence, missing[0], to_fill[0], siblings):
@@ -186,7 +188,7 @@ class KVCache:
         """Publishes the blocks that sequences have filled since they had `start` tokens with KV.
 
         On the device, and through to the store, all in one transfer. Blocks that are behind the window now are left;
-        blocks of a prompt of which less will be kept go to the store after that.
+        blocks of a prompt that does not stay whole go to the store after the kept ones.
         """
         filled = []
         for sequence, start in sequence_to_start.items():
@@ -194,33 +196,32 @@ class KVCache:
             for name, page in blocks:
                 self._ledger.publish(page, name.key)
             self.pool.close([page for _, page in blocks])
-            if sequence.names_kept and sequence.watch is not None:
-                self._delay(sequence, blocks)
+            if sequence.kept is not None and sequence.kept.has_names and sequence.watch is not None:
+                self._delay(sequence.kept, blocks)
             else:
                 filled += blocks
         self._publish([name for name, _ in filled], [page for _, page in filled])
         for sequence in sequence_to_start:
             self._free(sequence.pages.leave_behind(self._layout.behind(sequence.num_computed)))
 
-    def keep_tokens(self, sequence: Sequence, chosen: torch.Tensor) -> None:
-        """Replaces a sequence's pages by its spare ones, with copies of chosen tokens, as in `gather_tokens`."""
-        kept = sequence.spare
-        table, pages = (torch.tensor(one, device=chosen.device) for one in (sequence.pages[:], kept))
+    def keep_tokens(self, sequence: Sequence, kept: KeptPrompt, chosen: torch.Tensor) -> None:
+        """Replaces a sequence's pages by the reserved ones, with copies of chosen tokens, as in `gather_tokens`."""
+        table, pages = (torch.tensor(one, device=chosen.device) for one in (sequence.pages[:], kept.reserved))
         gather_tokens(self.pool.kv, table, chosen, pages)
         self._free(sequence.pages.held)
-        sequence.pages = BlockTable(kept, num_dropped=sequence.num_prompt - sequence.num_kept)
-        sequence.spare, sequence.has_lost_kept = [], False
-        if sequence.names_kept:
+        sequence.pages = BlockTable(kept.reserved, num_dropped=kept.num_dropped)
+        kept.reserved, kept.is_lost = [], False
+        if kept.has_names:
             sequence.watch = None
             self._publish_kept(sequence)
 
     def _publish_kept(self, sequence: Sequence) -> None:
-        """Publishes what is kept of a prompt, on the device, and to the store unless a hand-off will."""
-        names, kept = sequence.cover_kept(sequence.num_prompt), sequence.pages[:]
-        for name, page in zip(names, kept, strict=True):
+        """Publishes the kept blocks of a prompt, on the device, and to the store unless a hand-off will."""
+        names, pages = sequence.cover_kept(sequence.num_prompt), sequence.pages[:]
+        for name, page in zip(names, pages, strict=True):
             self._ledger.publish(page, name.key)
         if not isinstance(sequence.request, HandOff):
-            self._publish(names, kept)
+            self._publish(names, pages)
             self._publish_delayed(sequence)
 
     def drop_pages(self, sequence: Sequence, places: Seq[int]) -> None:
@@ -230,7 +231,7 @@ class KVCache:
     def hand_off(self, sequence: Sequence) -> None:
         """Publishes all blocks of a prompt that the next token needs, tail included; PublishedFor tells the end.
 
-        They are held for the request. What else the prompt has follows, and is not.
+        They are held for the request. The other blocks of a prompt that does not stay whole follow, and are not held.
         """
         num_prompt, behind = sequence.num_prompt, self._layout.behind(sequence.num_prompt)
         names = (sequence.cover_kept if sequence.pages.num_dropped else sequence.cover)(num_prompt)
@@ -252,13 +253,14 @@ class KVCache:
     def withdraw(self, sequence: Sequence) -> None:
         """Makes the blocks of a sequence unfindable: here, in the store, and on nodes that it may have read from."""
         names = sequence.cover(sequence.num_computed)
-        if sequence.names_kept and sequence.pages.num_dropped:
+        if sequence.kept is not None and sequence.kept.has_names and sequence.pages.num_dropped:
             names = [*sequence.cover(sequence.num_prompt), *sequence.cover_kept(sequence.num_computed)]
         found = (self._ledger.find(name.key) for name in names)
         for page in {*sequence.pages.held, *(page for page in found if page is not None)}:
             self._ledger.withdraw(page)
-        self._free([page for _, page in sequence.delayed])
-        sequence.delayed = []
+        if sequence.kept is not None:
+            self._free([page for _, page in sequence.kept.delayed])
+            sequence.kept.delayed = []
         if names:
             self._begin(Withdraw(names, sources=sequence.request.sources))
 
@@ -272,8 +274,10 @@ class KVCache:
     def free(self, sequence: Sequence) -> None:
         """Gives a sequence's pages back; pages with a transfer under way drain first."""
         self._publish_delayed(sequence)
-        self._free([*sequence.pages.held, *sequence.spare])
-        sequence.spare = []
+        self._free(sequence.pages.held)
+        if sequence.kept is not None:
+            self._free(sequence.kept.reserved)
+            sequence.kept.reserved = []
         sequence.drop_pages()
 
     def poll(self) -> list[Fetched | PublishedFor]:
@@ -294,7 +298,7 @@ class KVCache:
     def _fetched(self, lookup: Lookup, done: Done) -> Fetched | None:
         """Makes the block table of the longest usable prefix, and gives the other pages back.
 
-        None, and the sequence waits again, if not all that was kept of the prompt is there: it is to be chosen again.
+        None, and the sequence waits again, if not all kept blocks of the prompt are there: they are chosen anew.
         """
         sequence, found, fetch = lookup.sequence, lookup.found, done.transfer
         assert isinstance(fetch, Fetch)
@@ -305,9 +309,9 @@ class KVCache:
             if not fetch.names[at].is_tail:
                 self._ledger.publish(page, fetch.names[at].key)
         (end, behind), num_dropped = self._usable(found, lookup.num_stored), sequence.pages.num_dropped
-        if num_dropped and end * self._layout.block_size < sequence.num_kept:
+        if num_dropped and sequence.kept is not None and end < sequence.kept.num_blocks:
             self.free(sequence)
-            sequence.phase, sequence.has_lost_kept = Phase.WAITING, True
+            sequence.phase, sequence.kept.is_lost = Phase.WAITING, True
             return None
         table = _pages(found[:end], behind)
         kept = {*table}
@@ -321,7 +325,7 @@ class KVCache:
     def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> TierTokens:
         """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end.
 
-        Dropped tokens count with the first block of what is kept.
+        Dropped tokens count with the first kept block.
         """
         covered, num_dropped = min(sequence.num_computed, sequence.num_prompt), sequence.pages.num_dropped
         found, num_stored = Counter[str](dict.fromkeys(tiers[:1], num_dropped)), covered - num_dropped
@@ -329,16 +333,18 @@ class KVCache:
             found[tier] += min(num_stored - index * self._layout.block_size, self._layout.block_size)
         return TierTokens(found, sequence.num_prompt - covered)
 
-    def _delay(self, sequence: Sequence, blocks: Seq[tuple[BlockName, PageId]]) -> None:
+    def _delay(self, kept: KeptPrompt, blocks: Seq[tuple[BlockName, PageId]]) -> None:
         """Keeps blocks for `_publish_delayed`."""
         for _, page in blocks:
             self._ledger.acquire(page)
-        sequence.delayed += blocks
+        kept.delayed += blocks
 
     def _publish_delayed(self, sequence: Sequence) -> None:
-        """Publishes the delayed blocks of a sequence."""
-        names, pages = [name for name, _ in sequence.delayed], [page for _, page in sequence.delayed]
-        sequence.delayed = []
+        """Publishes the delayed blocks of a sequence's prompt, if there are any."""
+        if sequence.kept is None:
+            return
+        names, pages = [name for name, _ in sequence.kept.delayed], [page for _, page in sequence.kept.delayed]
+        sequence.kept.delayed = []
         self._publish(names, pages)
         self._free(pages)
 

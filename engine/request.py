@@ -23,8 +23,8 @@ class EngineRequest:
 
     computes_all: it reads no cached KV. num_scored: tokens of the prompt before the next that is to be scored, at least
     1 as the first follows none; 0 where none is. A score is a token's log-probabilities, as sampling.prompt_logprobs
-    asks for them. public: the part of the prompt whose names are no tenant's. dropping: what of its KV it keeps, if not
-    all.
+    asks for them. public: the part of the prompt whose names are no tenant's. dropping: the policy
+    by which it drops KV, if any.
 
     `HandOff`, a subclass, asks for one more token per choice only: the engine then publishes all blocks of the prompt,
     the partly filled last one included, and holds them for the request.

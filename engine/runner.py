@@ -162,10 +162,10 @@ class Runner:
         assert watch is not None, "nothing to drop"
         block_size, num_stored = self._model.layout.block_size, sequence.num_stored
         mass = watch.weigh(self._model, self._kv, self._int32(pages.row), num_stored)
-        if sequence.num_kept and not pages.num_dropped:
-            chosen = self._chooser.tokens(mass, sequence.num_kept, watch.dropping.rule)
+        if sequence.kept is not None and not pages.num_dropped:
+            chosen = self._chooser.tokens(mass, sequence.kept.num_tokens, watch.dropping.rule)
             watch.keep(chosen)
-            self._cache.keep_tokens(sequence, chosen)
+            self._cache.keep_tokens(sequence, sequence.kept, chosen)
             return
         num_going = num_stored // block_size - watch.dropping.num_blocks(sequence.num_prompt, block_size)
         if num_going > 0:

@@ -82,14 +82,44 @@ class End:
     stop_token_id: int | None = None
 
 
+class KeptPrompt:
+    """The tokens that a policy keeps of a prompt, `num_tokens` of them; the others, `num_dropped`, go at its end.
+
+    has_names: their blocks have names. reserved: pages for them, until the prompt's end. delayed: blocks of the prompt
+    that the store gets after these, each with a reference. is_lost: the store lacks them, so that they are chosen anew.
+    """
+
+    @classmethod
+    def of(cls, dropping: Dropping | None, num_prompt: int, block_size: int) -> "KeptPrompt | None":
+        """Returns None where the whole prompt stays."""
+        if dropping is None or not dropping.num_copied(num_prompt, block_size):
+            return None
+        return cls(dropping, num_prompt, block_size)
+
+    def __init__(self, dropping: Dropping, num_prompt: int, block_size: int) -> None:
+        self.num_blocks = dropping.num_copied(num_prompt, block_size)
+        self.num_tokens = self.num_blocks * block_size
+        self.num_dropped = num_prompt - self.num_tokens
+        self.has_names = dropping.rule.names_kept
+        self.reserved: list[PageId] = []
+        self.delayed: list[tuple[BlockName, PageId]] = []
+        self.is_lost = False
+        self._terms = dropping.terms
+        self._num_prompt = num_prompt
+        self._names: NameChain | None = None
+
+    def names(self, prompt: NameChain) -> NameChain:
+        """Returns the chain that begins with the kept blocks, given that of the prompt."""
+        if self._names is None:
+            self._names = prompt.kept(self._terms, self._num_prompt, self.num_blocks)
+        return self._names
+
+
 class Sequence:
     """Known tokens are prompt plus output; `num_computed` of them have KV in `pages`; the last known one never has.
 
     end_ids: tokens that end the choice. max_output: output tokens at which it ends for its length. num_scored: as in
-    EngineRequest, and grows. num_kept: tokens of the prompt that stay after its end; 0 where all do.
-    names_kept: these have names. watch: of a sequence that may still drop tokens. spare: pages for what will be kept.
-    delayed: blocks that the store gets after these, each with a reference. has_lost_kept: the store lacks what was
-    kept, so that it is chosen again.
+    EngineRequest, and grows. kept: of a prompt that does not stay whole. watch: while tokens may still be dropped.
     """
 
     def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: Model) -> None:
@@ -112,15 +142,8 @@ class Sequence:
         self._block_size = model.layout.block_size
         self._keys = NameChain(request.root, self._block_size, request.public)
         self._dropping = _dropping_of(request, self._block_size)
-        self._kept_keys: NameChain | None = None
-        self.num_kept, self.names_kept = 0, False
-        if self._dropping is not None:
-            self.num_kept = self._dropping.num_spare(self.num_prompt, self._block_size) * self._block_size
-            self.names_kept = self._dropping.num_named(self.num_prompt, self._block_size) > 0
+        self.kept = KeptPrompt.of(self._dropping, self.num_prompt, self._block_size)
         self.watch = self._new_watch()
-        self.spare: list[PageId] = []
-        self.delayed: list[tuple[BlockName, PageId]] = []
-        self.has_lost_kept = False
 
     @property
     def num_known(self) -> int:
@@ -142,9 +165,12 @@ class Sequence:
         return self.watch is not None and self.num_computed == self.watch.boundary
 
     @property
-    def finds_kept(self) -> bool:
-        """Whether what was kept of the prompt may be found: a first token has been drawn from all of it."""
-        return self.names_kept and bool(self.output_ids) and not (self.has_lost_kept or self.request.computes_all)
+    def findable(self) -> KeptPrompt | None:
+        """The kept prompt if its blocks may be found: a first token has been drawn from the whole prompt."""
+        kept = self.kept
+        if kept is None or kept.is_lost or not kept.has_names or self.request.computes_all:
+            return None
+        return kept if self.output_ids else None
 
     def clipped(self, num_tokens: int) -> int:
         """Cuts the next tokens to run at the next boundary."""
@@ -203,27 +229,39 @@ class Sequence:
     def candidate(self) -> Candidate:
         """The sequence as batchers see it: while it fetches, it has no token to run and no page to yield."""
         num_computed = self.num_known if self.phase is Phase.FETCHING else self.num_computed
-        num_behind, num_less = len(self.pages.behind), self._num_less
-        num_known, num_stored = self.num_known - num_less, max(0, num_computed - num_less)
-        num_spare = len(self.spare)
-        return Candidate(self.handle, self.phase, num_known, num_stored, len(self.pages), num_behind, num_spare)
+        num_more = self._num_reserved - self._num_pageless
+        return Candidate(
+            self.handle,
+            self.phase,
+            num_known=self.num_known + num_more,
+            num_computed=max(0, num_computed + num_more),
+            num_blocks=len(self.pages),
+            num_behind=len(self.pages.behind),
+            num_spare=0 if self.kept is None else len(self.kept.reserved),
+        )
 
     @property
     def follower(self) -> Candidate:
         """The sequence as batchers see it while it waits for a sibling's prompt: it shares the full blocks."""
-        num_less = self._num_less
-        num_readable = self.num_known - 1 - num_less if self.watch is None or num_less > 0 else self.num_readable
+        num_pageless, num_more = self._num_pageless, self._num_reserved - self._num_pageless
+        num_readable = self.num_known - 1 + num_more if self.watch is None or num_pageless else self.num_readable
         num_shared = min(self.num_prompt, num_readable) // self._block_size
         num_computed = num_shared * self._block_size
         num_behind = len(self._layout.behind(num_computed))
-        return Candidate(self.handle, self.phase, self.num_known - num_less, num_computed, num_shared, num_behind)
+        return Candidate(self.handle, self.phase, self.num_known + num_more, num_computed, num_shared, num_behind)
 
     @property
-    def _num_less(self) -> int:
-        """Tokens that need no page, of the known ones; below 0 if pages for what will be kept are needed besides."""
-        if self.phase is not Phase.WAITING or not self.num_kept:
-            return self.pages.num_dropped
-        return self.num_prompt - self.num_kept if self.finds_kept else -self.num_kept
+    def _num_pageless(self) -> int:
+        """Known tokens that need no page: dropped ones, or the tokens that findable kept blocks leave out."""
+        findable = self.findable if self.phase is Phase.WAITING else None
+        return self.pages.num_dropped if findable is None else findable.num_dropped
+
+    @property
+    def _num_reserved(self) -> int:
+        """Tokens whose pages admission reserves for the kept prompt; to batchers they are tokens like others."""
+        if self.kept is None or self.phase is not Phase.WAITING or self.findable is not None:
+            return 0
+        return self.kept.num_tokens
 
     def tokens(self, start: int, num_tokens: int) -> list[int]:
         """Slices `num_tokens` known tokens from position `start` on."""
@@ -238,8 +276,9 @@ class Sequence:
         return self._keys_of(num_tokens).cover(num_tokens)
 
     def cover_kept(self, num_tokens: int) -> list[BlockName]:
-        """Names the blocks of what is kept of the first `num_tokens` known tokens, the whole prompt among them."""
-        return self._kept_keys_of(num_tokens).cover(num_tokens - self.num_prompt + self.num_kept)
+        """Names the blocks of the kept prompt, and of the tokens behind it, of the first `num_tokens` known ones."""
+        assert self.kept is not None, "the whole prompt stays"
+        return self._kept_keys_of(num_tokens).cover(num_tokens - self.kept.num_dropped)
 
     def tail(self) -> BlockName | None:
         """Names the last block with KV if it is filled partly, and has a name."""
@@ -261,21 +300,18 @@ class Sequence:
         return list(zip(names, self.pages[first:last] + self.pages[:num_sinks], strict=True))
 
     def _stored_keys(self) -> NameChain | None:
-        """Brings the chain of what the pages have up to the last computed token; None if it has no names."""
+        """Brings the chain of the pages' tokens up to the last computed one; None if they have no names."""
         if not self.pages.num_dropped:
             return self._keys_of(self.num_computed)
-        return self._kept_keys_of(self.num_computed) if self.names_kept else None
+        return self._kept_keys_of(self.num_computed) if self.kept is not None and self.kept.has_names else None
 
     def _kept_keys_of(self, num_tokens: int) -> NameChain:
         """Brings the chain of kept tokens up to the first `num_tokens` known ones."""
-        if self._kept_keys is None:
-            assert self._dropping is not None, "keeps all"
-            whole = self._keys_of(self.num_prompt)
-            num_blocks = self.num_kept // self._block_size
-            self._kept_keys = whole.kept(self._dropping.terms, self.num_prompt, num_blocks)
-        start = self._kept_keys.num_tokens + self.num_prompt - self.num_kept
-        self._kept_keys.extend(self.tokens(start, max(0, num_tokens - start)))
-        return self._kept_keys
+        assert self.kept is not None, "the whole prompt stays"
+        chain = self.kept.names(self._keys_of(self.num_prompt))
+        start = chain.num_tokens + self.kept.num_dropped
+        chain.extend(self.tokens(start, max(0, num_tokens - start)))
+        return chain
 
     def _new_watch(self) -> Watch | None:
         return None if self._dropping is None else Watch(self._dropping, self.num_prompt, self._block_size)
@@ -292,4 +328,4 @@ def _dropping_of(request: EngineRequest, block_size: int) -> Dropping | None:
     dropping, num_prompt = request.dropping, len(request.prompt_ids)
     if dropping is None or dropping.rule is Rule.H2O:
         return None if isinstance(request, HandOff) else dropping
-    return None if dropping.num_kept(num_prompt, block_size) == num_prompt else dropping
+    return dropping if dropping.num_copied(num_prompt, block_size) else None

@@ -142,7 +142,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Reads on; a request that begins waits for a place in a turn, and what follows it waits in the kernel."""
+        """Reads on; a request that begins waits for a place in a turn, and bytes behind it wait in the kernel."""
         is_under_way = self.cycle is not None and not self.cycle.response_complete
         if is_under_way or self._turns.take():
             self._read(data)

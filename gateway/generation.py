@@ -41,7 +41,7 @@ class Dialect(Protocol):
         """Describes choice `index` of a completion, under its number in the answer."""
 
     def event(self, chunk: Chunk, number: int) -> str:
-        """Writes what a choice has gained, or a part of its prompt."""
+        """Writes the gain of a choice, or a part of its prompt."""
 
     def last_event(self, completion: Completion, index: int, number: int) -> str:
         """Writes how a choice ended."""

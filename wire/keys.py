@@ -3,7 +3,7 @@
 root   = HMAC-SHA-256(secret, tenant, fingerprint, layout, adapter, policy)
 key[i] = SHA-256(key[i-1] || tokens of block i as little-endian u32),  key[-1] = root
 tail   = SHA-256(key[i] || "tail" || number of tokens || tokens)       a last block, partly filled
-kept[i] = SHA-256(root, "kept", policy, key of the whole prompt, i)    what a policy keeps of a prompt; a block that is
+kept[i] = SHA-256(root, "kept", policy, key of the whole prompt, i)    a block of the tokens that a policy keeps; one
                                                                        filled behind these has a key[i] on the last one
 
 KV that was computed while anything was dropped has no other name than one behind kept blocks.
@@ -46,7 +46,7 @@ def namespace_root(
 ) -> NamespaceRoot:
     """Derives the root of all keys of one tenant, model, layout, adapter and policy. Fields are length-prefixed.
 
-    layout: KV dtype and quantization included. policy: of what the cache keeps, empty where it keeps all.
+    layout: KV dtype and quantization included. policy: empty for the full cache.
     """
     parts = [tenant, fingerprint, layout, adapter, policy]
     return NamespaceRoot(hmac.digest(secret, msgpack.packb(parts), "sha256"))
@@ -65,30 +65,47 @@ class PublicPart:
     num_blocks: int
 
 
+@dataclass(frozen=True)
+class _Namespace:
+    """A root, and the digest by which stores know it."""
+
+    root: NamespaceRoot
+    digest: bytes
+
+
 class NameChain:
     """The names of a growing sequence of tokens, each full block hashed once.
 
     >>> chain = NameChain(root, block_size=16); chain.extend(prompt_ids); chain.cover(len(prompt_ids) - 1)
+
+    front: names of blocks before the first token that it is told; their tokens count.
     """
 
-    def __init__(self, root: NamespaceRoot, block_size: int, public: PublicPart | None = None) -> None:
+    def __init__(
+        self,
+        root: NamespaceRoot,
+        block_size: int,
+        public: PublicPart | None = None,
+        front: Sequence[BlockName] = (),
+    ) -> None:
+        self._own = _Namespace(root, digest_of(root))
+        self._public = _Namespace(public.root, digest_of(public.root)) if public else self._own
         self._num_public = public.num_blocks if public else 0
-        self._roots = (root, public.root if public else root)
-        self._root_digests = (digest_of(root), digest_of(self._roots[True]))
         self._block_size = block_size
+        self._num_in_front = len(front) * block_size
         self._tokens: list[int] = []
-        self._full: list[BlockName] = []
+        self._full = list(front)
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokens)
+        return self._num_in_front + len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens; names every block they fill."""
         self._tokens.extend(tokens)
         size = self._block_size
-        for end in range((len(self._full) + 1) * size, len(self._tokens) + 1, size):
-            data = token_bytes(self._tokens[end - size : end])
+        for end in range((len(self._full) + 1) * size, self.num_tokens + 1, size):
+            data = self._data(end - size, end)
             self._full.append(self._name(len(self._full), data, data))
 
     def full(self, num_tokens: int, from_token: int = 0) -> list[BlockName]:
@@ -100,7 +117,7 @@ class NameChain:
         index, num_in_tail = divmod(num_tokens, self._block_size)
         if num_in_tail == 0:
             return None
-        data = token_bytes(self._tokens[index * self._block_size : num_tokens])
+        data = self._data(index * self._block_size, num_tokens)
         covered = b"tail" + struct.pack("<I", num_in_tail) + data
         return replace(self._name(index, covered, data), is_tail=True)
 
@@ -110,28 +127,27 @@ class NameChain:
         return self.full(num_tokens) if tail is None else [*self.full(num_tokens), tail]
 
     def kept(self, policy: str, num_prompt: int, num_blocks: int) -> "NameChain":
-        """Begins the chain of what a policy keeps of the first `num_prompt` tokens, so many blocks.
+        """Begins a chain with the blocks, so many, that a policy keeps of the first `num_prompt` tokens.
 
-        Its tokens are the kept ones, which it does not know, and then the ones that follow the prompt. It is the
-        tenant's, even of a public prompt.
+        All of it is the tenant's, even behind a public prompt.
         """
-        prompt_key, size = self.cover(num_prompt)[-1].key, self._block_size
-        root, root_digest = self._roots[0], self._root_digests[0]
-        chain = NameChain(root, size)
-        chain._tokens = [0] * (num_blocks * size)
+        prompt_key, digest = self.cover(num_prompt)[-1].key, hashlib.sha256(policy.encode()).digest()
+        names: list[BlockName] = []
         for index in range(num_blocks):
-            key = hashlib.sha256(root + msgpack.packb(["kept", policy, prompt_key, index])).digest()
-            parent = chain._full[index - 1].key if index else prompt_key
-            chain._full.append(BlockName(BlockKey(key), parent, hashlib.sha256(policy.encode()).digest(), root_digest))
-        return chain
+            key = hashlib.sha256(self._own.root + msgpack.packb(["kept", policy, prompt_key, index])).digest()
+            parent = names[-1].key if names else prompt_key
+            names.append(BlockName(BlockKey(key), parent, digest, self._own.digest))
+        return NameChain(self._own.root, self._block_size, front=names)
+
+    def _data(self, start: int, end: int) -> bytes:
+        return token_bytes(self._tokens[start - self._num_in_front : end - self._num_in_front])
 
     def _name(self, index: int, covered: bytes, data: bytes) -> BlockName:
-        is_public = index < self._num_public
-        root, root_digest = self._roots[is_public], self._root_digests[is_public]
+        space = self._public if index < self._num_public else self._own
         before = self._full[index - 1].key if index else b""
         is_first = index in (0, self._num_public)
-        key = BlockKey(hashlib.sha256((root if is_first else b"") + before + covered).digest())
-        return BlockName(key, root_digest if is_first else before, hashlib.sha256(data).digest(), root_digest)
+        key = BlockKey(hashlib.sha256((space.root if is_first else b"") + before + covered).digest())
+        return BlockName(key, space.digest if is_first else before, hashlib.sha256(data).digest(), space.digest)
 
 
 def cover(

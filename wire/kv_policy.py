@@ -1,4 +1,4 @@
-"""KV policies: what of its KV a sequence keeps.
+"""KV policies: rules for the tokens whose KV a sequence keeps.
 
     full            every token
     sinks=4+1020    the first 4 tokens and the latest 1,020; attention sinks, arXiv 2309.17453
@@ -35,12 +35,17 @@ class Rule(StrEnum):
         return 16 if self is Rule.SNAPKV else 64
 
     @property
+    def names_kept(self) -> bool:
+        """Whether blocks of kept tokens have names; those of H2O would lack the weights of their tokens."""
+        return self is Rule.SNAPKV
+
+    @property
     def num_pooled(self) -> int:
         """Neighbours whose largest weight counts as a token's; 1 for its own alone."""
         return POOLED if self is Rule.SNAPKV else 1
 
     def num_latest(self, num_kept: int) -> int:
-        """Counts the tokens at the end of a prompt that stay, whatever they weigh: watched ones, or half of all."""
+        """Counts the tokens at the end of a prompt that stay at any weight: watched ones, or half of all."""
         return min(self.num_watched, num_kept) if self is Rule.SNAPKV else num_kept // 2
 
 
@@ -57,7 +62,7 @@ class Sinks:
 
 @dataclass(frozen=True)
 class Dropping:
-    """A budget for what is kept of a prompt: `amount` tokens, or percent of the prompt where `unit` is "%"."""
+    """A budget of tokens of a prompt: `amount` of them, or percent of the prompt where `unit` is "%"."""
 
     rule: Rule
     amount: int
@@ -68,7 +73,7 @@ class Dropping:
 
     @property
     def terms(self) -> str:
-        """The policy with all that the choice depends on, for the names of what is kept."""
+        """The policy and all else that the choice depends on, for the names of kept blocks."""
         return f"{self} by {self.rule.num_watched} rows, pooled over {self.rule.num_pooled}"
 
     def num_blocks(self, num_prompt: int, block_size: int) -> int:
@@ -76,18 +81,10 @@ class Dropping:
         wanted = -(-num_prompt * self.amount // 100) if self.unit else self.amount
         return max(_LEAST_BLOCKS, -(-wanted // block_size))
 
-    def num_spare(self, num_prompt: int, block_size: int) -> int:
-        """Counts the pages that a prompt needs beside its own, for copies of what is kept."""
+    def num_copied(self, num_prompt: int, block_size: int) -> int:
+        """Counts the blocks that kept tokens of a prompt are copied to; 0 where the whole prompt stays."""
         num_blocks = self.num_blocks(num_prompt, block_size)
         return num_blocks if num_blocks * block_size < num_prompt else 0
-
-    def num_named(self, num_prompt: int, block_size: int) -> int:
-        """Counts the blocks of what is kept that have names: with H2O they would lack what their tokens weigh."""
-        return self.num_spare(num_prompt, block_size) if self.rule is Rule.SNAPKV else 0
-
-    def num_kept(self, num_prompt: int, block_size: int) -> int:
-        """Counts the tokens of a prompt that are kept: whole blocks, or the whole prompt where no block can go."""
-        return min(self.num_blocks(num_prompt, block_size) * block_size, num_prompt)
 
 
 KVPolicy = Sinks | Dropping | None

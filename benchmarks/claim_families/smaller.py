@@ -76,7 +76,7 @@ def _window() -> Finding:
 
 
 def _h2o() -> Finding:
-    """Reads what benchmarks/quality.py measured last: a checkpoint's tokens, which take minutes."""
+    """Reads the last figures of benchmarks/quality.py: a checkpoint's tokens, which take minutes."""
     rows = dict(json.loads(_QUALITY.read_text())["rows"])
     full, kept = rows["full, float32"], rows["h2o=10%"]
     saved = 1 - kept["load"]["bytes_per_token"] / full["load"]["bytes_per_token"]

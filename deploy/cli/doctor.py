@@ -97,7 +97,7 @@ class Probe:
 
 
 class Live:
-    """A cluster that serves; asked once for what several checks look at. other_key: of another tenant, or ""."""
+    """A cluster that serves; asked once for the facts that several checks need. other_key: of another tenant, or ""."""
 
     def __init__(self, state: ClusterState, other_key: str = "") -> None:
         self.state = state

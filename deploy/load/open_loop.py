@@ -127,7 +127,7 @@ def chat(arrival: Arrival) -> list[Message]:
 
 
 class LoadClient(OpenLoopClient):
-    """A connection to a service of ours over gRPC. api_key: as of `baton.Client`. prompt_of: makes what is sent."""
+    """A connection to a service of ours over gRPC. api_key: as of `baton.Client`. prompt_of: makes the body."""
 
     def __init__(
         self,

@@ -19,7 +19,8 @@ _QUARTER = Dropping(Rule.SNAPKV, 25, "%")
 class RequestKV:
     """KV of one request while it decodes. `bits` of a number.
 
-    window: tokens that are kept, beside sinks; all without one. dropping: what leaves a part of them, all being prompt.
+    window: tokens that are kept, beside sinks; all without one. dropping: a policy that drops a part of them, which are
+    then all of the prompt.
     """
 
     layout: KVLayout
@@ -48,7 +49,7 @@ class RequestKV:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks at the request's end; a window begins and ends amid a block, and answers follow what is kept."""
+        """Blocks at the request's end; a window begins and ends amid a block, an answer takes one behind kept tokens."""
         if self.dropping is not None:
             return self.dropping.num_blocks(self.num_tokens, self.layout.block_size) + 1
         num_blocks, num_sinks = self.layout.num_blocks(self.num_tokens), self.layout.num_sink_blocks
@@ -97,7 +98,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Technique:
-    """A change, and what fits with it. `status`: whether Baton has it."""
+    """A change, and the requests that fit with it. `status`: whether Baton has it."""
 
     name: str
     fit: Fit
@@ -114,7 +115,7 @@ def techniques(shape: ModelShape, fit: Fit) -> Iterator[Technique]:
     if kv.window is None and window < kv.num_tokens:
         windowed = replace(fit, kv=replace(kv, window=window))
         yield Technique(f"only the last {window:,} tokens kept", windowed, "where the model does")
-    if kv.window is None and kv.dropping is None and _QUARTER.num_spare(kv.num_tokens, kv.layout.block_size):
+    if kv.window is None and kv.dropping is None and _QUARTER.num_copied(kv.num_tokens, kv.layout.block_size):
         yield Technique(f"KV dropped, {_QUARTER}", replace(fit, kv=replace(kv, dropping=_QUARTER)), "after prefill")
     if kv.window is None and kv.num_blocks > 1:
         yield Technique("first half of all prompts the same", replace(fit, num_shared_blocks=kv.num_blocks // 2), "yes")

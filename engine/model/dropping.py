@@ -1,4 +1,4 @@
-"""The choice of what a sequence keeps of its KV, by the attention of its latest rows.
+"""The choice of the tokens whose KV a sequence keeps, by the attention of its latest rows.
 
 Tokens are dropped at boundaries only, which follow from the prompt and the number of emitted tokens: tokens at the
 prompt's end, and with H2O pages whenever a block is full. No chunk crosses one, and guesses stay within a page. So a
@@ -23,10 +23,10 @@ from wire.kv_policy import Dropping, Rule
 
 
 class Chooser(Protocol):
-    """A rule for what stays. Equal arguments bring equal choices."""
+    """A rule for the tokens that stay. Equal arguments bring equal choices."""
 
     def tokens(self, mass: torch.Tensor, num_kept: int, rule: Rule) -> torch.Tensor:
-        """Chooses what a prompt keeps: int64 [num_layers, num_kv_heads, num_kept], in order of position.
+        """Chooses the tokens of a prompt that stay: int64 [num_layers, num_kv_heads, num_kept], in order of position.
 
         mass: float32 [num_layers, num_kv_heads, tokens].
         """
@@ -60,7 +60,7 @@ HEAVIEST = Heaviest()
 
 
 class Latest:
-    """A control: what came last stays."""
+    """A control: the latest tokens stay."""
 
     def tokens(self, mass: torch.Tensor, num_kept: int, rule: Rule) -> torch.Tensor:
         return torch.arange(mass.shape[-1] - num_kept, mass.shape[-1], device=mass.device).expand(*mass.shape[:2], -1)
@@ -70,7 +70,7 @@ class Latest:
 
 
 class Drawn:
-    """A control: what would be weighed is drawn instead, from a seed and the number of tokens."""
+    """A control: a draw in place of weights, from a seed and the number of tokens."""
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
@@ -91,7 +91,7 @@ class Drawn:
 class Watch:
     """The rows of a sequence that weigh its tokens, and the boundary up to which they run.
 
-    start: the position of the first one not weighed yet. mass: of the rows before it, on what is kept of the tokens.
+    start: the position of the first one not weighed yet. mass: of the rows before it, on each kept token.
     """
 
     def __init__(self, dropping: Dropping, num_prompt: int, block_size: int) -> None:
@@ -178,7 +178,7 @@ def _with_latest(order: torch.Tensor, num_kept: int, num_latest: int) -> torch.T
 
 
 def _replaceable(num_pages: int, num_going: int) -> slice:
-    """Leaves out the first page, and the latest, half of what stays."""
+    """Leaves out the first page, and the latest: half of the pages that stay."""
     return slice(1, num_pages - (num_pages - num_going) // 2)
 
 

@@ -7,7 +7,7 @@
 
 All modulo 2**64. No sum outlives its step: all earlier positions are read back through the block tables. So KV is a
 pure function of the prefix (and of layout and seed), and a block that is wrong, stale or out of place changes all that
-follows. Where KV was dropped, p counts what was kept, and the state has the difference.
+follows. Where KV was dropped, p counts kept positions, and the state has the difference.
 """
 
 from collections import deque
@@ -96,7 +96,7 @@ class HashModel:
 
     @torch.inference_mode()
     def weigh(self, queries: torch.Tensor, kv: KVPages, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Draws the weight of a token, the same in each row that sees it, from the bits of what is stored of it."""
+        """Draws the weight of a token, the same in each row that sees it, from its stored bits."""
         stored = kv.data.view(torch.int64)[block_table, :, 0, :, :, 0]
         drawn = (stored.permute(1, 2, 0, 3).flatten(2)[..., :num_tokens] * _WEIGHING >> 44 & 0xFF).float()
         return drawn * torch.arange(num_tokens, 0, -1).clamp(max=queries.shape[1])

@@ -69,7 +69,7 @@ class DenseOracle:
         mass = [self._grouped(layer[0])[:, :, watched].sum((1, 2)) for layer in found.attentions]
         self.keys = [layer.keys[0] for layer in found.past_key_values.layers]
         self.values = [layer.values[0] for layer in found.past_key_values.layers]
-        num_kept = dropping.num_kept(len(prompt_ids), BLOCK)
+        num_kept = dropping.num_copied(len(prompt_ids), BLOCK) * BLOCK
         if dropping.rule is Rule.SNAPKV:
             chosen = [self._choose(layer, num_kept, num_latest=16, reach=3) for layer in mass]
         else:
@@ -207,7 +207,7 @@ def test_pages_follow_the_budget(decoder: Decoder, dropping: Dropping, length: i
         core.step()
         counts = core.stats().blocks
         num_pages.append(counts.owned + counts.published)
-    budget = dropping.num_kept(length, BLOCK)
+    budget = dropping.num_blocks(length, BLOCK) * BLOCK
     most = {Rule.SNAPKV: -(-(budget + 99) // BLOCK), Rule.H2O: budget // BLOCK + 1}[dropping.rule]
     assert max(num_pages[len(num_pages) // 2 :]) == most
 

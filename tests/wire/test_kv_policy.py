@@ -51,7 +51,7 @@ def test_int4_keeps_every_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_prompt", "num_kept"), [(30, 30), (48, 48), (49, 48), (300, 80), (1000, 256), (4000, 1008), (4096, 1024)]
+    ("num_prompt", "num_blocks"), [(30, 0), (48, 0), (49, 3), (300, 5), (1000, 16), (4000, 63), (4096, 64)]
 )
-def test_a_quarter_is_whole_blocks_and_never_less_than_three(num_prompt: int, num_kept: int) -> None:
-    assert Dropping(Rule.SNAPKV, 25, "%").num_kept(num_prompt, block_size=16) == num_kept
+def test_a_quarter_is_whole_blocks_and_never_less_than_three(num_prompt: int, num_blocks: int) -> None:
+    assert Dropping(Rule.SNAPKV, 25, "%").num_copied(num_prompt, block_size=16) == num_blocks
