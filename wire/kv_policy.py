@@ -36,7 +36,7 @@ class Rule(StrEnum):
 
     @property
     def names_kept(self) -> bool:
-        """Whether blocks of kept tokens have names; those of H2O would lack the weights of their tokens."""
+        """Whether blocks of kept tokens have names. With H2O they would lack the weights of their tokens."""
         return self is Rule.SNAPKV
 
     @property

@@ -49,7 +49,7 @@ class RequestKV:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks at the request's end; a window begins and ends amid a block, an answer takes one behind kept tokens."""
+        """Blocks at the request's end; a window begins and ends amid a block; an answer takes one more."""
         if self.dropping is not None:
             return self.dropping.num_blocks(self.num_tokens, self.layout.block_size) + 1
         num_blocks, num_sinks = self.layout.num_blocks(self.num_tokens), self.layout.num_sink_blocks
