@@ -106,10 +106,8 @@ def test_a_hit_needs_nothing_before_the_window(model: HashModel, is_on_device: b
     assert run.fetched[0].num_found == 12 * 16
 
 
-@pytest.mark.parametrize("lost", [9, 10, 11])
-@pytest.mark.parametrize("is_on_device", [True, False])
-def test_no_hit_without_a_block_of_the_window(model: HashModel, is_on_device: bool, lost: int) -> None:
-    """The position before the hole serves, if its window is here; else all is computed."""
+def serve_without(model: HashModel, lost: int, is_on_device: bool) -> tuple[EngineCore, Node]:
+    """Serves the prompt, loses a block of it, and serves it again: the blocks before that one are found."""
     node = Node(model)
     core = make_core(model, node)
     serve(core, PROMPT, GREEDY)
@@ -117,6 +115,14 @@ def test_no_hit_without_a_block_of_the_window(model: HashModel, is_on_device: bo
     run = serve(core if is_on_device else make_core(model, node), PROMPT, GREEDY)
     assert run.outputs[0] == model.oracle(PROMPT, 30)
     assert run.fetched[0].num_found == lost * 16
+    return core, node
+
+
+@pytest.mark.parametrize("lost", [9, 10, 11])
+@pytest.mark.parametrize("is_on_device", [True, False])
+def test_no_hit_without_a_block_of_the_window(model: HashModel, is_on_device: bool, lost: int) -> None:
+    """The position before the hole serves, if its window is here; else all is computed."""
+    core, node = serve_without(model, lost, is_on_device)
     forget(core, node, range(lost - 1, lost))
     forget(core, node, range(2))
     forget(core, node, range(4, 6))
@@ -127,14 +133,7 @@ def test_no_hit_without_a_block_of_the_window(model: HashModel, is_on_device: bo
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("is_on_device", [True, False])
 def test_no_hit_without_a_block_of_the_sinks(is_on_device: bool, lost: int) -> None:
-    model = HashModel(replace(LAYOUT, num_sinks=20), 997)
-    node = Node(model)
-    core = make_core(model, node)
-    serve(core, PROMPT, GREEDY)
-    forget(core, node, range(lost, lost + 1))
-    run = serve(core if is_on_device else make_core(model, node), PROMPT, GREEDY)
-    assert run.outputs[0] == model.oracle(PROMPT, 30)
-    assert run.fetched[0].num_found == lost * 16
+    serve_without(HashModel(replace(LAYOUT, num_sinks=20), 997), lost, is_on_device)
 
 
 def test_sinks_come_from_the_store_for_a_window_on_the_device() -> None:
