@@ -10,16 +10,13 @@ from tests.kernels.paged_batch import Heads, empty_codes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "block_size"), [(Heads(2, 2, 32), 16), (Heads(3, 3, 80), 8), (Heads(1, 1, 128), 64)])
 def test_closes_blocks_bit_by_bit(dtype: torch.dtype, heads: Heads, block_size: int, device: torch.device) -> None:
-    """Of pages 3 and 0, not of 1, whose last slot is not written; a channel and a token of page 3 have no number.
-
-    The largest numbers are of bfloat16: Triton's interpreter cuts what a GPU rounds to it.
-    """
+    """Of pages 3 and 0, not of 1, whose last slot is not written; a channel and a token of page 3 have no number."""
     pages = empty_codes(4, heads, block_size, "int4", device, dtype)
     assert pages.int4 is not None
     assert pages.scales is not None
     numbers = torch.randn(pages.int4.open.shape) * torch.logspace(-3, 3, heads.head_dim)
     numbers[:, :, 0, :, 2] = 0
-    pages.int4.open.copy_(numbers.bfloat16().to(dtype))
+    pages.int4.open.copy_(numbers)
     pages.int4.open[pages.int4.page_to_open[3], 0, 0, 1, 1] = torch.inf
     pages.int4.open[pages.int4.page_to_open[3], 1, 0, 1, 1] = torch.nan
     slots = torch.tensor([4 * block_size - 1, -1, 5, block_size - 1, block_size], device=device)

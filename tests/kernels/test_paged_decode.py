@@ -24,6 +24,7 @@ from tests.kernels.paged_batch import (
     make_paged_batch,
 )
 
+HALVES = ((torch.float16, 2e-3), (torch.bfloat16, 1.6e-2))
 GROUPED, SINGLE_KEY, FULL = Heads(4, 2, 32), Heads(3, 1, 32), Heads(2, 2, 32)
 
 each = pytest.mark.parametrize("decode", DECODES.values(), ids=DECODES)
@@ -72,7 +73,7 @@ def test_equals_dense_attention_over_what_codes_stand_for(
 
 
 @each
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FLOAT32_TOLERANCE), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FLOAT32_TOLERANCE), *HALVES])
 def test_int4_reads_its_own_block_as_it_is_and_the_others_as_codes(
     decode: PagedDecodeAttention, dtype: torch.dtype, tolerance: float, device: torch.device
 ) -> None:
@@ -155,13 +156,14 @@ def test_any_head_size(decode: PagedDecodeAttention, head_dim: int, device: torc
 
 
 @each
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), HALVES)
 def test_half_precision(
     decode: PagedDecodeAttention, dtype: torch.dtype, tolerance: float, device: torch.device
 ) -> None:
-    if (decode, dtype, device.type) == (paged_decode.paged_decode_attention, torch.bfloat16, "cpu"):
-        pytest.skip("Triton's interpreter multiplies the bits of bfloat16 matrices; tests/gpu has this case")
-    check(decode, make_paged_batch(GROUPED, [3, 50], 16, dtype, device), tolerance=tolerance)
+    for kept in ("none", "int8", "fp8", "int4"):
+        batch = make_paged_batch(GROUPED, [3, 50, 300], 16, dtype, device, kept)
+        check(decode, batch, tolerance=tolerance)
+        check(decode, batch, batch.variant(33, 1.5, 2.0), tolerance)
 
 
 @each
