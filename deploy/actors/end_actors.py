@@ -1,4 +1,7 @@
-"""Ends all actors of a cluster on a Ray that it joined: `python -m deploy.actors.end_actors ADDRESS NAMESPACE`."""
+"""Ends all actors of a cluster on a Ray that it joined: `python -m deploy.actors.end_actors ADDRESS NAMESPACE`.
+
+The namespace is the name of the cluster's run folder, so that no other cluster's actors are in it.
+"""
 
 import logging
 import sys

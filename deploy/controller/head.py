@@ -1,7 +1,7 @@
 """The process that starts Ray, or joins it, and makes the controller. `RayProcess` speaks to it through its stdin.
 
-in   namespace, run folder, and Ray's address where it joins one, as arguments; a ClusterPlan as the only message; end
-     of file before the answer: give up
+in   run folder, and Ray's address where it joins one, as arguments; a ClusterPlan as the only message; end of file
+     before the answer: give up
 out  {"address"} of Ray, then the answer of Controller.start; {"failure"} in place of either
 
 A Ray cluster that it has started ends with it, whatever its own end; one that it joined goes on without it. The end of
@@ -21,15 +21,16 @@ from typing import Any
 
 import psutil
 import ray
+import ray.util
 from ray.exceptions import RayError, RayTaskError
 
 from deploy.actors.end_actors import end_actors
 from deploy.actors.ray_host import actor_options
 from deploy.controller.controller import Controller
 from deploy.local import run_dir
-from deploy.plan.cluster_plan import CONTROLLER
+from deploy.plan.cluster_plan import CONTROLLER, namespace
 from deploy.plan.resources import Resources
-from wire.errors import BatonError
+from wire.errors import BatonError, ConfigError
 
 OBJECT_STORE_BYTES = 80 << 20
 """About the least that Ray takes: no KV goes through it."""
@@ -42,17 +43,17 @@ ACTORS_NICENESS = "0"
 log = logging.getLogger(__name__)
 
 
-def main(namespace: str, folder: str, address: str | None = None) -> int:
+def main(folder: str, address: str | None = None) -> int:
     logging.basicConfig(level=logging.INFO)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     line = _take_stdin()
     try:
-        _say(line, {"address": _connect(namespace, Path(folder), address)})
+        _say(line, {"address": _connect(Path(folder), address)})
         _say(line, _launch(line))
     except (BatonError, RayError, OSError, RuntimeError, ValueError, EOFError, KeyboardInterrupt) as error:
         log.exception("the cluster did not start")
         if address is not None and ray.is_initialized():
-            end_actors(namespace)
+            end_actors(namespace(folder))
         _say(line, {"failure": _describe(error)})
         return 1
     if address is None:
@@ -68,10 +69,15 @@ def _take_stdin() -> Connection:
     return line
 
 
-def _connect(namespace: str, folder: Path, address: str | None) -> str:
-    common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.WARNING}
+def _connect(folder: Path, address: str | None) -> str:
+    common: dict[str, Any] = {
+        "namespace": namespace(str(folder)),
+        "log_to_driver": False,
+        "logging_level": logging.WARNING,
+    }
     if address is not None:
         ray.init(address=address, **common)
+        require_free_name(folder.name)
     else:
         os.environ.setdefault("RAY_worker_niceness", ACTORS_NICENESS)
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
@@ -79,6 +85,16 @@ def _connect(namespace: str, folder: Path, address: str | None) -> str:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own there, which ends in a stack
     gcs_address: str = ray.get_runtime_context().gcs_address
     return gcs_address
+
+
+def require_free_name(folder_name: str) -> None:
+    """Raises ConfigError where the controller of another cluster of the name is in this Ray."""
+    name = run_dir.cluster_of(folder_name)
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"] == CONTROLLER and run_dir.cluster_of(actor["namespace"]) == name:
+            place = f"started by another user or state folder, in {run_dir.ROOT / actor['namespace']}"
+            advice = "give this one another --name, or stop that one where it was started"
+            raise ConfigError(f"another cluster named {name} serves on this Ray ({place}): {advice}")
 
 
 def _launch(line: Connection) -> dict[str, Any]:

@@ -30,11 +30,11 @@ SOURCES = Path(__file__).resolve().parents[2]
 class RayProcess:
     """A process that starts Ray, or joins it. `process` leads the session of all of Ray's, if Ray was started."""
 
-    def __init__(self, run_dir: Path, namespace: str, ray_address: str | None) -> None:
+    def __init__(self, run_dir: Path, ray_address: str | None) -> None:
         """Begins at once; returns before Ray is there."""
         self._log = run_dir / "ray.log"
         self._line, theirs = Pipe()
-        command = [sys.executable, "-m", "deploy.controller.head", namespace, str(run_dir)]
+        command = [sys.executable, "-m", "deploy.controller.head", str(run_dir)]
         command += [ray_address] if ray_address else []
         with theirs:
             self.process: ProcessRef = spawn_leader(command, self._log, _env(ray_address), stdin=theirs.fileno())

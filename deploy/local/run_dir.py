@@ -43,8 +43,13 @@ def find_shortage() -> str | None:
 
 def is_of(cluster: str, folder: Path) -> bool:
     """Tells whether `create` may have made the folder for that cluster."""
-    name = rf"{PREFIX}{re.escape(cluster)}-[a-z0-9_]{{8}}"
-    return folder.parent == ROOT and re.fullmatch(name, folder.name) is not None
+    return folder.parent == ROOT and cluster_of(folder.name) == cluster
+
+
+def cluster_of(folder_name: str) -> str | None:
+    """Returns the name of the cluster for which `create` may have made a folder; None for any other folder."""
+    found = re.fullmatch(rf"{PREFIX}(.+)-[a-z0-9_]{{8}}", folder_name)
+    return found and found[1]
 
 
 def arenas(folder: Path) -> list[Path]:

@@ -81,7 +81,7 @@ def _end(leader: ProcessRef, grace_s: float, what: str) -> list[str]:
 
 def _end_joined(state: ClusterState) -> list[str]:
     """Ends actors through Ray itself, and then by force: stopped ones hear nothing."""
-    command = [sys.executable, "-m", "deploy.actors.end_actors", state.ray_address, namespace(state.name)]
+    command = [sys.executable, "-m", "deploy.actors.end_actors", state.ray_address, namespace(state.run_dir)]
     if connection_problem(state.ray_address) is not None:
         return []  # its actors have ended with it
     try:

@@ -15,7 +15,7 @@ from deploy.local.ray_process import RayProcess, asks_for_token
 from deploy.local.shutdown import connection_problem, tear_down
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line, load_secret
 from deploy.plan.byte_size import format_bytes
-from deploy.plan.cluster_plan import ClusterPlan, Home, cold_settings, make_plan, namespace
+from deploy.plan.cluster_plan import ClusterPlan, Home, cold_settings, make_plan
 from deploy.plan.config import ALLOW, ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.model import ModelFacts, inspect_model
@@ -135,7 +135,7 @@ class Startup:
 
     def _start(self) -> None:
         self._note()
-        ray = RayProcess(self._run_dir, namespace(self._config.name), self._config.ray.address)
+        ray = RayProcess(self._run_dir, self._config.ray.address)
         try:
             self._note(head=ray.process)
             redis_url = self._start_redis()

@@ -211,9 +211,9 @@ class ClusterPlan:
         return StoreSettings(f"{self.run_dir}.{home.node.label}/directory.sock", self.mac_key_hex, cold)
 
 
-def namespace(cluster: str) -> str:
-    """Returns the Ray namespace of all actors of a cluster."""
-    return f"baton-{cluster}"
+def namespace(run_dir: str) -> str:
+    """Returns the Ray namespace of a cluster's actors: that of no other cluster, whatever its name."""
+    return Path(run_dir).name
 
 
 def make_plan(
@@ -232,7 +232,7 @@ def make_plan(
         machine=machine,
         router=RouterConfig(
             model=model.served,
-            cluster=ClusterAccess(token, secret.hex(), CONTROLLER, namespace(config.name)),
+            cluster=ClusterAccess(token, secret.hex(), CONTROLLER, namespace(run_dir)),
             listeners=replace(_part(Listeners, config.router), tls=config.tls.files),
             admission=_part(AdmissionBounds, config.router),
             streams=_part(StreamBounds, config.router),

@@ -119,3 +119,23 @@ def test_a_resource_that_no_node_has_is_named_and_nothing_is_left(
     assert refused.returncode == 78
     assert "none of the 1 Ray nodes has decode: 1, which a worker asks for" in refused.stderr
     assert served.left_behind() == []
+
+
+def test_a_foreign_cluster_of_the_name_on_the_same_ray_is_refused_and_the_first_serves_on(
+    served: ServedCluster, nodes: RayNodes, checkpoint: Path, tmp_path: Path
+) -> None:
+    nodes.head(prefill=1, decode=1)
+    started = up(served, nodes, checkpoint)
+    assert started.returncode == 0, started.stdout + started.stderr
+    pids = {role: [worker["pid"] for worker in served.workers(role).values()] for role in ("prefill", "decode")}
+
+    foreign = ServedCluster(served.name, tmp_path / "foreign")
+    refused = up(foreign, nodes, checkpoint)
+    assert refused.returncode == 78
+    assert f"another cluster named {served.name} serves on this Ray" in refused.stderr
+    assert foreign.run("down").stdout == f"no cluster named {served.name} is running\n"
+
+    assert {role: [worker["pid"] for worker in served.workers(role).values()] for role in pids} == pids
+    require_right(served, checkpoint, 17)
+    served.do("down")
+    assert served.left_behind() == []

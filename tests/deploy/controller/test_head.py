@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray.util
 
+from deploy.controller import head
 from deploy.controller.head import SERVICES, watch_services
 from deploy.local import run_dir
+from wire.errors import ConfigError
 
 WAIT_S = 60.0
 
@@ -44,3 +47,25 @@ def test_the_end_of_a_service_of_ray_is_recorded_and_nothing_less(
     assert crash is not None
     assert crash.startswith("at 20")
     assert crash.endswith(f" (Ray's {name} ended)")
+
+
+@pytest.mark.parametrize(
+    ("name", "namespace", "is_refused"),
+    [
+        ("controller", "baton-hn-00000000", True),
+        ("router", "baton-hn-00000000", False),
+        ("controller", "baton-hn-x-00000000", False),
+        ("controller", "baton-hn-00000000-00000000", False),
+        ("controller", "another's", False),
+    ],
+)
+def test_another_clusters_controller_keeps_its_name(
+    name: str, namespace: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = [{"name": name, "namespace": namespace}]
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: listed)
+    if not is_refused:
+        head.require_free_name("baton-hn-abcdefgh")
+        return
+    with pytest.raises(ConfigError, match=r"another cluster named hn serves on this Ray .*baton-hn-00000000"):
+        head.require_free_name("baton-hn-abcdefgh")

@@ -60,7 +60,7 @@ def test_ray_and_then_the_cluster_are_heard_of(
         "say(address=str(len(plan)), operator_address='o:2')"
     )
     monkeypatch.setattr(ray_process, "PROGRESS_EVERY_S", 0.01)
-    ray = RayProcess(tmp_path, "baton-x", None)
+    ray = RayProcess(tmp_path, None)
     assert ray.wait_for_ray() == "ray:1"
     assert ray.launch(PLAN, on_wait=go_on.touch) == {
         "address": str(len(to_json(PLAN))),
@@ -72,13 +72,13 @@ def test_ray_and_then_the_cluster_are_heard_of(
 def test_a_failure_is_told_with_its_reason(processes: list[str], tmp_path: Path) -> None:
     processes.append("say(failure='no such Ray')")
     with pytest.raises(ConfigError, match="no such Ray"):
-        RayProcess(tmp_path, "baton-x", None).wait_for_ray()
+        RayProcess(tmp_path, None).wait_for_ray()
 
 
 @pytest.mark.parametrize("before", ["", "say(address='ray:1')\n"])
 def test_a_process_that_dies_leaves_its_last_words(processes: list[str], tmp_path: Path, before: str) -> None:
     processes.append(before + "sys.exit('out of luck')")
-    ray = RayProcess(tmp_path, "baton-x", None)
+    ray = RayProcess(tmp_path, None)
     with pytest.raises(ConfigError, match="did not start:\nout of luck"):
         start(ray)
 
@@ -89,7 +89,7 @@ def test_a_silent_process_is_not_waited_for_without_end(
     monkeypatch.setattr(ray_process, "RAY_TIMEOUT_S", 0.05)
     processes.append("line.recv_bytes()")
     with pytest.raises(ConfigError, match="did not answer in time"):
-        RayProcess(tmp_path, "baton-x", None).wait_for_ray()
+        RayProcess(tmp_path, None).wait_for_ray()
 
 
 @contextmanager

@@ -59,7 +59,9 @@ def joined(address: str) -> ClusterState:
 def test_actors_are_ended_though_none_is_known_to_live(ray_address: str, ran: list[list[str]]) -> None:
     state = joined(ray_address)
     assert shutdown.tear_down(state) == []
-    assert [command[-3:] for command in ran] == [["deploy.actors.end_actors", ray_address, "baton-joined"]]
+    assert [command[-3:] for command in ran] == [["deploy.actors.end_actors", ray_address, Path(state.run_dir).name]], (
+        "those of its own run folder, and of no other cluster of the name"
+    )
     assert not Path(state.run_dir).exists()
 
 

@@ -36,8 +36,7 @@ class FakeHead:
     plans: ClassVar[list[ClusterPlan]] = []
     processes: ClassVar[list[ProcessRef]] = []
 
-    def __init__(self, folder: Path, namespace: str, ray_address: str | None) -> None:
-        self.namespace = namespace
+    def __init__(self, folder: Path, ray_address: str | None) -> None:
         self.process = spawn_leader([sys.executable, "-c", "import time; time.sleep(60)"], folder / "log")
         self.processes.append(self.process)
         self.on_spawn()
@@ -123,7 +122,7 @@ def test_a_cluster_that_serves_is_known_by_its_state(checkpoint: Path, head: typ
         assert plan.config.pools == PoolSizes(2, 1)
         assert plan.router.cluster.token == state.token
         assert plan.model.served == plan.router.model
-        assert plan.router.cluster.ray_namespace == f"baton-{NAME}"
+        assert plan.router.cluster.ray_namespace == Path(state.run_dir).name, "no other cluster's"
         assert from_json(ClusterPlan, to_json(plan), "plan") == plan
         assert plan.machine is not None
         node = plan.node_config(Home(RayNode("head", "127.0.0.1", is_head=True), plan.machine))
