@@ -48,7 +48,7 @@ class ColdStatus:
     """A far tier as one client finds it: "up", "broken", or "full" or "read-only" while it refuses blocks.
 
     Counts of blocks since the start of this client. `forged` ones had a right checksum and a wrong MAC; `refused` ones
-    the client tried to write in vain.
+    the client tried to write in vain. `errors` are of calls.
     """
 
     tier: Tier
@@ -61,11 +61,29 @@ class ColdStatus:
     written: int = 0
     refused: int = 0
 
+    @property
+    def write_errors(self) -> int:
+        """Errors of a client that writes, the node's service."""
+        return self.errors
+
 
 READ_COUNTS = ("hits", "misses", "errors", "corrupt", "forged")
-WRITE_COUNTS = ("written", "refused")
+WRITE_COUNTS = ("written", "refused", "write_errors")
 COLD_COUNTS = READ_COUNTS + WRITE_COUNTS
 """Counts of a ColdStatus: the first of workers, which read, the last of the node's service, which writes."""
+
+
+_ADVICE = {
+    (Tier.REDIS, "full"): "set its maxmemory-policy to allkeys-lru, or give it more memory",
+    (Tier.FILES, "full"): "its disk or quota has no room",
+    (Tier.FILES, "read-only"): "look at its mount, and at the rights of its folder",
+    (Tier.FILES, "broken"): "look at its mount, and at files.folder",
+}
+
+
+def advice(tier: str, state: str) -> str:
+    """Returns the way out of a tier's state; "" if it is clear, or nothing can be done."""
+    return _ADVICE.get((Tier(tier), state), "")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from wire.ids import AttemptId, NamespaceRoot, is_qualified
 from wire.keys import PublicPart
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.pb import inference_pb2, worker_pb2
-from wire.tier import COLD_COUNTS, FAR_TIERS, WRITE_COUNTS, BlockCounts, ColdStatus, Tier
+from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, BlockCounts, ColdStatus, Tier
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, Update
 
@@ -191,7 +191,7 @@ def _cold_to_pb(tier: Tier, store: StoreStatus) -> worker_pb2.TierStatus:
         return worker_pb2.TierStatus(tier=tier, state="off")
     told = store.directory.cold if store.directory is not None else []
     writer = next((status for status in told if status.tier is tier), ColdStatus(tier, found.state))
-    # That a writer finds it broken may be long over: only writes find out.
-    state = writer.state if found.state == "up" and writer.state != "broken" else found.state
-    counts = {name: getattr(found, name) + getattr(writer, name) * (name in WRITE_COUNTS) for name in COLD_COUNTS}
-    return worker_pb2.TierStatus(tier=tier, state=state, counts=counts)
+    message = worker_pb2.TierStatus(tier=tier, state=writer.state if found.state == "up" else found.state)
+    message.counts.update({name: getattr(found, name) for name in READ_COUNTS})
+    message.counts.update({name: getattr(writer, name) for name in WRITE_COUNTS})
+    return message

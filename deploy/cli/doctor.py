@@ -22,7 +22,7 @@ from cryptography import x509
 from baton import Client, Completion
 from baton.request import API_KEY, credentials
 from deploy.cli.command import Subparsers, add_command
-from deploy.cli.status_view import COLD_STATES
+from deploy.cli.status_view import COLD_STATES, state_with_advice
 from deploy.cli.table import COLORS, show
 from deploy.load.schedule import PROMPT_IDS
 from deploy.local.client import call_operator, find_cluster
@@ -243,7 +243,7 @@ def check_memory(live: Live) -> Finding:
 def check_tiers(live: Live) -> Finding:
     """Looks for tiers that are away, and for blocks that were damaged or forged."""
     far = [tier for tier in live.status.tiers if tier.tier in FAR_TIERS and tier.state not in ("", "off")]
-    bad = [f"{one.tier} {COLD_STATES[one.state]}" for one in far if one.state in COLD_STATES]
+    bad = [f"{one.tier} {state_with_advice(one)}" for one in far if one.state in COLD_STATES]
     bad += [f"{one.tier} had {one.counts[name]} {name} blocks" for one in far for name in DAMAGE if one.counts[name]]
     if bad:
         return wrong("; ".join(bad), "requests go on without; mend the server or folder, and who may write there")

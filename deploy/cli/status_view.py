@@ -7,7 +7,7 @@ from deploy.cli.table import NOT_KNOWN, render
 from deploy.plan.byte_size import format_bytes
 from wire.convert import arenas_of, status_of
 from wire.pb import cluster_pb2, worker_pb2
-from wire.tier import BLOCK_STATES, COLD_COUNTS, COLD_TIERS, FAR_TIERS, Tier
+from wire.tier import BLOCK_STATES, COLD_COUNTS, COLD_TIERS, FAR_TIERS, Tier, advice
 
 NUM_EVENTS = 10
 WORKER_TOLD = ("running", "waiting", "preempted", "computed", "cached", "hits", "generated")
@@ -18,7 +18,7 @@ generated: tokens; since the start of each worker)"""
 BLOCK_HEAD = ("KV blocks", "total", "in use", *BLOCK_STATES)
 COLD_STATES = {
     "broken": "does not answer, and is left alone",
-    "full": "full, and refuses blocks (maxmemory-policy allkeys-lru of a Redis, or more room, helps)",
+    "full": "full, and refuses blocks",
     "read-only": "refuses blocks, and is only read",
 }
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
@@ -113,8 +113,14 @@ def _arena_line(host: worker_pb2.TierStatus) -> str:
 
 
 def _far_line(far: worker_pb2.TierStatus) -> str:
-    counts = ", ".join(f"{far.counts[name]} {name}" for name in COLD_COUNTS)
-    return f"{COLD_STATES.get(far.state, far.state)}: {counts}" if _is_on(far) else far.state or NOT_KNOWN
+    counts = ", ".join(f"{far.counts[name]} {name.replace('_', ' ')}" for name in COLD_COUNTS)
+    return f"{state_with_advice(far)}: {counts}" if _is_on(far) else far.state or NOT_KNOWN
+
+
+def state_with_advice(far: worker_pb2.TierStatus) -> str:
+    """Renders the state of a tier beyond the node, and the way out of it."""
+    state, way_out = COLD_STATES.get(far.state, far.state), advice(far.tier, far.state)
+    return f"{state} ({way_out})" if way_out else state
 
 
 def _is_on(far: worker_pb2.TierStatus) -> bool:

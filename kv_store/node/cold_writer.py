@@ -12,6 +12,7 @@ from wire.layout import KVLayout
 
 _LEASE_TTL_S = 10.0
 _JOIN_TIMEOUT_S = 10.0
+_NO_BLOCK = BlockKey(bytes(32))
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +63,16 @@ class ColdWriter:
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def write_some(self) -> int:
-        """Writes blocks that the directory offers, up to the first failure, and counts them; tells it how that went."""
+        """Writes blocks that the directory offers, up to the first failure, and counts them; tells it how that went.
+
+        Without blocks a broken tier is asked for one that is none: no write would find out that it answers again.
+        """
         batch = self._directory.cold_candidates(self._cold.tier, self._max_blocks, _LEASE_TTL_S)
         written: list[BlockKey] = []
         until = time.monotonic() + _LEASE_TTL_S / 2
         try:
+            if not batch.blocks and self._cold.status().state == "broken":
+                self._cold.exists([_NO_BLOCK])
             for block in batch.blocks:
                 payload = self._arena.slot(block.slot)[: self._payload_bytes]
                 if self._is_over or time.monotonic() > until or not self._cold.put(block.name, payload, block.checksum):

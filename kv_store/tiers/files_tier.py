@@ -1,6 +1,7 @@
 """The cold tier in a folder, which outlives clusters, and may be shared by nodes."""
 
 import errno
+import logging
 import threading
 import time
 from collections import deque
@@ -37,6 +38,8 @@ _REFUSALS = {
 _PASSING = (errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT)
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 
 class FilesTier(FramedTier):
     """A ColdTier that keeps the most recently used frames in at most `max_bytes` of a folder.
@@ -47,7 +50,8 @@ class FilesTier(FramedTier):
 
     Several nodes may use one folder: one at a time makes room, and each further one may exceed `max_bytes` by a
     twentieth. Raises ConfigError if the folder is none that files can be written to, or too few blocks fit. A mount
-    that hangs, is read-only or out of reach just now is no hindrance to a start.
+    that hangs, is read-only or out of reach just now is no hindrance to a start. A folder that is removed or replaced
+    meanwhile costs one error, and is opened again.
     """
 
     def __init__(
@@ -97,7 +101,11 @@ class FilesTier(FramedTier):
             self._failed(error)
 
     def _opened(self) -> Folder:
-        """Opens the folder unless it is open. On a thread that may hang; raises OSError."""
+        """Opens the folder unless it is open. On a thread that may hang; raises OSError, once for one that is gone."""
+        if self._folder is not None and not self._folder.is_at_its_path:
+            log.warning("tier files: %s is gone, or another folder by now; it is opened again", self._folder.path)
+            self._folder = None
+            raise OSError(errno.ESTALE, "the folder is gone, or another one")
         self._folder = self._folder or self._open()
         return self._folder
 

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import stat
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class StoredFile:
 
 
 class Folder:
-    """An open folder. All calls may block for as long as the file system does, and raise OSError.
+    """An open folder, until `close` or its collection. Calls may block as the file system does, and raise OSError.
 
     No link is followed below the folder, and nothing but regular files is read. A file's last use is the time of its
     last change: of its writing, and of each reading, which sets it.
@@ -57,7 +58,9 @@ class Folder:
         """Makes the folder if only it is missing. `clock` is monotonic, in seconds."""
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
+        self.path = path
         self._folder = os.open(path, _FOLDER_FLAGS & ~os.O_NOFOLLOW)
+        self._close = weakref.finalize(self, os.close, self._folder)
         self._clock = clock
         self._seen_lock = (0, 0.0)
 
@@ -71,7 +74,14 @@ class Folder:
                 raise
 
     def close(self) -> None:
-        os.close(self._folder)
+        self._close()
+
+    @property
+    def is_at_its_path(self) -> bool:
+        """Tells whether the path still names this folder: it may be removed, moved, or mounted over."""
+        with suppress(*_NO_ENTRY):
+            return os.path.samestat(os.stat(self.path), os.fstat(self._folder))
+        return False
 
     def has(self, key: BlockKey) -> bool:
         """Tells whether there is anything under a key, as far as the file system tells."""

@@ -11,13 +11,13 @@ from wire.convert import accounts_of, arenas_of, status_of
 from wire.errors import BatonError
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pools import Role, WorkerState
-from wire.tier import BLOCK_STATES, READ_COUNTS, Tier
+from wire.tier import BLOCK_STATES, READ_COUNTS, Tier, advice
 
 ASK_TIMEOUT_S = 5.0
 TIER_STATES = {
-    "broken": "does not answer: workers go on without it",
-    "full": "is full and refuses blocks: set its maxmemory-policy (Redis) to allkeys-lru, or give it more room",
-    "read-only": "refuses blocks: workers read what it has",
+    "broken": "does not answer, workers go on without it",
+    "full": "is full and refuses blocks",
+    "read-only": "refuses blocks, workers read what it has",
     "up": "is up again",
 }
 """The worst first, with the event that it is when a tier comes to it."""
@@ -143,7 +143,8 @@ def changes(before: cluster_pb2.ClusterStatus, after: cluster_pb2.ClusterStatus)
     """Yields the changes between two statuses that an operator wants to know of."""
     for old, new in ((status_of(tier, before.tiers), status_of(tier, after.tiers)) for tier in Tier):
         if old.state in TIER_STATES and new.state in TIER_STATES and old.state != new.state:
-            yield f"tier {new.tier} {TIER_STATES[new.state]}"
+            way_out = advice(new.tier, new.state)
+            yield f"tier {new.tier} {TIER_STATES[new.state]}{way_out and f': {way_out}'}"
         if old.state and (num_forged := new.counts["forged"] - old.counts["forged"]) > 0:
             yield f"tier {new.tier} had forged blocks ({num_forged}), not used: somebody writes there who must not"
     arenas = arenas_of(before.workers)

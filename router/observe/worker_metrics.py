@@ -122,6 +122,7 @@ def _of_tiers(workers: Sequence[worker_pb2.WorkerStatus]) -> Iterator[Metric]:
     for name, text in (
         ("written", "Blocks that a node's service has written to a tier"),
         ("refused", "Blocks that a tier has refused from a node's service, being full or read-only"),
+        ("write_errors", "Calls of a node's service to a tier that failed"),
     ):
         rows = [(ids, account.counts[name]) for ids, account in services]
         yield _counter(f"tier_{name}", text, rows, PLACED)

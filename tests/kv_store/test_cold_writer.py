@@ -1,6 +1,6 @@
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +14,7 @@ from kv_store.tiers.redis_tier import RedisTier
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, got_one, names_of, payload_of
 from tests.redis_process import RedisProcess
+from wire.ids import BlockKey
 from wire.keys import BlockName
 from wire.tier import Tier, Write
 
@@ -27,6 +28,17 @@ class Slow(MemoryTier):
     def __init__(self) -> None:
         super().__init__(LAYOUT)
         self.before: Callable[[], bool] = lambda: True
+        self.answers = True
+
+    def break_it(self) -> None:
+        self.answers = False
+        for _ in range(3):
+            self._failed(OSError("out of reach"))
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        if self.answers:
+            self._succeeded()
+        return super().exists(keys)
 
     def put(self, name: BlockName, payload: memoryview, checksum: bytes) -> bool:
         return self.before() and super().put(name, payload, checksum)
@@ -97,6 +109,15 @@ def test_a_redis_that_is_full_is_told_by_the_directory(tmp_path: Path) -> None:
         cold.close()
     finally:
         server.kill()
+
+
+def test_a_writer_without_blocks_asks_a_tier_that_was_broken_whether_it_answers(node: Node) -> None:
+    node.cold.break_it()
+    assert node.writer.write_some() == 0
+    assert [status.state for status in node.directory.status().cold] == ["broken"]
+    node.cold.answers = True
+    assert node.writer.write_some() == 0
+    assert [status.state for status in node.directory.status().cold] == ["up"]
 
 
 def test_what_was_read_after_its_lease_is_not_marked(node: Node) -> None:

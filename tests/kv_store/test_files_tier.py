@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import socket
 import threading
 import time
@@ -163,6 +164,71 @@ def test_a_folder_that_was_emptied_is_filled_again(opened: Open, tmp_path: Path)
     assert put_one(tier, NAME)
     assert got_one(tier, NAME)
     assert tier.status().errors == 0
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def remove_and_make_again(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def move_away(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def replace_by_a_link(folder: Path) -> None:
+    move_away(folder)
+    folder.with_name("other").mkdir()
+    folder.symlink_to(folder.with_name("other"))
+
+
+@pytest.mark.parametrize("first", ["a read", "a write"])
+@pytest.mark.parametrize("change", [remove, remove_and_make_again, move_away, replace_by_a_link])
+def test_a_folder_that_is_gone_or_another_is_noticed_counted_and_opened_again(
+    opened: Open, tmp_path: Path, change: Callable[[Path], None], first: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = opened()
+    assert put_one(tier, NAME)
+    change(tmp_path / "kv")
+    assert not (got_one(tier, NAME) if first == "a read" else put_one(tier, NAME))
+    assert (tier.status().state, tier.status().errors) == ("up", 1)
+    assert [record.message for record in caplog.records] == [
+        f"tier files: {tmp_path}/kv is gone, or another folder by now; it is opened again"
+    ]
+    assert not got_one(tier, NAME)
+    assert all(put_one(tier, name) and got_one(tier, name) for name in names_of(4 * 9))
+    assert path_of(tmp_path, NAME).stat().st_size == FRAME_BYTES
+    assert (tier.status().state, tier.status().errors) == ("up", 1)
+
+
+def test_a_folder_that_is_gone_while_room_is_made_is_opened_again(opened: Open, tmp_path: Path) -> None:
+    tier = opened(num_blocks=40)
+    names = names_of(4 * 120)
+    for number, name in enumerate(names):
+        if number % 40 == 7:
+            remove(tmp_path / "kv")
+        put_one(tier, name)
+    assert (tier.status().state, tier.status().errors) == ("up", 3)
+    assert got_one(tier, names[-1])
+    assert sum(path.stat().st_size for path in files_in(tmp_path)) <= 40 * FRAME_BYTES
+
+
+def test_a_folder_that_cannot_be_made_again_is_broken_until_it_can(opened: Open, tmp_path: Path) -> None:
+    clock = FakeClock()
+    tier = opened(clock=clock)
+    assert put_one(tier, NAME)
+    move_away(tmp_path / "kv")
+    (tmp_path / "kv").touch()
+    assert not any(put_one(tier, NAME) for _ in range(9))
+    assert (tier.status().state, tier.status().errors) == ("broken", 3)
+    (tmp_path / "kv").unlink()
+    clock.now += 2.0
+    assert put_one(tier, NAME)
+    assert got_one(tier, NAME)
+    assert tier.status().state == "up"
 
 
 def test_a_full_folder_keeps_what_was_used_last(opened: Open, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from wire.tier import Tier
 
 
 def status(
-    redis: str = "up", epoch: str = "e1", silent_s: float = 0.0, num_forged: int = 0
+    redis: str = "up", epoch: str = "e1", silent_s: float = 0.0, num_forged: int = 0, files: str = "up"
 ) -> cluster_pb2.ClusterStatus:
     blocks = worker_pb2.BlockCounts(total=1)
     made = cluster_pb2.ClusterStatus()
@@ -24,6 +24,7 @@ def status(
     for worker in made.workers:
         worker.tiers.add(tier="host", epoch=epoch)
     made.tiers.add(tier="redis", state=redis, counts={"forged": num_forged})
+    made.tiers.add(tier="files", state=files)
     return made
 
 
@@ -41,6 +42,8 @@ NOTHING = cluster_pb2.ClusterStatus()
         (status(redis="broken"), status(), ["tier redis is up again"]),
         (status(), status(redis="full"), ["tier redis is full and refuses blocks: set its maxmemory-policy"]),
         (status(redis="full"), status(redis="full"), []),
+        (status(), status(files="full"), ["tier files is full and refuses blocks: its disk or quota has no room"]),
+        (status(), status(files="broken"), ["tier files does not answer, workers go on without it: look at its mount"]),
         (status(redis="full"), status(redis="broken"), ["tier redis does not answer"]),
         (status(redis="full"), status(), ["tier redis is up again"]),
         (status(num_forged=2), status(num_forged=2), []),

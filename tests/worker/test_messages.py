@@ -192,13 +192,14 @@ def test_status_shows_every_tier() -> None:
 
 @pytest.mark.parametrize(
     ("read", "written", "told"),
-    [("up", "up", "up"), ("up", "full", "full"), ("up", "broken", "up"), ("broken", "full", "broken")],
+    [("up", "up", "up"), ("up", "full", "full"), ("up", "broken", "broken"), ("broken", "full", "broken")],
 )
 def test_redis_is_as_its_readers_and_its_writer_find_it(read: str, written: str, told: str) -> None:
-    directory = replace(DIRECTORY, cold=[ColdStatus(Tier.REDIS, written, refused=7)])
-    store = StoreStatus(directory, [ColdStatus(Tier.REDIS, read)], block_bytes=4096)
+    directory = replace(DIRECTORY, cold=[ColdStatus(Tier.REDIS, written, refused=7, errors=2)])
+    store = StoreStatus(directory, [ColdStatus(Tier.REDIS, read, errors=5)], block_bytes=4096)
     _, _, redis, _ = status_to_pb(worker_pb2.WorkerInfo(), "ready", 0.0, STATS, store, []).tiers
     assert (redis.state, redis.counts["refused"]) == (told, 7)
+    assert (redis.counts["errors"], redis.counts["write_errors"]) == (5, 2)
 
 
 def test_status_of_a_worker_without_a_store_in_reach() -> None:

@@ -86,7 +86,8 @@ decode-10   1024     0 %  1024      0          0       0         0
 arena       2048    22 %   100     32        410    1506         0
 
 arena  512 MiB, 2 being read, 6 prompts held for decode
-redis  does not answer, and is left alone: 1504 hits, 33 misses, 5 errors, 0 corrupt, 0 forged, 4012 written, 8 refused
+redis  does not answer, and is left alone: 1504 hits, 33 misses, 5 errors, 0 corrupt, 0 forged, 4012 written, \
+8 refused, 0 write errors
 files  off
 
 last events
@@ -151,10 +152,16 @@ def test_several_gateways_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("state", "shown"),
-    [("off", "redis  off"), ("up", "redis  up: 0 hits"), ("full", "redis  full, and refuses blocks (maxmemory-policy")],
+    [
+        ("off", "redis  off"),
+        ("up", "redis  up: 0 hits"),
+        ("full", "redis  full, and refuses blocks (set its maxmemory-policy"),
+        ("full", "files  full, and refuses blocks (its disk or quota has no room)"),
+    ],
 )
-def test_redis_as_it_is(state: str, shown: str) -> None:
-    status = cluster_pb2.ClusterStatus(tiers=[worker_pb2.TierStatus(tier="redis", state=state)])
+def test_a_tier_as_it_is(state: str, shown: str) -> None:
+    tier = shown.partition(" ")[0]
+    status = cluster_pb2.ClusterStatus(tiers=[worker_pb2.TierStatus(tier=tier, state=state)])
     assert shown in render_status(status)
 
 
