@@ -36,7 +36,8 @@ def size(config: ClusterConfig, model: ModelFacts, machine: Machine, num_workers
     """Divides a machine among workers and arena. Raises ConfigError for what cannot fit, saying what to change."""
     num_gpus = (1.0 if machine.gpus else 0.0) if config.worker.num_gpus is None else config.worker.num_gpus
     _require_gpus(num_gpus * num_workers, machine)
-    pool_bytes = config.worker.pool_bytes or _default_pool_bytes(num_gpus, num_workers, model, machine)
+    layout, open_bytes = model.served.layout, _open_bytes(config, model)
+    pool_bytes = config.worker.pool_bytes or _default_pool_bytes(num_gpus, num_workers, model, machine, open_bytes)
     arena_bytes = config.arena.size_bytes or _default_arena_bytes(model, machine)
     if arena_bytes > machine.shared_bytes:
         problem = f"the arena takes {format_bytes(arena_bytes)}, but only {format_bytes(machine.shared_bytes)}"
@@ -44,10 +45,8 @@ def size(config: ClusterConfig, model: ModelFacts, machine: Machine, num_workers
     worker_bytes = WORKER_BYTES + (0 if num_gpus else model.worker_bytes(pool_bytes))
     advice = "; start fewer, or set worker.pool_bytes and arena.size_bytes"
     _require_memory(num_workers, "workers", worker_bytes, machine.memory_bytes - arena_bytes, advice)
-    layout = model.served.layout
-    open_bytes = config.batch.num_open(layout.block_size) * layout.open_bytes
     sizes = Sizes(
-        num_pool_blocks=_num_blocks(pool_bytes - open_bytes, layout.payload_bytes, "worker.pool_bytes"),
+        num_pool_blocks=_num_blocks(pool_bytes, layout.payload_bytes, "worker.pool_bytes", open_bytes),
         num_arena_slots=_num_blocks(arena_bytes, layout.block_bytes, "arena.size_bytes"),
         num_threads=config.worker.num_threads or max(1, machine.num_cores // num_workers),
         num_gpus=num_gpus,
@@ -76,19 +75,25 @@ def num_more(config: ClusterConfig, model: ModelFacts, machine: Machine) -> int:
     config: with the role's settings. GPUs are Ray's to count.
     """
     worker = config.worker
-    pool_bytes = worker.pool_bytes or _default_pool_bytes(0.0, 1, model, machine)
+    pool_bytes = worker.pool_bytes or _default_pool_bytes(0.0, 1, model, machine, _open_bytes(config, model))
     worker_bytes = WORKER_BYTES + (0 if worker.num_gpus else model.worker_bytes(pool_bytes))
     return machine.memory_bytes // worker_bytes
 
 
-def _default_pool_bytes(num_gpus: float, num_workers: int, model: ModelFacts, machine: Machine) -> int:
+def _open_bytes(config: ClusterConfig, model: ModelFacts) -> int:
+    """Sums the blocks of a worker that are open at once, which its pool has room for beside its pages."""
+    layout = model.served.layout
+    return config.batch.num_open(layout.block_size) * layout.open_bytes
+
+
+def _default_pool_bytes(num_gpus: float, num_workers: int, model: ModelFacts, machine: Machine, open_bytes: int) -> int:
     """Takes what weights and activations leave of a GPU, and a small share of memory: a laptop stays usable."""
     if num_gpus:
         free_bytes = int(min(machine.gpus) * num_gpus) - model.worker_bytes(0) - GPU_RESERVE_BYTES
         block_bytes = model.served.layout.block_bytes
         return free_bytes // (block_bytes + model.draft.block_bytes) * block_bytes
     share = machine.memory_bytes // (8 * num_workers)
-    return min(MAX_DEFAULT_POOL_BYTES, share, MAX_DEFAULT_CONTEXTS * model.context_bytes)
+    return min(MAX_DEFAULT_POOL_BYTES, share, MAX_DEFAULT_CONTEXTS * model.context_bytes + open_bytes)
 
 
 def _default_arena_bytes(model: ModelFacts, machine: Machine) -> int:
@@ -96,10 +101,10 @@ def _default_arena_bytes(model: ModelFacts, machine: Machine) -> int:
     return min(MAX_DEFAULT_ARENA_BYTES, share, MAX_DEFAULT_CONTEXTS * model.context_bytes)
 
 
-def _num_blocks(num_bytes: int, block_bytes: int, setting: str) -> int:
-    num_blocks = num_bytes // block_bytes
+def _num_blocks(num_bytes: int, block_bytes: int, setting: str, open_bytes: int = 0) -> int:
+    num_blocks = (num_bytes - open_bytes) // block_bytes
     if num_blocks < MIN_BLOCKS:
-        least = format_bytes(MIN_BLOCKS * block_bytes)
+        least = format_bytes(MIN_BLOCKS * block_bytes + open_bytes)
         raise ConfigError(f"{setting}: {format_bytes(max(0, num_bytes))} is too little, it takes at least {least}")
     return num_blocks
 

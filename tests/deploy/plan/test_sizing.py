@@ -8,7 +8,7 @@ import pytest
 from deploy.plan.config import ClusterConfig
 from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.model import DraftFacts, ModelFacts
-from deploy.plan.sizing import Sizes, require_room, size
+from deploy.plan.sizing import MAX_DEFAULT_CONTEXTS, Sizes, require_room, size
 from router.config import ServedModel
 from wire.errors import ConfigError
 from wire.layout import KVLayout
@@ -24,6 +24,7 @@ def served(max_context_len: int, layout: KVLayout) -> ServedModel:
 
 
 SMALL = ModelFacts(served(2048, KVLayout(1, 4, 64, 16, "float32")), "cpu", weight_bytes=8 * MIB)  # blocks of 32 KiB
+WINDOWED = ModelFacts(served(2048, KVLayout(1, 4, 64, 16, "float32", "int4", window=64)), "cpu", weight_bytes=8 * MIB)
 LARGE = ModelFacts(served(131072, KVLayout(32, 8, 128, 16, "float16")), "cpu", weight_bytes=3 * GIB)  # of 2 MiB
 
 
@@ -66,6 +67,12 @@ def test_sizes(
     assert (sizes.num_threads, sizes.num_gpus) == (threads, gpus)
 
 
+def test_open_blocks_of_int4_take_no_room_from_the_contexts_that_a_pool_has_by_default() -> None:
+    layout = WINDOWED.served.layout
+    num_bytes = divide(config(), WINDOWED, LAPTOP).num_pool_blocks * layout.payload_bytes
+    assert num_bytes == pytest.approx(MAX_DEFAULT_CONTEXTS * WINDOWED.context_bytes, abs=layout.payload_bytes)
+
+
 def test_a_draft_has_a_page_for_each_page() -> None:
     """Its weights and pages are counted in a worker's memory, and on a GPU they leave less for the worker's own."""
     draft = DraftFacts("/d", 2 * GIB, LARGE.served.layout.block_bytes // 4)
@@ -95,6 +102,12 @@ def test_a_draft_has_a_page_for_each_page() -> None:
         (LAPTOP, SMALL, {"worker": {"num_gpus": 1.0}}, "the workers take 2 GPUs, but there are 0"),
         (GPU_NODE, SMALL, {"pools": {"decode": 2}}, "the workers take 3 GPUs, but there are 2"),
         (replace(GPU_NODE, gpus=(4 * GIB,) * 2), LARGE, {}, "worker.pool_bytes: 0 B is too little"),
+        (
+            LAPTOP,
+            WINDOWED,
+            {"worker": {"pool_bytes": "8MiB"}},
+            "worker.pool_bytes: 8 MiB is too little, it takes at least 8.03",
+        ),
     ],
 )
 def test_what_cannot_fit_is_refused(machine: Machine, model: ModelFacts, tables: dict[str, Any], named: str) -> None:
