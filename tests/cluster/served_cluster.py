@@ -94,9 +94,9 @@ class ServedCluster:
         return folders + processes
 
 
-def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0, pause_s: float = 0.1) -> None:
     """Asks again and again; each question takes a while of its own."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.1)
+        time.sleep(pause_s)
