@@ -1,12 +1,13 @@
 """The compiled kernels of this machine: chosen by instruction set, compiled once, loaded by every process.
 
-The library lies in the user's cache; its name is the SHA-256 of its source, flags and compiler. A file that is not the
-user's own, or that others may write, is refused.
+The library lies in the user's cache; its name is the SHA-256 of its source, flags and compiler, its last bytes are that
+of the rest. A file that is not the user's own, or that others may write, is refused; a damaged one is compiled again.
 """
 
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import stat
@@ -28,6 +29,10 @@ ISA_TO_FEATURES: dict[str, tuple[str, ...]] = {"avx512": AVX512, "avx2": ("avx2"
 COMPILE_TIMEOUT_S = 300.0
 MAX_REASON_CHARS = 200
 POLL_S = 0.05
+SEAL = "SHA-256 at the end"
+"""A part of the name: libraries of other versions of this file lack it."""
+
+logger = logging.getLogger(__name__)
 
 
 class NoKernels(Exception):
@@ -67,12 +72,12 @@ def load_library(isa: str) -> ctypes.CDLL:
     flags = (*COMMON_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in ISA_TO_FEATURES[isa]))
     try:
         folder = cache_folder()
-        name = hashlib.sha256("\0".join((source_version(), *flags, _version_of(compiler))).encode()).hexdigest()
+        name = hashlib.sha256("\0".join((SEAL, source_version(), *flags, _version_of(compiler))).encode()).hexdigest()
         path = folder / f"{name}.so"
         with _lock(folder):
-            if not path.exists():
+            if not _is_whole(path):
                 _compile(compiler, flags, path)
-        return _open(path)
+        return ctypes.CDLL(str(path))  # in a folder that only this user may write
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise NoKernels(f"the compiler or the cache of compiled kernels cannot be used ({error})") from error
 
@@ -133,6 +138,8 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
         list(threads.map(_run, commands))
         output = Path(folder) / path.name
         _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(output)])
+        with output.open("r+b") as file:
+            file.write(hashlib.sha256(file.read()).digest())
         output.chmod(0o700)
         output.replace(path)
 
@@ -147,11 +154,20 @@ def _run(command: list[str]) -> None:
         raise NoKernels(f"{command[0]} failed: {reason[:MAX_REASON_CHARS]}")
 
 
-def _open(path: Path) -> ctypes.CDLL:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    with open(descriptor, "rb"):
+def _is_whole(path: Path) -> bool:
+    """Tells whether there is a library with its own digest. Raises OSError or NoKernels for others' files and links."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    with open(descriptor, "rb") as file:
         _require_own(os.fstat(descriptor), path)
-    return ctypes.CDLL(str(path))  # in a folder that only this user may write
+        library = file.read()
+    size = hashlib.sha256().digest_size
+    if hashlib.sha256(library[:-size]).digest() == library[-size:]:
+        return True
+    logger.warning("%s is damaged, and compiled again", path)
+    return False
 
 
 def _require_own(status: os.stat_result, path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,44 @@ def test_processes_that_start_at_once_share_one_compilation(folder: Path) -> Non
     started = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(4)]
     assert [one.wait(timeout=120) for one in started] == [0] * 4
     assert len(libraries(folder)) == 1
+
+
+def empty(library: bytes) -> bytes:
+    return b""
+
+
+def cut(library: bytes) -> bytes:
+    return library[: len(library) // 2]
+
+
+def without_its_head(library: bytes) -> bytes:
+    return bytes(4) + library[4:]
+
+
+def flipped_in_its_code(library: bytes) -> bytes:
+    middle = len(library) // 2
+    return library[:middle] + bytes([library[middle] ^ 1]) + library[middle + 1 :]
+
+
+def longer(library: bytes) -> bytes:
+    return library + b"more"
+
+
+@pytest.mark.parametrize("damage", [empty, cut, without_its_head, flipped_in_its_code, longer])
+def test_a_damaged_library_is_named_and_compiled_again(
+    folder: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under the name a new file: a worker that runs has the old one mapped."""
+    load_library("portable")
+    [made] = libraries(folder)
+    good, inode = made.read_bytes(), made.stat().st_ino
+    made.write_bytes(damage(good))
+    load_library("portable")
+    assert (libraries(folder), made.read_bytes()) == ([made], good)
+    assert made.stat().st_ino != inode
+    assert [record.message for record in caplog.records] == [f"{made} is damaged, and compiled again"]
+    load_library("portable")
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702])
