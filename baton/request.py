@@ -11,6 +11,7 @@ import grpc.aio
 
 from wire.errors import DeadlineExceeded, InvalidRequest
 from wire.pb import inference_pb2 as pb
+from wire.rpc import MAX_MESSAGE_BYTES
 from wire.rpc_status import details_of, from_rpc_error
 
 TIMEOUT_S = 600.0
@@ -83,22 +84,23 @@ def credentials(api_key: str | None) -> Metadata:
 
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """Builds the message. Raises InvalidRequest for values that no message can hold; the server checks the rest."""
-    sampling = {name: value for name, value in options.items() if name not in OF_REQUESTS}
-    with _refusing("request_id"):
-        request = pb.GenerateRequest(request_id=options.get("request_id"))
-    with _refusing("model"):
-        request.MergeFrom(pb.GenerateRequest(model=options.get("model")))
-    with _refusing("kv_policy"):
-        request.MergeFrom(pb.GenerateRequest(kv_policy=options.get("kv_policy")))
+    request = pb.GenerateRequest()
+    for name in ("request_id", "model", "kv_policy"):
+        with _refusing(name):
+            request.MergeFrom(pb.GenerateRequest(**{name: options.get(name)}))  # type: ignore[arg-type]
     with _refusing("prompt"):
         _set_prompt(request, prompt)
     with _refusing("tools"):
         if options.get("tools"):
             if not request.HasField("messages"):
-                raise ValueError("want a prompt of messages")
+                raise InvalidRequest("tools", "want a prompt of messages")
             request.messages.tools.extend(options["tools"])
-    with _refusing("sampling"):
-        request.sampling_params.CopyFrom(pb.SamplingParams(**sampling))  # type: ignore[arg-type]
+    request.sampling_params.SetInParent()
+    for name, value in options.items():
+        if name not in OF_REQUESTS:
+            with _refusing(name):
+                request.sampling_params.MergeFrom(pb.SamplingParams(**{name: value}))  # type: ignore[arg-type]
+    _require_sendable(request)
     return request
 
 
@@ -107,6 +109,7 @@ def make_tokenize_request(prompt: str | Sequence[Message]) -> pb.TokenizeRequest
     request = pb.TokenizeRequest()
     with _refusing("prompt"):
         _set_prompt(request, prompt)
+    _require_sendable(request)
     return request
 
 
@@ -125,12 +128,19 @@ def _set_prompt(request: Any, prompt: Prompt) -> None:
         request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
 
 
+def _require_sendable(request: pb.GenerateRequest | pb.TokenizeRequest) -> None:
+    num_bytes = request.ByteSize()
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise InvalidRequest("prompt", f"the request has {num_bytes} bytes; at most {MAX_MESSAGE_BYTES}")
+
+
 @contextmanager
 def _refusing(param: str) -> Iterator[None]:
+    """Raises InvalidRequest for a value that protobuf refuses: of another type, too large, or no Unicode."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(param, str(error)) from error
+        raise InvalidRequest(param, "has a value that no request can hold, or text that is no Unicode") from error
 
 
 @contextmanager

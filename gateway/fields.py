@@ -74,6 +74,7 @@ def flag(value: object, name: str) -> bool:
 def text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(name, "must be a text")
+    _require_unicode(value, name)
     return value
 
 
@@ -92,12 +93,13 @@ def token_ids(value: object, name: str) -> list[int]:
 def prompts(value: object, name: str) -> list[str | list[int]]:
     """Reads a text, token ids, or a list of one or the other."""
     if isinstance(value, str):
-        return [value]
+        return [text(value, name)]
     given = _items(value, name, "texts or token ids, or a text")
     if type(given[0]) in (int, float, bool):
         return [token_ids(given, name)]
     _require(len(given) <= MAX_PROMPTS, name, f"at most {MAX_PROMPTS} prompts")
-    return [one if isinstance(one, str) else token_ids(one, name) for one in given]
+    read: Read = text if isinstance(given[0], str) else token_ids
+    return [read(one, name) for one in given]
 
 
 def messages(value: object, name: str) -> list[dict[str, Any]]:
@@ -246,9 +248,7 @@ def _arguments(value: object, name: str) -> dict[str, Any]:
         read = json.loads(text(value, name) or "{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(name, "must be JSON") from error
-    if not isinstance(read, dict):
-        raise InvalidRequest(name, "must be an object in JSON")
-    return read
+    return _object(read, name)
 
 
 def _tool(value: object, name: str) -> dict[str, Any]:
@@ -271,8 +271,10 @@ def _function_name(value: object, name: str) -> str:
     return str(value)
 
 
-def _object(value: object, name: str) -> object:
-    _require(isinstance(value, dict), name, "must be an object")
+def _object(value: object, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(name, "must be an object")
+    _require_unicode(json.dumps(value, ensure_ascii=False), name)
     return value
 
 
@@ -283,7 +285,7 @@ def _not_strict(value: object, name: str) -> bool:
 
 def _content(value: object, name: str) -> str:
     if isinstance(value, str):
-        return value
+        return text(value, name)
     return "".join(_part(one, f"{name}[{index}]") for index, one in enumerate(_items(value, name, "parts")))
 
 
@@ -310,6 +312,13 @@ def _inner(value: object, name: str, known: Mapping[str, Read]) -> dict[str, Any
     if not isinstance(value, dict):
         raise InvalidRequest(name, "must be an object")
     return take(value, known, f"{name}.")
+
+
+def _require_unicode(value: str, name: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(name, "has half of a surrogate pair, which is no character") from error
 
 
 def _is_same(value: object, other: object) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -14,13 +15,14 @@ from baton.client import AsyncStream
 from baton.request import Options, Prompt
 from gateway.fields import Read
 from wire.errors import Overloaded
-from wire.ids import REQUEST_ID
 from wire.sampling import MAX_TOLD_PROMPT_LEN
 
 MAX_ECHOED_TOKENS = 16 * MAX_TOLD_PROMPT_LEN
 """Of prompts whose log-probabilities are in whole answers at a time; each may take a kilobyte."""
 MAX_WAITING = 64
 """Requests that wait for room; each may have as many bytes as a message."""
+MAX_ID_START = 40
+"""Characters of a client's id in the ids of its further prompts."""
 MAX_TURN_S = 60.0
 TURN_AGAIN_S = 1.0
 DONE = b"data: [DONE]\n\n"
@@ -75,11 +77,9 @@ class Generation:
         return self.options.get("n", 1)
 
     def _options(self, index: int) -> Options:
-        """Adds a request id: the client's for the first prompt, ID-INDEX for further ones where that is valid."""
-        if not index:
-            return {**self.options, "request_id": self.request_id}
-        name = f"{self.request_id}-{index}"
-        return {**self.options, "request_id": name} if REQUEST_ID.fullmatch(name) else self.options
+        """Adds a request id: the client's for the first prompt, for others one that begins so and no client meets."""
+        name = f"{self.request_id[:MAX_ID_START]}-{index}-{secrets.token_hex(8)}" if index else self.request_id
+        return {**self.options, "request_id": name}
 
 
 class EchoLimit:

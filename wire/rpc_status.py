@@ -4,7 +4,7 @@ On the wire an error is its gRPC code, its message, and a google.rpc.ErrorInfo (
 Overloaded adds google.rpc.RetryInfo.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -46,7 +46,7 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> BatonError:
         if isinstance(error, errors.Overloaded) and retry.HasField("retry_delay"):
             error.retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
         return error
-    return _from_code(failure.code(), failure.details() or "")
+    return _from_code(failure.code())
 
 
 def details_of(failure: grpc.aio.AioRpcError) -> Sequence[any_pb2.Any]:
@@ -55,14 +55,15 @@ def details_of(failure: grpc.aio.AioRpcError) -> Sequence[any_pb2.Any]:
     return () if status is None else tuple(status.details)
 
 
-def _from_code(code: grpc.StatusCode, details: str) -> BatonError:
-    by_code: dict[grpc.StatusCode, Callable[[str], BatonError]] = {
-        grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
-        grpc.StatusCode.CANCELLED: errors.Cancelled,
-        grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
-        grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
+def _from_code(code: grpc.StatusCode) -> BatonError:
+    """Says in our words what gRPC itself has met with; its own, with addresses, are in the failure."""
+    by_code: dict[grpc.StatusCode, BatonError] = {
+        grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded("the server did not answer in time"),
+        grpc.StatusCode.CANCELLED: errors.Cancelled("the call was cancelled"),
+        grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded("the server refused the call, or it is too large"),
+        grpc.StatusCode.UNAVAILABLE: errors.Unavailable("the server cannot be reached, or its connection broke"),
     }
-    return by_code.get(code, BatonError)(details or code.name)
+    return by_code.get(code, BatonError(f"the call failed: {code.name}"))
 
 
 class _SyncCall:

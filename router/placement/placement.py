@@ -17,7 +17,7 @@ MAX_SOURCES = 4
 class Placement:
     """wait_s: how long a request waits for a decode worker where there is none.
 
-    decode_slowdown: of `ConditionalPrefill`; None leaves all prompts to prefill workers while one is ready.
+    decode_slowdown: of `ConditionalPrefill`; None leaves all prompts to prefill workers while one answers.
     """
 
     def __init__(
@@ -36,10 +36,14 @@ class Placement:
         self._changed = asyncio.Event()
 
     def uses_prefill(self, keys: Sequence[BlockKey], num_prompt_tokens: int) -> bool:
-        """Whether the prompt whose blocks are `keys` goes to the prefill pool, or straight to a decode worker."""
+        """Whether the prompt whose blocks are `keys` goes to the prefill pool, or straight to a decode worker.
+
+        It goes straight where all of the prefill pool is silent, and a decode worker is not.
+        """
         prefill, decode = self._members.ready(Role.PREFILL), self._members.ready(Role.DECODE)
         if self._conditional is None:
-            return bool(prefill)
+            is_silent = all(member.is_silent for member in prefill)
+            return bool(prefill) and (not is_silent or all(member.is_silent for member in decode))
         num_cached = max(self._cached(keys, num_prompt_tokens).values(), default=0)
         return self._conditional.uses_prefill(prefill, decode, num_prompt_tokens - num_cached)
 

@@ -1,6 +1,7 @@
 """Both clients over real gRPC, before a server that answers by a script."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from wire.errors import (
     WireError,
 )
 from wire.pb import inference_pb2 as pb
+from wire.rpc import MAX_MESSAGE_BYTES
 from wire.sampling import FinishReason
 
 Connect = Callable[[ScriptedService], Any]
@@ -236,9 +238,13 @@ def test_lists_models(connect: Connect) -> None:
         ([-1], {}, "prompt"),
         ([1.5], {}, "prompt"),
         ("\ud800", {}, "prompt"),
-        ("hello", {"top_k": 1 << 40}, "sampling"),
-        ("hello", {"temperature": "warm"}, "sampling"),
-        ("hello", {"heat": 1.0}, "sampling"),
+        ([{"role": "user", "content": "\ud800"}], {}, "prompt"),
+        ([{"role": "user"}, {"content": b"\xff"}], {}, "prompt"),
+        ("a" * (MAX_MESSAGE_BYTES + 1), {}, "prompt"),
+        ("hello", {"top_k": 1 << 40}, "top_k"),
+        ("hello", {"temperature": "warm"}, "temperature"),
+        ("hello", {"heat": 1.0}, "heat"),
+        ("hello", {"stop": ["a", "\ud800"], "top_k": 3}, "stop"),
     ],
 )
 def test_a_value_that_no_message_can_hold_is_refused_before_sending(
@@ -248,4 +254,5 @@ def test_a_value_that_no_message_can_hold_is_refused_before_sending(
     with pytest.raises(InvalidRequest) as raised:
         connect(service).generate(prompt, **sampling)
     assert raised.value.ids == {"param": param}
+    assert not re.search("codec|expected|argument|field|Error", raised.value.message)
     assert service.requests == []

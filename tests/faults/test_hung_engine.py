@@ -73,6 +73,23 @@ async def test_new_requests_go_to_others_until_it_turns_again(where: str, other:
         await at_rest(cluster)
 
 
+async def test_decode_prefills_new_requests_while_the_only_prefill_engine_hangs() -> None:
+    async with faulty_cluster(MODEL, 1, 1, Sizes(num_blocks=64, num_slots=256)) as cluster:
+        model = cluster.models["p0"]
+        model.pause()
+        stuck = cluster.open(ask(prompt_of(0)))
+        await until(lambda: model.num_steps)
+        await look_on(cluster, "p0", LONG_STEP_S)
+        assert await workers_of_a_new_one(cluster, 1) == {"", "d0"}
+        model.go_on()
+        [choice] = await stuck.read_all()
+        assert choice.token_ids == MODEL.oracle(prompt_of(0), 40)
+        await look_on(cluster, "p0", 0.0)
+        assert await workers_of_a_new_one(cluster, 2) == {"p0", "d0"}
+        assert cluster.dead == []
+        await at_rest(cluster)
+
+
 @contextmanager
 def much_to_do(cluster: FaultyCluster, name: str) -> Iterator[None]:
     """So much that nothing more is sent there if there is another to send it to."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from baton import AsyncClient
 from gateway import app as app_module
 from gateway import exchange
 from gateway.app import Gateway
@@ -257,6 +258,7 @@ async def test_options_of_a_stream_want_a_stream(gateway: LocalGateway) -> None:
         ("prompt", [300]),
         ("prompt", "\ud800"),
         ("model", "\ud800"),
+        ("stop", ["a", "\ud800"]),
         ("temperature", 2.1),
         ("temperature", 1e39),
         ("top_p", 0),
@@ -279,7 +281,7 @@ async def test_options_of_a_stream_want_a_stream(gateway: LocalGateway) -> None:
 async def test_values_that_the_router_refuses(gateway: LocalGateway, field: str, value: object) -> None:
     answer = await gateway.post(COMPLETIONS, {**BODY, field: value})
     assert (answer.status, answer.error["param"]) == (400, field)
-    assert not [word for word in ("Traceback", "Exception", ".py") if word in answer.error["message"]]
+    assert not [word for word in ("Traceback", "Exception", ".py", "codec") if word in answer.error["message"]]
 
 
 async def test_tokens_of_texts_and_chats(gateway: LocalGateway) -> None:
@@ -294,6 +296,8 @@ async def test_tokens_of_texts_and_chats(gateway: LocalGateway) -> None:
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"prompt": "a", "model": "b"}, "model"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [300]}, "prompt"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
@@ -345,6 +349,22 @@ async def test_a_router_that_is_away(gateway: LocalGateway, monkeypatch: pytest.
     assert (answer.status, answer.headers["retry-after"]) == (503, "1")
     assert answer.error["type"] == "server_error"
     assert (await gateway.get("/health")).status == 200
+
+
+async def test_a_router_that_is_down_is_told_without_its_address(gateway: LocalGateway) -> None:
+    async with AsyncClient("127.0.0.1:1", timeout_s=5.0) as client:
+        gateway.app = Gateway([client], KeyRing(), Metrics())
+        body = {**BODY, "model": "fake"}
+        for asking in (
+            gateway.post(COMPLETIONS, body),
+            gateway.post(COMPLETIONS, {**body, "stream": True}),
+            gateway.post("/tokenize", {"prompt": "a"}),
+            gateway.get("/v1/models"),
+            gateway.get("/ready"),
+        ):
+            answer = await asking
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert answer.error["message"] == "the server cannot be reached, or its connection broke"
 
 
 async def test_a_router_that_is_full(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:

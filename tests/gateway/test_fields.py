@@ -57,6 +57,13 @@ WRONG: list[tuple[str, object]] = [
     ("prompt", ["a"] * 10_000),
     ("prompt", [1, "a"]),
     ("prompt", ["a", 1]),
+    ("prompt", ["a", [1]]),
+    ("prompt", [[1], "a"]),
+    ("prompt", "\ud800"),
+    ("prompt", ["a", "\udfff"]),
+    ("stop", ["a", "\ud800"]),
+    ("model", "\ud800"),
+    ("kv_policy", "\ud800"),
     ("prompt", [-1]),
     ("prompt", [1 << 32]),
     ("prompt", [1.5]),
@@ -144,6 +151,15 @@ MESSAGES: dict[str, tuple[object, str]] = {
         "messages[0].tool_calls[0].function.name",
     ),
     "a name": ([{"role": "user", "content": "a", "name": "b"}], "messages[0].name"),
+    "half a surrogate pair": ([*SAID, {"role": "user", "content": "\ud800"}], "messages[1].content"),
+    "half a surrogate pair in a part": (
+        [{"role": "user", "content": [{"type": "text", "text": "\udc00"}]}],
+        "messages[0].content[0].text",
+    ),
+    "half a surrogate pair in a call": (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}],
+        "messages[0].tool_calls[0].function.arguments",
+    ),
 }
 
 

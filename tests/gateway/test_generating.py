@@ -60,10 +60,10 @@ async def test_prompts_of_every_kind(gateway: LocalGateway) -> None:
 
 
 async def test_several_prompts_and_choices_are_numbered_in_order(gateway: LocalGateway) -> None:
-    body = {"prompt": [PROMPT, [1, 2, 3]], "n": 2, "max_tokens": 3, "seed": 1}
+    body = {"prompt": [PROMPT, "xyz"], "n": 2, "max_tokens": 3, "seed": 1}
     answer = await gateway.post(COMPLETIONS, body)
     first = await gateway.client.generate(PROMPT, n=2, max_tokens=3, seed=1)
-    second = await gateway.client.generate([1, 2, 3], n=2, max_tokens=3, seed=1)
+    second = await gateway.client.generate("xyz", n=2, max_tokens=3, seed=1)
     texts = [choice.text for completion in (first, second) for choice in completion.choices]
     assert [(one["index"], one["text"]) for one in answer.json["choices"]] == list(enumerate(texts))
     assert answer.json["usage"]["completion_tokens"] == 12
@@ -204,7 +204,7 @@ async def test_whole_echoes_with_logprobs_take_turns(gateway: LocalGateway, monk
 
     monkeypatch.setattr(app_module, "answer", watched)
     body = {"prompt": PROMPT, "max_tokens": 2, "echo": True, "logprobs": 0}
-    asked = [body, {**body, "prompt": [list(PROMPT.encode()), PROMPT]}, {**body, "n": 3}, body]
+    asked = [body, {**body, "prompt": [PROMPT, PROMPT]}, {**body, "n": 3}, body]
     answers = await asyncio.gather(*(gateway.post(COMPLETIONS, one) for one in asked * 3))
     assert {answer.status for answer in answers} == {200}
     assert len(sums) == 12
@@ -287,6 +287,21 @@ async def test_offsets_of_tokens_are_counted_once(gateway: LocalGateway, monkeyp
 async def test_the_id_of_a_request_is_the_clients(gateway: LocalGateway) -> None:
     answer = await gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1}, x_request_id="mine.1")
     assert (answer.headers["x-request-id"], answer.json["id"]) == ("mine.1", "cmpl-mine.1")
+
+
+async def test_ids_of_further_prompts_meet_no_id_of_a_client(gateway: LocalGateway) -> None:
+    worker = gateway.cluster.workers["d0"]
+    worker.may_go.clear()
+    body = {"prompt": [PROMPT, "b"], "max_tokens": 2}
+    given = ["multi-1", "multi", "a" * 64]
+    asking = [asyncio.create_task(gateway.post(COMPLETIONS, body, x_request_id=one)) for one in given]
+    await until(lambda: len(worker.decodes) == 6)
+    ids = {begin.id.request_id for begin in worker.decodes}
+    assert len(ids) == 6
+    assert ids > set(given)
+    assert {one[:8] for one in ids - set(given)} == {"multi-1-", "aaaaaaaa"}
+    worker.may_go.set()
+    assert {answer.status for answer in await asyncio.gather(*asking)} == {200}
 
 
 async def test_a_client_that_goes_ends_its_request(gateway: LocalGateway) -> None:

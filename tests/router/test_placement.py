@@ -9,7 +9,7 @@ from router.placement.placement import Placement
 from router.placement.prefix_map import PrefixMap
 from router.workers.line import Line
 from router.workers.local_transport import LocalTransport
-from router.workers.members import Member, Members
+from router.workers.members import LONG_STEP_S, Member, Members
 from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from wire.errors import Unavailable
 from wire.ids import BlockKey, WorkerId
@@ -110,6 +110,15 @@ async def test_a_prompt_goes_straight_to_decode_where_prefill_is_far_behind(pool
             end()
             assert not conditional.uses_prefill(KEYS, NUM_PROMPT)
     assert not pools.members.check()
+
+
+async def test_decode_prefills_while_every_prefill_engine_is_silent_and_it_is_not(pools: Pools) -> None:
+    await pools.join("p0", "p1", "d0")
+    for name, uses_prefill in (("p0", True), ("p1", False), ("d0", True)):
+        pools.members[WorkerId(name)].engine_silent_s = LONG_STEP_S
+        assert pools.uses_prefill() is uses_prefill
+    pools.members[WorkerId("p1")].engine_silent_s = 0.0
+    assert pools.uses_prefill()
 
 
 async def test_a_prompt_goes_to_a_node_with_room(pools: Pools) -> None:
