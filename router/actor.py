@@ -4,7 +4,7 @@ import asyncio
 import gc
 import json
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from router.config import RouterConfig
 from router.ports.server import RouterServer
 from router.requests.public_prefixes import PublicPrefixes
 from router.router import Router
-from router.workers.controller_port import ClusterEvent
+from router.workers.controller_port import ClusterEvent, ControllerReport
 from router.workers.grpc_transport import GrpcTransport
 from text.chat import NoRenderer
 from text.template_processes import Template, TemplateProcesses
@@ -134,9 +134,9 @@ class RayController:
     async def reload_keys(self) -> None:
         await self._call("reload_keys", KEYS_TIMEOUT_S)
 
-    async def events(self) -> Sequence[ClusterEvent]:
-        answer = await self._call("events", TELL_TIMEOUT_S)
-        return [ClusterEvent(**event) for event in json.loads(answer)]
+    async def report(self) -> ControllerReport:
+        answer = json.loads(await self._call("report", TELL_TIMEOUT_S))
+        return ControllerReport(tuple(ClusterEvent(**one) for one in answer["events"]), tuple(answer["problems"]))
 
     async def worker_lost(self, worker_id: WorkerId) -> None:
         await self._call("worker_lost", TELL_TIMEOUT_S, worker_id)

@@ -1,6 +1,7 @@
 """Frozen dataclasses to JSON and strictly back: nested, enums by values, `tuple[X, ...]` as lists, dicts by text."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import Enum
@@ -20,11 +21,13 @@ def to_json(settings: Any) -> str:
 
 
 def from_json(cls: type[T], text: str, where: str) -> T:
-    """Reads settings of that class. Raises ConfigError for a missing, unknown or wrong key, by its path."""
+    """Reads settings of that class. Raises ConfigError for a missing, unknown, repeated or wrong key, by its path."""
     try:
-        raw = json.loads(text)
+        raw = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}") from error
     return from_object(cls, raw, where)
 
 
@@ -39,6 +42,13 @@ def from_object(cls: type[T], raw: object, path: str) -> T:
         if names:
             raise ConfigError(f"{prefix}{_shown(min(names))}: {problem}")
     return cls(**{name: _read_value(hints[name], value, f"{prefix}{name}") for name, value in raw.items()})
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Makes an object of its pairs. Raises ConfigError for a name that stands twice."""
+    if pairs and (found := Counter(name for name, _ in pairs).most_common(1)[0])[1] > 1:
+        raise ConfigError(f"{_shown(found[0])}: twice")
+    return dict(pairs)
 
 
 def _shown(key: str) -> str:

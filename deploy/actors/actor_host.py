@@ -17,6 +17,9 @@ class ActorHost(Protocol):
     async def nodes(self) -> list[RayNode]:
         """Returns the nodes that are alive. Raises Unavailable."""
 
+    def names(self) -> list[str]:
+        """Returns the names of the cluster's actors, the controller's among them. Blocks."""
+
     def adopt(self, name: str) -> bool:
         """Takes over an actor that an earlier controller has left, started or not; returns whether it is there."""
 
@@ -74,6 +77,9 @@ class LocalHost:
 
     def finish(self, name: str) -> None:
         self._busy[name].set()
+
+    def names(self) -> list[str]:
+        return list(self.actors)
 
     def adopt(self, name: str) -> bool:
         return name in self.actors

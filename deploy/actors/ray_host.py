@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import ray
+import ray.util
 from ray._private.state import state as ray_state
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, NodeLabelSchedulingStrategy, NotIn
@@ -83,6 +84,10 @@ class RayHost:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._handles: dict[str, Any] = {}
+
+    def names(self) -> list[str]:
+        names: list[str] = ray.util.list_named_actors()
+        return names
 
     def adopt(self, name: str) -> bool:
         with suppress(ValueError):

@@ -10,8 +10,8 @@ from deploy.cli.command import Subparsers, add_command
 from deploy.cli.table import render
 from deploy.local.client import call_operator
 from deploy.local.key_file import KeyFile
-from deploy.local.state import ClusterPhase, StateFile
-from wire.errors import InvalidRequest
+from deploy.local.state import ClusterPhase, StateFile, command_line
+from wire.errors import BatonError, InvalidRequest, Unavailable
 from wire.pb import cluster_pb2
 from wire.trust.key_ring import Allowance, Key, KeyList, Scope, make_key
 
@@ -49,8 +49,12 @@ def add_parser(commands: Subparsers) -> None:
 def run_create(args: argparse.Namespace) -> int:
     scopes = [Scope(name) for name in dict.fromkeys(args.scope or [Scope.GENERATE.value])]
     key, text = make_key(args.tenant, scopes, Allowance(**{name: getattr(args, name) for name in LIMITS}))
-    _change(args.name, lambda listed: KeyList((*listed.keys, key)))
-    print(text, flush=True)
+
+    def add(listed: KeyList) -> KeyList:
+        _show(text)  # before it is valid: no key stays that was not seen
+        return KeyList((*listed.keys, key))
+
+    _change(args.name, add)
     _put_in_force(args.name)
     return 0
 
@@ -72,6 +76,14 @@ def run_revoke(args: argparse.Namespace) -> int:
     return 0
 
 
+def _show(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except OSError:
+        print("no key was made: it could not be printed", file=sys.stderr)
+        raise
+
+
 def _without(listed: KeyList, key_id: str) -> KeyList:
     if all(key.id != key_id for key in listed.keys):
         raise InvalidRequest("id", "no key has it: see `baton key list`")
@@ -85,11 +97,18 @@ def _change(cluster: str, change: Callable[[KeyList], KeyList]) -> None:
 
 
 def _put_in_force(cluster: str) -> None:
-    """Has a cluster that runs go by the file. Raises Unavailable where it does not answer."""
+    """Has a cluster that runs go by the file, and says so. Raises Unavailable where it does not do so yet."""
     state = StateFile(cluster).read()
-    if state is not None and state.phase is ClusterPhase.RUNNING and state.is_alive:
+    if state is None or state.phase is not ClusterPhase.RUNNING or not state.is_alive:
+        print(f"in force from the next start: no cluster named {cluster} runs", file=sys.stderr)
+        return
+    try:
         call_operator(state, "ReloadKeys", cluster_pb2.ReloadKeysRequest(), TIMEOUT_S)
-        print("in force", file=sys.stderr)
+    except BatonError as error:
+        status = command_line("status", cluster)
+        advice = f"the cluster goes by it as soon as it can: see `{status}`"
+        raise Unavailable(f"written, and not in force yet: {error.message}: {advice}") from error
+    print("in force", file=sys.stderr)
 
 
 def _describe(key: Key) -> str:

@@ -6,6 +6,7 @@ records, and goes on with them: no request notices.
 
 import asyncio
 import json
+import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,18 +19,21 @@ from deploy.controller.event_log import EventLog
 from deploy.controller.fleet import Fleet
 from deploy.controller.gateways import Gateways
 from deploy.controller.nodes import Nodes
-from deploy.controller.pools import Pools, PoolsRecord
+from deploy.controller.pools import Pools
 from deploy.controller.singleton import Singleton
 from deploy.controller.tasks import Tasks, persist
-from deploy.local.key_file import KeyFile
+from deploy.local.key_file import KeyFile, LastKeys
 from deploy.plan.authority import Authority
 from deploy.plan.cluster_plan import CONTROLLER, ClusterPlan
 from deploy.plan.resources import RayNode
 from deploy.processes.atomic_file import AtomicFile
 from deploy.processes.logs import start_logging
-from deploy.processes.process import record_own
+from deploy.processes.process import record_own, recorded_names
+from router.config import LOOPBACK
+from wire.errors import BatonError, ConfigError
 from wire.ids import WorkerId
 from wire.settings import from_json, to_json
+from wire.trust.key_ring import NO_CALLER, KeyList
 
 ROUTER = "router.actor:RouterActor"
 START_TIMEOUT_S = 1800.0
@@ -46,23 +50,31 @@ class Controller:
         start_logging(CONTROLLER)
         plan = from_json(ClusterPlan, plan_json, "plan")
         run_dir = Path(plan.run_dir)
-        plan = plan.under(authority_of(run_dir)) if plan.wants_tls else plan
-        self._key_file = KeyFile(Path(plan.key_file))
-        self._plan = plan = plan.with_keys(self._key_file.read())
         self._events = EventLog(time.monotonic)
-        record_own(run_dir, CONTROLLER)
+        plan = plan.under(authority_of(run_dir, self._events)) if plan.wants_tls else plan
+        self._keys = LastKeys(KeyFile(Path(plan.key_file)), AtomicFile(run_dir / "keys.json"))
+        self._keys_problem = ""
+        self._tasks = Tasks()
+        self._plan = plan = plan.with_keys(self._first_keys())
         self._host = RayHost(run_dir)
+        left = [name for name in self._host.names() if name != CONTROLLER]
+        known = recorded_names(run_dir)
+        record_own(run_dir, CONTROLLER)
         self._nodes = Nodes(plan, self._host, self._events, self._ray_drains)
         here = ray.get_runtime_context().get_node_id()
         self._router = Singleton("router", ROUTER, to_json(plan.router), here, self._host, run_dir, self._events)
         self._gateways = Gateways(plan.num_gateways, here, self._host, run_dir, self._events)
         self._keep_ports()
         record = AtomicFile(run_dir / "pools.json")
-        earlier = record.read()
-        pools = Pools(PoolsRecord(plan.config.pools)) if earlier is None else Pools.from_json(earlier.decode())
+        has_predecessor = bool(left) or os.path.lexists(record.path)
+        pools = record.recall(Pools.from_json)
+        if pools is None:
+            pools = Pools.recovered(plan.config.pools, left, known)
+            if has_predecessor:
+                sizes = f"{pools.sizes.prefill} prefill and {pools.sizes.decode} decode workers"
+                self._events.note(f"pools.json is damaged or lost: the pools have {sizes} now, by the workers found")
         self._fleet = Fleet(pools, self._host, plan, self._nodes.join, self._events, record)
-        self._tasks = Tasks()
-        if earlier is not None:
+        if has_predecessor:
             self._tasks.begin(self._take_over())
 
     async def start(self) -> str:
@@ -114,16 +126,21 @@ class Controller:
         await self._fleet.suspect(WorkerId(worker_id))
         return "{}"
 
-    async def events(self) -> str:
-        """Returns `[{"age_s", "text"}]`, newest last."""
-        return self._events.encode()
+    async def report(self) -> str:
+        """Returns `{"events": [{"age_s", "text"}], "problems": [text]}`, the newest event last."""
+        problems = [self._keys_problem] if self._keys_problem else []
+        return json.dumps({"events": json.loads(self._events.encode()), "problems": problems})
 
     async def reload_keys(self) -> str:
-        """Returns `{}` when router, gateways, nodes go by the keys in the file. Raises ConfigError or Unavailable."""
-        self._plan = self._plan.with_keys(self._key_file.read())
-        self._keep_ports()
-        doors = ("router", *self._gateways.names)
-        await asyncio.gather(*map(self._tell_keys, doors), self._nodes.share(self._plan))
+        """Returns `{}` when router, gateways, nodes go by the keys in the file.
+
+        Raises ConfigError or Unavailable, and tries again until they do.
+        """
+        try:
+            await self._reload_keys()
+        except BatonError as error:
+            self._begin_reloading(f"{error.message}: not every part goes by the keys in the file")
+            raise
         return "{}"
 
     async def shutdown(self) -> str:
@@ -165,6 +182,28 @@ class Controller:
     def _begin_telling_keys(self, name: str) -> None:
         self._tasks.begin(persist(f"telling the {name} the keys", lambda: self._tell_keys(name), self._events))
 
+    def _first_keys(self) -> KeyList:
+        """Returns the keys of the file; the ones that a predecessor read last, if the file cannot be used."""
+        try:
+            return self._keys.read()
+        except ConfigError as error:
+            recalled = self._keys.recall()
+            what = "no caller comes in" if recalled == NO_CALLER else "the keys read last stay in force"
+            self._begin_reloading(f"{error.message}: {what}")
+            return recalled
+
+    def _begin_reloading(self, problem: str) -> None:
+        is_begun, self._keys_problem = bool(self._keys_problem), problem
+        if not is_begun:
+            self._tasks.begin(persist("going by the file of keys", self._reload_keys, self._events))
+
+    async def _reload_keys(self) -> None:
+        self._plan = self._plan.with_keys(self._keys.read())
+        self._keep_ports()
+        doors = ("router", *self._gateways.names)
+        await asyncio.gather(*map(self._tell_keys, doors), self._nodes.share(self._plan))
+        self._keys_problem = ""
+
     async def _tell_keys(self, name: str) -> None:
         await self._host.call(name, "set_keys", to_json(self._plan.router.keys), timeout_s=KEYS_TIMEOUT_S)
 
@@ -192,11 +231,26 @@ class Controller:
         ray.kill(ray.get_runtime_context().current_actor)
 
 
-def authority_of(run_dir: Path) -> Authority:
-    """Returns the authority of a cluster; its first controller makes it, in a file that its user alone can read."""
+def authority_of(run_dir: Path, events: EventLog) -> Authority:
+    """Returns the authority of a cluster; its first controller makes it, in a file that its user alone can read.
+
+    Makes another where the file is damaged, which processes of before do not trust.
+    """
     record = AtomicFile(run_dir / "authority.json")
     record.create(to_json(Authority.make()).encode())
-    return from_json(Authority, (record.read() or b"").decode(), "authority")
+    if (known := record.recall(_usable_authority)) is not None:
+        return known
+    events.note("authority.json is damaged: processes that start from now on are strangers to those that run")
+    made = Authority.make()
+    record.try_write(to_json(made).encode())
+    return made
+
+
+def _usable_authority(text: str) -> Authority:
+    """Reads an authority that can certify. Raises ConfigError or ValueError for any other."""
+    authority = from_json(Authority, text, "authority")
+    authority.issue(CONTROLLER, LOOPBACK)
+    return authority
 
 
 def _port(address: str) -> int:

@@ -13,7 +13,7 @@ from deploy.actors.actor_host import ActorHost
 from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector
 from deploy.controller.event_log import EventLog
 from deploy.controller.pools import Pools
-from deploy.controller.tasks import Tasks, repeat
+from deploy.controller.tasks import Tasks, reason_of, repeat
 from deploy.plan.cluster_plan import ClusterPlan, Home
 from deploy.plan.machine import Machine, inspect_machine
 from deploy.plan.resources import RayNode, require_node
@@ -28,6 +28,7 @@ PLACE_TIMEOUT_S = 180.0
 START_TIMEOUT_S = 900.0
 DRAIN_MARGIN_S = 10.0
 TELL_TIMEOUT_S = 20.0
+GREET_TIMEOUT_S = 10.0
 WHERE_TIMEOUT_S = 10.0
 NOT_YET = "the pools do not have the size asked for yet"
 TARGETS = {Role.PREFILL: "prefill_worker.actor:PrefillActor", Role.DECODE: "decode_worker.actor:DecodeActor"}
@@ -108,6 +109,10 @@ class Fleet:
                 self.events.note(f"worker {worker.id} was lost")
             elif worker.state is not WorkerState.READY:
                 self._tasks.begin(self._carry_out(worker))
+        if not self.pools.num_ready.decode:  # a router that was told of no worker would drop those that it has
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GREET_TIMEOUT_S):
+                    await self._tasks.wait()
 
     async def run(self) -> None:
         """Looks after the workers until cancelled."""
@@ -271,8 +276,7 @@ class Fleet:
         except Exception as error:
             if self.pools.has(worker.id, WorkerState.STARTING):  # else it was stopped meanwhile
                 log.info("worker %s did not start", worker.id, exc_info=error)
-                reason = error.message if isinstance(error, BatonError) else repr(error)
-                self._failures.append(f"worker {worker.id} did not start: {reason}")
+                self._failures.append(f"worker {worker.id} did not start: {reason_of(error)}")
                 self._lose(worker, self._failures[-1])
             return
         if self.pools.has(worker.id, WorkerState.STARTING):

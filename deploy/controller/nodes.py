@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from deploy.controller.tasks import Tasks, persist, repeat
 from deploy.plan.cluster_plan import ClusterPlan, Home
 from deploy.plan.resources import RayNode, service_of
 from deploy.processes.atomic_file import AtomicFile
-from wire.errors import BatonError, ConfigError, Unavailable
+from wire.errors import BatonError, Unavailable
 from wire.settings import from_json, to_json
 
 LOOK_EVERY_S = 3.0
@@ -85,8 +84,8 @@ class Nodes:
     def take_over(self) -> None:
         """Goes on with the services that an earlier controller has left."""
         for path in self._run_dir.glob(f"*{SUFFIX}"):
-            with suppress(OSError, ValueError, ConfigError):  # without a record, the node's next worker makes another
-                home = from_json(Home, path.read_text(), path.stem)
+            home = AtomicFile(path).recall(lambda text: from_json(Home, text, "home"))
+            if home is not None:  # else the node's next worker makes another
                 self._homes[home.node.id] = asyncio.create_task(self._reopen(home))
 
     async def watch(self) -> None:

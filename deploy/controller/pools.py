@@ -4,8 +4,9 @@ starting -> ready -> draining -> gone
     \\----------\\-----------\\---> lost, and replaced unless it was to go anyway
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ MAX_PAUSE_S = 30.0
 MAX_FAILED_STARTS = 3
 VERSION = 2
 NONE = PoolSizes(0, 0)
+_WORKER_NAME = re.compile(r"(prefill|decode)-([0-9]{1,9})")
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,23 @@ class Pools:
         if not 1 <= record.version <= VERSION:
             raise ConfigError(f"pools.version: must be between 1 and {VERSION}")
         return cls(record)
+
+    @classmethod
+    def recovered(cls, planned: PoolSizes, living: Sequence[str], known: Sequence[str] = ()) -> "Pools":
+        """Makes pools of the workers that live, for a controller that has no record of them.
+
+        They are started once more, which changes nothing in one that serves. A pool without any gets its planned size.
+        known: names that were given before, of which none is given again.
+        """
+        workers, num_named = [], dict.fromkeys(Role, 0)
+        for index, name in enumerate((*living, *known)):
+            if found := _WORKER_NAME.fullmatch(name):
+                role = Role(found[1])
+                num_named[role] = max(num_named[role], int(found[2]) + 1)
+                workers += [Worker(WorkerId(name), role)] if index < len(living) else []
+        found_sizes = {role.value: sum(one.role is role for one in workers) or planned[role] for role in Role}
+        named = PoolSizes(**{role.value: number for role, number in num_named.items()})
+        return cls(PoolsRecord(PoolSizes(**found_sizes), tuple(workers), named))
 
     def to_json(self) -> str:
         return to_json(PoolsRecord(self.sizes, tuple(self), self._num_named, tuple(self._orders.values())))

@@ -1,6 +1,7 @@
 """An actor of which there is one: the router, the service of each node. When it dies, another takes its place."""
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -10,10 +11,9 @@ from pathlib import Path
 from deploy.actors.actor_host import ActorHost
 from deploy.actors.liveness import PROBE_EVERY_S, FailureDetector
 from deploy.controller.event_log import EventLog
-from deploy.controller.tasks import repeat
+from deploy.controller.tasks import reason_of, repeat
 from deploy.plan.resources import Resources
 from deploy.processes.atomic_file import AtomicFile
-from wire.errors import BatonError
 
 START_TIMEOUT_S = 300.0
 FIRST_PAUSE_S = 1.0
@@ -41,8 +41,7 @@ class Singleton:
 
     def __post_init__(self) -> None:
         self._record = AtomicFile(self.run_dir / f"{self.name}.json")
-        content = self._record.read()
-        self.answer = None if content is None else content.decode()
+        self.answer = self._record.recall(_answer)
         self._detector = FailureDetector()
         if not self.host.adopt(self.name):
             self.host.launch(self.name, self.target, Resources(), self.node_id)
@@ -87,7 +86,14 @@ class Singleton:
             return await self.start()
         except Exception as error:
             log.info("the %s did not start again", self.name, exc_info=error)
-            reason = error.message if isinstance(error, BatonError) else repr(error)
-            self.events.note(f"the {self.name} did not start again: {reason}")
+            self.events.note(f"the {self.name} did not start again: {reason_of(error)}")
             await self.host.end(self.name)  # a process whose object did not start would answer a probe all the same
             return ""
+
+
+def _answer(text: str) -> str:
+    """Returns a recorded answer. Raises ValueError for a text that is no object of texts."""
+    told = json.loads(text)
+    if not (isinstance(told, dict) and all(isinstance(value, str) for value in told.values())):
+        raise ValueError("no answer of an actor")
+    return text

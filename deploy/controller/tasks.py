@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 
 from deploy.controller.event_log import EventLog
+from wire.errors import BatonError
 
 PAUSE_S = 1.0
 
@@ -39,17 +40,28 @@ class Tasks:
 
 
 async def repeat(what: str, step: Callable[[], Awaitable[None]], events: EventLog) -> None:
-    """Takes one step after another, until cancelled; notes a failure as an event, and goes on a second later."""
+    """Takes one step after another, until cancelled; notes failures as `persist` does, and goes on a second later."""
     while True:
         await persist(what, step, events)
 
 
 async def persist(what: str, step: Callable[[], Awaitable[None]], events: EventLog) -> None:
-    """Takes the same step until it succeeds; notes each failure as an event, and tries again a second later."""
+    """Takes the same step until it succeeds, and tries again a second after a failure.
+
+    Notes a failure as an event unless it is for the reason of the one before.
+    """
+    noted = ""
     while True:
         try:
             return await step()
         except Exception as error:
             log.exception("%s failed", what)
-            events.note(f"{what} failed, and goes on: {error!r}")
+            if (reason := reason_of(error)) != noted:
+                events.note(f"{what} failed, and goes on: {reason}")
+            noted = reason
             await asyncio.sleep(PAUSE_S)
+
+
+def reason_of(error: Exception) -> str:
+    """Returns the words of an error for an event."""
+    return error.message if isinstance(error, BatonError) else repr(error)

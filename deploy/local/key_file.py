@@ -1,12 +1,13 @@
 """The file of a cluster's keys: NAME.keys.json beside its state, for its user alone. It outlives the cluster."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from deploy.local.state import explained_path, state_dir
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import ConfigError
 from wire.settings import from_json, to_json
-from wire.trust.key_ring import NO_KEYS, KeyList
+from wire.trust.key_ring import NO_CALLER, NO_KEYS, KeyList
 
 
 class KeyFile:
@@ -28,9 +29,34 @@ class KeyFile:
             is_private = content is None or not self.path.stat().st_mode & 0o077
         if not is_private:
             raise ConfigError(f"{self.path} must be readable by you only: `chmod 600` it")
-        return NO_KEYS if content is None else from_json(KeyList, content.decode(errors="replace"), str(self.path))
+        if content is None:
+            return NO_KEYS
+        listed = from_json(KeyList, content.decode(errors="replace"), str(self.path))
+        if not listed.keys:
+            raise ConfigError(f"{self.path} has no keys: remove it where calls need none")
+        return listed
 
     def write(self, listed: KeyList) -> None:
         """Replaces the keys in one step. Raises ConfigError, and then leaves them as they were."""
         with explained_path(self.path):
             self._file.write(to_json(listed).encode())
+
+
+class LastKeys:
+    """The keys that a controller goes by: the file's, recorded in the run folder for its successor."""
+
+    def __init__(self, file: KeyFile, record: AtomicFile) -> None:
+        self._file = file
+        self._record = record
+
+    def read(self) -> KeyList:
+        """Returns the keys of the file. Raises ConfigError as `KeyFile.read` does."""
+        listed = self._file.read()
+        if not self._record.try_write(to_json(listed).encode()):
+            with suppress(OSError):  # it may have keys that were revoked since
+                self._record.path.unlink()
+        return listed
+
+    def recall(self) -> KeyList:
+        """Returns the keys that were read last; without a record, keys that let no caller in."""
+        return self._record.recall(lambda text: from_json(KeyList, text, "keys")) or NO_CALLER

@@ -5,9 +5,14 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
+
+from wire.errors import ConfigError
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +30,15 @@ class AtomicFile:
                 raise OSError(errno.EINVAL, "not a regular file", str(self.path))
             return file.read()
         return None
+
+    def recall(self, parse: Callable[[str], T]) -> T | None:
+        """Returns the content as `parse` reads it; None without a file, and for a damaged one, which is logged."""
+        try:
+            content = self.read()
+            return None if content is None else parse(content.decode())
+        except (OSError, ValueError, ConfigError) as error:
+            log.warning("%s is damaged: %s", self.path, error)
+            return None
 
     def write(self, content: bytes) -> None:
         """Replaces the content. Raises OSError, and then leaves the file as it was."""

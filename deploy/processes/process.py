@@ -71,21 +71,23 @@ def record_own(run_dir: Path, name: str) -> None:
 
 def recorded(run_dir: Path, name: str) -> ProcessRef | None:
     """Returns the last process of that name, or None if there was none, or its record is damaged."""
-    with suppress(OSError, ValueError, ConfigError):
-        content = AtomicFile(run_dir / f"{name}{SUFFIX}").read()
-        return None if content is None else from_json(ProcessRef, content.decode(), name)
-    return None
+    return AtomicFile(run_dir / f"{name}{SUFFIX}").recall(lambda text: from_json(ProcessRef, text, name))
+
+
+def recorded_names(run_dir: Path) -> list[str]:
+    """Returns the names of all actors that this machine has had, alive or not."""
+    return [path.stem for path in run_dir.glob(f"*{SUFFIX}")]
 
 
 def recorded_living(run_dir: Path) -> list[ProcessRef]:
     """Returns the recorded processes that are alive."""
-    known = [recorded(run_dir, path.stem) for path in run_dir.glob(f"*{SUFFIX}")]
+    known = [recorded(run_dir, name) for name in recorded_names(run_dir)]
     return [process for process in known if process is not None and process.is_alive]
 
 
 def recorded_gateways(run_dir: Path) -> dict[str, ProcessRef]:
     """Returns the last process of each gateway, by its name, in order."""
-    names = [path.stem for path in run_dir.glob(f"{GATEWAY}-*{SUFFIX}")]
+    names = [name for name in recorded_names(run_dir) if name.startswith(f"{GATEWAY}-")]
     known = {name: recorded(run_dir, name) for name in sorted(names, key=lambda name: (len(name), name))}
     return {name: process for name, process in known.items() if process is not None}
 

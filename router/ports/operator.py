@@ -43,7 +43,7 @@ class ClusterApi(ClusterServicer):
         status.address = self._addresses.public
         status.metrics_address = self._addresses.metrics
         status.prefix_cache.CopyFrom(self._router.metrics.prefix_cache)
-        await self._add_events(status)
+        await self._add_report(status)
         return status
 
     async def Scale(self, request: cluster_pb2.ScaleRequest, context: Context) -> cluster_pb2.ScaleResponse:  # noqa: N802
@@ -80,11 +80,13 @@ class ClusterApi(ClusterServicer):
         await self._port.reload_keys()
         return cluster_pb2.ReloadKeysResponse()
 
-    async def _add_events(self, status: cluster_pb2.ClusterStatus) -> None:
+    async def _add_report(self, status: cluster_pb2.ClusterStatus) -> None:
         """A cluster whose controller is gone still serves, and its status can still be read."""
         events = self._router.watch.events
         try:
-            events += await self._port.events()
+            report = await self._port.report()
+            events += report.events
+            status.problems.extend(report.problems)
         except BatonError as error:
             status.problems.append(error.message)
         for event in sorted(events, key=lambda event: -event.age_s):

@@ -1,6 +1,5 @@
 """How the router reaches the controller, which owns the pools. Twins: `RayController` (actor.py), `LocalController`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +14,14 @@ class ClusterEvent:
 
     age_s: float
     text: str
+
+
+@dataclass(frozen=True)
+class ControllerReport:
+    """The last events, newest last, and what is wrong now."""
+
+    events: tuple[ClusterEvent, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 class ControllerPort(Protocol):
@@ -39,9 +46,7 @@ class ControllerPort(Protocol):
         """Returns when every door goes by the keys that are in the cluster's file now."""
         ...
 
-    async def events(self) -> Sequence[ClusterEvent]:
-        """The last ones, newest last."""
-        ...
+    async def report(self) -> ControllerReport: ...
 
     async def worker_lost(self, worker_id: WorkerId) -> None:
         """The router cannot reach a worker. The controller finds out why, and replaces it if it is dead."""
@@ -57,6 +62,7 @@ class LocalController:
         self.lost: list[WorkerId] = []
         self.is_shut_down = False
         self.num_reloads = 0
+        self.problems: tuple[str, ...] = ()
         self._events: list[ClusterEvent] = []
 
     async def scale(self, prefill: int | None, decode: int | None) -> PoolSizes:
@@ -78,9 +84,9 @@ class LocalController:
         self._require_running()
         self.num_reloads += 1
 
-    async def events(self) -> Sequence[ClusterEvent]:
+    async def report(self) -> ControllerReport:
         self._require_running()
-        return tuple(self._events)
+        return ControllerReport(tuple(self._events), self.problems)
 
     async def worker_lost(self, worker_id: WorkerId) -> None:
         self._require_running()

@@ -75,6 +75,9 @@ class ServedCluster:
         state: dict[str, Any] = json.loads(path.read_text())
         return state
 
+    def key_file(self) -> Path:
+        return Path(self._env["XDG_STATE_HOME"]) / "baton" / f"{self.name}.keys.json"
+
     def actor(self, name: str) -> psutil.Process:
         """The process of an actor, by the beginning of its name in Ray."""
         (record,) = Path(self.state()["run_dir"]).glob(f"{name}*.process")

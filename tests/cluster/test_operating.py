@@ -116,6 +116,37 @@ def test_a_killed_controller_comes_back_and_goes_on(cluster: ServedCluster, chec
     wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
 
 
+def test_a_controller_comes_back_over_damaged_records_and_finds_its_workers(
+    cluster: ServedCluster, checkpoint: Path
+) -> None:
+    cluster.do("scale", "--decode", "2")
+    before = {role: cluster.workers(role).keys() for role in ("prefill", "decode")}
+    run_dir = Path(cluster.state()["run_dir"])
+    for name in ("pools", "router", "gateway-0"):
+        (run_dir / f"{name}.json").write_bytes(b"\0" * 8)
+    _kill(cluster.actor("controller"))
+    damaged = "pools.json is damaged or lost: the pools have 1 prefill and 2 decode"
+    wait_until(lambda: damaged in json.dumps(cluster.status()["events"]), "it is back")
+    assert _is_right(cluster, checkpoint)
+    assert {role: cluster.workers(role).keys() for role in ("prefill", "decode")} == before
+    cluster.do("scale", "--decode", "1")
+    wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+
+
+def test_a_controller_comes_back_over_a_key_file_that_cannot_be_used(cluster: ServedCluster, checkpoint: Path) -> None:
+    keys = cluster.key_file()
+    keys.write_text("{")
+    try:
+        _kill(cluster.actor("controller"))
+        wait_until(lambda: "keys.json" in json.dumps(cluster.status()["problems"]), "the problem is told")
+        assert cluster.run("status", "--check").returncode == 1
+        assert _is_right(cluster, checkpoint), "the keys read last, which are none, stay in force"
+        cluster.do("scale", "--decode", "1")
+    finally:
+        keys.unlink()
+    wait_until(lambda: cluster.run("status", "--check").returncode == 0, "all invariants hold")
+
+
 def test_the_controller_and_the_router_may_die_together(cluster: ServedCluster, checkpoint: Path) -> None:
     before = cluster.status()
     for name in ("controller", "router"):

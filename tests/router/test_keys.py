@@ -99,6 +99,12 @@ async def test_the_operators_port_wants_its_token_or_a_key_that_operates(service
     assert service.cluster.port.num_reloads == 1
 
 
+async def test_what_is_wrong_at_the_controller_is_a_problem_of_the_cluster(service: Service) -> None:
+    service.cluster.port.problems = ("the file of keys is damaged",)
+    status = await service.operate.GetStatus(cluster_pb2.GetStatusRequest(), metadata=TOKEN)
+    assert "the file of keys is damaged" in status.problems
+
+
 @pytest.mark.parametrize(
     ("text", "status"), [("", 401), (ACME_TEXT, 403), (WATCHER_TEXT[:-1], 401), (WATCHER_TEXT, 200)]
 )

@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from router.actor import RayController, RouterActor
-from router.workers.controller_port import ClusterEvent
+from router.workers.controller_port import ClusterEvent, ControllerReport
 from tests.router.fake_cluster import CONFIG
 from tests.router.fake_worker import FakeWorker
 from tests.router.worker_server import served
@@ -120,8 +120,10 @@ async def test_the_controller_is_told_in_text(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_its_events_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    port, _ = controller(monkeypatch, saying('[{"age_s": 1.5, "text": "worker d0 lost"}]'))
-    assert await port.events() == [ClusterEvent(1.5, "worker d0 lost")]
+    port, _ = controller(
+        monkeypatch, saying('{"events": [{"age_s": 1.5, "text": "worker d0 lost"}], "problems": ["p"]}')
+    )
+    assert await port.report() == ControllerReport((ClusterEvent(1.5, "worker d0 lost"),), ("p",))
 
 
 def saying(answer: str) -> Answer:
@@ -178,7 +180,7 @@ async def test_an_order_is_not_asked_for_beyond_its_bound(monkeypatch: pytest.Mo
 async def test_a_controller_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.get_actor", no_actor)
     with pytest.raises(Unavailable):
-        await RayController("controller", "baton").events()
+        await RayController("controller", "baton").report()
 
 
 async def test_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,4 +192,4 @@ async def test_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch
 
     port, _ = controller(monkeypatch, never)
     with pytest.raises(Unavailable):
-        await port.events()
+        await port.report()

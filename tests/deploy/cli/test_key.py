@@ -1,4 +1,8 @@
+import errno
+import io
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,7 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from deploy.cli.__main__ import main
+from deploy.cli.__main__ import main, make_parser
+from deploy.cli.key import run_create
 from deploy.local.key_file import KeyFile
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.processes.process import ProcessRef
@@ -22,11 +27,14 @@ class KeyServer(FakeServer):
     """Counts reloads of keys, and remembers what calls have shown."""
 
     num_reloads = 0
+    failure = ""
     shown: tuple[Any, ...] = ()
 
     def ReloadKeys(self, request: cluster_pb2.ReloadKeysRequest, context: Any) -> cluster_pb2.ReloadKeysResponse:  # noqa: N802
         assert dict(context.invocation_metadata())[TOKEN_METADATA] == "secret"
         self.num_reloads += 1
+        if self.failure:
+            context.abort(grpc.StatusCode.UNAVAILABLE, self.failure)
         return cluster_pb2.ReloadKeysResponse()
 
     def Generate(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
@@ -101,6 +109,59 @@ def test_a_cluster_that_runs_goes_by_each_change(server: KeyServer, capsys: pyte
     assert server.num_reloads == 1
     assert main(["key", "revoke", text.split("-")[1]]) == 0
     assert server.num_reloads == 2
+
+
+def test_a_change_says_whether_it_is_in_force(server: KeyServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "create", "--tenant", "acme"]) == 0
+    told = capsys.readouterr()
+    assert told.err == "in force\n"
+    server.failure = "the controller does not answer"
+    key_id = told.out.split("-")[1]
+    assert main(["key", "revoke", key_id]) == 1
+    told = capsys.readouterr()
+    assert "written, and not in force yet: " in told.err
+    assert "the controller does not answer" in told.err
+    assert "the cluster goes by it as soon as it can" in told.err
+    assert main(["key", "create", "--tenant", "acme"]) == 1
+    told = capsys.readouterr()
+    assert told.out.startswith("baton-")
+    assert "written, and not in force yet" in told.err
+    assert main(["key", "create", "--tenant", "acme", "--name", "nosuch"]) == 0
+    assert capsys.readouterr().err == "in force from the next start: no cluster named nosuch runs\n"
+
+
+class FullDisk(io.StringIO):
+    """A standard output that takes nothing: as it is written, or only as it is flushed."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        setattr(self, method, self._refuse)
+
+    def _refuse(self, *_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("method", ["write", "flush"])
+def test_a_key_that_was_not_printed_is_not_made(
+    server: KeyServer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", FullDisk(method))
+        with pytest.raises(OSError, match="No space"):
+            run_create(make_parser().parse_args(["key", "create", "--tenant", "acme"]))
+    assert KeyFile.of("default").read().keys == ()
+    assert server.num_reloads == 0
+
+
+def test_a_key_for_a_full_device_is_not_made() -> None:
+    command = [sys.executable, "-m", "deploy.cli", "key", "create", "--tenant", "acme"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "no key was made: it could not be printed\nbaton: the output: No space left on device\n",
+    )
+    assert KeyFile.of("default").read().keys == ()
 
 
 @pytest.mark.parametrize(

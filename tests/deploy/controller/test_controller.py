@@ -1,10 +1,197 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
-from deploy.controller.controller import authority_of
+import pytest
+import ray
+
+from deploy.actors.actor_host import LocalHost
+from deploy.controller import controller as controller_module
+from deploy.controller import tasks
+from deploy.controller.controller import Controller, authority_of
+from deploy.controller.event_log import EventLog
+from deploy.local.key_file import KeyFile
+from deploy.plan.config import ClusterConfig
+from tests.deploy.plan.test_cluster_plan import planned
+from wire.errors import ConfigError, Unavailable
+from wire.settings import from_json, to_json
+from wire.trust.key_ring import NO_CALLER, Allowance, Key, KeyList, Scope, make_key
+
+WAIT_S = 5.0
+FIRST, SECOND = (make_key(tenant, [Scope.GENERATE], Allowance())[0] for tenant in ("acme", "beta"))
+
+
+class KeysHost(LocalHost):
+    """A host whose actors remember the keys that they were told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: dict[str, KeyList] = {}
+        self.deaf: set[str] = set()
+
+    async def start(self, name: str, config_json: str, timeout_s: float) -> str:
+        addresses = ("address", "http_address", "local_address", "operator_address", "metrics_address", "block_address")
+        return json.dumps(dict.fromkeys(addresses, "127.0.0.1:1"))
+
+    async def call(self, name: str, method: str, *arguments: str | int, timeout_s: float) -> str:
+        if method == "set_members":
+            return "{}"
+        if name in self.deaf or name not in self.actors:
+            raise Unavailable(f"{name} died")
+        if method == "set_keys":
+            self.keys[name] = from_json(KeyList, str(arguments[0]), "keys")
+        return "{}"
+
+
+class Cluster:
+    """A run folder, a file of keys, actors, and the controllers that follow one another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.host = KeysHost()
+        self.run_dir = folder
+        self.file = KeyFile(folder / "a.keys.json")
+        plan = planned(ClusterConfig.load(None, {"pools": {"prefill": 0}}))
+        self.plan = replace(plan, run_dir=str(folder), key_file=str(self.file.path))
+
+    def make_controller(self) -> Controller:
+        return Controller(to_json(self.plan))
+
+    async def start(self) -> Controller:
+        """The first controller of a cluster that serves."""
+        controller = self.make_controller()
+        async with asyncio.timeout(WAIT_S):
+            await controller.start()
+        return controller
+
+    async def controller_dies(self) -> Controller:
+        """Returns the next one."""
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.sleep(0)
+        self.host.keys.clear()
+        return self.make_controller()
+
+    async def is_told(self, listed: KeyList) -> None:
+        """Returns when router and gateway go by these keys."""
+        async with asyncio.timeout(WAIT_S):
+            while self.host.keys != dict.fromkeys(("router", "gateway-0"), listed):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    def damage(self) -> None:
+        self.file.path.chmod(0o644)
+
+    def mend(self) -> None:
+        self.file.path.chmod(0o600)
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    made = Cluster(tmp_path)
+    monkeypatch.setattr(controller_module, "RayHost", lambda _: made.host)
+    monkeypatch.setattr(controller_module, "start_logging", lambda _: None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "head"))
+    monkeypatch.setattr(tasks, "PAUSE_S", 0.01)
+    yield made
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+
+
+async def report(controller: Controller) -> tuple[list[str], list[str]]:
+    """Returns the texts of events, and the problems."""
+    told = json.loads(await controller.report())
+    return [event["text"] for event in told["events"]], told["problems"]
+
+
+def keys(*listed: Key) -> KeyList:
+    return KeyList(listed)
+
+
+async def test_a_controller_comes_back_over_a_damaged_key_file_with_the_keys_read_last(cluster: Cluster) -> None:
+    cluster.file.write(keys(FIRST))
+    await cluster.start()
+    cluster.damage()
+    controller = await cluster.controller_dies()
+    await cluster.is_told(keys(FIRST))
+    events, [problem] = await report(controller)
+    assert "a.keys.json must be readable by you only" in problem
+    assert problem.endswith("the keys read last stay in force")
+    assert sum("a.keys.json must be readable" in event for event in events) == 1, "once, though it is tried each second"
+    cluster.file.write(keys(FIRST, SECOND))
+    cluster.mend()
+    await cluster.is_told(keys(FIRST, SECOND))
+    async with asyncio.timeout(WAIT_S):
+        while (await report(controller))[1]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_without_keys_to_recall_a_damaged_file_lets_no_caller_in(cluster: Cluster) -> None:
+    cluster.file.write(keys(FIRST))
+    await cluster.start()
+    cluster.damage()
+    (cluster.run_dir / "keys.json").write_text("{")
+    await cluster.controller_dies()
+    await cluster.is_told(NO_CALLER)
+    cluster.mend()
+    await cluster.is_told(keys(FIRST))
+
+
+async def test_a_change_that_does_not_come_into_force_is_said_and_tried_again(cluster: Cluster) -> None:
+    cluster.file.write(keys(FIRST))
+    controller = await cluster.start()
+    assert (await report(controller))[1] == []
+    cluster.file.write(keys(FIRST, SECOND))
+    cluster.host.deaf = {"gateway-0"}
+    with pytest.raises(Unavailable, match="gateway-0 died"):
+        await controller.reload_keys()
+    [problem] = (await report(controller))[1]
+    assert "gateway-0 died" in problem
+    cluster.damage()
+    with pytest.raises(ConfigError, match="must be readable by you only"):
+        await controller.reload_keys()
+    cluster.host.deaf = set()
+    cluster.mend()
+    await cluster.is_told(keys(FIRST, SECOND))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b'{"sizes": 3}', b'{"sizes": {}, "version": 99}', None])
+@pytest.mark.parametrize("name", ["pools", "router", "gateway-0", "authority", "keys"])
+async def test_a_controller_comes_back_over_any_damaged_record(
+    cluster: Cluster, name: str, content: bytes | None
+) -> None:
+    controller = await cluster.start()
+    await controller.scale(json.dumps({"prefill": 0, "decode": 2}))
+    async with asyncio.timeout(WAIT_S):
+        await controller.scaled(json.dumps({"decode": 1}))
+    path = cluster.run_dir / f"{name}.json"
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+    launched = list(cluster.host.launched)
+    controller = await cluster.controller_dies()
+    await cluster.is_told(KeyList())
+    async with asyncio.timeout(WAIT_S):
+        await controller.scale(json.dumps({"prefill": 1, "decode": 2}))
+        while not {"decode-0", "decode-1", "prefill-0"} <= cluster.host.actors.keys():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert cluster.host.launched == [*launched, "prefill-0"], "all that was there was found, and goes on"
 
 
 def test_a_controller_that_takes_over_certifies_under_the_same_authority(tmp_path: Path) -> None:
-    first = authority_of(tmp_path)
-    assert authority_of(tmp_path) == first
+    events = EventLog(lambda: 0.0)
+    first = authority_of(tmp_path, events)
+    assert authority_of(tmp_path, events) == first
     [kept] = tmp_path.iterdir()
     assert kept.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("content", ["{", '{"key_pem": "?", "certificate_pem": "?"}'])
+def test_a_damaged_authority_is_made_anew_and_said(tmp_path: Path, content: str) -> None:
+    events = EventLog(lambda: 0.0)
+    (tmp_path / "authority.json").write_text(content)
+    made = authority_of(tmp_path, events)
+    assert authority_of(tmp_path, events) == made
+    [event] = json.loads(events.encode())
+    assert "authority.json is damaged" in event["text"]

@@ -132,12 +132,12 @@ class World:
         self.node_is_up.set()
         self.fleet = self._make_fleet()
 
-    def controller_dies(self) -> None:
-        """Another takes over, from what this one has recorded and the host still has."""
+    def controller_dies(self, pools: Pools | None = None) -> None:
+        """Another takes over, from what this one has recorded, or these pools, and the host still has."""
         assert self.record.text is not None
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-        self.pools = Pools.from_json(self.record.text)
+        self.pools = pools or Pools.from_json(self.record.text)
         self.fleet = self._make_fleet()
 
     def _make_fleet(self) -> Fleet:
@@ -573,6 +573,19 @@ async def test_a_fleet_goes_on_with_the_workers_that_another_has_left() -> None:
             assert world.router.known == {P0, D1, D2}
             assert set(world.host.actors) == {P0, D1, D2}
             assert "worker decode-0 was lost" in world.events.encode()
+
+
+async def test_workers_that_no_record_names_are_found_before_the_router_is_told_of_any() -> None:
+    world = World(1, 2)
+    async with world.running():
+        await world.settled()
+        world.controller_dies(Pools.recovered(PoolSizes(1, 1), world.host.names()))
+        world.router.told.clear()
+        await world.fleet.take_over()
+        async with world.running():
+            await world.settled()
+            assert all({one.id for one in told} == {P0, D0, D1} for told in world.router.told)
+            assert world.host.launched == [P0, D0, D1]
 
 
 async def test_a_drain_that_another_has_begun_is_brought_to_its_end() -> None:

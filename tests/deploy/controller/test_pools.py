@@ -36,6 +36,17 @@ def pools(prefill: int, decode: int) -> Pools:
     return made
 
 
+def test_pools_without_a_record_are_of_the_workers_that_live_and_give_no_name_again() -> None:
+    made = Pools.recovered(
+        PoolSizes(1, 1), ["router", "decode-1", "node-abcdef01", "decode-0"], ["decode-6.x", "decode-5"]
+    )
+    assert made.sizes == PoolSizes(1, 2)
+    assert [worker.id for worker in made] == [D1, D0]
+    assert [worker.id for worker in made.plan(0.0)] == [P0]
+    made.resize(decode=3)
+    assert [worker.id for worker in made.plan(0.0)] == ["decode-6"]
+
+
 def test_empty_pools_are_filled_once() -> None:
     made = Pools(PoolsRecord(PoolSizes(1, 2)))
     assert made.plan(0.0) == [start(P0), start(D0), start(D1)]

@@ -30,6 +30,22 @@ def test_a_file_is_created_once(file: AtomicFile) -> None:
     assert [path.name for path in file.path.parent.iterdir()] == ["pools.json"]
 
 
+@pytest.mark.parametrize("content", [b"no number", b"\xff", b""])
+def test_a_damaged_record_is_none_and_that_is_logged(
+    file: AtomicFile, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    assert file.recall(int) is None
+    assert caplog.records == []
+    file.write(content)
+    assert file.recall(int) is None
+    assert "pools.json is damaged" in caplog.text
+    file.write(b"7")
+    assert file.recall(int) == 7
+    file.path.unlink()
+    file.path.mkdir()
+    assert file.recall(int) is None
+
+
 def test_a_disk_that_takes_nothing_leaves_the_content_as_it_was(
     file: AtomicFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
