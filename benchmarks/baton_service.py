@@ -19,7 +19,7 @@ import psutil
 from deploy.local import redis_server
 from deploy.local.state import ClusterState, StateFile
 from deploy.plan.config import RedisSettings
-from deploy.processes.process import recorded
+from deploy.processes.process import recorded, recorded_names
 
 _UP_TIMEOUT_S = 300.0
 _CALL_TIMEOUT_S = 60.0
@@ -103,9 +103,11 @@ class BatonService:
         return redis.pid
 
     def actor_pid(self, name: str) -> int:
-        """Of the last actor of that name."""
-        process = recorded(Path(self.state().run_dir), name)
-        assert process is not None, f"there is no {name}"
+        """Returns the last process of the actor whose name begins so: a node's service has the node in its own."""
+        run_dir = Path(self.state().run_dir)
+        [whole] = [known for known in recorded_names(run_dir) if known.startswith(name)]
+        process = recorded(run_dir, whole)
+        assert process is not None, f"the record of {whole} is damaged"
         return process.pid
 
     def kill_redis(self) -> None:

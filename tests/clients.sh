@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs clients that people have, unmodified, against the HTTP gateway and the gRPC port: installs them into an environment of
-# their own first (BATON_CLIENTS_VENV names its folder, .venv-clients), which takes minutes. Arguments go to pytest.
+# Runs clients that people have, unmodified, against the HTTP and gRPC ports of a real cluster that it starts: installs them into an
+# environment of their own first (BATON_CLIENTS_VENV names its folder, .venv-clients), which takes minutes. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv="${BATON_CLIENTS_VENV:-$PWD/.venv-clients}"

@@ -6,7 +6,7 @@ import sys
 import litellm
 
 said = [{"role": "user", "content": "hello"}]
-settings = {"api_base": sys.argv[1], "api_key": "none", "model": "openai/fake", "max_tokens": 6, "seed": 1}
+settings = {"api_base": sys.argv[1], "api_key": "none", "model": "openai/demo", "max_tokens": 6, "seed": 1}
 whole = litellm.completion(messages=said, **settings)
 chunks = list(litellm.completion(messages=said, stream=True, stream_options={"include_usage": True}, **settings))
 refused = None

@@ -6,14 +6,14 @@ import OpenAI from "openai";
 const baseURL = process.argv[2];
 const messages = [{ role: "user", content: "hello" }];
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
-const settings = { model: "fake", messages, max_tokens: 6, seed: 1 };
+const settings = { model: "demo", messages, max_tokens: 6, seed: 1 };
 const whole = await client.chat.completions.create(settings);
 let streamed = "";
 for await (const event of await client.chat.completions.create({ ...settings, stream: true })) {
   streamed += event.choices[0].delta.content ?? "";
 }
 const refused = await client.chat.completions.create({ ...settings, temperature: 3 }).catch((error) => error.param);
-const model = createOpenAICompatible({ name: "baton", baseURL, apiKey: "none" }).chatModel("fake");
+const model = createOpenAICompatible({ name: "baton", baseURL, apiKey: "none" }).chatModel("demo");
 const asked = { model, prompt: "hello", maxOutputTokens: 6, seed: 1, maxRetries: 0 };
 const generated = await generateText(asked);
 let vercelStreamed = "";

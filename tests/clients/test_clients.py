@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ import pytest
 
 from baton import AsyncClient
 from baton.request import Message
-from gateway.actor import GatewayActor
-from gateway.config import GatewayConfig
-from router.ports.server import RouterServer
-from tests.router.fake_cluster import CONFIG, FakeCluster
+from tests.cluster.served_cluster import ServedCluster
 
 pytestmark = pytest.mark.clients
 PROGRAMS = Path(__file__).parent
@@ -48,19 +44,12 @@ class Served:
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    cluster = FakeCluster(CONFIG)
-    assert await cluster.resize(1, 1) == {}
-    router = RouterServer(cluster.router)
-    addresses = await router.start()
-    actor = GatewayActor(GatewayConfig(addresses.public).to_json())
-    address = json.loads(await actor.start())["http_address"]
-    async with AsyncClient(addresses.public) as client:
+async def served(cluster: ServedCluster) -> Served:
+    status = cluster.status()
+    async with AsyncClient(status["address"]) as client:
         chat = await client.generate([Message(role="user", content="hello")], max_tokens=6, seed=1)
         text = await client.generate("hello", max_tokens=6, seed=1)
-    yield Served(address, addresses.public, chat.text, text.text)
-    await actor.stop()
-    await router.stop()
+    return Served(status["http_address"], status["address"], chat.text, text.text)
 
 
 async def test_openai(served: Served) -> None:
@@ -114,7 +103,7 @@ async def test_buf_curl(served: Served) -> None:
     service = f"http://{served.grpc}/baton.v1.Inference"
     buf = str(Path(os.environ["BATON_CLIENTS_VENV"]) / "node_modules/.bin/buf")
     [listed] = messages_of(await served.output(buf, "curl", "--protocol", "grpc", f"{service}/ListModels"))
-    assert [model["name"] for model in listed["models"]] == ["fake"]
+    assert [model["name"] for model in listed["models"]] == ["demo"]
     ask = (buf, "curl", "--protocol", "grpc", f"{service}/Generate", "-d")
     sampling = {"maxTokens": 6, "seed": 1}
     streamed = messages_of(await served.output(*ask, json.dumps({"text": "hello", "samplingParams": sampling})))

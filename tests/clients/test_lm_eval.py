@@ -1,10 +1,8 @@
-"""lm-eval, unmodified, against the HTTP door before the demo model: answers, and log-probabilities of texts."""
+"""lm-eval, unmodified, against the HTTP port of a real cluster: answers, and log-probabilities of texts."""
 
-import asyncio
 import json
 import os
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo_model import CHECKPOINT
-from engine.model.decoder import Decoder
-from gateway.actor import GatewayActor
-from gateway.config import GatewayConfig
-from kernels.cpu.library import best_isa
-from router.ports.server import RouterServer
-from tests.kernels.backends import make_backend
-from tests.local_cluster.cluster import LocalCluster, Sizes
-from text.tokenizer import Tokenizer
+from tests.cluster.served_cluster import ServedCluster
 
 pytestmark = pytest.mark.clients
 TIMEOUT_S = 100
-BLOCK_SIZE = 16
 PETS = "Pets: Tom dog, Lucy parrot, Anna cat. Question: which pet has"
 DOCS = [
     {"question": f"{PETS} {name}?", "pets": ["dog", "parrot", "cat"], "answer": index}
@@ -46,23 +36,8 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-async def address() -> AsyncIterator[str]:
-    """A gateway before a router with a prefill and a decode worker, all in this process."""
-    model = Decoder.load(CHECKPOINT, "float32", torch.device("cpu"), BLOCK_SIZE, make_backend(best_isa()))
-    cluster = LocalCluster(model, Sizes(), Tokenizer.load(CHECKPOINT))
-    router = RouterServer(cluster.router)
-    addresses = await router.start()
-    await cluster.resize(1, 1)
-    actor = GatewayActor(GatewayConfig(addresses.public).to_json())
-    yield json.loads(await actor.start())["http_address"]
-    await actor.stop()
-    await router.stop()
-    await cluster.stop()
-
-
-async def test_lm_eval(address: str, tmp_path: Path) -> None:
-    answered = await asyncio.to_thread(evaluate, address, tmp_path)
+def test_lm_eval(cluster: ServedCluster, tmp_path: Path) -> None:
+    answered = evaluate(cluster.status()["http_address"], tmp_path)
     expected = torch_logprobs()
     for sample, logprobs in zip(answered["choosing"], expected, strict=True):
         told = [float(logprob) for [(logprob, _)] in sample["resps"]]
@@ -79,7 +54,7 @@ def evaluate(address: str, folder: Path) -> dict[str, Any]:
         whole = {"task": name, "test_split": "test", "doc_to_text": "question", **data, **task}
         (folder / f"{name}.yaml").write_text(json.dumps(whole))  # which is YAML, too
     python = Path(os.environ["BATON_CLIENTS_VENV"]) / "bin/python"
-    arguments = f"base_url=http://{address}/v1/completions,model=twin,tokenizer={CHECKPOINT},num_concurrent=2"
+    arguments = f"base_url=http://{address}/v1/completions,model=demo,tokenizer={CHECKPOINT},num_concurrent=2"
     command = [*(str(python), "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", arguments)]
     command += [*("--tasks", ",".join(TASKS), "--include_path", str(folder), "--batch_size", "2")]
     command += [*("--output_path", str(folder / "out"), "--log_samples")]
