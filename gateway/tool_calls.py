@@ -148,14 +148,14 @@ class CallParser:
         return [*calls] if calls else [raw]
 
     def _calls_in(self, text: str) -> Iterator[ToolCall]:
-        """Yields the calls of a JSON text; none if one of them is none."""
+        """Yields the calls of a JSON text; none if one of them is none, or has arguments that no JSON can tell."""
         try:
             read = json.loads(text)
+            if self._name:
+                read = {"name": self._name, self._format.arguments: read}
+            calls = [self._call(one) for one in (read if isinstance(read, list) else [read])]
         except (ValueError, RecursionError):
             return
-        if self._name:
-            read = {"name": self._name, self._format.arguments: read}
-        calls = [self._call(one) for one in (read if isinstance(read, list) else [read])]
         if None not in calls:
             yield from (one for one in calls if one is not None)
 
@@ -163,8 +163,10 @@ class CallParser:
         if not isinstance(read, dict):
             return None
         name, arguments = read.get("name"), read.get(self._format.arguments)
-        is_known = isinstance(name, str) and name in self._names and isinstance(arguments, dict)
-        return ToolCall(str(name), json.dumps(arguments, ensure_ascii=False)) if is_known else None
+        if not (isinstance(name, str) and name in self._names and isinstance(arguments, dict)):
+            return None
+        told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return ToolCall(name, told.encode().decode())  # half a surrogate pair is a ValueError
 
 
 class _JsonScan:

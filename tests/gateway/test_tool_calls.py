@@ -1,6 +1,7 @@
 """Calls of tools: found in any text however it is split, told as OpenAI does, whole and streamed."""
 
 import json
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -33,6 +34,9 @@ CASES: list[tuple[str, str, list[str | ToolCall] | None]] = [
     ("qwen", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None),
     ("qwen", '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>', None),
     ("qwen", '<tool_call>{"a": ]}</tool_call>', None),
+    ("qwen", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', None),
+    ("qwen", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', None),
+    ("qwen", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', None),
     ("qwen", LLAMA_F, [LLAMA_F]),
     ("llama", LLAMA_F, [F]),
     ("llama", f"<|python_tag|>{LLAMA_F}; {LLAMA_G}", [F, G]),
@@ -89,6 +93,13 @@ def test_any_text_in_any_pieces(tool_format: str, parts: list[str], data: st.Dat
     assert parsed(tool_format, [text[start : start + size] for start in range(0, len(text), size)]) == whole
     if not any(isinstance(one, ToolCall) for one in whole):
         assert whole == [text] * bool(text)
+
+
+def test_arguments_of_any_depth_are_a_call_or_text() -> None:
+    for depth in range(sys.getrecursionlimit()):
+        arguments = f'{{"a": {"[" * depth}{"]" * depth}}}'
+        text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}'
+        assert parsed("qwen", [text]) in ([ToolCall("f", arguments)], [text])
 
 
 def test_text_is_told_as_soon_as_it_is_no_call() -> None:
