@@ -17,7 +17,8 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.peers import EngineProcess, Launcher, Point, default_folder, make_model
+from benchmarks.peer_process import EngineProcess
+from benchmarks.peers import Launcher, Point, default_folder, make_model
 from benchmarks.result_file import write_result
 from worker.loop import ENGINE_NICENESS
 
@@ -38,12 +39,12 @@ def burning_core() -> Iterator[subprocess.Popen[bytes]]:
 def measure(engine: EngineProcess, batch: int, num_tokens: int, num_rounds: int) -> tuple[list[float], list[float]]:
     """Returns tokens a second of each round, alone and beside the burner, after a round that warms up."""
     point = Point("decode", batch)
-    point.measure(engine, num_tokens, seed=1)
+    point.ask(engine, num_tokens, seed=1)
     alone, beside = [], []
     for number in range(num_rounds):
-        alone.append(point.measure(engine, num_tokens, seed=100 + 4 * number).rate)
+        alone.append(point.rate(point.ask(engine, num_tokens, seed=100 + 2 * number)))
         with burning_core():
-            beside.append(point.measure(engine, num_tokens, seed=102 + 4 * number).rate)
+            beside.append(point.rate(point.ask(engine, num_tokens, seed=101 + 2 * number)))
     return alone, beside
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import engine.roster
 import engine.sequence
 from benchmarks.machine import MachineState
-from benchmarks.peer_engines import Baton, make_prompts
+from benchmarks.peer_engines import Baton, TokenLog, make_prompts
 from benchmarks.peers import default_folder, make_model
 from benchmarks.result_file import write_result
 from engine.sequence import Sequence as EngineSequence
@@ -77,8 +77,9 @@ class Round:
 
 def take_turn(engine: Baton, prompts: Sequence[list[int]], num_tokens: int) -> Turn:
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    token_ids = engine.generate(prompts, num_tokens)
-    return Turn(time.perf_counter() - began_s, time.process_time() - began_cpu_s, token_ids)
+    log = TokenLog(len(prompts))
+    engine.generate(prompts, num_tokens, log)
+    return Turn(time.perf_counter() - began_s, time.process_time() - began_cpu_s, log.token_ids)
 
 
 def take_turns(cached: Baton, uncached: Baton, asked: Sequence[Sequence[list[int]]], num_tokens: int) -> Round:

@@ -45,9 +45,17 @@ class MachineState:
 
 def processor() -> str:
     """Names the processor as Linux knows it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else "unknown processor"
+    return _cpu_field("model name") or "unknown processor"
+
+
+def has_avx512() -> bool:
+    return "avx512f" in _cpu_field("flags").split()
+
+
+def _cpu_field(name: str) -> str:
+    """Reads a field of the first core; empty where Linux has no such field."""
+    fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    return next((value.strip() for key, _, value in fields if key.strip() == name), "")
 
 
 def _best_gb_s(work: Callable[[], object]) -> float:

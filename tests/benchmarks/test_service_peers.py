@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks import service_peers
-from benchmarks.peers import EngineFailed
+from benchmarks.peer_process import EngineFailed
 from benchmarks.service_peers import compare, make_served_model, tabulate, vllm_service
 from deploy.load.latency import Record
 
