@@ -102,7 +102,7 @@ def main() -> None:
         for claim, row in rows.items():
             print(claim, *(f"  {key:<10} {value}" for key, value in row.items()), sep="\n")
     if options.write:
-        before = {name: Kept(**one) for name, one in _read().items()}
+        before = {name: Kept(**one).only(FAMILIES[name]) for name, one in _read().items()}
         everything = {name: {**before, **kept}[name] for name in FAMILIES if name in {**before, **kept}}
         RESULTS.write_text(json.dumps({name: asdict(one) for name, one in everything.items()}, indent=1) + "\n")
         write_page(PAGE, FAMILIES, everything)

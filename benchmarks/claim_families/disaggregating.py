@@ -69,12 +69,19 @@ def compare(modes: dict[str, Mode], number: int) -> dict[str, float]:
 
 
 def judge(name: str, rounds: Sequence[dict[str, float]]) -> Finding:
-    """Judges by the time of a request: below 2K it must not fall, above 8K it must; not at all if rounds disagree."""
+    """Judges by the time of a request: below 2K it must not fall, above 8K it must.
+
+    One round is not judged, nor are rounds that disagree.
+    """
     is_long = name == "disaggregation_long"
     told = ", ".join(f"{spread([one[measure] for one in rounds])} the {measure}" for measure in MEASURES)
     pays = {one[MEASURES[0]] < 1.0 for one in rounds}
-    by = f"the {MEASURES[0]}, on which rounds disagree" if len(pays) > 1 else f"the {MEASURES[0]}, in all rounds"
-    holds = None if len(pays) > 1 else (True in pays) == is_long
+    if len(rounds) == 1:
+        holds, by = None, "one round decides nothing"
+    elif len(pays) > 1:
+        holds, by = None, f"the {MEASURES[0]}, on which rounds disagree"
+    else:
+        holds, by = (True in pays) == is_long, f"the {MEASURES[0]}, in all rounds"
     reason = (
         "a hand-over is a cache hit" if name == "disaggregation_short" else "chunks of long prompts hold decodes up"
     )

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ and a baseline that is code in this repository. This command makes the page; TRA
     OMP_NUM_THREADS=1 python benchmarks/claims.py --write --trace TRACE
 
 A gain *holds* where the measurement reaches the lower number said, a share of a peak where it lies within the range:
-*no* may mean above it. Where there are several cases, it names the one that decides. A claim with `-` waits, and says
-for what, or its rounds disagree. Ratios are medians, with the least and the greatest round. The models are small and
+*no* may mean above it. Where there are several cases, it names the one that decides. A claim with `-` waits: its rounds
+disagree or are too few. Ratios are medians, with the least and the greatest round. The models are small and
 run on a CPU: figures tell whether an effect is there and which way it points, not how large it is on a GPU."""
 HOLDS = {True: "yes", False: "no", None: "-"}
 
@@ -38,6 +38,10 @@ class Kept:
         """Raises KeyError where a claim has no finding."""
         rows = {name: {"said": said, **asdict(report.findings[name])} for name, said in family.claims.items()}
         return cls(machine, date, report.setting, rows, None if report.chart is None else asdict(report.chart))
+
+    def only(self, family: Family) -> "Kept":
+        """Leaves out claims that a family had once."""
+        return replace(self, rows={name: row for name, row in self.rows.items() if name in family.claims})
 
 
 def write_page(page: Path, families: Mapping[str, Family], kept: Mapping[str, Kept]) -> None:

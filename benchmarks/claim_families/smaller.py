@@ -83,10 +83,12 @@ def _h2o() -> Finding:
     more = {kind: kept["perplexity"][kind] / full["perplexity"][kind] - 1 for kind in ("english", "facts")}
     return Finding(
         "90 % with a tenth of the tokens kept; perplexity has no arithmetic",
-        f"{saved:.1%} of the bytes; perplexity {more['english']:+.1%} in English, {more['facts']:+.0%} in facts "
-        f"and questions, recall at 300 tokens {kept['recall']['300']:.0%} (quality.md)",
+        "a variant: a prompt's last 64 rows weigh its tokens, and pages go where a block is full; H2O's authors weigh "
+        f"by all rows, and a token goes each step. {saved:.1%} of the bytes; perplexity {more['english']:+.1%} in "
+        f"English, {more['facts']:+.0%} in facts and questions, recall at 300 tokens {kept['recall']['300']:.0%} "
+        "(quality.md)",
         saved >= 0.9 and max(more.values()) < 0.02,
-        "facts: their questions come after the drop",
+        "of the variant, in facts: their questions come after the drop",
     )
 
 

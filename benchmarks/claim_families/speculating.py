@@ -1,14 +1,10 @@
 """Speculation beside none, on the same weights: answers that repeat themselves, and answers that never do."""
 
-from pathlib import Path
-
 import torch
 
 from benchmarks.claim_families.finding import Family, Finding, Inputs, Report
 from benchmarks.speculation import BLOCK_SIZE, DEMO_MODEL, compare, make_contenders, make_loads
 from demo_model import DRAFT
-from deploy.plan.capacity import RequestKV
-from deploy.plan.shape import BITS, ModelShape
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.model.decoder import Decoder
 
@@ -18,7 +14,6 @@ HARMLESS = 0.97
 CLAIMS = {
     "speculation_speed": "speculation makes tokens 2-3x faster",
     "speculation_hurts": "speculation hurts at large batches, and where drafts are refused",
-    "speculation_memory": "speculation takes 1.5-2x the memory",
 }
 
 
@@ -66,29 +61,7 @@ def measure(_inputs: Inputs) -> Report:
                 if gains[worst] < HARMLESS
                 else f"none is below {HARMLESS}, as guesses are left out where they lose",
             ),
-            "speculation_memory": _memory(),
         },
-    )
-
-
-def _memory() -> Finding:
-    """Sums weights and KV of the model and of its draft, which has as many pages."""
-    target, draft = (_bytes(folder) for folder in (DEMO_MODEL, DRAFT))
-    return Finding(
-        "weights and KV of the draft model beside the target's: 1.01-1.1x for 1-10 %",
-        f"{1 + draft / target:.2f}x with the demo's draft, of {draft / target:.0%} of the weights and KV of its model; "
-        "n-grams take neither",
-        1.5 <= 1 + draft / target <= 2,
-        "the draft",
-    )
-
-
-def _bytes(folder: Path) -> int:
-    """Counts weights in the dtype that they are computed in, and KV of as many tokens as the context has."""
-    shape = ModelShape.read(folder)
-    return (
-        shape.weight_bytes()
-        + RequestKV(shape.kv_layout(BLOCK_SIZE), shape.max_context_len, BITS[shape.dtype]).num_bytes
     )
 
 

@@ -95,6 +95,8 @@ def test_below_2k_disaggregation_must_not_shorten_requests_and_above_8k_it_must(
         found = [judge(name, [ratios, ratios]).holds for name in ("disaggregation_short", "disaggregation_long")]
         assert tuple(found) == holds
         assert judge("disaggregation_long", [ratios, dict.fromkeys(ratios, 2.0 - other_s)]).holds is None
+        one = judge("disaggregation_long", [ratios])
+        assert (one.holds, one.decided_by) == (None, "one round decides nothing")
 
 
 def test_the_lengths_that_decide_on_block_tables_are_named() -> None:
@@ -119,6 +121,23 @@ def test_claims_on_smaller_caches_are_measured() -> None:
         "snapkv": False,
         "int4": False,
     }
+
+
+def test_h2o_is_judged_as_the_variant_that_it_is() -> None:
+    row = rows_of(measure(["smaller_caches"], None), "h2o")["h2o"]
+    assert row["measured"].startswith("a variant: ")
+    assert row["decided_by"].startswith("of the variant")
+
+
+def test_the_memory_of_a_draft_needs_no_measurement() -> None:
+    row = rows_of(measure(["arithmetic"], None), "speculation_memory")["speculation_memory"]
+    assert row["holds"] is False
+    assert "x with the demo's draft" in row["arithmetic"]
+
+
+def test_a_claim_that_has_left_its_family_is_kept_no_longer() -> None:
+    kept = Kept("", "", "", {"one_head": {"said": "a"}, "gone": {"said": "b"}}, None)
+    assert list(kept.only(ARITHMETIC).rows) == ["one_head"]
 
 
 def test_rounds_begin_with_each_way_in_turn() -> None:
