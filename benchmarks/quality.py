@@ -22,7 +22,7 @@ import math
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.quality_backends import Backend, CutText, TransformersBackend
-from benchmarks.quality_page import MAIN_LEN, PLAN, Row, write_page
+from benchmarks.quality_page import MAIN_LEN, PLAN, Row, add_rows, write_page
 from benchmarks.techniques import LOAD, TECHNIQUES, Technique, decode_in_turns
 from demo_model import CHECKPOINT
 from demo_model.corpus import Split
@@ -153,24 +153,28 @@ def measure(args: argparse.Namespace) -> Quality:
 
 
 def measure_all(args: argparse.Namespace) -> dict[str, Row]:
-    """Measures all techniques on the same texts, and their speed in turns."""
+    """Measures the techniques that are asked for on the same texts, and their speed in turns if these are all."""
+    asked = [one for one in TECHNIQUES if args.only in (None, one.name)]
+    needed = [one for one in TECHNIQUES if one in asked or one.name in {each.over for each in asked}]
     with TemporaryDirectory() as scratch:
-        backends = [one.load(args.model, Path(scratch), num_blocks=args.num_blocks) for one in TECHNIQUES]
+        backends = {one.name: one.load(args.model, Path(scratch), num_blocks=args.num_blocks) for one in needed}
     tokenizer = Tokenizer.load(args.model)
-    meters = [
-        {length: Meter(backend, tokenizer, args.seed, num) for length, num in PLAN.items()} for backend in backends
-    ]
-    texts = meters[0][MAIN_LEN].load(LOAD.num_texts, LOAD.text_len)
-    loads = decode_in_turns(backends, texts, LOAD.num_steps, LOAD.num_rounds)
-    full = meters[0][MAIN_LEN].continuations([MAIN_LEN])
+    meters = {
+        name: {length: Meter(backend, tokenizer, args.seed, num) for length, num in PLAN.items()}
+        for name, backend in backends.items()
+    }
+    texts = meters[asked[0].name][MAIN_LEN].load(LOAD.num_texts, LOAD.text_len)
+    loads = decode_in_turns([backends[one.name] for one in asked], texts, LOAD.num_steps, LOAD.num_rounds)
+    continued = {name: by_length[MAIN_LEN].continuations([MAIN_LEN]) for name, by_length in meters.items()}
     rows = {}
-    for technique, by_length, load in zip(TECHNIQUES, meters, loads, strict=True):
+    for technique, load in zip(asked, loads, strict=True):
         print(f"{technique.name} ...", file=sys.stderr, flush=True)
+        by_length = meters[technique.name]
         by_depth = {length: meter.recall_by_depth(length) for length, meter in by_length.items()}
-        meter = by_length[MAIN_LEN]
-        agreement = share_alike(meter.continuations([MAIN_LEN]), full)
-        perplexities = {kind: meter.perplexity(kind) for kind in PAGES}
-        rows[technique.name] = Row(_over_depths(by_depth), by_depth, perplexities, agreement, load)
+        agreement = share_alike(continued[technique.name], continued[technique.over])
+        perplexities = {kind: by_length[MAIN_LEN].perplexity(kind) for kind in PAGES}
+        shown = load if args.only is None else replace(load, tokens_per_s=None)
+        rows[technique.name] = Row(_over_depths(by_depth), by_depth, perplexities, agreement, shown)
     return rows
 
 
@@ -196,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print a table or the JSON."""
     args = _parse_args(arguments)
     if args.write:
-        write_page(measure_all(args))
+        (write_page if args.only is None else add_rows)(measure_all(args))
         return
     quality = measure(args)
     as_json = json.dumps(asdict(quality), indent=2)
@@ -222,6 +226,11 @@ def _parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=int, default=2048)
     parser.add_argument("--json", type=Path, nargs="?", const=Path("-"), help="print JSON, or write it to this file")
     parser.add_argument("--write", action="store_true", help="measure all techniques, and make docs/quality.md")
+    parser.add_argument(
+        "--only",
+        choices=[one.name for one in TECHNIQUES],
+        help="with --write: renew one technique's row, without its speed",
+    )
     return parser.parse_args(arguments)
 
 

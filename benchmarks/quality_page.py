@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine import MachineState, processor
 from benchmarks.result_file import FOLDER
-from benchmarks.techniques import LOAD, TECHNIQUES, Decoding, Technique
+from benchmarks.techniques import FULL, LOAD, TECHNIQUES, Decoding, Technique
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "quality.md"
 RESULTS = FOLDER / "quality.json"
@@ -31,22 +32,23 @@ last three tokens, an English page after two thirds. What follows is given to th
 runs behind the reduction, as it does after a failover. So no rule knows, while it drops tokens, which fact will be
 asked. An answer that prefill samples would be right whatever was dropped.
 
-- *bytes a token, tokens/s*: {load}, the techniques in turns;
+- *bytes a token, tokens/s*: {load}, the techniques in turns; `-` for a row that was added without that;
 - *recall*: the share of held-out prompts answered right, {prompts};
 - *perplexity*: of the last third of {pages} pages of 384 tokens: English, whose sentences tell nothing about one
   another, so that it shows text that breaks; and facts with questions and answers, which shows facts that are lost;
 - *agreement*: the share of {pages} prompts of {length} tokens, and as many English pages, whose next 32 tokens are all
-  the same as with the full cache;
+  the same as with the full cache in float32, or in bfloat16 where the row says so;
 - *after a failover*: what a stream goes on with, on a CPU, when its worker is lost;
 - rows of the *latest* tokens and of tokens *at random* are controls: budgets of the same size, filled without a look at
   attention. The window is the demo model's weights as a Mistral, which was not trained so.
 
-The demo model in float32: 4 layers, 2 KV heads of 32; blocks of 16 tokens. Machine: {machine}."""
+The demo model, in float32 where a row names no dtype: 4 layers, 2 KV heads of 32; blocks of 16 tokens. Machine:
+{machine}."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of a technique. perplexity: by kind of page. greedy_agreement: with the first technique's answers."""
+    """The figures of a technique. perplexity: by kind of page. greedy_agreement: with the technique that it is over."""
 
     recall: dict[int, float]
     recall_by_depth: dict[int, dict[str, float]]
@@ -54,14 +56,32 @@ class Row:
     greedy_agreement: float
     load: Decoding
 
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> "Row":
+        """Reads a row of RESULTS."""
+        recall, by_depth = ({int(length): one for length, one in row[key].items()} for key in _BY_LENGTH)
+        return cls(recall, by_depth, row["perplexity"], row["greedy_agreement"], Decoding(**row["load"]))
+
+
+_BY_LENGTH = ("recall", "recall_by_depth")
+
 
 def write_page(rows: Mapping[str, Row]) -> None:
-    """Writes the figures by technique, the page, and prints it."""
+    """Writes the figures of all techniques, the page, and prints it."""
     machine = MachineState.measure()
-    where = f"{processor()}, {machine.describe()}, {datetime.now(UTC):%Y-%m-%d}"
-    content = {"command": COMMAND, "machine": where, "rows": {name: asdict(row) for name, row in rows.items()}}
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
-    text = format_page(where, rows)
+    _write(f"{processor()}, {machine.describe()}, {datetime.now(UTC):%Y-%m-%d}", rows)
+
+
+def add_rows(rows: Mapping[str, Row]) -> None:
+    """Writes the page anew with these rows among the kept ones, whose machine stays named."""
+    kept = json.loads(RESULTS.read_text())
+    _write(kept["machine"], {**{name: Row.read(row) for name, row in kept["rows"].items()}, **rows})
+
+
+def _write(machine: str, rows: Mapping[str, Row]) -> None:
+    ordered = {one.name: asdict(rows[one.name]) for one in TECHNIQUES}
+    RESULTS.write_text(json.dumps({"command": COMMAND, "machine": machine, "rows": ordered}, indent=1) + "\n")
+    text = format_page(machine, rows)
     PAGE.write_text(text)
     print(text)
 
@@ -87,9 +107,11 @@ def format_page(machine: str, rows: Mapping[str, Row]) -> str:
 
 def _cells(technique: Technique, row: Row) -> list[str]:
     recall = [f"{row.recall[length]:.1%}" for length in PLAN]
-    figures = [f"{row.load.bytes_per_token:,.0f}", f"{row.load.tokens_per_s:,.0f}", *recall]
+    speed = "-" if row.load.tokens_per_s is None else f"{row.load.tokens_per_s:,.0f}"
+    figures = [f"{row.load.bytes_per_token:,.0f}", speed, *recall]
     figures += [f"{one:.3f}" for one in row.perplexity.values()]
-    return [technique.name, *figures, f"{row.greedy_agreement:.1%}", technique.promise]
+    over = "" if technique.over == FULL else f" of {technique.over}"
+    return [technique.name, *figures, f"{row.greedy_agreement:.1%}{over}", technique.promise]
 
 
 def _line(cells: list[str]) -> str:

@@ -15,13 +15,16 @@ from engine.model.dropping import HEAVIEST, Chooser, Drawn, Latest
 from wire.kv_policy import Dropping, parse_kv_policy
 
 _SAME = "the same tokens"
+FULL = "full, float32"
+FULL_BFLOAT16 = "full, bfloat16"
 
 
 @dataclass(frozen=True)
 class Technique:
     """A way to keep KV in fewer bytes: its settings, the case that it is for, and the promise for a lost worker.
 
-    when: the case; empty for a control. window: of a model like this one, in tokens.
+    when: the case; empty for a control. window: of a model like this one, in tokens. over: the technique whose tokens
+    its own are compared with.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Technique:
     kv_policy: str = "full"
     chooser: Chooser = HEAVIEST
     window: int | None = None
+    over: str = FULL
 
     def load(
         self, model: Path, scratch: Path, device: str = "cpu", block_size: int = 16, num_blocks: int = 2048
@@ -47,9 +51,10 @@ class Technique:
 
 
 TECHNIQUES = (
-    Technique("full, float32", "where memory is no limit; the measure of the others"),
-    Technique("full, bfloat16", "the default of most checkpoints; it halves the weights, too", dtype="bfloat16"),
+    Technique(FULL, "where memory is no limit; the measure of the others"),
+    Technique(FULL_BFLOAT16, "the default of most checkpoints; it halves the weights, too", dtype="bfloat16"),
     Technique("int8", "first of all: no token goes, and answers hardly ever change", kv_dtype="int8"),
+    Technique("int8 over bfloat16", "", dtype="bfloat16", kv_dtype="int8", over=FULL_BFLOAT16),
     Technique(
         "fp8", "in place of int8 where a GPU multiplies it, or where a model's values need its range", kv_dtype="fp8"
     ),
@@ -85,9 +90,12 @@ LOAD = Load(num_texts=16, text_len=900, num_steps=64, num_rounds=5)
 
 @dataclass(frozen=True)
 class Decoding:
-    """The speed of decoding, and bytes of KV for each known token, under one load."""
+    """The speed of decoding, and bytes of KV for each known token, under one load.
 
-    tokens_per_s: float
+    tokens_per_s: None where the technique has not taken turns with the others.
+    """
+
+    tokens_per_s: float | None
     bytes_per_token: float
 
 
@@ -120,7 +128,7 @@ def decode_in_turns(
         for turn in range(len(backends)):
             place = (number + turn) % len(backends)
             rounds[place].append(decode(backends[place], texts, num_steps))
-    return [Decoding(median(one.tokens_per_s for one in taken), taken[-1].bytes_per_token) for taken in rounds]
+    return [Decoding(median(one.tokens_per_s or 0 for one in taken), taken[-1].bytes_per_token) for taken in rounds]
 
 
 def _with_window(model: Path, window: int, folder: Path) -> Path:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.quality import Meter, main, share_alike
 from benchmarks.quality_backends import CutText, EngineBackend
-from benchmarks.quality_page import PLAN, RESULTS, Row, format_page
+from benchmarks.quality_page import PAGE, PLAN, RESULTS, Row, add_rows, format_page
 from benchmarks.techniques import TECHNIQUES, Decoding, Technique, decode
 from demo_model import CHECKPOINT
 from demo_model.corpus import Split
@@ -136,6 +136,25 @@ def test_each_technique_has_its_row_and_its_case() -> None:
         assert "98.7%" in line
         assert line.endswith(f"| {one.promise} |")
         assert (f"- **{one.name}**: " in page) is bool(one.when)
+
+
+def test_a_row_is_added_to_the_kept_ones_without_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = json.loads(RESULTS.read_text())
+    for name in ("RESULTS", "PAGE"):
+        monkeypatch.setattr(f"benchmarks.quality_page.{name}", tmp_path / name)
+    (tmp_path / "RESULTS").write_text(json.dumps(kept))
+    row = Row(dict.fromkeys(PLAN, 0.987), {}, {"english": 4.0, "facts": 5.0}, 0.625, Decoding(None, 550.0))
+    add_rows({"int8 over bfloat16": row})
+    page = (tmp_path / "PAGE").read_text()
+    assert "| int8 over bfloat16 | 550 | - | 98.7% | 98.7% | 98.7% | 4.000 | 5.000 | 62.5% of full, bfloat16 |" in page
+    after = json.loads((tmp_path / "RESULTS").read_text())
+    assert after["machine"] == kept["machine"]
+    assert {**after["rows"], "int8 over bfloat16": None} == {**kept["rows"], "int8 over bfloat16": None}
+
+
+def test_the_page_is_made_of_the_kept_figures() -> None:
+    kept = json.loads(RESULTS.read_text())
+    assert PAGE.read_text() == format_page(kept["machine"], {name: Row.read(row) for name, row in kept["rows"].items()})
 
 
 def test_the_kept_figures_reach_their_floors() -> None:
