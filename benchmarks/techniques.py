@@ -53,7 +53,12 @@ class Technique:
 TECHNIQUES = (
     Technique(FULL, "where memory is no limit; the measure of the others"),
     Technique(FULL_BFLOAT16, "the default of most checkpoints; it halves the weights, too", dtype="bfloat16"),
-    Technique("int8", "first of all: no token goes, and answers hardly ever change", kv_dtype="int8"),
+    Technique(
+        "int8",
+        "first of all: no token goes, and facts stay. Over float32 one answer of 200 changed a token of 32; over "
+        "bfloat16 one of three did, nearly as many as bfloat16 alone changes over float32",
+        kv_dtype="int8",
+    ),
     Technique("int8 over bfloat16", "", dtype="bfloat16", kv_dtype="int8", over=FULL_BFLOAT16),
     Technique(
         "fp8", "in place of int8 where a GPU multiplies it, or where a model's values need its range", kv_dtype="fp8"
