@@ -117,13 +117,12 @@ class Answer:
         return [json.loads(line[6:]) if line != "data: [DONE]" else line[6:] for line in lines]
 
 
-class LocalGateway:
-    """The application, and the cluster behind it. `gone` makes the clients of all later requests go."""
+class LocalDoor:
+    """The application before a router. `gone` makes the clients of all later requests go."""
 
-    def __init__(self, cluster: FakeCluster) -> None:
-        self.cluster = cluster
-        self.client = LocalClient(cluster.router)
-        self.app = Gateway([self.client], KeyRing(cluster.router.config.keys), Metrics())
+    def __init__(self, router: Router, keys: KeyList) -> None:
+        self.client = LocalClient(router)
+        self.app = Gateway([self.client], KeyRing(keys), Metrics())
         self.gone = asyncio.Event()
 
     async def get(self, path: str) -> Answer:
@@ -162,6 +161,14 @@ class LocalGateway:
         async with asyncio.timeout(WAIT_S):
             await self.app(scope, receive, take)
         return answer
+
+
+class LocalGateway(LocalDoor):
+    """The application, and the cluster behind it."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        super().__init__(cluster.router, cluster.router.config.keys)
+        self.cluster = cluster
 
 
 @asynccontextmanager
