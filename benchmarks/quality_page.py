@@ -38,7 +38,7 @@ asked. An answer that prefill samples would be right whatever was dropped.
   another, so that it shows text that breaks; and facts with questions and answers, which shows facts that are lost;
 - *agreement*: the share of {pages} prompts of {length} tokens, and as many English pages, whose next 32 tokens are all
   the same as with the full cache in float32, or in bfloat16 where the row says so. Over float32 a technique shows by
-  itself; in bfloat16 the likeliest tokens of this model often tie, so that any change of the KV moves many answers;
+  itself; over bfloat16 the same codes of int8 move many more answers;
 - *after a failover*: what a stream goes on with, on a CPU, when its worker is lost;
 - rows of the *latest* tokens and of tokens *at random* are controls: budgets of the same size, filled without a look at
   attention. The window is the demo model's weights as a Mistral, which was not trained so.
