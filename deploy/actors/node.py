@@ -94,8 +94,11 @@ class NodeActor:
 
 
 def _files(config: NodeConfig) -> tuple[object, int | None]:
-    """Identifies the files by which other processes find this service."""
+    """Identifies the files by which other processes find this service, and renews their times for cleaners of /tmp."""
     path = config.store.directory_path
+    for file in (os.path.dirname(path), path, config.arena_path):
+        with suppress(OSError):
+            os.utime(file)
     return Arena.identity(config.arena_path), os.stat(path).st_ino if os.path.exists(path) else None
 
 

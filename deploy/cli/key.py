@@ -10,7 +10,7 @@ from deploy.cli.command import Subparsers, add_command
 from deploy.cli.table import render
 from deploy.local.client import call_operator
 from deploy.local.key_file import KeyFile
-from deploy.local.state import ClusterPhase, StateFile, command_line
+from deploy.local.state import ClusterPhase, StateFile
 from wire.errors import BatonError, InvalidRequest, Unavailable
 from wire.pb import cluster_pb2
 from wire.trust.key_ring import Allowance, Key, KeyList, Scope, make_key
@@ -105,8 +105,7 @@ def _put_in_force(cluster: str) -> None:
     try:
         call_operator(state, "ReloadKeys", cluster_pb2.ReloadKeysRequest(), TIMEOUT_S)
     except BatonError as error:
-        status = command_line("status", cluster)
-        advice = f"the cluster goes by it as soon as it can: see `{status}`"
+        advice = "the cluster goes by it as soon as it can"
         raise Unavailable(f"written, and not in force yet: {error.message}: {advice}") from error
     print("in force", file=sys.stderr)
 

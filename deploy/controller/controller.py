@@ -21,7 +21,8 @@ from deploy.controller.gateways import Gateways
 from deploy.controller.nodes import Nodes
 from deploy.controller.pools import Pools
 from deploy.controller.singleton import Singleton
-from deploy.controller.tasks import Tasks, persist
+from deploy.controller.tasks import Tasks, persist, repeat
+from deploy.local import run_dir
 from deploy.local.key_file import KeyFile, LastKeys
 from deploy.plan.authority import Authority
 from deploy.plan.cluster_plan import CONTROLLER, ClusterPlan
@@ -38,6 +39,7 @@ from wire.trust.key_ring import NO_CALLER, KeyList
 ROUTER = "router.actor:RouterActor"
 START_TIMEOUT_S = 1800.0
 KEYS_TIMEOUT_S = 10.0
+RENEW_EVERY_S = 3600.0
 SCALE_TIMEOUT_S = 570.0
 """Less than the router waits for an answer."""
 
@@ -49,23 +51,23 @@ class Controller:
         """Raises ConfigError."""
         start_logging(CONTROLLER)
         plan = from_json(ClusterPlan, plan_json, "plan")
-        run_dir = Path(plan.run_dir)
+        self._run_dir = folder = Path(plan.run_dir)
         self._events = EventLog(time.monotonic)
-        plan = plan.under(authority_of(run_dir, self._events)) if plan.wants_tls else plan
-        self._keys = LastKeys(KeyFile(Path(plan.key_file)), AtomicFile(run_dir / "keys.json"))
+        plan = plan.under(authority_of(folder, self._events)) if plan.wants_tls else plan
+        self._keys = LastKeys(KeyFile(Path(plan.key_file)), AtomicFile(folder / "keys.json"))
         self._keys_problem = ""
         self._tasks = Tasks()
         self._plan = plan = plan.with_keys(self._first_keys())
-        self._host = RayHost(run_dir)
+        self._host = RayHost(folder)
         left = [name for name in self._host.names() if name != CONTROLLER]
-        known = recorded_names(run_dir)
-        record_own(run_dir, CONTROLLER)
+        known = recorded_names(folder)
+        record_own(folder, CONTROLLER)
         self._nodes = Nodes(plan, self._host, self._events, self._ray_drains)
         here = ray.get_runtime_context().get_node_id()
-        self._router = Singleton("router", ROUTER, to_json(plan.router), here, self._host, run_dir, self._events)
-        self._gateways = Gateways(plan.num_gateways, here, self._host, run_dir, self._events)
+        self._router = Singleton("router", ROUTER, to_json(plan.router), here, self._host, folder, self._events)
+        self._gateways = Gateways(plan.num_gateways, here, self._host, folder, self._events)
         self._keep_ports()
-        record = AtomicFile(run_dir / "pools.json")
+        record = AtomicFile(folder / "pools.json")
         has_predecessor = bool(left) or os.path.lexists(record.path)
         pools = record.recall(Pools.from_json)
         if pools is None:
@@ -168,7 +170,12 @@ class Controller:
         if self._plan.is_alone:
             await asyncio.gather(*(self._nodes.join(node) for node in await self._host.nodes()))
 
+    async def _renew_folder(self) -> None:
+        await asyncio.to_thread(run_dir.renew, self._run_dir)
+        await asyncio.sleep(RENEW_EVERY_S)
+
     def _watch(self) -> None:
+        self._tasks.begin(repeat("the care for the run folder", self._renew_folder, self._events))
         self._tasks.begin(self._router.watch(on_restart=self._introduce))
         self._gateways.watch(self._tasks, on_restart=self._begin_telling_keys)
         if not self._plan.is_alone:
@@ -231,12 +238,12 @@ class Controller:
         ray.kill(ray.get_runtime_context().current_actor)
 
 
-def authority_of(run_dir: Path, events: EventLog) -> Authority:
+def authority_of(folder: Path, events: EventLog) -> Authority:
     """Returns the authority of a cluster; its first controller makes it, in a file that its user alone can read.
 
     Makes another where the file is damaged, which processes of before do not trust.
     """
-    record = AtomicFile(run_dir / "authority.json")
+    record = AtomicFile(folder / "authority.json")
     record.create(to_json(Authority.make()).encode())
     if (known := record.recall(_usable_authority)) is not None:
         return known

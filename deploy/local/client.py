@@ -24,6 +24,9 @@ def find_cluster(name: str) -> ClusterState:
         raise Unavailable(f"the cluster {name} {what}")
     if (crash := state.crash) is not None:
         raise _crashed(name, crash)
+    if state.is_alive and (lost := state.lost_folder) is not None:
+        problem = f"{lost} was removed, so that nothing that dies is replaced"
+        raise Unavailable(f"the cluster {name} cannot go on: {problem}: {_anew(name)}")
     return state
 
 
@@ -54,8 +57,11 @@ def call_operator(state: ClusterState, method: str, request: Message, timeout_s:
 
 
 def _crashed(name: str, crash: str | None) -> Unavailable:
-    anew = f"`{command_line('down', name)}` cleans up, `{command_line('up', name)}` starts anew"
-    return Unavailable(f"the cluster {name} crashed{f' {crash}' if crash else ''}: {anew}")
+    return Unavailable(f"the cluster {name} crashed{f' {crash}' if crash else ''}: {_anew(name)}")
+
+
+def _anew(name: str) -> str:
+    return f"`{command_line('down', name)}` cleans up, `{command_line('up', name)}` starts anew"
 
 
 def _clean_up(name: str) -> str:

@@ -96,14 +96,32 @@ def crash(folder: Path) -> str | None:
     return None
 
 
+def find_loss(folder: Path, has_ray: bool) -> Path | None:
+    """Returns the part of a cluster's folder that was removed: the whole, or the session of a Ray of its own."""
+    parts = [folder, ray_session(folder)] if has_ray else [folder]
+    return next((part for part in parts if not part.exists()), None)
+
+
+def renew(folder: Path) -> None:
+    """Sets the times of all files of a cluster to now, and of its nodes' beside: cleaners of /tmp go by them."""
+    for top in (folder, *ROOT.glob(f"{folder.name}.*")):
+        for path in (top, *top.rglob("*")):
+            with suppress(OSError):  # it is gone, or another user's
+                os.utime(path, follow_symlinks=False)
+
+
 def ray_folder(folder: Path) -> Path:
     """Returns the folder in which a Ray of our own keeps its files. A short name: see above."""
     return folder / "r"
 
 
+def ray_session(folder: Path) -> Path:
+    return ray_folder(folder) / "session_latest"
+
+
 def ray_logs(folder: Path) -> Path:
     """Returns the folder in which such a Ray collects the stderr of actors, a file for each process."""
-    return ray_folder(folder) / "session_latest" / "logs"
+    return ray_session(folder) / "logs"
 
 
 def log_tail(log: Path, num_lines: int = 15) -> str:

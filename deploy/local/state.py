@@ -82,6 +82,11 @@ class ClusterState:
         return known or (None if self.head.is_alive else "(the process of its Ray has ended)")
 
     @property
+    def lost_folder(self) -> Path | None:
+        """The part of the cluster's folder that was removed, without which nothing that dies can be replaced."""
+        return run_dir.find_loss(Path(self.run_dir), has_ray=self.head is not None)
+
+    @property
     def ports(self) -> list[int]:
         """The ports that are free when the cluster is gone: Ray's too, where Ray is the cluster's own."""
         own = [self.address, self.local_address, self.operator_address, self.metrics_address, self.http_address]

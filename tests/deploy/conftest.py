@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.local import run_dir
 from deploy.processes.interrupts import SIGNALS
 
 
@@ -11,6 +12,14 @@ from deploy.processes.interrupts import SIGNALS
 def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees clusters that run on this machine, nor leaves a state of its own."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def run_folder() -> Iterator[Path]:
+    """The run folder of a cluster named default."""
+    folder = run_dir.create("default")
+    yield folder
+    run_dir.remove(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -52,6 +52,20 @@ def test_a_node_serves_its_arena_and_takes_it_away(config: NodeConfig) -> None:
     assert not os.path.exists(config.store.directory_path)
 
 
+async def test_a_node_at_work_keeps_its_files_young(config: NodeConfig) -> None:
+    """Cleaners of /tmp go by these times."""
+    folder = Path(config.store.directory_path).parent
+    node = NodeActor(to_json(config))
+    await node.start()
+    paths = folder, Path(config.store.directory_path), Path(config.arena_path)
+    for path in paths:
+        os.utime(path, (0, 0))
+    async with asyncio.timeout(WAIT_S):
+        while not all(os.stat(path).st_mtime for path in paths):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await node.stop()
+
+
 def test_a_node_of_several_lets_others_read_its_arena_and_takes_its_folder_away(config: NodeConfig) -> None:
     socket_path = Path(config.store.directory_path).parent / "own" / "d.sock"
     store = replace(config.store, directory_path=str(socket_path))

@@ -2,6 +2,7 @@ import importlib
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -91,7 +92,7 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, cluster_pb2_grpc.ClusterS
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
+def server(run_folder: Path) -> Iterator[FakeServer]:
     """A server that the state of the default cluster points to."""
     fake = FakeServer()
     grpc_server = grpc.server(ThreadPoolExecutor(2))
@@ -99,14 +100,14 @@ def server() -> Iterator[FakeServer]:
     cluster_pb2_grpc.add_ClusterServicer_to_server(fake, grpc_server)
     address = f"127.0.0.1:{grpc_server.add_insecure_port('127.0.0.1:0')}"
     grpc_server.start()
-    _write_state(address)
+    _write_state(address, run_folder)
     yield fake
     grpc_server.stop(None).wait(5)
 
 
-def _write_state(address: str) -> ClusterState:
+def _write_state(address: str, folder: Path) -> ClusterState:
     state = ClusterState(
-        "default", ClusterPhase.RUNNING, GONE, RUN_DIR, "secret", address=address, operator_address=address
+        "default", ClusterPhase.RUNNING, GONE, str(folder), "secret", address=address, operator_address=address
     )
     StateFile("default").write(state)
     return state
@@ -269,8 +270,8 @@ def test_what_the_server_refuses_is_one_line(server: FakeServer, capsys: pytest.
     assert capsys.readouterr().err == "baton: n: must be in [1, 16]\n"
 
 
-def test_a_crashed_cluster_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
-    _write_state("127.0.0.1:1")
+def test_a_crashed_cluster_is_said_to_be_one(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write_state("127.0.0.1:1", run_folder)
     assert main(["status"]) == 1
     assert "the cluster default crashed: `baton down` cleans up, `baton up` starts anew" in capsys.readouterr().err
 
@@ -300,6 +301,25 @@ def test_a_crash_of_ray_is_told_though_the_router_still_answers(
     assert server.asked == []
 
 
+@pytest.mark.parametrize("command", [*ASKING, ["chat"]])
+@pytest.mark.parametrize("lost", [".", "r/session_latest"])
+def test_a_run_folder_that_was_removed_is_told_at_once(
+    command: list[str], lost: str, server: FakeServer, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = StateFile("default").read()
+    assert state is not None
+    (run_folder / "r" / "session_latest").mkdir(parents=True)
+    StateFile("default").write(replace(state, head=ProcessRef.of(os.getpid())))
+    assert main(["status"]) == 0
+    capsys.readouterr()
+    shutil.rmtree(run_folder / lost)
+    assert main(command) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"baton: the cluster default cannot go on: {run_folder / lost} was removed")
+    assert told.endswith(": `baton down` cleans up, `baton up` starts anew\n")
+    assert len(server.asked) == 1, "the status of before"
+
+
 @pytest.mark.parametrize("command", ASKING)
 def test_a_broken_state_is_set_aside_by_down(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     path = StateFile("default").path
@@ -317,13 +337,13 @@ def test_a_broken_state_is_set_aside_by_down(command: list[str], capsys: pytest.
 
 
 def test_an_interrupted_down_says_how_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(*_: object) -> None:
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
             signal.raise_signal(number)
 
-    state = _write_state("127.0.0.1:1")
+    state = _write_state("127.0.0.1:1", run_folder)
     monkeypatch.setattr(down, "shut_down", interrupt)
     assert main(["down"]) == 130
     told = "baton: interrupted, so some of default may be left: `baton down` goes on\n"
@@ -343,10 +363,10 @@ def test_an_interrupted_import_is_an_interrupted_command(
 
 
 @pytest.mark.parametrize("command", ASKING)
-def test_a_command_that_waits_is_interrupted_without_a_word(command: list[str]) -> None:
+def test_a_command_that_waits_is_interrupted_without_a_word(command: list[str], run_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(WAIT_S)
-        _write_state(f"127.0.0.1:{listener.getsockname()[1]}")
+        _write_state(f"127.0.0.1:{listener.getsockname()[1]}", run_folder)
         whole = [sys.executable, "-m", "deploy.cli", *command]
         with subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             connection, _ = listener.accept()

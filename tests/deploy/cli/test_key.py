@@ -10,16 +10,18 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_status import rpc_status
 
 from deploy.cli.__main__ import main, make_parser
 from deploy.cli.key import run_create
 from deploy.local.key_file import KeyFile
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.processes.process import ProcessRef
-from tests.deploy.cli.test_cli import GONE, RUN_DIR, FakeServer
-from wire.errors import Unauthenticated
+from tests.deploy.cli.test_cli import GONE, FakeServer
+from wire.errors import Unauthenticated, Unavailable
 from wire.pb import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from wire.rpc import TOKEN_METADATA
+from wire.rpc_status import to_status
 from wire.trust.key_ring import Allowance, KeyRing, Scope
 
 
@@ -34,7 +36,7 @@ class KeyServer(FakeServer):
         assert dict(context.invocation_metadata())[TOKEN_METADATA] == "secret"
         self.num_reloads += 1
         if self.failure:
-            context.abort(grpc.StatusCode.UNAVAILABLE, self.failure)
+            context.abort_with_status(rpc_status.to_status(to_status(Unavailable(self.failure))))
         return cluster_pb2.ReloadKeysResponse()
 
     def Generate(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
@@ -43,7 +45,7 @@ class KeyServer(FakeServer):
 
 
 @pytest.fixture
-def server() -> Iterator[KeyServer]:
+def server(run_folder: Path) -> Iterator[KeyServer]:
     fake, grpc_server = KeyServer(), grpc.server(ThreadPoolExecutor(2))
     cluster_pb2_grpc.add_ClusterServicer_to_server(fake, grpc_server)
     inference_pb2_grpc.add_InferenceServicer_to_server(fake, grpc_server)
@@ -51,7 +53,7 @@ def server() -> Iterator[KeyServer]:
     grpc_server.start()
     me, running = ProcessRef.of(os.getpid()), ClusterPhase.RUNNING
     StateFile("default").write(
-        ClusterState("default", running, GONE, RUN_DIR, "secret", address=address, operator_address=address, redis=me)
+        ClusterState("default", running, GONE, str(run_folder), "secret", "m", address, address, redis=me)
     )
     yield fake
     grpc_server.stop(None).wait(5)

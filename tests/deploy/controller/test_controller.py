@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +178,16 @@ async def test_a_controller_comes_back_over_any_damaged_record(
         while not {"decode-0", "decode-1", "prefill-0"} <= cluster.host.actors.keys():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert cluster.host.launched == [*launched, "prefill-0"], "all that was there was found, and goes on"
+
+
+async def test_a_controller_keeps_the_run_folder_young(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_module, "RENEW_EVERY_S", 0.01)
+    await cluster.start()
+    record = cluster.run_dir / "router.json"
+    os.utime(record, (0, 0))
+    async with asyncio.timeout(WAIT_S):
+        while not record.stat().st_mtime:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def test_a_controller_that_takes_over_certifies_under_the_same_authority(tmp_path: Path) -> None:
