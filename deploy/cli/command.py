@@ -6,7 +6,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from wire.errors import InvalidRequest
@@ -14,7 +13,8 @@ from wire.errors import InvalidRequest
 DEFAULT_NAME = "default"
 MAX_MESSAGE_CHARS = 300
 MAX_ECHO_CHARS = 64
-_WHOLE = re.compile(r"[+-]?\d{1,19}")
+_WHOLE = re.compile(r"[+-]?[0-9]{1,19}")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 Subparsers = Any
 """argparse keeps the type of what `add_subparsers` returns to itself."""
 
@@ -74,9 +74,8 @@ def read_count(text: str) -> int:
 
 def read_number(text: str) -> float:
     """Reads a finite number. Raises ArgumentTypeError."""
-    with suppress(ValueError):
-        if math.isfinite(number := float(text)):
-            return number
+    if _NUMBER.fullmatch(text) and math.isfinite(number := float(text)):
+        return number
     raise argparse.ArgumentTypeError(f"must be a number, not {text[:MAX_ECHO_CHARS]!r}")
 
 

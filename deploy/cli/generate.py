@@ -88,7 +88,7 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
     if args.prompt is not None:
         return _read_stdin() if args.prompt == "-" else str(args.prompt)
     parts = args.token_ids.replace(",", " ").split()
-    if not all(part.isdecimal() and len(part) <= 10 and int(part) < 1 << 32 for part in parts):
+    if not all(part.isascii() and part.isdecimal() and len(part) <= 10 and int(part) < 1 << 32 for part in parts):
         raise InvalidRequest("token_ids", "must be whole numbers with commas between them")
     return [int(part) for part in parts]
 

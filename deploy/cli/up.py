@@ -29,7 +29,7 @@ SLOW_S = 1.0
 
 
 def _port_or_off(text: str) -> int | str:
-    return read_whole(text) if text.isdecimal() else text
+    return read_whole(text) if text[:1].isdigit() else text
 
 
 _MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)"

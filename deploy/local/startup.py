@@ -17,8 +17,8 @@ from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_li
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.cluster_plan import ClusterPlan, Home, cold_settings, make_plan
 from deploy.plan.config import ALLOW, ClusterConfig
-from deploy.plan.machine import Machine, inspect_machine
-from deploy.plan.model import ModelFacts, inspect_model
+from deploy.plan.machine import Machine, inspect_machine, require_limits
+from deploy.plan.model import ModelFacts, inspect_model, require_folders
 from deploy.plan.resources import RayNode
 from deploy.processes.interrupts import Interrupts
 from deploy.processes.process import ProcessRef
@@ -79,6 +79,8 @@ class Startup:
 
     def _require_settings(self) -> None:
         """Raises ConfigError for a setting that cannot work on this machine, before anything is started."""
+        require_limits()
+        require_folders(self._config.model.path, self._config.speculation.draft)
         router = self._config.router
         _require_free("--grpc-port", router.host, router.grpc_port)
         _require_free("--metrics-port", router.host, router.metrics_port)

@@ -6,8 +6,8 @@ from wire.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DECIMAL_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]iB|B|)")
-_DECIMAL_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kMGT]B)")
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([KMGT]iB|B|)")
+_DECIMAL_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kMGT]B)")
 
 
 def parse_bytes(text: str, name: str) -> int:

@@ -47,14 +47,17 @@ MIB = 1 << 20
 MAX_FILE_BYTES = MIB
 MAX_RESOURCE = 1 << 20
 MAX_DEPTH = 2
+MAX_TEXT_CHARS = 4096
+"""The most that a path may have."""
+MAX_NAME_CHARS = 256
 MAX_ECHO_CHARS = 64
 MAX_ECHO_BITS = 1024
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,15}")
 _TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")
-_REDIS_URL = re.compile(r"own|off|rediss?://[^\s/]+(/\d*)?(\?\S*)?|unix://[^\s/]*/\S+")
+_REDIS_URL = re.compile(r"own|off|rediss?://[^\s/]+(/[0-9]*)?(\?\S*)?|unix://[^\s/]*/\S+")
 _RESOURCE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
-_RAY_ADDRESS = re.compile(r"auto|[^\s/]+:\d+")
+_RAY_ADDRESS = re.compile(r"auto|[^\s/]+:[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -272,6 +275,9 @@ class ClusterConfig:
             value = attrgetter(name)(self)
             is_text = value is None or all(map(_TEXT.fullmatch, [value] if isinstance(value, str) else value))
             _require(is_text, name, "text without control characters, and not empty: leave it out for the default", "")
+            most = MAX_NAME_CHARS if name == "model.served_name" else MAX_TEXT_CHARS
+            is_short = value is None or all(len(one) <= most for one in ([value] if isinstance(value, str) else value))
+            _require(is_short, name, f"of at most {most} characters", "")
         choices_of = {
             "model.dtype": DTYPES,
             "model.weights": WEIGHTS,

@@ -1,6 +1,7 @@
 """The memory, cores and GPUs of this machine, for sizing."""
 
 import os
+import resource
 import shutil
 import subprocess
 from contextlib import suppress
@@ -16,6 +17,14 @@ CGROUP = Path("/sys/fs/cgroup")
 RAYS_SHARE = 20
 """Ray ends workers when less than one part in so many of the memory is free."""
 QUERY_TIMEOUT_S = 20.0
+
+
+LIMITS = {
+    resource.RLIMIT_NOFILE: ("open files", "-n", 1024, 1),
+    resource.RLIMIT_NPROC: ("processes and threads", "-u", 1024, 1),
+    resource.RLIMIT_FSIZE: ("bytes of a file", "-f", 1 << 30, 1 << 10),
+}
+"""Limits of a process: the name, the flag and the unit of `ulimit`, and the least with which a cluster starts."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,17 @@ def inspect_machine() -> Machine:
         num_cores=len(os.sched_getaffinity(0)),
         gpus=_free_on_gpus(),
     )
+
+
+def require_limits() -> None:
+    """Raises ConfigError for a limit of this process, and so of its children, with which no cluster starts."""
+    for limit, (name, flag, least, unit) in LIMITS.items():
+        soft, hard = resource.getrlimit(limit)
+        most = hard if limit == resource.RLIMIT_NOFILE else soft  # Ray raises that of files itself
+        if most != resource.RLIM_INFINITY and most < least:
+            raise ConfigError(
+                f"only {most} {name} are allowed here: allow more, as with `ulimit {flag} {least // unit}`"
+            )
 
 
 def _free_memory() -> int:

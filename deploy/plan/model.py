@@ -1,12 +1,16 @@
 """The model to serve: the facts that a plan needs before any worker has loaded it."""
 
+import os
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.plan.config import ModelSettings
+from engine.checkpoint.json_fields import parse_object
 from router.config import ServedModel
-from wire.errors import ConfigError
+from text.model_file import read_regular
+from wire.errors import ConfigError, ModelError
 from wire.kv_policy import Dropping, parse_kv_policy
 
 if TYPE_CHECKING:
@@ -14,6 +18,8 @@ if TYPE_CHECKING:
     from engine.checkpoint.config import AttentionConfig
 
 DEMO_MODEL = "demo-model"
+MAX_CONFIG_BYTES = 1 << 20
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,20 @@ class ModelFacts:
         return self.weight_bytes + pool_bytes + self.draft.weight_bytes + num_blocks * self.draft.block_bytes
 
 
+def require_folders(model: str | None, draft: str | None) -> None:
+    """Raises ModelError for a path that is no model's or draft's folder, in milliseconds; trusts a name on the hub."""
+    for setting, path in (("", model), ("speculation.draft: ", draft)):
+        if path is None or (_HUB_NAME.fullmatch(path) and not os.path.lexists(path)):
+            continue
+        folder = Path(os.path.expanduser(path))
+        try:
+            if not os.path.lexists(folder):
+                raise ModelError(f"{path[:64]} is neither a folder nor a name on the hub (owner/model)")
+            parse_object(read_regular(folder / "config.json", MAX_CONFIG_BYTES), "config.json")
+        except ModelError as error:
+            raise ModelError(f"{setting}{error.message}", **error.ids) from error
+
+
 def inspect_model(
     settings: ModelSettings, device: str, cpu_kernels: str = "auto", draft: str | None = None
 ) -> ModelFacts:
@@ -72,6 +92,10 @@ def inspect_model(
     checkpoint = Checkpoint(find_folder(settings.path or _demo_model()))
     check_weights(checkpoint)
     checkpoint.load_tokenizer()
+    with naming_the_draft():  # before the weights are hashed, which takes long
+        other = None if draft is None else open_draft(find_folder(draft), checkpoint)
+        if other is not None:
+            check_weights(other)
     try:
         kernels = cpu_kernels if settings.weights == "auto" else f"{cpu_kernels}-{settings.weights}"
         backend = select_backend(torch.device(device), kernels)
@@ -94,11 +118,8 @@ def inspect_model(
         kv_policies=settings.kv_policies,
     )
     facts = ModelFacts(served, device, _weight_bytes(checkpoint), backend.name)
-    if draft is None:
+    if other is None:
         return facts
-    with naming_the_draft():
-        other = open_draft(find_folder(draft), checkpoint)
-        check_weights(other)
     its_dtype = str(compute_dtype(None, other.config, backend)).removeprefix("torch.")
     layout = other.config.kv_layout(its_dtype, settings.block_size)
     return replace(facts, draft=DraftFacts(str(other.folder.resolve()), _weight_bytes(other), layout.block_bytes))

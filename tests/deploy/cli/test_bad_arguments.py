@@ -1,5 +1,6 @@
 """Arguments, files and stdin that are wrong: one line that names them, and the exit status for their kind."""
 
+import argparse
 import io
 import os
 import sys
@@ -9,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from deploy.cli.__main__ import main
+from deploy.cli.__main__ import main, make_parser
 from deploy.cli.generate import NO_TIMEOUT_S
 from wire.rpc import MAX_MESSAGE_BYTES
 
@@ -105,6 +106,8 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["up", "--model", ""], CONFIGURATION, "--model must be text without control characters, and not empty"),
     (["up", "--model", "a\0b"], CONFIGURATION, "--model must be text without control characters"),
     (["up", "--model", NO_UTF8], USAGE, "argument --model: must be UTF-8"),
+    (["up", "--served-model-name", "n" * 257], CONFIGURATION, "--served-model-name must be of at most 256 characters"),
+    (["up", "--model", "n" * 4097], CONFIGURATION, "--model must be of at most 4096 characters"),
     (["up", "--model", "/none"], CONFIGURATION, "/none is neither a folder nor a name on the hub"),
     (["up", "--model", "~nosuchuser/x"], CONFIGURATION, "~nosuchuser/x is neither a folder nor a name on the hub"),
     (["up", "--dtype", ""], USAGE, "argument --dtype: invalid choice: ''"),
@@ -137,6 +140,51 @@ def test_wrong_arguments(arguments: list[str], status: int, named: str, capsys: 
     told_status, told = outcome(arguments + by_model, capsys)
     assert named in told
     assert told_status == status
+
+
+def flags_of_numbers() -> list[tuple[list[str], str]]:
+    """Every flag that reads a number, with its command."""
+    found: list[tuple[list[str], str]] = []
+
+    def look(parser: argparse.ArgumentParser, words: list[str]) -> None:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, one in action.choices.items():
+                    look(one, [*words, name])
+            elif action.option_strings and action.type not in (None, str, Path):
+                found.append((words, action.option_strings[-1]))
+
+    look(make_parser(), [])
+    return found
+
+
+@pytest.mark.parametrize("number", ["\u0663", "1\u0663", "\uff11", "1_0", "0x1"])
+def test_a_number_has_ascii_digits_at_every_flag(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = flags_of_numbers()
+    assert len(flags) > 40
+    taken = []
+    for words, flag in flags:
+        status, told = outcome([*words, f"{flag}={number}"], capsys)
+        if status != USAGE or f"argument {flag}: " not in told:
+            taken.append((words, flag, told))
+    assert taken == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["up", "--pool-bytes", "\u0663GiB"],
+        ["up", "--redis-url", "redis://h/\u0663"],
+        ["up", "--ray-address", "h:\u0663"],
+        ["up", "--http-port", "\u0663"],
+        ["generate", "--token-ids", "\u0663"],
+        ["size", "--memory", "\u0663GiB"],
+        ["bench", "--slo", "ttft=\u0663"],
+    ],
+)
+def test_numbers_within_texts_have_ascii_digits(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, _ = outcome(arguments, capsys)
+    assert status in (USAGE, CONFIGURATION)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +223,7 @@ def test_a_configuration_that_is_no_regular_file(
         (b"from a pipe", FAILED, NOT_RUNNING),
         (b"\xff", USAGE, "prompt: stdin must be UTF-8"),
         pytest.param("é".encode() * (MAX_MESSAGE_BYTES // 2 + 1), USAGE, "prompt: longer than 4 MiB", id="too long"),
-        pytest.param(b"a" * MAX_MESSAGE_BYTES, USAGE, "prompt: longer than 4 MiB", id="too long as a message"),
+        pytest.param(b"a" * MAX_MESSAGE_BYTES, USAGE, "prompt: the request has", id="too long as a message"),
         pytest.param(b"a" * (MAX_MESSAGE_BYTES - 100), FAILED, NOT_RUNNING, id="just short enough"),
     ],
 )

@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import resource
 import signal
 import socket
 import sys
@@ -14,7 +15,7 @@ from deploy.local.shutdown import tear_down
 from deploy.local.startup import Startup
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.plan.cluster_plan import ClusterPlan, Home
-from deploy.plan.config import ClusterConfig
+from deploy.plan.config import TEXTS, ClusterConfig
 from deploy.plan.resources import RayNode
 from deploy.processes.process import ProcessRef, spawn_leader
 from kv_store.frame import mac_key_of
@@ -331,6 +332,62 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_started(checkp
         Startup(_config(checkpoint, files={"folder": "/proc/none"}), Silent()).run()
     assert FakeHead.processes == []
     assert StateFile(NAME).read() is None
+    assert _left_behind() == []
+
+
+PATHS: dict[str, dict[str, Any]] = {
+    "model.path": {"model": {"path": "/none"}},
+    "speculation.draft": {"speculation": {"draft": "/none"}},
+    "redis.url": {"redis": {"url": "unix:///none"}},
+    "ray.address": {"ray": {"address": "127.0.0.1:1"}},
+    "files.folder": {"files": {"folder": "/proc/none"}},
+    "secret_file": {"secret_file": "/none"},
+    "tls.certificate": {"tls": {"certificate": "/none", "key": "/none"}},
+    "tls.key": {"tls": {"certificate": "/dev/null", "key": "/none"}},
+    "tls.client_ca": {"tls": {"certificate": "/dev/null", "key": "/dev/null", "client_ca": "/none"}},
+}
+
+
+@pytest.mark.parametrize("setting", [name for name in TEXTS if name != "model.served_name"])
+def test_every_setting_that_names_a_place_is_checked_before_anything_is_started(checkpoint: Path, setting: str) -> None:
+    with pytest.raises(ConfigError):
+        Startup(_config(checkpoint, **PATHS[setting]), Silent()).run()
+    assert FakeHead.processes == []
+    assert _left_behind() == []
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+@pytest.mark.parametrize("setting", ["model.path", "speculation.draft"])
+def test_a_folder_without_a_model_is_found_before_anything_is_started(
+    checkpoint: Path, tmp_path: Path, setting: str, content: str | None
+) -> None:
+    table, _, key = setting.partition(".")
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(
+        ConfigError, match=r"^speculation\.draft: config\.json" if table == "speculation" else "^config"
+    ):
+        Startup(_config(checkpoint, **{table: {key: str(tmp_path)}}), Silent()).run()
+    assert FakeHead.processes == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "named"),
+    [
+        ("RLIMIT_NOFILE", 64, "only 64 open files are allowed .*ulimit -n 1024"),
+        ("RLIMIT_NPROC", 64, "only 64 processes and threads are allowed .*ulimit -u 1024"),
+        ("RLIMIT_FSIZE", 1 << 20, "only 1048576 bytes of a file are allowed .*ulimit -f"),
+    ],
+)
+def test_limits_of_the_process_are_checked_before_anything_is_started(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, named: str
+) -> None:
+    is_limit = getattr(resource, limit)
+    real = resource.getrlimit
+    monkeypatch.setattr(resource, "getrlimit", lambda one: (value, value) if one == is_limit else real(one))
+    with pytest.raises(ConfigError, match=named):
+        Startup(_config(checkpoint), Silent()).run()
+    assert FakeHead.processes == []
     assert _left_behind() == []
 
 
