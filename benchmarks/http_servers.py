@@ -1,6 +1,7 @@
 """Servers of HTTP beside one another: streams of events held, the gaps between events, processor time a token.
 
-    pip install starlette granian uvloop && python benchmarks/http_servers.py --streams 500 --interval 0.5 --tokens 20
+    pip install uvicorn starlette granian uvloop
+    python benchmarks/http_servers.py --streams 500 --interval 0.5 --tokens 20
 
 Each server runs an application that does nothing but wait and send.
 """

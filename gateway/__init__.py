@@ -1,19 +1,17 @@
 """HTTP in OpenAI's dialect: a process of its own that speaks to the router as any client does.
 
 ```
-client ──HTTP/1.1──▶ connections ──ASGI──▶ app ──▶ completions, chat ──▶ baton.AsyncClient ──gRPC──▶ router
-                     bounds of a           routes,  fields in, objects
-                     connection            bodies   and events out
+client ──HTTP/1.1──▶ httpd ──ASGI──▶ app ──▶ completions, chat ──▶ baton.AsyncClient ──gRPC──▶ router
+                     bounds of a         routes,  fields in, objects
+                     connection          bodies   and events out
 ```
 
 - `actor`: start and stop of the process; `config`: its settings.
-- `connections`: uvicorn's server on one port, and bounds on connections, heads of requests and slow readers.
 - `app`: routes; a client that goes cancels its request. `exchange`: a request's body in, its answer out.
 - `fields`: strict JSON, and each field by name: read, only with one value, ignored, or refused.
 - `generation`: the prompts of a request under way, whole or as events; `completions` and `chat` are its two dialects.
 - `openapi`: the page that names all paths and fields.
 - `metrics`: the page that Prometheus reads, of all gateways of a cluster.
-- `errors`: each error as status and OpenAI's envelope.
 
 It keeps nothing: when it dies, clients of gRPC notice nothing, the router cancels its requests, and another follows.
 """

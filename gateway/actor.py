@@ -8,8 +8,8 @@ from pathlib import Path
 from baton import AsyncClient
 from gateway.app import Gateway
 from gateway.config import GatewayConfig
-from gateway.connections import HttpServer
 from gateway.metrics import Metrics
+from httpd.server import HttpServer
 from wire.settings import from_json
 from wire.trust.certificates import Certificates
 from wire.trust.key_ring import KeyList, KeyRing

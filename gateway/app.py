@@ -18,10 +18,10 @@ from baton.results import Model
 from gateway import fields, openapi
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
-from gateway.errors import HttpError
 from gateway.exchange import ClientGone, Events, Receive, Reply, Request, Scope, Send
 from gateway.generation import Dialect, EchoLimit, Generation, answer, events
 from gateway.metrics import Metrics
+from httpd.errors import HttpError
 from wire import errors
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
@@ -115,8 +115,9 @@ class Gateway:
         method, handler = ("GET", self._show_model) if is_model else self._routes.get(request.path, ("", None))
         if handler is None:
             raise HttpError(HTTPStatus.NOT_FOUND, "no such path; /v1/chat/completions is one")
-        if request.method != method:
-            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, f"this path wants {method}", allow=method)
+        allowed = ("GET", "HEAD") if method == "GET" else (method,)
+        if request.method not in allowed:
+            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, f"this path wants {method}", allow=", ".join(allowed))
         return handler
 
     async def _read(self, request: Request) -> None:
@@ -238,6 +239,7 @@ async def _answer_until_gone(request: Request, answering: Coroutine[Any, Any, No
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
+            tasks[1].result()  # raises what is wrong with a body that nothing asked for
             raise ClientGone("the client went away")
         tasks[0].result()
     finally:

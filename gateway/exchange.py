@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from gateway import fields
-from gateway.errors import HttpError, envelope, headers
+from httpd.errors import HttpError, envelope, headers
 from wire.errors import BatonError, Cancelled, InvalidRequest
 from wire.ids import REQUEST_ID
 from wire.rpc import MAX_MESSAGE_BYTES

@@ -35,6 +35,9 @@ class Metrics:
         self._answered = Counter(
             "baton_http_requests", "Answered", ["gateway", "path", "status"], registry=self._registry
         )
+        self._reaches_router = Gauge(
+            "baton_http_router_metrics_up", "The router's page came with the last", ["gateway"], registry=self._registry
+        ).labels(name)
         self.open = Gauge("baton_http_open_requests", "Under way", ["gateway"], registry=self._registry).labels(name)
 
     def count(self, path: str, status: int) -> None:
@@ -46,12 +49,20 @@ class Metrics:
 
         Counts of other gateways are up to SHARE_EVERY_S old.
         """
+        routers = await asyncio.to_thread(self._routers, key)
+        self._reaches_router.set(bool(routers))
         own = generate_latest(self._registry).decode()
-        page = merge([own, *await asyncio.to_thread(lambda: list(self._others()))]).encode()
-        if self._router_address:
-            with suppress(OSError, http.client.HTTPException):
-                page += await asyncio.to_thread(_fetch, f"http://{self._router_address}/metrics", key)
-        return page
+        return merge([own, *await asyncio.to_thread(lambda: list(self._others()))]).encode() + routers
+
+    def _routers(self, key: str) -> bytes:
+        """Fetches the router's page; blocks. Returns nothing where it does not come."""
+        if not self._router_address:
+            return b""
+        try:
+            return _fetch(f"http://{self._router_address}/metrics", key)
+        except (OSError, http.client.HTTPException) as error:
+            log.warning("the router's metrics are missing from the page: %s", error)
+            return b""
 
     async def share(self) -> None:
         """Leaves the counts in the folder, until cancelled."""

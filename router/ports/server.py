@@ -1,39 +1,37 @@
 """The servers of a router: a gRPC server for clients, one for the operator, one over HTTP for Prometheus."""
 
 import asyncio
-import logging
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
+from httpd.errors import HttpError, envelope, headers
+from httpd.port import Receive, Send
+from httpd.request_reader import Scope as HttpScope
+from httpd.server import HttpServer
 from router.config import LOOPBACK
 from router.ports.arrivals import ArrivalLimit
 from router.ports.inference import InferenceApi
 from router.ports.interceptors import ErrorInterceptor, KeyInterceptor
 from router.ports.operator import Addresses, ClusterApi
 from router.router import Router
-from wire.errors import BatonError, ConfigError
+from wire.errors import BatonError, ConfigError, Unavailable
 from wire.pb import cluster_pb2, inference_pb2
 from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
 from wire.pb.inference_pb2_grpc import add_InferenceServicer_to_server
-from wire.rpc import SERVER_OPTIONS, listen, port_taken
+from wire.rpc import SERVER_OPTIONS, listen
 from wire.trust.certificates import Certificates
 from wire.trust.key_ring import KeyRing, Scope
 
-log = logging.getLogger(__name__)
-
 STOP_GRACE_S = 1.0
-MAX_SCRAPERS = 8
-SCRAPER_TIMEOUT_S = 5.0
-"""How long a scraper may say nothing."""
+MAX_SCRAPE_S = 5.0
+"""How long a scraper waits for its page, the pages of others before it included."""
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _GENERATE = f"/{_INFERENCE}/Generate"
 _CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name
@@ -60,7 +58,7 @@ class RouterServer:
     async def start(self) -> Addresses:
         """Raises ConfigError if a port is in use; nothing is left running then."""
         try:
-            addresses = self._bind()
+            addresses = await self._bind()
         except ConfigError:
             await self.stop()
             raise
@@ -83,21 +81,21 @@ class RouterServer:
         await self._public.stop(STOP_GRACE_S)
         await self._operator.stop(STOP_GRACE_S)
         if self._metrics is not None:
-            await asyncio.to_thread(self._metrics.stop)
+            await self._metrics.stop()
 
-    def _bind(self) -> Addresses:
+    async def _bind(self) -> Addresses:
         listeners = self._router.config.listeners
         tls = None if listeners.tls is None else Certificates(listeners.tls)
+        metrics = ""
         if listeners.metrics_port is not None:
-            host = LOOPBACK if tls else listeners.host
-            registry, keys = self._router.metrics.registry, self._router.keys
-            self._metrics = MetricsServer(registry, keys, host, listeners.metrics_port)
+            self._metrics = MetricsServer(self._router.metrics.registry, self._router.keys)
+            metrics = await self._metrics.start(LOOPBACK if tls else listeners.host, listeners.metrics_port)
         public = listen(self._public, listeners.host, listeners.grpc_port, tls)
         return Addresses(
             public,
             public if tls is None else listen(self._public, LOOPBACK, listeners.local_port),
             listen(self._operator, LOOPBACK, listeners.operator_port),
-            self._metrics.address if self._metrics is not None else "",
+            metrics,
         )
 
     def _server(self, service: str, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
@@ -111,59 +109,46 @@ class RouterServer:
 
 
 class MetricsServer:
-    """Prometheus' own HTTP application over a registry, from its making to `stop`, on threads of its own.
+    """A registry's page over HTTP, in Prometheus' formats, made on a thread of its own, one at a time.
 
     Wants a key with the scope `metrics`, where there are keys.
     """
 
-    def __init__(self, registry: CollectorRegistry, keys: KeyRing, host: str, port: int) -> None:
-        """Port 0 takes a free one. Raises ConfigError if the port is taken."""
-        values = {"timeout": SCRAPER_TIMEOUT_S, "slots": threading.Semaphore(MAX_SCRAPERS)}
-        scrape = type("Scrape", (_Scrape,), values)
+    def __init__(self, registry: CollectorRegistry, keys: KeyRing) -> None:
+        self._registry = registry
+        self._keys = keys
+        self._server = HttpServer(self._answer)
+        self._thread = ThreadPoolExecutor(1, "metrics")
+
+    async def start(self, host: str, port: int) -> str:
+        """Returns the address; port 0 takes a free one. Raises ConfigError if the port is taken."""
+        return await self._server.start(host, port)
+
+    async def stop(self) -> None:
+        """Closes the port."""
+        await self._server.stop()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _answer(self, scope: HttpScope, _: Receive, send: Send) -> None:
         try:
-            app = _guarded(make_wsgi_app(registry), keys)
-            self._server = make_server(host, port, app, ThreadingWSGIServer, scrape)
-        except OSError as error:
-            raise port_taken(host, port) from error
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-        self.address = f"{host}:{self._server.server_port}"
-
-    def stop(self) -> None:
-        """Closes the port. Blocks for a moment."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def _guarded(app: Any, keys: KeyRing) -> Any:
-    def guarded(environ: Any, start_response: Any) -> Any:
-        given = [environ["HTTP_AUTHORIZATION"]] if "HTTP_AUTHORIZATION" in environ else []
-        try:
-            keys.admit(given, Scope.METRICS)
+            status, (kind, page), more = HTTPStatus.OK, await self._page(scope), []
         except BatonError as error:
-            status = HTTPStatus(error.status.http)
-            start_response(f"{status.value} {status.phrase}", [("WWW-Authenticate", "Bearer")])
-            return [error.message.encode()]
-        return app(environ, start_response)
+            status, kind, page = HTTPStatus(error.status.http), "application/json", envelope(error)
+            more = headers(error)
+        told = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(page)), *more]
+        await send({"type": "http.response.start", "status": status, "headers": told})
+        await send({"type": "http.response.body", "body": page, "more_body": False})
 
-    return guarded
-
-
-class _Scrape(WSGIRequestHandler):
-    """A scraper's connection. `slots` bounds how many of a server are served at a time; others are closed at once."""
-
-    slots: threading.Semaphore
-
-    def handle(self) -> None:
-        if not self.slots.acquire(blocking=False):
-            return
+    async def _page(self, scope: HttpScope) -> tuple[str, bytes]:
+        """Returns the type and the text. Raises Unauthenticated, PermissionDenied, HttpError or Unavailable."""
+        given = [(name, value.decode("latin-1")) for name, value in scope["headers"]]
+        self._keys.admit([value for name, value in given if name == b"authorization"], Scope.METRICS)
+        if scope["method"] not in ("GET", "HEAD"):
+            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, "this path wants GET", allow="GET, HEAD")
+        encode, kind = choose_encoder(dict(given).get(b"accept", ""))
         try:
-            super().handle()
-        except OSError:
-            log.info("a scrape broke off", exc_info=True)
-        finally:
-            self.slots.release()
-
-    def log_message(self, *_: Any) -> None:
-        """Scrapes are no events."""
+            async with asyncio.timeout(MAX_SCRAPE_S):
+                page = await asyncio.get_running_loop().run_in_executor(self._thread, encode, self._registry)
+        except TimeoutError as error:
+            raise Unavailable("the page of metrics has not come in time") from error
+        return kind, page

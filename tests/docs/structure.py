@@ -16,6 +16,7 @@ PACKAGES = (
     "deploy",
     "engine",
     "gateway",
+    "httpd",
     "kernels",
     "kv_store",
     "prefill_worker",

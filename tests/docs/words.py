@@ -20,6 +20,7 @@ PACKAGES = (
     "engine",
     "examples",
     "gateway",
+    "httpd",
     "kernels",
     "kv_store",
     "prefill_worker",

@@ -94,11 +94,11 @@ async def test_waiting_for_a_decode_worker() -> None:
 @asynccontextmanager
 async def scraped(cluster: LocalCluster) -> AsyncIterator[str]:
     """The address at which a cluster's metrics are served."""
-    server = MetricsServer(cluster.router.metrics.registry, cluster.router.keys, "127.0.0.1", 0)
+    server = MetricsServer(cluster.router.metrics.registry, cluster.router.keys)
     try:
-        yield server.address
+        yield await server.start("127.0.0.1", 0)
     finally:
-        await asyncio.to_thread(server.stop)
+        await server.stop()
 
 
 async def scrape(address: str) -> dict[tuple[str, ...], float]:

@@ -16,7 +16,7 @@ from benchmarks.serve_report import ServeReport
 from deploy.load.latency import LatencyLimits, Record
 from deploy.load.open_loop import Answer, ChatsClient, CompletionsClient, LoadClient, OpenLoopClient
 from deploy.load.schedule import Arrival
-from gateway.connections import HttpServer
+from httpd.server import HttpServer
 from tests.gateway.local_gateway import serving
 from wire.convert import tiers_to_pb
 from wire.pb import inference_pb2 as pb

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from gateway import connections
 from gateway.config import GatewayConfig
-from gateway.connections import HttpServer
+from httpd.connection import Connection
+from httpd.port import MAX_HEADS_A_TURN
+from httpd.request_reader import MAX_PIPELINED
+from httpd.server import HttpServer
 from tests.router.fake_cluster import WAIT_S, until
 from wire.errors import ConfigError
 
@@ -42,11 +44,22 @@ class App:
             assert (await receive())["type"] == "http.disconnect"
             self.left += 1
             return
+        if path == "/stream":
+            await self._stream(receive, send)
+            return
         num_bytes = int(path[1:]) if path[1:].isdecimal() else 2
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(num_bytes // 65536):
             await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
         await send({"type": "http.response.body", "body": b"ok", "more_body": False})
+
+    async def _stream(self, receive: Any, send: Any) -> None:
+        gone = asyncio.create_task(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.done():
+            await send({"type": "http.response.body", "body": b"token", "more_body": True})
+            await asyncio.sleep(0.01)
+        self.left += 1
 
 
 class Client:
@@ -56,12 +69,14 @@ class Client:
         self.reader, self.writer = reader, writer
 
     async def status(self) -> int:
-        """Reads the head of an answer, and its body if that has a length."""
+        """Reads an answer to its end."""
         async with asyncio.timeout(WAIT_S):
             head = await self.reader.readuntil(b"\r\n\r\n")
             for line in head.lower().split(b"\r\n"):
                 if line.startswith(b"content-length: "):
                     await self.reader.readexactly(int(line[16:]))
+                if line == b"transfer-encoding: chunked":
+                    await self.reader.readuntil(b"0\r\n\r\n")
         return int(head.split()[1])
 
     async def is_closed(self) -> bool:
@@ -202,7 +217,7 @@ async def test_trailers_are_counted_too(served: Served) -> None:
 
 
 async def test_heads_that_do_not_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_HEAD_S", 0.05)
+    monkeypatch.setattr("httpd.connection.MAX_HEAD_S", 0.5)
     silent, half, again = [await served.connect(sent) for sent in (b"", GET[:20], GET)]
     assert await silent.is_closed()
     assert await half.status() == 408
@@ -214,7 +229,7 @@ async def test_heads_that_do_not_come(served: Served, monkeypatch: pytest.Monkey
 
 async def test_an_idle_connection_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     app = App()
-    monkeypatch.setattr(connections, "MAX_IDLE_S", 0.05)
+    monkeypatch.setattr("httpd.connection.MAX_IDLE_S", 0.05)
     server = HttpServer(app)
     address = await server.start("127.0.0.1", 0)
     other = Served(app, int(address.rpartition(":")[2]))
@@ -226,7 +241,7 @@ async def test_an_idle_connection_is_closed(served: Served, monkeypatch: pytest.
 
 
 async def test_more_connections_than_may_be(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("httpd.port.MAX_CONNECTIONS", 2)
     first, second, third = [await served.connect() for _ in range(3)]
     assert await third.status() == 503
     assert await third.is_closed()
@@ -240,7 +255,7 @@ async def test_more_connections_than_may_be(served: Served, monkeypatch: pytest.
 
 
 async def test_one_address_has_no_more_connections_than_it_may(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS_AN_ADDRESS", 2)
+    monkeypatch.setattr("httpd.port.MAX_CONNECTIONS_AN_ADDRESS", 2)
     first, _, third = [await served.connect(source="127.0.0.2") for _ in range(3)]
     assert await third.status() == 503
     assert await third.is_closed()
@@ -257,13 +272,13 @@ async def test_the_kernel_bounds_a_client_that_vanished_and_delays_no_event(monk
 
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
-    class Noted(connections.BoundedProtocol):
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    class Noted(Connection):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
             peer = transport.get_extra_info("socket")
             taken.extend(peer.getsockopt(*one) for one in KERNELS_OPTIONS)
 
-    monkeypatch.setattr(connections, "BoundedProtocol", Noted)
+    monkeypatch.setattr("httpd.server.Connection", Noted)
     server = HttpServer(app)
     address = await server.start("127.0.0.1", 0)
     _, writer = await asyncio.open_connection(*address.split(":"))
@@ -274,15 +289,16 @@ async def test_the_kernel_bounds_a_client_that_vanished_and_delays_no_event(monk
 
 
 async def test_a_reader_that_stalls_is_let_go(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_STALL_S", 0.05)
+    monkeypatch.setattr("httpd.connection.MAX_STALL_S", 0.05)
     client = await served.connect(b"GET /1000000000 HTTP/1.1\r\nHost: x\r\n\r\n")
     await asyncio.sleep(0.2)
     assert await client.is_closed()
     await served.require_unharmed()
 
 
-async def test_a_client_that_goes_is_noticed(served: Served) -> None:
-    client = await served.connect(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
+@pytest.mark.parametrize("path", [b"/wait", b"/stream"])
+async def test_a_client_that_goes_is_noticed(served: Served, path: bytes) -> None:
+    client = await served.connect(GET.replace(b"/a", path))
     await until(lambda: served.app.num_requests)
     client.writer.close()
     await until(lambda: served.app.left)
@@ -290,12 +306,11 @@ async def test_a_client_that_goes_is_noticed(served: Served) -> None:
 
 async def test_requests_in_one_write_are_answered_in_turn(served: Served) -> None:
     client = await served.connect(GET * 3)
-    assert [await client.status() for _ in range(1)] == [200]
-    await until(lambda: served.app.num_requests == 3)
+    assert [await client.status() for _ in range(3)] == [200] * 3
 
 
 async def test_a_burst_of_requests_begins_a_few_in_a_turn(served: Served) -> None:
-    clients = [await served.connect() for _ in range(10 * connections.MAX_HEADS_A_TURN)]
+    clients = [await served.connect() for _ in range(10 * MAX_HEADS_A_TURN)]
     begun = [0]
 
     async def watch() -> None:
@@ -308,16 +323,14 @@ async def test_a_burst_of_requests_begins_a_few_in_a_turn(served: Served) -> Non
         for client in clients:
             client.writer.write(GET)
         assert {await client.status() for client in clients} == {200}
-        for client in clients:
-            await client.reader.readuntil(b"0\r\n\r\n")
         assert served.app.num_requests == num_bursts * len(clients)
     watching.cancel()
     # Between two looks lie the end of one turn and the beginning of another.
-    assert max(later - earlier for earlier, later in pairwise(begun)) <= 2 * connections.MAX_HEADS_A_TURN
+    assert max(later - earlier for earlier, later in pairwise(begun)) <= 2 * MAX_HEADS_A_TURN
 
 
 async def test_a_body_that_came_while_its_head_waited_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_HEADS_A_TURN", 1)
+    monkeypatch.setattr("httpd.port.MAX_HEADS_A_TURN", 1)
     clients = [await served.connect() for _ in range(5)]
     for client in clients:
         client.writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n" + bytes(200_000))
@@ -326,8 +339,12 @@ async def test_a_body_that_came_while_its_head_waited_is_read(served: Served, mo
 
 
 async def test_requests_that_wait_on_a_connection_are_bounded(served: Served) -> None:
-    client = await served.connect(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n" + GET * (connections.MAX_PIPELINED + 1))
+    client = await served.connect(GET * (MAX_PIPELINED + 2))
+    assert [await client.status() for _ in range(MAX_PIPELINED + 1)] == [200] * MAX_PIPELINED + [429]
     assert await client.is_closed()
+    waiting = await served.connect(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n" + GET * (100 * MAX_PIPELINED))
+    await until(lambda: served.app.num_requests == MAX_PIPELINED + 1)
+    waiting.writer.close()
     await until(lambda: served.app.left)
     await served.require_unharmed()
 

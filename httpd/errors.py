@@ -10,6 +10,7 @@ from wire.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    PermissionDenied,
     Status,
     Unauthenticated,
     Unavailable,
@@ -49,7 +50,7 @@ def envelope(error: BatonError) -> bytes:
 def headers(error: BatonError) -> list[tuple[bytes, bytes]]:
     """Lists the headers that tell when to try again, or by which method."""
     told = [(b"allow", error.ids["allow"].encode())] if "allow" in error.ids else []
-    if isinstance(error, Unauthenticated):
+    if isinstance(error, Unauthenticated | PermissionDenied):
         told.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, Overloaded | Unavailable):
         after_s = error.retry_after_s if isinstance(error, Overloaded) else None

@@ -1,0 +1,13 @@
+"""A server of HTTP/1.1 for the gateway and the router's metrics: asyncio's transports, httptools' parser, ASGI's form.
+
+```
+bytes ──▶ request_reader ──▶ connection ──▶ answer ──ASGI──▶ application
+          requests, and the   one deadline   receive, send,
+          fault behind them   at a time      framing
+```
+
+- `server`: start and stop of a port; `port`: what its connections share: bounds on their number, turns.
+- `connection`: requests one after another; the good ones are answered before a fault behind them is.
+- `request_reader`: bytes to requests, with bounds on heads, trailers and lines; `answer`: one request under way.
+- `errors`: each error as status and OpenAI's envelope.
+"""

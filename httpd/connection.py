@@ -1,0 +1,223 @@
+"""A client's connection: requests in, one answer after another out, and a bound on each wait between them."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+
+from httpd.answer import CONTINUE, Answer, head_of
+from httpd.errors import HttpError, envelope, headers
+from httpd.port import Port
+from httpd.request_reader import Incoming, RequestReader
+
+MAX_HEAD_S = 10.0
+"""How long a connection may take to send the head of a request, the wait for the first one included."""
+MAX_IDLE_S = 30.0
+"""How long a connection may stay open after an answer."""
+MAX_STALL_S = 30.0
+"""How long a reader may leave a piece of an answer waiting."""
+PROBE_EVERY_S = 1.0
+"""How often a client that has closed its writing half is asked whether it still reads."""
+PIECE_BYTES = 64 << 10
+"""Of an answer, sent at a time."""
+MAX_BODY_BYTES = 64 << 10
+"""Of bodies that the application has not taken; what follows waits in the kernel."""
+
+log = logging.getLogger(__name__)
+
+
+class Connection(asyncio.BufferedProtocol):
+    """A connection of a port. Without a request under way it ends at its deadline, whatever bytes come.
+
+    Only the beginning of a head moves the deadline. Requests behind one that is under way wait in the reader.
+    """
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+        self._reader = RequestReader(port.knows_host)
+        self._answer: Answer | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._is_delayed = self._has_eof = self._has_ended = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._address = str((transport.get_extra_info("peername") or [""])[0])
+        if self._port.admit(self, self._address):
+            self._end_after(MAX_HEAD_S, self._end_late)
+        else:
+            self._say(HttpError(HTTPStatus.SERVICE_UNAVAILABLE, "as many connections are open as may be"))
+            self._has_ended = True
+            self._close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear_deadline()
+        self._has_ended = True
+        self._port.discard(self, self._address)
+        self._writable.set()
+        if self._answer is not None:
+            self._answer.lose()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._port.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Reads on; a request that begins waits for a place in a turn, and bytes behind it wait in the kernel."""
+        data = bytes(self._port.buffer[:nbytes])
+        if self._answer is not None or self._has_ended or self._port.turns.take():
+            self._read(data)
+        else:
+            self._is_delayed = True
+            self._port.turns.wait(partial(self._read_later, data))
+        self._set_reading()
+
+    def eof_received(self) -> bool:
+        """Goes on with what came whole, as its client may still read. TLS knows no half of a connection."""
+        if self._has_ended or not self._transport.can_write_eof():
+            return False
+        self._has_eof = True
+        self._reader.feed_eof()
+        if self._answer is None:
+            self._go_on()
+        else:
+            self._answer.wake()
+            self._probe()
+        return True
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+        self._end_after(MAX_STALL_S, self._transport.abort)
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+        if self._answer is not None:
+            self._clear_deadline()
+            if self._has_eof:
+                self._probe()
+
+    def shut_down(self) -> None:
+        """Closes at once, or after the answer that is under way."""
+        if self._answer is None:
+            self._has_ended = True
+            self._close()
+        else:
+            self._answer.is_last = True
+
+    def abort(self) -> None:
+        """Closes at once; what is unsent is lost."""
+        self._transport.abort()
+
+    def _read_later(self, data: bytes) -> None:
+        self._is_delayed = False
+        self._read(data)
+        self._set_reading()
+
+    def _read(self, data: bytes) -> None:
+        if self._has_ended:
+            return
+        was_in_head = self._reader.is_in_head
+        self._reader.feed(data)
+        if self._answer is not None:
+            self._answer.wake()
+        elif self._reader.waiting or self._reader.fault is not None:
+            self._go_on()
+        elif self._reader.is_in_head and not was_in_head:
+            self._end_after(MAX_HEAD_S, self._end_late)
+
+    def _set_reading(self) -> None:
+        if self._is_delayed or self._reader.num_body_bytes > MAX_BODY_BYTES:
+            self._transport.pause_reading()
+        elif not self._has_eof:
+            self._transport.resume_reading()
+
+    def _go_on(self) -> None:
+        """Begins the next request; without one, says what is wrong with the bytes behind the last, or waits."""
+        if self._reader.waiting:
+            self._begin(self._reader.waiting.popleft())
+        elif self._reader.fault is not None:
+            self._refuse(self._reader.fault)
+        elif self._has_eof:
+            self._end()
+        else:
+            self._end_after(MAX_HEAD_S if self._reader.is_in_head else MAX_IDLE_S, self._end_late)
+
+    def _begin(self, incoming: Incoming) -> None:
+        self._clear_deadline()
+        self._answer = Answer(incoming, self._reader, self._write, self._set_reading)
+        self._port.spawn(self._serve(self._answer))
+        if self._has_eof:
+            self._probe()
+
+    async def _serve(self, answer: Answer) -> None:
+        try:
+            await self._port.app(answer.incoming.scope, answer.receive, answer.send)
+        except HttpError as error:
+            log.debug("a body has a fault: %s", error.message)
+        except Exception:
+            log.exception("the application failed")
+        self._answer = None
+        self._reader.drop_body(answer.incoming)
+        if self._has_ended:
+            return
+        if answer.is_complete and not answer.is_last:
+            self._go_on()
+        elif self._reader.fault is not None and not answer.has_begun:
+            self._refuse(self._reader.fault)
+        else:
+            self._end()
+        self._set_reading()
+
+    async def _write(self, data: bytes) -> None:
+        """Sends in pieces, each once the client has nearly all before it."""
+        for start in range(0, len(data), PIECE_BYTES):
+            if self._has_ended:
+                return
+            self._transport.write(data[start : start + PIECE_BYTES])
+            await self._writable.wait()
+
+    def _probe(self) -> None:
+        """Sends what clients pass over: the kernel of one that has gone breaks the connection off."""
+        if self._answer is not None and self._writable.is_set():
+            if not self._answer.has_begun and self._answer.incoming.scope["http_version"] != "1.0":
+                self._transport.write(CONTINUE)
+            self._end_after(PROBE_EVERY_S, self._probe)
+
+    def _end_late(self) -> None:
+        if self._reader.is_in_head:
+            self._refuse(HttpError(HTTPStatus.REQUEST_TIMEOUT, "the head of the request has not come in time"))
+        else:
+            self._transport.abort()
+
+    def _refuse(self, error: HttpError) -> None:
+        self._say(error)
+        self._end()
+
+    def _say(self, error: HttpError) -> None:
+        """Answers without the application."""
+        body = envelope(error)
+        told = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers(error)]
+        self._transport.write(head_of(error.status.http, [*told, (b"connection", b"close")]) + body)
+
+    def _end(self) -> None:
+        """Says no more, and passes over what comes until the client closes: else it might lose the last answer."""
+        self._has_ended = True
+        if self._has_eof or not self._transport.can_write_eof():
+            self._close()
+        else:
+            self._transport.write_eof()
+            self._end_after(MAX_STALL_S, self._transport.abort)
+
+    def _close(self) -> None:
+        self._transport.close()
+        self._end_after(MAX_STALL_S, self._transport.abort)
+
+    def _end_after(self, seconds: float, end: Callable[[], None]) -> None:
+        self._clear_deadline()
+        self._deadline = asyncio.get_running_loop().call_later(seconds, end)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()

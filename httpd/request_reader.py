@@ -1,0 +1,189 @@
+"""Requests out of the bytes of a connection, up to the first fault: httptools' parser, with bounds."""
+
+import re
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+
+from httpd.errors import HttpError
+
+MAX_PIPELINED = 16
+"""Requests of one connection that wait for the answer to another."""
+MAX_HEAD_BYTES = 16 << 10
+"""Of a head, of trailers, and of any line between chunks."""
+MAX_HEADERS = 100
+_HOST = re.compile(rb"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
+
+Scope = MutableMapping[str, Any]
+
+
+@dataclass
+class Incoming:
+    """A request as it comes: ASGI's scope, and what has come of its body and was not taken.
+
+    is_last: the connection closes after its answer. is_wanted: its body is kept.
+    """
+
+    scope: Scope
+    is_last: bool
+    wants_continue: bool
+    body: bytearray = field(default_factory=bytearray)
+    is_whole: bool = False
+    is_wanted: bool = True
+
+
+class RequestReader:
+    """Reader of requests. `waiting` has the requests that were not begun; `fault` is of the bytes behind them.
+
+    A request that the fault cuts off leaves `waiting`; one that was begun before never becomes whole.
+    """
+
+    def __init__(self, knows_host: Callable[[str], bool]) -> None:
+        """knows_host: whether a request may name this host, without its port and in lower case."""
+        self.waiting: deque[Incoming] = deque()
+        self.fault: HttpError | None = None
+        self.is_in_head = False
+        self.num_body_bytes = 0
+        self._knows_host = knows_host
+        self._incoming: Incoming | None = None
+        self._is_over = False
+        self._num_parsed_bytes = self._num_open_bytes = 0
+        self._parser = httptools.HttpRequestParser(self)
+
+    def feed(self, data: bytes) -> None:
+        """Reads on; bytes behind a fault, and behind a request that is the last, are passed over."""
+        if self.fault is not None or self._is_over:
+            return
+        self._num_open_bytes += len(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            if not self._is_over:
+                self._end(error.__context__ if isinstance(error.__context__, HttpError) else _fault(_BAD))
+        if self._num_open_bytes > MAX_HEAD_BYTES:
+            self._end(_too_long())
+
+    def feed_eof(self) -> None:
+        """Ends the bytes: what is amid a head or a body has a fault then."""
+        if self.is_in_head or self._incoming is not None:
+            self._end(_fault(_BAD))
+
+    def take_body(self, incoming: Incoming) -> bytes:
+        """Returns what has come of a body since it was last taken."""
+        body = bytes(incoming.body)
+        incoming.body.clear()
+        self.num_body_bytes -= len(body)
+        return body
+
+    def drop_body(self, incoming: Incoming) -> None:
+        """Keeps nothing of a body, now and later."""
+        self.take_body(incoming)
+        incoming.is_wanted = False
+
+    def _parse(self, data: bytes) -> None:
+        """Stays with HTTP/1.1 where a client offers another protocol: reads the head again, without the offer."""
+        while data:
+            try:
+                self._parser.feed_data(data)
+                data = b""
+            except httptools.HttpParserUpgrade as offer:
+                data = self._plain_head() + data[offer.args[0] :]
+                self._parser = httptools.HttpRequestParser(self)
+
+    def _end(self, fault: HttpError) -> None:
+        if self.fault is None:
+            self.fault = fault
+            if self.waiting and not self.waiting[-1].is_whole:
+                self.drop_body(self.waiting.pop())
+
+    def on_message_begin(self) -> None:
+        self.is_in_head = True
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._num_parsed_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a header, or a trailer: both are counted together."""
+        self._headers.append((name.lower(), value))
+        self._count(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        if self._parser.get_method() == b"CONNECT":
+            raise _fault("this server is no proxy")
+        if self._parser.should_upgrade():
+            return
+        headers, version = self._headers, self._parser.get_http_version()
+        self._require_host(headers, version)
+        if len(self.waiting) >= MAX_PIPELINED:
+            raise _fault("as many requests wait on this connection as may", HTTPStatus.TOO_MANY_REQUESTS)
+        scope = {
+            "type": "http",
+            "http_version": version,
+            "method": self._parser.get_method().decode("ascii"),
+            "raw_path": httptools.parse_url(self._url).path,
+            "headers": headers.copy(),
+        }
+        is_last = version == "1.0" or not self._parser.should_keep_alive()
+        wants_continue = version != "1.0" and any(
+            name == b"expect" and value.lower() == b"100-continue" for name, value in headers
+        )
+        self._incoming = Incoming(scope, is_last, wants_continue)
+        self.waiting.append(self._incoming)
+        self.is_in_head = False
+        self._num_open_bytes = 0
+
+    def on_chunk_header(self) -> None:
+        self._num_open_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._num_open_bytes = 0
+        if self._incoming is not None and self._incoming.is_wanted:
+            self._incoming.body += body
+            self.num_body_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        if self._incoming is not None:
+            self._incoming.is_whole, self._is_over = True, self._incoming.is_last
+            self._incoming = None
+            self._num_open_bytes = 0
+
+    def _plain_head(self) -> bytes:
+        """Writes the head as it came, but for the offer of another protocol."""
+        lines = [b"%s %s HTTP/%s" % (self._parser.get_method(), self._url, self._parser.get_http_version().encode())]
+        lines += [b"%s: %s" % header for header in self._headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _require_host(self, headers: list[tuple[bytes, bytes]], version: str) -> None:
+        """Refuses a request of no host, of several, or of one that is not known; HTTP/1.0 needs none."""
+        given = [value for name, value in headers if name == b"host"]
+        if not given and version == "1.0":
+            return
+        found = _HOST.fullmatch(given[0]) if len(given) == 1 else None
+        if found is None or not self._knows_host(found[1].decode().lower()):
+            raise _fault(_OTHER_HOST)
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_parsed_bytes += num_bytes
+        if len(self._headers) > MAX_HEADERS or self._num_parsed_bytes > MAX_HEAD_BYTES:
+            raise _too_long()
+
+
+def _fault(message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> HttpError:
+    """Makes a new error each time: one that is raised again and again would keep all its tracebacks."""
+    return HttpError(status, message)
+
+
+def _too_long() -> HttpError:
+    return _fault("the head of the request is too long", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+
+_BAD = "not a valid HTTP/1.1 request"
+_OTHER_HOST = "no host of this server: ask for 127.0.0.1 or localhost, or list it in http.host_names"
