@@ -1,12 +1,35 @@
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from tests.groups import group_of, place_of
+from tests.pairs import RUNS_ALL, left_out
+
 # Kernels run interpreted where there is no GPU. Set here because Triton looks once, when any test first imports it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the cases that pairs make up for, and begins with the groups that take longest."""
+    dropped = set() if RUNS_ALL else set(left_out(items))
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = sorted((item for item in items if item not in dropped), key=lambda item: place_of(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Makes a process run whole groups (pytest -n 2)."""
+    from xdist.scheduler import LoadScopeScheduling  # here, for a machine with a GPU may have no such package
+
+    config.option.loadscopereorder = False
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = group_of
+    return scheduler
 
 
 @pytest.fixture(scope="session")

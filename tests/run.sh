@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Proves everything: formatting, lint, strict types, import contracts, words, generated stubs, all tests. Arguments go to pytest.
+# Proves everything: formatting, lint, strict types, import contracts, words, generated stubs, all tests.
+#   bash tests/run.sh [--all] [ARGUMENTS OF PYTEST]
+# --all: every combination of parameters where pairs of them do otherwise, and a thousand seeds (an hour or more).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . deploy/environment.sh dev
 export OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+[ "${1:-}" = --all ] && { export BATON_TESTS=all; shift; }
 
 step() {
     echo "== $1" >&2
@@ -28,4 +31,4 @@ step types mypy
 step imports lint-imports
 step words python tests/docs/words.py
 step stubs stubs_are_current
-step tests python -m pytest "$@"
+step tests python -m pytest -n 2 "$@"

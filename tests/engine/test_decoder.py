@@ -57,6 +57,7 @@ def test_a_prompt_alone_gives_the_tokens_of_transformers(checkpoint: Checkpoints
         assert generate(model, [chosen.prompt_ids], NUM_TOKENS) == [list(chosen.token_ids)]
 
 
+@pytest.mark.pairs(triton=0)
 @pytest.mark.parametrize(
     ("kernels", "chunk_len"), [("torch", 700), ("torch", 37), (best_isa(), 700), (best_isa(), 37), ("triton", 700)]
 )

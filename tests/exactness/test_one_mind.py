@@ -23,10 +23,12 @@ from kv_store.tiers.memory_tier import MemoryTier
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.kernels.backends import make_backend
 from tests.pair import Node, Run, make_core, prefill, request, rest_of
+from tests.pairs import RUNS_ALL, covering
 from tests.proposers import seer
 from wire.ids import RequestId
 from wire.sampling import Logprobs, SamplingParams
 
+pytestmark = pytest.mark.pairs
 LENGTHS = (1, 15, 16, 17, 40, 64, 100, 300)
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
@@ -40,8 +42,9 @@ MODELS = [
     ("torch", "bfloat16", "auto"),
 ]
 """Kernels, compute dtype and KV dtype."""
-SERVED = [(*one, *how) for one in ARCHITECTURES for how in MODELS if one[1] == "full" or how[2] != "int4"]
+COMBINED = [(one, *how) for one in ARCHITECTURES for how in MODELS if one[1] == "full" or how[2] != "int4"]
 """KV in int4 has no sinks."""
+SERVED = [(*one, *how) for one, *how in (COMBINED if RUNS_ALL else [COMBINED[place] for place in covering(COMBINED)])]
 
 Tokens = list[tuple[int, Logprobs | None]]
 Key = tuple[int, SamplingParams]
