@@ -106,6 +106,7 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
 
 
 FIRST_SEEDS = {
+    "a block of the arena is not checked": 81,
     "a block of the cold tier is not checked": 38,
     "a fetch counts whatever its lease": 17,
     "tokens are taken twice": 61,
