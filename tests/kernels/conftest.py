@@ -1,5 +1,4 @@
 from collections.abc import Iterator
-
 from pathlib import Path
 
 import pytest
