@@ -6,9 +6,10 @@ import sys
 from baton import Client
 from baton.request import Message, Options
 from deploy.cli.command import Subparsers, add_command
-from deploy.cli.generate import read_timeout
+from deploy.cli.generate import read_stdin, read_timeout
 from deploy.local.client import explained, find_cluster
 from wire.errors import BatonError
+from wire.rpc import MAX_MESSAGE_BYTES
 
 DESCRIPTION = """\
 Talks to the model, a line at a time, through its chat template; each answer is streamed, and the whole conversation is
@@ -45,10 +46,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask() -> str:
-    """Reads a line; a prompt for it is shown on a terminal only."""
+    """Reads a line; a prompt for it is shown on a terminal only. Raises InvalidRequest as `read_stdin` does."""
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
-    return sys.stdin.readline().strip()
+    return read_stdin(lambda stdin: stdin.readline(MAX_MESSAGE_BYTES + 1)).strip()
 
 
 def _answer(client: Client, messages: list[Message], options: Options) -> str:

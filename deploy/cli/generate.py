@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from google.protobuf.json_format import MessageToDict
 
@@ -86,17 +86,17 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
     if (args.prompt is None) == (args.token_ids is None):
         raise InvalidRequest("prompt", "give either a text (or - for stdin) or --token-ids")
     if args.prompt is not None:
-        return _read_stdin() if args.prompt == "-" else str(args.prompt)
+        return read_stdin(lambda stdin: stdin.read(MAX_MESSAGE_BYTES + 1)) if args.prompt == "-" else str(args.prompt)
     parts = args.token_ids.replace(",", " ").split()
     if not all(part.isascii() and part.isdecimal() and len(part) <= 10 and int(part) < 1 << 32 for part in parts):
         raise InvalidRequest("token_ids", "must be whole numbers with commas between them")
     return [int(part) for part in parts]
 
 
-def _read_stdin() -> str:
-    """Returns all of stdin. Raises InvalidRequest for more than a message holds, and for all but UTF-8."""
+def read_stdin(read: Callable[[BinaryIO], bytes]) -> str:
+    """Returns the text that `read` takes of stdin. Raises InvalidRequest for more than a message holds, or no UTF-8."""
     try:
-        data = sys.stdin.buffer.read(MAX_MESSAGE_BYTES + 1) if sys.stdin else b""  # a closed one is None
+        data = read(sys.stdin.buffer) if sys.stdin else b""  # a closed one is None
         if len(data) > MAX_MESSAGE_BYTES:
             raise InvalidRequest("prompt", TOO_LONG)
         return data.decode()

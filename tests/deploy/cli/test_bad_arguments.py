@@ -10,11 +10,15 @@ from typing import cast
 
 import pytest
 
+from deploy.cli import chat
 from deploy.cli.__main__ import main, make_parser
 from deploy.cli.generate import NO_TIMEOUT_S
+from deploy.local.state import ClusterPhase, ClusterState
+from deploy.processes.process import ProcessRef
 from wire.rpc import MAX_MESSAGE_BYTES
 
 TLS = ("--tls-cert", "/none", "--tls-key", "/none")
+RUNNING, GONE = ClusterPhase.RUNNING, ProcessRef(pid=2**22 + 1, started=1.0, boot="none")
 USAGE, CONFIGURATION, FAILED = 2, 78, 1
 NO_UTF8 = "\udcff"
 """As Python hands on an argument of the byte ff."""
@@ -236,6 +240,26 @@ def test_stdin(
     assert named in told
     assert told_status == status
     assert stdin.buffer.tell() <= MAX_MESSAGE_BYTES + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "named"),
+    [
+        (b"hello\n\xff\n", USAGE, "prompt: stdin must be UTF-8"),
+        pytest.param(b"hello\n" + b"a" * 5_000_000, USAGE, "prompt: longer than 4 MiB", id="too long"),
+    ],
+)
+def test_lines_of_a_chat(
+    given: bytes, status: int, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(chat, "find_cluster", lambda name: ClusterState(name, RUNNING, GONE, "/", "", "m", "h:1"))
+    monkeypatch.setattr(chat, "_answer", lambda _client, messages, _options: asked.append(messages[-1]["content"]))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
+    told_status, told = outcome(["chat"], capsys)
+    assert named in told
+    assert told_status == status
+    assert asked == ["hello"]
 
 
 def test_a_stdin_that_cannot_be_read(

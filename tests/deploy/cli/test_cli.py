@@ -209,7 +209,7 @@ def test_generate_streams_text_and_then_tells_where_the_time_went(
 def test_a_chat_is_one_conversation(
     server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nand then?\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hello\nand then?\n")))
     assert main(["chat", "--system", "be quick", "--max-tokens", "9"]) == 0
     assert capsys.readouterr().out == "one two\none two\n"
     first, second = ([(one.role, one.content) for one in asked.messages.messages] for asked in server.asked)
@@ -222,7 +222,7 @@ def test_a_chat_that_is_refused(
     server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.error = InvalidRequest("messages", "no chat template")
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
     assert main(["chat"]) == 2
     assert capsys.readouterr().err == "baton: messages: no chat template\n"
 
