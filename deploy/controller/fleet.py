@@ -16,7 +16,7 @@ from deploy.controller.pools import Pools
 from deploy.controller.tasks import Tasks, reason_of, repeat
 from deploy.plan.cluster_plan import ClusterPlan, Home
 from deploy.plan.machine import Machine, inspect_machine
-from deploy.plan.resources import RayNode, require_node
+from deploy.plan.resources import RayNode, require_node, service_of
 from deploy.plan.sizing import require_room
 from deploy.processes.atomic_file import AtomicFile
 from wire.errors import BatonError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable, WorkerNotFound
@@ -90,8 +90,7 @@ class Fleet:
         self._failures: list[str] = []
         self._tasks = Tasks()
         self._endings = {role: Tasks() for role in Role}  # of processes; only a start of the same role waits for them
-        self._leaving: set[str] = set()  # ids of nodes that drain
-        self._services: dict[WorkerId, str] = {}  # of these nodes, for each of their workers
+        self._services: dict[WorkerId, str] = {}  # of nodes that drain, for each of their workers
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
 
@@ -108,6 +107,8 @@ class Fleet:
                 self.pools.forget(worker.id)
                 self.events.note(f"worker {worker.id} was lost")
             elif worker.state is not WorkerState.READY:
+                if self.pools.leaving and (place := await self._place_of(worker.id)) in self.pools.leaving:
+                    self._services[worker.id] = service_of(place)
                 self._tasks.begin(self._carry_out(worker))
         if not self.pools.num_ready.decode:  # a router that was told of no worker would drop those that it has
             with suppress(TimeoutError):
@@ -174,13 +175,13 @@ class Fleet:
 
         Raises InvalidRequest where no decode worker would stay on another node.
         """
-        did_leave = node.id in self._leaving
-        self._leaving.add(node.id)  # before the look, so that no worker starts here unseen
+        did_leave = node.id in self.pools.leaving
+        self.pools.leaving.add(node.id)  # before the look, so that no worker starts here unseen
         here = await self._workers_on(node)
         others = [one for one in self.pools if one.role is Role.DECODE and one.id not in here]
         if not any(one.state is WorkerState.READY for one in others):
             if not did_leave:
-                self._leaving.discard(node.id)
+                self.pools.leaving.discard(node.id)
             raise InvalidRequest("worker_id", "at least one decode worker must stay, on another node")
         for worker_id in here:
             self._services[worker_id] = node.service
@@ -286,7 +287,7 @@ class Fleet:
 
     async def _serve(self, worker: Worker) -> str:
         node = await self._place(worker)
-        if node.id in self._leaving:
+        if node.id in self.pools.leaving:
             raise Unavailable(f"node {node.name} drains")
         config = self.plan.worker_config(worker, await self.join(node))
         answer = await self.host.start(worker.id, config.to_json(), START_TIMEOUT_S)
@@ -296,7 +297,7 @@ class Fleet:
         """Begins a worker's process; returns the node that Ray has chosen for it."""
         resources = self.plan.resources(worker.role)
         require_node(resources, await self._nodes())
-        self.host.launch(worker.id, TARGETS[worker.role], resources, not_on=tuple(self._leaving))
+        self.host.launch(worker.id, TARGETS[worker.role], resources, not_on=tuple(self.pools.leaving))
         node_id = await self.host.where(worker.id, PLACE_TIMEOUT_S)
         for node in await self.host.nodes():
             if node.id == node_id:
@@ -305,7 +306,7 @@ class Fleet:
 
     async def _nodes(self) -> list[RayNode]:
         """Lists the nodes that do not drain."""
-        return [one for one in await self.host.nodes() if not (one.is_leaving or one.id in self._leaving)]
+        return [one for one in await self.host.nodes() if not (one.is_leaving or one.id in self.pools.leaving)]
 
     async def _dismiss(self, worker: Worker) -> None:
         """Lets a worker finish its requests, if it serves, and ends it."""

@@ -43,13 +43,14 @@ class PoolsRecord:
 
     A controller writes it ahead of its actions, so that it names every worker that there may be; some may have died, or
     not started yet. num_named: of each role, the number of names given so far; no name is given twice. orders: none in
-    records of version 1.
+    records of version 1. leaving: the ids of nodes that drain, and get no workers.
     """
 
     sizes: PoolSizes
     workers: tuple[Worker, ...] = ()
     num_named: PoolSizes = NONE
     orders: tuple[Order, ...] = ()
+    leaving: tuple[str, ...] = ()
     version: int = VERSION
 
 
@@ -58,6 +59,7 @@ class Pools:
 
     def __init__(self, record: PoolsRecord) -> None:
         self.sizes = record.sizes
+        self.leaving = set(record.leaving)
         self._workers = {worker.id: worker for worker in record.workers}
         self._num_named = record.num_named
         self._orders = {role: Order(role, reached=record.sizes[role]) for role in Role}
@@ -91,7 +93,8 @@ class Pools:
         return cls(PoolsRecord(PoolSizes(**found_sizes), tuple(workers), named))
 
     def to_json(self) -> str:
-        return to_json(PoolsRecord(self.sizes, tuple(self), self._num_named, tuple(self._orders.values())))
+        orders, leaving = tuple(self._orders.values()), tuple(self.leaving)
+        return to_json(PoolsRecord(self.sizes, tuple(self), self._num_named, orders, leaving))
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))

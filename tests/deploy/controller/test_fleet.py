@@ -699,6 +699,26 @@ async def test_a_node_is_drained_with_all_of_its_workers_and_gets_no_others() ->
         assert host.places[P1] == "head"
 
 
+async def test_a_drain_of_a_node_that_another_has_begun_waits_for_what_its_arena_alone_has() -> None:
+    host = SpreadHost()
+    world = World(1, 2, host)
+    async with world.running():
+        await world.settled()
+        host.keep_busy(D0)
+        host.keep_busy(P0)
+        await world.fleet.drain_node(OTHER)
+        host.asked.clear()
+        world.controller_dies()
+        await world.fleet.take_over()
+        async with world.running():
+            host.finish(D0)
+            host.finish(P0)
+            await world.fleet.drained_node(OTHER, 5)
+            assert host.asked == [OTHER.service] * 2
+            assert await world.scaled(1, None) == PoolSizes(1, 1)
+            assert host.places[P1] == "head", "the node still gets no others"
+
+
 async def test_a_node_with_all_decode_workers_stays() -> None:
     host = SpreadHost()
     async with World(1, 1, host).running() as world:
