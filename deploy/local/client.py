@@ -24,7 +24,7 @@ def find_cluster(name: str) -> ClusterState:
         raise Unavailable(f"the cluster {name} {what}")
     if (crash := state.crash) is not None:
         raise _crashed(name, crash)
-    if state.is_alive and (lost := state.lost_folder) is not None:
+    if (lost := state.lost_folder) is not None:
         problem = f"{lost} was removed, so that nothing that dies is replaced"
         raise Unavailable(f"the cluster {name} cannot go on: {problem}: {_anew(name)}")
     return state

@@ -302,14 +302,19 @@ def test_a_crash_of_ray_is_told_though_the_router_still_answers(
 
 
 @pytest.mark.parametrize("command", [*ASKING, ["chat"]])
-@pytest.mark.parametrize("lost", [".", "r/session_latest"])
+@pytest.mark.parametrize(("lost", "is_joined"), [(".", False), ("r/session_latest", False), (".", True)])
 def test_a_run_folder_that_was_removed_is_told_at_once(
-    command: list[str], lost: str, server: FakeServer, run_folder: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    lost: str,
+    is_joined: bool,
+    server: FakeServer,
+    run_folder: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     state = StateFile("default").read()
     assert state is not None
     (run_folder / "r" / "session_latest").mkdir(parents=True)
-    StateFile("default").write(replace(state, head=ProcessRef.of(os.getpid())))
+    StateFile("default").write(replace(state, head=None if is_joined else ProcessRef.of(os.getpid())))
     assert main(["status"]) == 0
     capsys.readouterr()
     shutil.rmtree(run_folder / lost)
