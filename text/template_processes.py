@@ -21,7 +21,8 @@ from wire.errors import InvalidRequest, ModelError, Unavailable
 
 NUM_PROCESSES = 2
 START_TIMEOUT_S = 30.0
-MAX_RENDER_S = 1.0
+MAX_WAIT_S = 5.0
+"""For a rendering of MAX_CPU_S at most, whose process may be stopped, or have little of an overloaded machine."""
 MEMORY_BYTES = 256 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_CONFIG_BYTES = 8 << 20
@@ -95,7 +96,7 @@ class TemplateProcesses:
         return answer["text"]
 
     async def close(self) -> None:
-        """Ends the processes; a rendering under way has MAX_RENDER_S to finish."""
+        """Ends the processes; a rendering under way has MAX_WAIT_S to finish."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._end)
 
@@ -112,7 +113,7 @@ class TemplateProcesses:
 
 
 class _Child:
-    """A process of template_child.py. One that takes longer than MAX_RENDER_S is ended, and another takes its place."""
+    """A process of template_child.py. One that ends, or is ended after MAX_WAIT_S, is replaced by another."""
 
     def __init__(self, source: str) -> None:
         self._first = {"template": source, "memory_bytes": MEMORY_BYTES}
@@ -126,9 +127,12 @@ class _Child:
             self._ready()
 
     def ask(self, asked: dict[str, Any]) -> dict[str, str]:
-        """Blocks for the answer. Raises InvalidRequest for messages that take too long, or that the process dies of."""
+        """Blocks for the answer. Raises InvalidRequest for messages that take too long, or that the process dies of.
+
+        Unavailable where it has not answered after MAX_WAIT_S.
+        """
         with self._turn:
-            answer = self._exchange(self._ready(), asked, MAX_RENDER_S)
+            answer = self._exchange(self._ready(), asked, MAX_WAIT_S)
         if answer is None:
             raise InvalidRequest("messages", "the model's chat template takes too long for them")
         return answer
@@ -160,10 +164,11 @@ class _Child:
     def _exchange(
         self, process: "subprocess.Popen[bytes]", message: dict[str, Any], timeout_s: float
     ) -> dict[str, str] | None:
-        """Returns the answer; None from a process that gave no whole one in time, and is ended."""
+        """Returns the answer; None from a process that ended amid it. Ends one that is late, and raises Unavailable."""
         assert process.stdin is not None
         assert process.stdout is not None
-        timer = threading.Timer(timeout_s, process.kill)
+        is_late = threading.Event()
+        timer = threading.Timer(timeout_s, _end_late, [process, is_late])
         timer.start()
         try:
             write_message(process.stdin, message)
@@ -174,6 +179,8 @@ class _Child:
             timer.cancel()
         if answer is None:
             self._kill()
+            if is_late.is_set():
+                raise Unavailable("the process that renders chat templates did not answer in time: ask again")
         return answer
 
     def _kill(self) -> None:
@@ -182,3 +189,8 @@ class _Child:
             with suppress(BrokenPipeError), self._process:
                 pass  # leaving closes the pipes, and waits
             self._process = None
+
+
+def _end_late(process: "subprocess.Popen[bytes]", is_late: threading.Event) -> None:
+    is_late.set()
+    process.kill()

@@ -1,17 +1,22 @@
 """The command line's side of gRPC: finds a cluster by its state, and calls its router."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
 from google.protobuf.message import Message
 
 from baton.request import API_KEY, typed_errors
+from deploy.local import run_dir
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line
 from wire.errors import Unauthenticated, Unavailable
 from wire.pb.cluster_pb2_grpc import ClusterStub
 from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA
+
+CONNECT_TIMEOUT_S = 5.0
 
 
 def find_cluster(name: str) -> ClusterState:
@@ -43,8 +48,13 @@ def explained(state: ClusterState) -> Iterator[None]:
         if (crash := state.crash) is not None or not state.is_alive:
             raise _crashed(state.name, crash) from failure
         if isinstance(failure, grpc.RpcError) and not cast(grpc.Call, failure).trailing_metadata():  # no server's word
-            status = command_line("status", state.name)
-            raise Unavailable(f"the router went away or is not back yet ({error.message}): see `{status}`") from failure
+            if state.head is None and (problem := connection_problem(state.ray_address)) is not None:
+                gone = f"(no Ray cluster answers at {state.ray_address}: {problem})"
+                raise _crashed(state.name, gone) from failure
+            logs = run_dir.ray_logs(Path(state.run_dir)) if state.head else "the logs of its Ray"
+            raise Unavailable(
+                f"the router went away or is not back yet ({error.message}): ask again in a moment, or see {logs}"
+            ) from failure
         raise
 
 
@@ -54,6 +64,17 @@ def call_operator(state: ClusterState, method: str, request: Message, timeout_s:
     with explained(state), typed_errors(timeout_s), channel:
         call = getattr(ClusterStub(channel), method)
         return call(request, metadata=((TOKEN_METADATA, state.token),), timeout=timeout_s)
+
+
+def connection_problem(address: str) -> str | None:
+    """Returns why nothing answers at HOST:PORT, in seconds where Ray would take minutes. Only Ray can find `auto`."""
+    host, _, port = address.rpartition(":")
+    try:
+        if host and port.isdigit():
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def _crashed(name: str, crash: str | None) -> Unavailable:

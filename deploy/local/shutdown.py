@@ -2,14 +2,13 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from deploy.local import run_dir
-from deploy.local.client import call_operator
+from deploy.local.client import call_operator, connection_problem
 from deploy.local.state import ClusterPhase, ClusterState, StateFile
 from deploy.plan.cluster_plan import namespace
 from deploy.processes.process import ProcessRef, end_session, recorded_living, wait_for_end, wait_or_kill
@@ -23,7 +22,6 @@ REDIS_GRACE_S = 5.0
 COMMAND_GRACE_S = 60.0
 ACTOR_GRACE_S = 10.0
 JOIN_TIMEOUT_S = 60.0
-CONNECT_TIMEOUT_S = 5.0
 
 
 def shut_down(file: StateFile, state: ClusterState) -> list[str]:
@@ -90,14 +88,3 @@ def _end_joined(state: ClusterState) -> list[str]:
         return [f"Ray at {state.ray_address} did not end the actors within {JOIN_TIMEOUT_S:.0f} s"]
     actors = recorded_living(Path(state.run_dir))
     return [f"actor process {actor.pid} does not end" for actor in actors if not wait_or_kill(actor, ACTOR_GRACE_S)]
-
-
-def connection_problem(address: str) -> str | None:
-    """Returns why nothing answers at HOST:PORT, in seconds where Ray would take minutes. Only Ray can find `auto`."""
-    host, _, port = address.rpartition(":")
-    try:
-        if host and port.isdigit():
-            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deploy.local import redis_server, run_dir
+from deploy.local.client import connection_problem
 from deploy.local.key_file import KeyFile
 from deploy.local.ray_process import RayProcess, asks_for_token
-from deploy.local.shutdown import connection_problem, tear_down
+from deploy.local.shutdown import tear_down
 from deploy.local.state import ClusterPhase, ClusterState, StateFile, command_line, load_secret
 from deploy.plan.byte_size import format_bytes
 from deploy.plan.cluster_plan import ClusterPlan, Home, cold_settings, make_plan

@@ -165,13 +165,31 @@ async def test_a_process_that_was_ended_is_replaced() -> None:
         assert await renderer.render(Chat(tuple(users(["quick"]))), 100) == "quick"
 
 
+def template_children() -> list[psutil.Process]:
+    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in living if "text.template_child" in child.cmdline()]
+
+
+async def test_a_process_without_processor_time_is_no_fault_of_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_processes, "MAX_WAIT_S", 1.0)
+    async with rendering(TURNS) as renderer:
+        said = await renderer.render(Chat(tuple(users(["hi"]))), 100)
+        stopped = template_children()
+        for child in stopped:
+            child.suspend()
+        for _ in stopped:
+            with pytest.raises(Unavailable, match="ask again"):
+                await renderer.render(Chat(tuple(users(["hi"]))), 100)
+        monkeypatch.undo()
+        assert await renderer.render(Chat(tuple(users(["hi"]))), 100) == said
+
+
 async def test_a_process_that_died_while_idle_is_replaced() -> None:
     async with rendering(TURNS) as renderer:
         said = await renderer.render(Chat(tuple(users(["hi"]))), 100)
-        for child in psutil.Process().children():
-            if child.status() != psutil.STATUS_ZOMBIE and "text.template_child" in child.cmdline():
-                child.kill()
-                psutil.wait_procs([child], timeout=10)
+        for child in template_children():
+            child.kill()
+            psutil.wait_procs([child], timeout=10)
         assert await renderer.render(Chat(tuple(users(["hi"]))), 100) == said
 
 

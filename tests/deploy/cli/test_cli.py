@@ -276,6 +276,26 @@ def test_a_crashed_cluster_is_said_to_be_one(run_folder: Path, capsys: pytest.Ca
     assert "the cluster default crashed: `baton down` cleans up, `baton up` starts anew" in capsys.readouterr().err
 
 
+def test_a_joined_ray_that_is_gone_is_told_of_a_router_that_does_not_answer(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    living, state = ProcessRef.of(os.getpid()), _write_state("127.0.0.1:1", run_folder)
+    StateFile("default").write(replace(state, ray_address="127.0.0.1:1", redis=living))
+    assert main(["status"]) == 1
+    crashed = "the cluster default crashed (no Ray cluster answers at 127.0.0.1:1: Connection refused)"
+    assert f"{crashed}: `baton down` cleans up" in capsys.readouterr().err
+
+
+def test_of_a_router_that_does_not_answer_the_logs_are_named(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (logs := run_dir.ray_logs(run_folder)).mkdir(parents=True)
+    state = _write_state("127.0.0.1:1", run_folder)
+    StateFile("default").write(replace(state, head=ProcessRef.of(os.getpid())))
+    assert main(["status"]) == 1
+    assert f"ask again in a moment, or see {logs}\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ASKING)
 def test_a_crash_of_ray_is_told_though_the_router_still_answers(
     command: list[str], server: FakeServer, capsys: pytest.CaptureFixture[str]
