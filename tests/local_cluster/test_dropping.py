@@ -44,7 +44,9 @@ async def test_answers_are_the_same_co_located_and_disaggregated(policy: str) ->
 
 
 @pytest.mark.parametrize(
-    ("policy", "model", "sizes"), [*((one, MODEL, SIZES) for one in POLICIES[1:]), (None, SINKS, Sizes())], ids=str
+    ("policy", "model", "sizes"),
+    [*((one, MODEL, SIZES) for one in POLICIES[1:]), (None, SINKS, Sizes())],
+    ids=[*POLICIES[1:], "sinks"],
 )
 @pytest.mark.parametrize("kill_at", [1, 2, 30, 100])
 async def test_answers_are_the_same_after_a_decode_worker_dies(

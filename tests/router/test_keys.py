@@ -106,7 +106,9 @@ async def test_what_is_wrong_at_the_controller_is_a_problem_of_the_cluster(servi
 
 
 @pytest.mark.parametrize(
-    ("text", "status"), [("", 401), (ACME_TEXT, 403), (WATCHER_TEXT[:-1], 401), (WATCHER_TEXT, 200)]
+    ("text", "status"),
+    [("", 401), (ACME_TEXT, 403), (WATCHER_TEXT[:-1], 401), (WATCHER_TEXT, 200)],
+    ids=["none", "another scope", "damaged", "right"],
 )
 async def test_metrics_want_a_key_with_their_scope(service: Service, text: str, status: int) -> None:
     headers = {"authorization": f"Bearer {text}"} if text else {}

@@ -195,6 +195,7 @@ def test_an_illness_is_found_and_no_other(
         (ACME_TEXT, False, "wrong", "the other key is of no other tenant"),
         ("baton-00000000-no-key", False, "wrong", "the other key is of no other tenant"),
     ],
+    ids=["of another", "of another, told all", "of the same", "of nobody"],
 )
 def test_a_second_key_proves_that_tenants_are_apart(
     other: str,
