@@ -1,6 +1,7 @@
 """The description of the gateway in OpenAPI's form, from the tables of fields that it validates with."""
 
 import json
+import re
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -12,9 +13,16 @@ from gateway.fields import Read
 def describe(path_to_fields: Mapping[str, Mapping[str, Read]], paths_to_get: tuple[str, ...]) -> bytes:
     """Writes the page: each path that takes a body with its fields, and paths without one."""
     posted = {path: {"post": _post(path, known)} for path, known in path_to_fields.items()}
-    got = {path: {"get": {"responses": {"200": {"description": "the answer"}}}} for path in paths_to_get}
+    got = {path: {"get": _get(path)} for path in paths_to_get}
     info = {"title": "Baton", "version": version("baton-serve")}
-    return json.dumps({"openapi": "3.1.0", "info": info, "paths": posted | got}).encode()
+    page = {"openapi": "3.1.0", "info": info, "paths": posted | got, "components": {"schemas": {"Error": _ERROR}}}
+    return json.dumps(page).encode()
+
+
+def _get(path: str) -> dict[str, Any]:
+    names = re.findall(r"{(\w+)}", path)
+    told = {"parameters": [{"name": name, "in": "path", "required": True, "schema": _NAME} for name in names]}
+    return told | {"responses": _responses("404") if names else _responses()}
 
 
 def _post(path: str, known: Mapping[str, Read]) -> dict[str, Any]:
@@ -24,15 +32,47 @@ def _post(path: str, known: Mapping[str, Read]) -> dict[str, Any]:
     properties = (
         ignored | idle | {name: SCHEMAS.get(read, {"type": ["integer", "null"]}) for name, read in known.items()}
     )
-    schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    refused = {"description": "an error with its `param`"}
+    for name in REQUIRED.get(path, {}).get("required", ()):
+        properties[name] = {"not": {"type": "null"}, **properties[name]}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False, **REQUIRED.get(path, {})}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": {"200": {"description": "the answer"}, "400": refused},
+        "responses": _responses("400", "404", "415"),
         "operationId": path.strip("/").replace("/", "_"),
     }
 
 
+def _responses(*statuses: str) -> dict[str, Any]:
+    """Describes the answer, and errors: by these statuses, and by any other."""
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    error = {"description": "an error, with the name of the field as its `param`", "content": content}
+    return {"200": {"description": "the answer"}, **dict.fromkeys((*statuses, "default"), error)}
+
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"required": ["prompt"]},
+    "/v1/chat/completions": {"required": ["messages"]},
+    "/tokenize": {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
+    "/detokenize": {"required": ["tokens"]},
+}
+"""Fields without which a path refuses, in the words of JSON Schema."""
+_NAME = {"type": "string", "minLength": 1}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
 _TEXT = {"type": ["string", "null"]}
 _TEXTS = {"type": "array", "items": {"type": "string"}}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from gateway import app, fields, openapi
 from tests.gateway.local_gateway import LocalGateway, serving
@@ -40,3 +41,38 @@ def test_each_reader_has_a_form() -> None:
     read = {one for known in app.PATH_TO_FIELDS.values() for one in known.values()}
     others = {one for one in read if one not in openapi.SCHEMAS}
     assert {one.__qualname__ for one in others} == {"whole.<locals>.read"}
+
+
+async def test_the_page_is_valid(gateway: LocalGateway) -> None:
+    page = (await gateway.get("/openapi.json")).json
+    assert [one.message for one in OpenAPIV31SpecValidator(page).iter_errors()] == []
+    broken = page | {"paths": page["paths"] | {"/v1/models/{model}": {"get": {"responses": {}}}}}
+    assert list(OpenAPIV31SpecValidator(broken).iter_errors())
+
+
+async def test_fields_that_are_required_are_missed_by_name(gateway: LocalGateway) -> None:
+    page = (await gateway.get("/openapi.json")).json
+    required = {
+        path: one["post"]["requestBody"]["content"]["application/json"]["schema"].get("required")
+        for path, one in page["paths"].items()
+        if "post" in one
+    }
+    assert required.pop("/tokenize") is None  # one of two is
+    assert required == {"/v1/completions": ["prompt"], "/v1/chat/completions": ["messages"], "/detokenize": ["tokens"]}
+    for path, names in required.items():
+        for body in ({}, {names[0]: None}):
+            answer = await gateway.post(path, body)
+            assert (answer.status, answer.error["param"]) == (400, names[0])
+
+
+async def test_answers_have_a_status_that_the_page_names_and_its_form(gateway: LocalGateway) -> None:
+    page = (await gateway.get("/openapi.json")).json
+    posted = [path for path, one in page["paths"].items() if "post" in one]
+    answers = [(path, "post", await gateway.post(path, {"model": "none", "prompt": "a"})) for path in posted]
+    answers += [(path, "post", await gateway.post(path, b"{}", content_type="text/plain")) for path in posted]
+    answers += [("/v1/models/{model}", "get", await gateway.get("/v1/models/none"))]
+    assert {answer.status for _, _, answer in answers} == {400, 404, 415}
+    form = page["components"]["schemas"]["Error"]["properties"]["error"]["properties"]
+    for path, method, answer in answers:
+        assert str(answer.status) in page["paths"][path][method]["responses"], path
+        assert answer.error.keys() == form.keys()
