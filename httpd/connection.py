@@ -56,6 +56,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_deadline()
         self._has_ended = True
+        self._reader.close()
         self._port.discard(self, self._address)
         self._writable.set()
         if self._answer is not None:

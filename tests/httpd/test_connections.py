@@ -1,11 +1,13 @@
 """The port itself: rough connections over real sockets, before an application that answers every request."""
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
 
+import httptools
 import pytest
 
 from gateway.config import GatewayConfig
@@ -286,6 +288,23 @@ async def test_the_kernel_bounds_a_client_that_vanished_and_delays_no_event(monk
     assert taken == [1, 30, 30_000, 1]
     writer.close()
     await server.stop()
+
+
+async def test_a_connection_that_ended_leaves_no_cycles(served: Served) -> None:
+    def num_parsers() -> int:
+        return sum(type(one) is httptools.HttpRequestParser for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_parsers()
+        for sent in (b"", GET, GET[:9], b"\x16\x03\r\n\r\n"):
+            client = await served.connect(sent)
+            await asyncio.sleep(0.02)
+            client.writer.close()
+        await until(lambda: num_parsers() == before)
+    finally:
+        gc.enable()
 
 
 async def test_a_reader_that_stalls_is_let_go(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
