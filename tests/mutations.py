@@ -37,7 +37,7 @@ PACKAGE_TO_TESTS = {
 }
 """Folders of tests, nearest first."""
 LEFT_OUT = ("wire/pb/", "tests/")
-TIMEOUT_S = 900.0
+TIMEOUT_S = 600.0
 SWAPPED: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
     ast.LtE: "<",
@@ -62,15 +62,14 @@ class Fault:
     line: int
     start: int
     end: int
+    before: str
     text: str
 
     def plant(self, source: bytes) -> bytes:
         return source[: self.start] + self.text.encode() + source[self.end :]
 
     def __str__(self) -> str:
-        source = (ROOT / self.path).read_bytes()
-        before = " ".join(source[self.start : self.end].decode().split())
-        return f"{self.path}:{self.line} {self.kind}: {before[:80]} -> {self.text[:80]}"
+        return f"{self.path}:{self.line} {self.kind}: {' '.join(self.before.split())[:80]} -> {self.text[:80]}"
 
 
 class Places(ast.NodeVisitor):
@@ -132,7 +131,9 @@ class Places(ast.NodeVisitor):
         """Passes over functions within functions: the walk comes to them."""
 
     def _add(self, kind: str, node: ast.expr | ast.stmt, text: str) -> None:
-        self.faults.append(Fault(kind, self._path, node.lineno, *self._span(node), text))
+        start, end = self._span(node)
+        before = self._source[start:end].decode()
+        self.faults.append(Fault(kind, self._path, node.lineno, start, end, before, text))
 
     def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         assert node.end_lineno is not None
@@ -179,7 +180,8 @@ def tests_of(fault: Fault) -> list[str]:
 
 def is_found(fault: Fault, tree: Path, tests: Sequence[str]) -> tuple[bool, str]:
     """Runs tests over a tree with the fault; returns whether they fail, and the first that does."""
-    path, whole = tree / fault.path, (ROOT / fault.path).read_bytes()
+    path = tree / fault.path
+    whole = path.read_bytes()
     path.write_bytes(fault.plant(whole))
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
