@@ -15,10 +15,12 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the cases that pairs make up for, and begins with the groups that take longest."""
+    """Leaves out the cases that pairs make up for; one of several processes begins with the longest groups."""
     dropped = set() if RUNS_ALL else set(left_out(items))
     config.hook.pytest_deselected(items=list(dropped))
-    items[:] = sorted((item for item in items if item not in dropped), key=lambda item: place_of(item.nodeid))
+    items[:] = [item for item in items if item not in dropped]
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: place_of(item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -26,10 +28,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Makes a process run whole groups (pytest -n 2)."""
     from xdist.scheduler import LoadScopeScheduling  # here, for a machine with a GPU may have no such package
 
+    class Grouped(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
     config.option.loadscopereorder = False
-    scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = group_of
-    return scheduler
+    return Grouped(config, log)
 
 
 @pytest.fixture(scope="session")
