@@ -7,6 +7,7 @@ a folder, the figures go to OUT/gpu.json, too. Without a GPU it says so and ends
 """
 
 import datetime
+import importlib.util
 import json
 import os
 import subprocess
@@ -23,9 +24,25 @@ import torch
 from benchmarks.gpu_timing import Row
 
 TEST_LIMIT_S = 420
-HEADINGS = f"{'kernel':<8}{'shape':<14}{'us/layer':>10}{'GB/s':>8}{'of copy':>9}  {'against':<24}{'times faster':>12}"
+TESTS = [
+    "tests/gpu",
+    *(f"tests/kernels/test_{name}.py" for name in ("paged_decode", "paged_prefill", "kv_write", "int4")),
+]
+TESTS += ["tests/kernels/test_row_operations.py"]
+HEADINGS = f"{'work':<14}{'shape':<16}{'us':>10}{'of ceiling':>11}  {'ceiling':<14}{'against':<24}{'times faster':>12}"
 # The settings of pyproject.toml name plugins that a bare GPU machine may lack; these tests need none of them.
-PYTEST = ["-c", os.devnull, "--rootdir", str(ROOT), "--import-mode=importlib", "-o", f"pythonpath={ROOT}", "-q"]
+PYTEST = [
+    "-c",
+    os.devnull,
+    "--rootdir",
+    str(ROOT),
+    "--import-mode=importlib",
+    "-o",
+    f"pythonpath={ROOT}",
+    "-q",
+    "-p",
+    "no:benchmark",
+]
 
 
 def main() -> int:
@@ -36,29 +53,36 @@ def main() -> int:
     if failed:
         print("the kernels are wrong here: no figures")
         return failed
-    report(list(measure_all()))
+    rows = []
+    for row in measure_all():
+        print(describe(row), flush=True)
+        rows.append(row)
+    report(rows)
     return 0
 
 
 def run_tests() -> int:
     """The exit status of the kernels' tests, compiled for the GPU of this machine."""
-    command = [sys.executable, "-m", "pytest", *PYTEST, "tests/gpu", "tests/kernels"]
+    at_once = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    command = [sys.executable, "-m", "pytest", *PYTEST, *at_once, *TESTS]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=env, timeout=TEST_LIMIT_S, check=False).returncode
 
 
 def measure_all() -> Iterable[Row]:
-    """Yields the rows of every benchmark. The engine's, and copies between the tiers, are to join the list."""
-    from benchmarks import gpu_kernels
+    """Yields the rows of every benchmark."""
+    from benchmarks import gpu_engine, gpu_kernels, gpu_store
 
-    for benchmark in [gpu_kernels.measure]:
+    for benchmark in [gpu_kernels.measure, gpu_store.measure, gpu_engine.measure]:
         yield from benchmark()
 
 
 def describe(row: Row) -> str:
     """Formats a row under HEADINGS."""
-    figures = f"{row.seconds * 1e6:>10.1f}{row.gb_s:>8.0f}{row.of_copy:>9.2f}"
-    return f"{row.name:<8}{row.shape:<14}{figures}  {row.peer:<24}{row.over_peer:>12.2f}"
+    over_peer = f"{row.over_peer:>12.2f}" if row.peer else ""
+    figures = f"{row.seconds * 1e6:>10.1f}{row.of_ceiling:>11.2f}"
+    return f"{row.name:<14}{row.shape:<16}{figures}  {row.ceiling:<14}{row.peer:<24}{over_peer}".rstrip()
 
 
 def report(rows: Sequence[Row]) -> None:
@@ -73,7 +97,7 @@ def report(rows: Sequence[Row]) -> None:
     for row in rows:
         print(describe(row))
     if folder := os.environ.get("OUT"):
-        figures = [asdict(row) | {"gb_s": row.gb_s, "of_copy": row.of_copy, "over_peer": row.over_peer} for row in rows]
+        figures = [asdict(row) | {"of_ceiling": row.of_ceiling, "over_peer": row.over_peer} for row in rows]
         Path(folder, "gpu.json").write_text(json.dumps(head | {"rows": figures}, indent=1))
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels at the sizes of Llama 3 8B in bfloat16: bytes per second against a copy and against torch.
+"""The Triton kernels at the sizes of Llama 3 8B in bfloat16, against a copy or a product, and against torch.
 
 As many layers take turns as it needs to leave the cache, as they do in a step of a model.
 """
@@ -8,17 +8,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional as F
 
-from benchmarks.gpu_timing import Copy, Row, time_in_turn
-from kernels import kv_write, paged_decode
-from kernels.backend import AttentionVariant, KVPages
+from benchmarks.gpu_timing import Copy, Product, Row, time_in_turn
+from kernels import paged_attention, row_operations
+from kernels.backend import Angles, AttentionVariant, Heads, KVPages
+from kernels.reference import quantize
+from kernels.torch_backend import TorchBackend
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, HIDDEN, MLP = 32, 8, 128, 16, 4096, 14_336
 DTYPE = torch.bfloat16
+VARIANT = AttentionVariant(HEAD_DIM**-0.5)
 BYTES_PER_TOKEN = 2 * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
 WORKING_SET_BYTES = 1 << 29
-SPARE_BYTES = 4 << 30
+SPARE_BYTES = 6 << 30
 
 
 @dataclass(frozen=True)
@@ -45,94 +48,168 @@ class DecodeShape:
         return 2 * self.num_layers * self.layer_bytes + SPARE_BYTES
 
 
+@dataclass(frozen=True)
+class PromptShape:
+    """Chunks of one length behind as many tokens computed before."""
+
+    num_seqs: int
+    num_before: int
+    chunk_len: int
+
+    def __str__(self) -> str:
+        return f"{self.num_seqs} x {self.num_before}+{self.chunk_len}"
+
+    @property
+    def context_len(self) -> int:
+        return self.num_before + self.chunk_len
+
+    @property
+    def num_operations(self) -> int:
+        """Two products, of each query head with the keys that it sees."""
+        num_seen = self.chunk_len * self.num_before + self.chunk_len * (self.chunk_len + 1) // 2
+        return 4 * self.num_seqs * NUM_HEADS * HEAD_DIM * num_seen
+
+
 DECODE_SHAPES = [DecodeShape(num_seqs, length) for num_seqs in (1, 16, 128) for length in (1024, 8192, 32_768)]
-WRITE_LENS = [128, 8192]
+PROMPT_SHAPES = [PromptShape(*one) for one in ((1, 0, 512), (1, 0, 2048), (4, 0, 2048), (1, 0, 8192), (1, 8192, 2048))]
+ROWS = [64, 8192]
+
+
+class Ceilings:
+    """The works that others are timed beside, and their rates."""
+
+    def __init__(self) -> None:
+        self.copy, self.product = Copy(), Product()
+
+    def time(self, works: dict[str, Callable[[], object]]) -> tuple[dict[str, float], float, float]:
+        """Times works in turn with the ceilings; returns their seconds, bytes a second and operations a second."""
+        seconds = time_in_turn({"copy": self.copy, "product": self.product, **works})
+        return seconds, self.copy.num_bytes / seconds["copy"], self.product.num_operations / seconds["product"]
 
 
 def measure() -> Iterator[Row]:
     """Rows as they are measured. Shapes that the device has no memory for are left out."""
-    copy = Copy()
+    ceilings = Ceilings()
     for shape in DECODE_SHAPES:
         if shape.needed_bytes <= torch.cuda.mem_get_info()[0]:
-            yield _measure_decode(shape, copy)
+            yield _measure_decode(shape, ceilings)
             torch.cuda.empty_cache()
-    for num_tokens in WRITE_LENS:
-        yield _measure_write(num_tokens, copy)
+    yield _measure_decode(DecodeShape(16, 8192), ceilings, torch.int8)
+    yield _measure_decode(DecodeShape(16, 8192), ceilings, torch.float8_e4m3fn)
+    for prompt in PROMPT_SHAPES:
+        yield _measure_prompt(prompt, ceilings)
+        torch.cuda.empty_cache()
+    for num_rows in ROWS:
+        yield from _measure_rows(num_rows, ceilings)
+        torch.cuda.empty_cache()
 
 
-def _measure_decode(shape: DecodeShape, copy: Copy) -> Row:
+def _measure_decode(shape: DecodeShape, ceilings: Ceilings, kept: torch.dtype | None = None) -> Row:
     query = _random(shape.num_seqs, NUM_HEADS, HEAD_DIM)
-    works: dict[str, Callable[[], None]] = {
-        "copy": copy,
-        "triton": _paged_layers(shape, query),
-        "torch": _contiguous_layers(shape, query),
-    }
-    seconds = time_in_turn(works)
-    return Row(
-        name="decode",
-        shape=str(shape),
-        num_bytes=shape.layer_bytes,
-        seconds=seconds["triton"] / shape.num_layers,
-        copy_gb_s=copy.num_bytes / seconds["copy"] / 1e9,
-        peer="SDPA on contiguous KV",
-        peer_seconds=seconds["torch"] / shape.num_layers,
-    )
-
-
-def _paged_layers(shape: DecodeShape, query: Tensor) -> Callable[[], None]:
-    blocks_each = shape.context_len // BLOCK_SIZE
-    num_pages = shape.num_seqs * blocks_each
-    pool = _random(num_pages, shape.num_layers, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    block_tables = torch.randperm(num_pages, device="cuda").int().view(shape.num_seqs, blocks_each)
-    context_lens = torch.full((shape.num_seqs,), shape.context_len, dtype=torch.int32, device="cuda")
-    layers, variant = [KVPages(layer) for layer in pool.unbind(1)], AttentionVariant(HEAD_DIM**-0.5)
-
-    def run() -> None:
-        for layer in layers:
-            paged_decode.paged_decode_attention(query, layer, block_tables, context_lens, variant)
-
-    return run
-
-
-def _contiguous_layers(shape: DecodeShape, query: Tensor) -> Callable[[], None]:
+    layers, tables = _pool(shape.num_layers, shape.num_seqs, shape.context_len, kept)
+    lens = torch.full((shape.num_seqs,), shape.context_len, dtype=torch.int32, device="cuda")
     keys, values = (
         _random(shape.num_layers, shape.num_seqs, NUM_KV_HEADS, shape.context_len, HEAD_DIM) for _ in range(2)
     )
 
-    def run() -> None:
+    def paged() -> None:
+        for layer in layers:
+            paged_attention.paged_decode_attention(query, layer, tables, lens, VARIANT)
+
+    def contiguous() -> None:
         for key, value in zip(keys, values, strict=True):
-            scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=True)
+            F.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=True)
 
-    return run
+    seconds, rate, _ = ceilings.time({"paged": paged, "contiguous": contiguous})
+    num_bytes = shape.layer_bytes if kept is None else shape.layer_bytes // 2 + shape.layer_bytes // HEAD_DIM
+    name = "decode" if kept is None else f"decode {str(kept).removeprefix('torch.')[:6]}"
+    scale = 1 / shape.num_layers
+    own, other = seconds["paged"] * scale, seconds["contiguous"] * scale
+    return Row(name, str(shape), own, num_bytes / rate, "copy", "SDPA, contiguous bf16", other)
 
 
-def _measure_write(num_tokens: int, copy: Copy) -> Row:
-    num_layers = -(-WORKING_SET_BYTES // (num_tokens * BYTES_PER_TOKEN))
-    num_pages = num_tokens // BLOCK_SIZE
-    layers = _random(num_pages, num_layers, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM).unbind(1)
-    keys, values = _random(2, num_layers, num_tokens, NUM_KV_HEADS, HEAD_DIM)
-    slots = torch.randperm(num_tokens, device="cuda")
-    pages, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+def _measure_prompt(shape: PromptShape, ceilings: Ceilings) -> Row:
+    num_layers = 4
+    query = _random(shape.num_seqs * shape.chunk_len, NUM_HEADS, HEAD_DIM)
+    layers, tables = _pool(num_layers, shape.num_seqs, shape.context_len)
+    lens = torch.full((shape.num_seqs,), shape.context_len, dtype=torch.int32, device="cuda")
+    starts = torch.arange(shape.num_seqs + 1, dtype=torch.int32, device="cuda") * shape.chunk_len
+    keys, values = (_random(shape.num_seqs, NUM_HEADS, shape.context_len, HEAD_DIM) for _ in range(2))
+    own_query = query.view(shape.num_seqs, shape.chunk_len, NUM_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
+    seen = None
+    if shape.num_before:
+        seen = torch.ones(shape.chunk_len, shape.context_len, dtype=torch.bool, device="cuda").tril(shape.num_before)
 
-    def write() -> None:
-        for layer, key, value in zip(layers, keys, values, strict=True):
-            kv_write.write_kv(key, value, layer, slots)
+    def paged() -> None:
+        for layer in layers:
+            paged_attention.paged_prefill_attention(query, layer, tables, lens, starts, VARIANT)
 
-    def assign() -> None:
-        for layer, key, value in zip(layers, keys, values, strict=True):
-            layer[pages, 0, :, offsets] = key
-            layer[pages, 1, :, offsets] = value
+    def contiguous() -> None:
+        for _ in layers:
+            F.scaled_dot_product_attention(own_query, keys, values, attn_mask=seen, is_causal=seen is None)
 
-    seconds = time_in_turn({"copy": copy, "triton": write, "torch": assign})
-    return Row(
-        name="write",
-        shape=f"{num_tokens} tokens",
-        num_bytes=2 * num_tokens * BYTES_PER_TOKEN,
-        seconds=seconds["triton"] / num_layers,
-        copy_gb_s=copy.num_bytes / seconds["copy"] / 1e9,
-        peer="indexed assignment",
-        peer_seconds=seconds["torch"] / num_layers,
-    )
+    seconds, _, rate = ceilings.time({"paged": paged, "contiguous": contiguous})
+    own, other = seconds["paged"] / num_layers, seconds["contiguous"] / num_layers
+    peer = "SDPA, contiguous" if seen is None else "SDPA, mask"
+    return Row("prefill", str(shape), own, shape.num_operations / rate, "product", peer, other)
+
+
+def _measure_rows(num_rows: int, ceilings: Ceilings) -> Iterator[Row]:
+    num_heads = NUM_HEADS + 2 * NUM_KV_HEADS
+    num_turns = max(1, WORKING_SET_BYTES // (num_rows * num_heads * HEAD_DIM * DTYPE.itemsize))
+    num_turns = min(num_turns, 64)
+    layers, _ = _pool(1, 1, max(num_rows, BLOCK_SIZE))
+    slots = torch.randperm(num_rows, device="cuda")
+    heads = Heads(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, None, None, 1e-6)
+    angles = Angles(*torch.rand(2, num_rows, HEAD_DIM // 2, device="cuda"))
+    qkv, states, gate_up = (_random(num_turns, num_rows, size) for size in (num_heads * HEAD_DIM, HIDDEN, 2 * MLP // 4))
+    weight, of_torch = _random(HIDDEN), TorchBackend()
+
+    def each(work: Callable[[Tensor], object], rows: Tensor) -> Callable[[], None]:
+        def run() -> None:
+            for one in rows:
+                work(one)
+
+        return run
+
+    def rotate(one: Tensor) -> Tensor:
+        return row_operations.rotate_and_write(one, heads, angles, layers[0], slots)
+
+    works: dict[str, tuple[Callable[[Tensor], object], Tensor, Callable[[Tensor], object] | None, float]] = {
+        "rope, write": (rotate, qkv, None, 1.0),
+        "norm": (
+            lambda one: row_operations.rms_norm(one, weight, 1e-5),
+            states,
+            lambda one: of_torch.rms_norm(one, weight, 1e-5),
+            1.0,
+        ),
+        "gate": (row_operations.gate, gate_up, of_torch.gate, 0.75),
+    }
+    for name, (own, rows, other, share) in works.items():
+        peer = {"other": each(other, rows)} if other is not None else {}
+        seconds, rate, _ = ceilings.time({"own": each(own, rows), **peer})
+        floor_s, other_s = 2 * share * rows[0].nbytes / rate, seconds.get("other", 0.0) / num_turns
+        yield Row(name, f"{num_rows} rows", seconds["own"] / num_turns, floor_s, "copy", "torch" * len(peer), other_s)
+
+
+def _pool(
+    num_layers: int, num_seqs: int, context_len: int, kept: torch.dtype | None = None
+) -> tuple[list[KVPages], Tensor]:
+    """Makes the layers of a pool of random KV, and block tables in random order."""
+    blocks_each = -(-context_len // BLOCK_SIZE)
+    num_pages = num_seqs * blocks_each
+    shape = num_pages, num_layers, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM
+    if kept is None:
+        pages = KVPages(_random(*shape))
+    else:
+        data = torch.empty(shape, dtype=kept, device="cuda")
+        scales = torch.empty(shape[:-1], dtype=torch.bfloat16, device="cuda")
+        for page in range(0, num_pages, 256):
+            part = slice(page, page + 256)
+            data[part], scales[part] = quantize(_random(*data[part].shape), kept)
+        pages = KVPages(data, scales)
+    tables = torch.randperm(num_pages, device="cuda").int().view(num_seqs, blocks_each)
+    return [pages.layer(index) for index in range(num_layers)], tables
 
 
 def _random(*shape: int) -> Tensor:

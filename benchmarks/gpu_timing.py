@@ -14,34 +14,30 @@ NUM_ROUNDS = 15
 class Row:
     """A piece of work on one layer, beside its ceiling and its peer, all timed in the same rounds.
 
-    `num_bytes` is the least it must move. A time under a few microseconds is launches, not bandwidth.
+    floor_s: the least time it can take, at the rate of its ceiling: of a copy for what moves bytes, of a product for
+    what computes. A time under a few microseconds is launches.
     """
 
     name: str
     shape: str
-    num_bytes: int
     seconds: float
-    copy_gb_s: float
-    peer: str
-    peer_seconds: float
+    floor_s: float
+    ceiling: str
+    peer: str = ""
+    peer_s: float = 0.0
 
     @property
-    def gb_s(self) -> float:
-        return self.num_bytes / self.seconds / 1e9
-
-    @property
-    def of_copy(self) -> float:
-        """Bytes per second, over the rate of a device-to-device copy, which reads and writes."""
-        return self.gb_s / self.copy_gb_s
+    def of_ceiling(self) -> float:
+        return self.floor_s / self.seconds
 
     @property
     def over_peer(self) -> float:
-        """How many times faster than its peer."""
-        return self.peer_seconds / self.seconds
+        """How many times faster than its peer; 0 without one."""
+        return self.peer_s / self.seconds
 
 
 class Copy:
-    """The ceiling: a device-to-device copy far larger than any cache."""
+    """A ceiling: a device-to-device copy far larger than any cache."""
 
     def __init__(self, num_bytes: int = 1 << 30) -> None:
         self._source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
@@ -50,6 +46,20 @@ class Copy:
 
     def __call__(self) -> None:
         self._target.copy_(self._source)
+
+
+class Product:
+    """A ceiling: a product of large square matrices of bfloat16."""
+
+    def __init__(self, size: int = 8192) -> None:
+        self._left, self._right = (
+            torch.empty(size, size, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2)
+        )
+        self._target = torch.empty_like(self._left)
+        self.num_operations = 2 * size**3
+
+    def __call__(self) -> None:
+        torch.mm(self._left, self._right, out=self._target)
 
 
 def time_in_turn(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:

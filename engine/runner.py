@@ -183,13 +183,14 @@ class Runner:
                 return False
 
     def _probe(self, page: PageId) -> Batch:
-        zero = torch.zeros(1, dtype=torch.int64, device=self._model.device)
+        zero = torch.zeros(1, dtype=torch.int64)
         slot = zero + page * self._model.layout.block_size
-        return Batch(zero, zero, slot, self._int32([page]).unsqueeze(0), self._int32([1]), self._int32([0, 1]), 1, zero)
+        table, lens, starts = (torch.tensor(one, dtype=torch.int32) for one in ([[page]], [1], [0, 1]))
+        return Batch(zero, zero, slot, table, lens, starts, 1, zero)
 
     def _batch(self, work: Work) -> Batch:
-        """Makes the batch; on a CPU keeps it while the same rows run alone: its views change in place with them."""
-        if work.chunks or work.drafts or self._model.device.type != "cpu" or self._rows.is_watched[work.rows].any():
+        """Makes the batch, and keeps it while the same rows run alone: its views change in place with them."""
+        if work.chunks or work.drafts or self._rows.is_watched[work.rows].any():
             return self._make_batch(work)
         width, num_reserved = self._num_blocks(work.rows), len(self._rows.token_ids)
         key = (work.rows.start, work.rows.stop, width, num_reserved)
@@ -252,7 +253,7 @@ class Runner:
             tables = np.concatenate([tables, np.zeros((len(of_chunks), width), dtype=np.int32)])
             for table, row in zip(tables[work.num_rows :], of_chunks, strict=True):
                 table[: len(row)] = row
-        return self._on_device(tables)
+        return torch.from_numpy(tables)
 
     def _num_blocks(self, rows: slice) -> int:
         """Counts the blocks of the longest of these rows."""
@@ -262,12 +263,9 @@ class Runner:
     def _join(self, decodes: Ints, chunks: Seq[npt.ArrayLike]) -> torch.Tensor:
         """Appends the values of chunks, if there are any: else the model reads the rows themselves."""
         if not chunks:
-            return self._on_device(decodes)
+            return torch.from_numpy(decodes)
         # A list without values would be of floats.
-        return self._on_device(np.concatenate([decodes, *chunks], dtype=decodes.dtype, casting="unsafe"))
-
-    def _on_device(self, values: Ints) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._model.device, non_blocking=True)
+        return torch.from_numpy(np.concatenate([decodes, *chunks], dtype=decodes.dtype, casting="unsafe"))
 
     def _int32(self, values: object) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int32, device=self._model.device)

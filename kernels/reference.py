@@ -1,6 +1,6 @@
 """The kernels over pages in plain torch: the oracle of the others, and what a CPU without a compiler serves with.
 
-They share their signatures with `kernels.kv_write` and `kernels.paged_decode`. KV is read a sequence at a time, cut to
+They share their signatures with `kernels.paged_attention`. KV is read a sequence at a time, cut to
 the tokens that a query may see before anything is computed: the rest of a page, and other pages, are never operands,
 so not even NaN leaks out of them. docs/decisions/0005-attention-on-a-cpu.md has the figures.
 """

@@ -56,18 +56,18 @@ class TorchBackend:
             query = self.rms_norm(query, heads.query_norm, heads.norm_eps)
             key = self.rms_norm(key, heads.key_norm, heads.norm_eps)
         cosines, sines = angles.cosines[:, None], angles.sines[:, None]
-        key = _rotate(key, cosines, sines)
+        key = rotate(key, cosines, sines)
         if pages.int4 is not None:
             self.write_kv(key, value, pages.int4.open, reference.open_slots(pages, slot_mapping))
             self.close_blocks(pages, slot_mapping)
-            return _rotate(query, cosines, sines)
+            return rotate(query, cosines, sines)
         if pages.scales is not None:
             (key, key_scales), (value, value_scales) = (
                 reference.quantize(one, pages.data.dtype) for one in (key, value)
             )
             self.write_kv(key_scales[..., None], value_scales[..., None], pages.scales[..., None], slot_mapping)
         self.write_kv(key, value, pages.data, slot_mapping)
-        return _rotate(query, cosines, sines)
+        return rotate(query, cosines, sines)
 
     def attend(
         self,
@@ -80,7 +80,7 @@ class TorchBackend:
         lens, blocks, num_decodes = tables.context_lens, tables.block_tables, tables.num_decodes
         turned, turns = query, tables.turns
         if variant.num_sinks and turns is not None:
-            turned = _rotate(query, turns.cosines[:, None], -turns.sines[:, None])
+            turned = rotate(query, turns.cosines[:, None], -turns.sines[:, None])
         parts = []
         if num_decodes:
             decodes = query[:num_decodes], pages, blocks[:num_decodes], lens[:num_decodes], variant
@@ -107,7 +107,7 @@ def _given(result: Tensor, out: Tensor | None) -> Tensor:
     return result if out is None else out.copy_(result)
 
 
-def _rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Rotates heads [T, heads, size], element i with element i + size / 2."""
     first, second = states.float().chunk(2, dim=-1)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1).to(states.dtype)

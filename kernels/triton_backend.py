@@ -1,15 +1,60 @@
-"""The operations of a decoder on a GPU: Triton for what touches pages, torch for the rest."""
+"""The operations of a decoder on a GPU: Triton for rows and pages, torch for products."""
 
-from kernels import int4, kv_write, paged_decode
-from kernels.torch_backend import TorchBackend
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels import int4, paged_attention, row_operations
+from kernels.backend import Angles, AttentionVariant, Heads, KVPages, Tables, Weight
+from kernels.torch_backend import TorchBackend, rotate
 
 
 class TritonBackend(TorchBackend):
-    """Torch's operations, with Triton's attention of decoding rows and write of KV."""
+    """Torch's products, and Triton's kernels for all between them. A row's attention does not depend on the batch."""
 
     name = "triton"
-    version = "triton-4"
+    version = "triton-5"
 
-    write_kv = staticmethod(kv_write.write_kv)
-    decode = staticmethod(paged_decode.paged_decode_attention)
-    close_blocks = staticmethod(int4.close_blocks)
+    rms_norm = staticmethod(row_operations.rms_norm)
+    gate = staticmethod(row_operations.gate)
+
+    def linear(
+        self,
+        states: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if residual is None:
+            return F.linear(states, weight.data, bias)
+        product = torch.addmm(residual, states, weight.data.T)
+        return product if bias is None else product + bias
+
+    def rotate_and_write(
+        self, qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, slot_mapping: Tensor
+    ) -> Tensor:
+        query = row_operations.rotate_and_write(qkv, heads, angles, pages, slot_mapping)
+        if pages.int4 is not None:
+            int4.close_blocks(pages, slot_mapping)
+        return query
+
+    def attend(
+        self,
+        query: Tensor,
+        pages: KVPages,
+        tables: Tables,
+        variant: AttentionVariant,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        lens, blocks, num_decodes = tables.context_lens, tables.block_tables, tables.num_decodes
+        turned, turns = None, tables.turns
+        if variant.num_sinks and turns is not None:
+            turned = rotate(query, turns.cosines[:, None], -turns.sines[:, None])
+        out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+        first = slice(num_decodes)
+        decodes = query[first], pages, blocks[first], lens[first], variant
+        paged_attention.paged_decode_attention(*decodes, turned, out[first])
+        prompts = query, pages, blocks, lens, tables.cu_query_lens, variant
+        paged_attention.paged_prefill_attention(*prompts, turned, out, num_decodes)
+        return out

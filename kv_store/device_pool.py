@@ -23,6 +23,7 @@ _DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "int4": torch.uint8,
 }
+COPIED_AT_ONCE = 64
 DEFAULT_OPEN = 256
 """Open blocks of a pool of int4: for 128 sequences, and 2,048 tokens of prompts in a step."""
 
@@ -65,6 +66,11 @@ class DevicePool:
             places = (self._page_to_open.pop(page, None) for page in pages)
             self._free_open += [place for place in places if place is not None]
 
+    @property
+    def num_copied_at_once(self) -> int:
+        """Counts the pages to read before `wait`: one in host memory, whose bytes are then still in the cache."""
+        return 1 if self._memory is not None else COPIED_AT_ONCE
+
     def page_bytes(self, page: PageId) -> torch.Tensor:
         """Views a page as `uint8[layout.payload_bytes]`."""
         return self._pages[page]
@@ -78,26 +84,29 @@ class DevicePool:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def write_page(self, page: PageId, data: memoryview) -> None:
-        """Copies `data`, `layout.payload_bytes` of host memory, into a page. Returns when it is there."""
+        """Begins to copy `data`, `layout.payload_bytes` of host memory that stay until `wait`, into a page."""
         if self._memory is None:
             self._copy(self.page_bytes(page), _as_tensor(data))
         else:
             _copy_bytes(self._memory[page], np.frombuffer(data, np.uint8))
 
     def read_page(self, page: PageId, into: memoryview) -> None:
-        """Copies a page into `layout.payload_bytes` of writable host memory. Returns when it is there."""
+        """Begins to copy a page into `layout.payload_bytes` of writable host memory, whole after `wait`."""
         if self._memory is None:
             self._copy(_as_tensor(into), self.page_bytes(page))
         else:
             _copy_bytes(np.frombuffer(into, np.uint8), self._memory[page])
 
+    def wait(self) -> None:
+        """Waits for the ends of all copies that were begun. A pool in host memory has none under way."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies between host and device."""
+        """Begins a copy between host and device; one from memory that is not pinned has ended on return."""
         _require_equal(target.numel(), source.numel())
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             target.copy_(source, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 def view_pages(pages: torch.Tensor, layout: KVLayout, num_open: int = 0) -> KVPages:

@@ -18,11 +18,6 @@ import struct
 
 import msgpack
 import xxhash
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES
-from cryptography.hazmat.primitives.ciphers.modes import GCM
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from wire.errors import ForgedFrame, WireError
 from wire.keys import BlockName
@@ -47,6 +42,9 @@ def checksum_of(payload: memoryview) -> bytes:
 
 def mac_key_of(secret: bytes) -> bytes:
     """Derives the key of all frames from the server's secret: HKDF-SHA-256 (RFC 5869)."""
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
     return HKDF(SHA256(), MAC_KEY_BYTES, salt=None, info=b"baton frame mac").derive(secret)
 
 
@@ -86,6 +84,11 @@ class FrameSeal:
 
     def _mac(self, proven: bytes, payload: memoryview) -> bytes:
         key = hmac.digest(self._mac_key, proven[-_SALT_BYTES:], "sha256")
+        # Here, since an engine without cold tiers needs no cryptography.
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES
+        from cryptography.hazmat.primitives.ciphers.modes import GCM
+
         mac = Cipher(AES(key), GCM(_NONCE)).encryptor()
         mac.authenticate_additional_data(proven)
         mac.authenticate_additional_data(payload)

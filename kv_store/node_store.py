@@ -5,13 +5,16 @@ lease held to the end.
 """
 
 import logging
+import os
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import compress, takewhile
+from functools import cache, partial
+from itertools import compress, islice, takewhile
 from typing import TypeVar
 
 from kv_store.block_store import StoreStatus
@@ -34,6 +37,7 @@ _LOOKUPS_AT_ONCE = 128
 _FAR_BUDGET_S = 0.5
 _FAR_BUDGET_PER_BLOCK_S = 0.01
 _MAX_PEERS = 64
+_MAX_SUM_THREADS = 4
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -69,6 +73,10 @@ class NodeStore:
         self._pool = pool
         self._clock = clock
         self._scratch = memoryview(bytearray(layout.payload_bytes))
+        # Of a CPU's pages one by one, while they are in its cache; of a GPU's in threads, for copies are faster.
+        self._checksums = (
+            partial(map, checksum_of) if pool.num_copied_at_once == 1 else partial(_threads().map, checksum_of)
+        )
         self._num_corrupt = 0
         self._num_failed = 0
         self._is_passed_over = False
@@ -116,6 +124,7 @@ class NodeStore:
             with self._writing():
                 tiers = self._copy_in(names, lease.entries, pages, [*self._peers_at(addresses), *self._cold])
         finally:
+            self._pool.wait()  # no copy reads a slot, or writes a page, that is somebody else's by then
             held = self._directory.release(lease.lease_id)
         return tiers if held else []
 
@@ -138,12 +147,8 @@ class NodeStore:
         hold = None if request_id is None else Hold(request_id, HOLD_TTL_S)
         with self._writing():
             reservation = self._directory.reserve(self._me, names, hold)
-            blocks = [
-                self._copy_out(name, page, slot)
-                for name, page, slot in zip(names, pages, reservation.slots, strict=True)
-                if slot is not None
-            ]
-            return reservation.num_resident + self._commit(blocks, hold)
+            wanted = zip(names, pages, reservation.slots, strict=True)
+            return reservation.num_resident + self._commit(self._copy_out(wanted), hold)
 
     def _attach(self) -> None:
         """Maps the directory's arena anew if it has restarted. Comes before all that is done with slots."""
@@ -240,11 +245,12 @@ class NodeStore:
         reserved = self._directory.reserve(self._me, far_names, None).slots if far_names else []
         slots = dict(zip(far_names, reserved, strict=True))
         copied: list[_Source] = []
+        sums = self._checksums(self._payload(place.slot) for place in places if isinstance(place, Entry))
         with ExitStack() as stack:
             reads = [stack.enter_context(closing(self._read(one, names, places, slots))) for one in sources]
             for name, place, page in zip(names, places, pages, strict=False):
                 if isinstance(place, Entry):
-                    source = self._from_arena(name, place)
+                    source = self._from_arena(name, place, next(sums))
                 else:  # after the deadline, computing is quicker
                     source = None if self._clock() > deadline else next(reads[sources.index(place)], None)
                 if source is None:
@@ -270,11 +276,10 @@ class NodeStore:
                 slot = slots[name]
                 yield _Source(source.tier, payload, None if slot is None else Block(slot, name, checksum))
 
-    def _from_arena(self, name: BlockName, entry: Entry) -> "_Source | None":
+    def _from_arena(self, name: BlockName, entry: Entry, checksum: bytes) -> "_Source | None":
         """Reads a leased block if its checksum is right; else withdraws it."""
-        payload = self._payload(entry.slot)
-        if checksum_of(payload) == entry.checksum:
-            return _Source(Tier.HOST, payload, None)
+        if checksum == entry.checksum:
+            return _Source(Tier.HOST, self._payload(entry.slot), None)
         self._num_corrupt += 1
         log.warning("slot %d of the arena does not hold what was written there: its block is withdrawn", entry.slot)
         self._directory.withdraw([Block(entry.slot, name, entry.checksum)])
@@ -289,10 +294,20 @@ class NodeStore:
                 self._directory.mark_cold(tier, [block.name.key for block in blocks])
         self._directory.abandon(self._me)
 
-    def _copy_out(self, name: BlockName, page: PageId, slot: PageId) -> Block:
-        payload = self._payload(slot)
-        self._pool.read_page(page, payload)
-        return Block(slot, name, checksum_of(payload))
+    def _copy_out(self, wanted: Iterable[tuple[BlockName, PageId, PageId | None]]) -> list[Block]:
+        """Copies the pages that have a slot, as many at once as their pool does."""
+        copies = ((name, page, slot) for name, page, slot in wanted if slot is not None)
+        blocks: list[Block] = []
+        try:
+            while group := [*islice(copies, self._pool.num_copied_at_once)]:
+                for _, page, slot in group:
+                    self._pool.read_page(page, self._payload(slot))
+                self._pool.wait()
+                sums = self._checksums(self._payload(slot) for _, _, slot in group)
+                blocks += [Block(slot, name, one) for (name, _, slot), one in zip(group, sums, strict=True)]
+        finally:
+            self._pool.wait()
+        return blocks
 
     def _or_else(self, otherwise: T, action: Callable[[], T]) -> T:
         """Runs an action; returns `otherwise` and counts a failure if the directory is out of reach."""
@@ -310,6 +325,12 @@ class NodeStore:
             return answer
         self._num_failed += 1
         return otherwise
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Makes the threads of this process that take checksums; xxhash leaves the interpreter to others meanwhile."""
+    return ThreadPoolExecutor(min(_MAX_SUM_THREADS, os.cpu_count() or 1), "checksums")
 
 
 def _may_have(source: BlockSource, name: BlockName) -> bool:

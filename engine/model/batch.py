@@ -1,7 +1,7 @@
 """The tensors of one step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -33,8 +33,8 @@ class Watched:
 class Batch:
     """Tokens of several sequences, one after another; decoding sequences, of one token each, come first.
 
-    T tokens, S sequences, N the most blocks of any of them; all on the model's device. Raises ValueError for a tensor
-    of another dtype: a kernel that gets its address would read other numbers.
+    T tokens, S sequences, N the most blocks of any of them; on the host until a model takes them. Raises ValueError for
+    a tensor of another dtype: a kernel that gets its address would read other numbers.
     """
 
     token_ids: torch.Tensor  # int64 [T]
@@ -53,6 +53,12 @@ class Batch:
             tensor: torch.Tensor = getattr(self, name)
             if tensor.dtype is not dtype:
                 raise ValueError(f"{name} has {tensor.dtype}, not {dtype}")
+
+    def to(self, device: torch.device) -> "Batch":
+        """Copies the tensors to a device, pinned ones without waiting."""
+        if device.type == "cpu":
+            return self
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in _DTYPES})
 
     @property
     def samples_all(self) -> bool:

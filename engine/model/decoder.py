@@ -7,21 +7,19 @@ greedy tokens in float32 are the same.
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import DTYPES, ModelConfig
 from engine.model.angles import FarAngles, make_angles
 from engine.model.batch import Batch, run_ahead
+from engine.model.programs import MIN_BLOCKS, MIN_ROWS, CapturedProgram, Program, RecordedProgram, padded
 from engine.model.weights import DecoderWeights, WeightLoader, check_weights
-from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Recorder, Tables, select_backend
+from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Tables, select_backend
 from kernels.reference import weigh
 from wire.errors import ConfigError
 from wire.kv_policy import parse_kv_policy
 from wire.layout import KVLayout
-
-MIN_PROGRAM_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,6 @@ class Buffers:
 
 
 _NO_BUFFERS = Buffers()
-_COLUMNS = ("token_ids", "positions", "slot_mapping", "context_lens", "cu_query_lens")
 
 
 class Decoder:
@@ -83,7 +80,7 @@ class Decoder:
         windows, num_sinks = config.attention.windows, layout.num_sinks
         self._variants = [AttentionVariant(scale, window, num_sinks=num_sinks) for window in windows]
         self._far_angles = self._make_far_angles() if num_sinks else None
-        self._programs: dict[int, DecodeProgram] = {}
+        self._programs: dict[tuple[int, int], Program] = {}
         self._programs_kv = 0
 
     @classmethod
@@ -117,13 +114,16 @@ class Decoder:
         program = self._program_for(batch, kv) if batch.samples_all and not batch.watched else None
         if program is not None:
             return program.run(batch)
+        batch = batch.to(self.device)
         return self.run(self._backend, batch, self.angles_for(kv).at(batch.positions), kv, _NO_BUFFERS)
 
     @torch.inference_mode()
     def run_ahead(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
         """Does as `DraftModel.run_ahead`; in one program where the backend has recordings."""
         program = self._program_for(batch, kv) if batch.samples_all and not self._far_angles else None
-        return run_ahead(self, batch, kv, num_runs) if program is None else program.run_ahead(batch, num_runs)
+        if isinstance(program, RecordedProgram):
+            return program.run_ahead(batch, num_runs)
+        return run_ahead(self, batch.to(self.device), kv, num_runs)
 
     def run(self, do: Backend, batch: Batch, angles: Angles, kv: KVPages, to: "Buffers") -> torch.Tensor:
         """Runs a batch through a backend, which may be a recorder; `angles` has a row for each token."""
@@ -157,15 +157,46 @@ class Decoder:
             [weigh(query, kv.layer(index), block_table, num_tokens, one) for index, (query, one) in enumerate(layers)]
         )
 
-    def _program_for(self, batch: Batch, kv: KVPages) -> "DecodeProgram | None":
-        """Finds or records the program for so many rows, of the pool that was used last."""
+    def _program_for(self, batch: Batch, kv: KVPages) -> Program | None:
+        """Finds or records the program for so many rows and blocks, of the pool that was used last."""
         if kv.data.data_ptr() != self._programs_kv:
             self._programs, self._programs_kv = {}, kv.data.data_ptr()
-        num_rows = max(MIN_PROGRAM_ROWS, 1 << (len(batch.token_ids) - 1).bit_length())
-        program = self._programs.get(num_rows)
-        if program is None and (recorder := self._backend.record()) is not None:
-            program = self._programs[num_rows] = DecodeProgram(self, recorder, kv, num_rows)
-        return program
+        most = self.layout.num_blocks(self.layout.max_len(len(kv.data), self.max_context_len))
+        on_cpu = self.device.type == "cpu"
+        num_blocks = most if on_cpu else min(most, padded(batch.block_tables.shape[1], MIN_BLOCKS, 4))
+        key = padded(len(batch.token_ids), MIN_ROWS), num_blocks
+        if key not in self._programs and (made := (self._record if on_cpu else self._capture)(batch, kv, *key)):
+            self._programs[key] = made
+        return self._programs.get(key)
+
+    def _record(self, batch: Batch, kv: KVPages, num_rows: int, num_blocks: int) -> Program | None:
+        recorder = self._backend.record()
+        if recorder is None:
+            return None
+        buffers = Buffers.make(self.config, num_rows, self.weights.norm.dtype)
+        half = self.config.attention.head_dim // 2
+        return RecordedProgram(
+            recorder,
+            lambda batch, angles: self.run(recorder, batch, angles, kv, buffers),
+            self.angles_for(kv),
+            half,
+            num_rows,
+            num_blocks,
+            self.layout.block_size,
+        )
+
+    def _capture(self, batch: Batch, kv: KVPages, num_rows: int, num_blocks: int) -> Program | None:
+        """Captures a step of rows that are sequences; sinks and guesses have no program on a GPU."""
+        angles = self.angles_for(kv)
+        if isinstance(angles, FarAngles) or len(batch.token_ids) != len(batch.context_lens):
+            return None
+        return CapturedProgram(
+            lambda batch, angles: self.run(self._backend, batch, angles, kv, _NO_BUFFERS),
+            angles,
+            num_rows,
+            num_blocks,
+            self.device,
+        )
 
     def _make_far_angles(self) -> FarAngles:
         head_dim, last_near = self.config.attention.head_dim, self.layout.num_sinks + (self.layout.window or 0) - 1
@@ -179,63 +210,6 @@ class Decoder:
         if len(self._angles.cosines) < num_positions:
             self._angles = make_angles(self.config.rope, self.config.attention.head_dim, num_positions, self.device)
         return self._angles
-
-
-class DecodeProgram:
-    """A forward pass of rows that are all sampled, recorded once: Python between kernels is slower than some of them.
-
-    It is to a CPU what a CUDA graph is to a GPU: inputs are copied to where the recording has them.
-    """
-
-    def __init__(self, decoder: Decoder, recorder: Recorder, kv: KVPages, num_rows: int) -> None:
-        half, all_angles = decoder.config.attention.head_dim // 2, decoder.angles_for(kv)
-        num_blocks = decoder.layout.num_blocks(decoder.layout.max_len(len(kv.data), decoder.max_context_len))
-        ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
-        tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
-        starts = torch.arange(num_rows + 1, dtype=torch.int32)
-        batch = Batch(ids[0], ids[1], ids[2], tables, lens, starts, num_rows, ids[0])
-        turns = Angles(*torch.empty(2, num_rows, half)) if decoder.layout.num_sinks else None
-        angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half), turns)
-        buffers = Buffers.make(decoder.config, num_rows, decoder.weights.norm.dtype)
-        if isinstance(all_angles, Angles):
-            recorder.pick(all_angles.cosines, batch.positions, angles.cosines)
-            recorder.pick(all_angles.sines, batch.positions, angles.sines)
-        self._logits = decoder.run(recorder, batch, angles, kv, buffers)
-        self._program = recorder.finish()
-        recorder.advance(self._logits, decoder.layout.block_size, batch)
-        self._ahead = recorder.finish()
-        self._columns = [getattr(batch, name).numpy() for name in _COLUMNS]
-        self._tables = tables.numpy()
-        self._far_angles, self._angles = all_angles if isinstance(all_angles, FarAngles) else None, angles
-        self._kept = decoder.weights, kv, buffers, all_angles
-
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Runs a batch of at most as many rows and blocks; returns logits that the next run overwrites."""
-        self._take(batch)
-        if self._far_angles is not None:
-            self._far_angles.write(batch.positions, self._angles)
-        self._program.run(len(batch.token_ids), len(batch.context_lens), batch.num_decodes)
-        return self._logits[: len(batch.token_ids)]
-
-    def run_ahead(self, batch: Batch, num_runs: int) -> torch.Tensor:
-        """Runs a batch, whose rows are all sampled, as `DraftModel.run_ahead` does."""
-        self._take(batch)
-        num_sequences, token_ids = len(batch.context_lens), self._columns[0]
-        numbers = (len(batch.token_ids), num_sequences, batch.num_decodes)
-        drawn = np.empty((num_runs, num_sequences), dtype=np.int64)
-        for after_run in drawn:
-            self._ahead.run(*numbers)
-            after_run[:] = token_ids[:num_sequences]
-            numbers = (num_sequences,) * 3
-        return torch.from_numpy(drawn)
-
-    def _take(self, batch: Batch) -> None:
-        """Copies a batch to where the recording has its own; numpy's small copies take half the time of torch's."""
-        for name, own in zip(_COLUMNS, self._columns, strict=True):
-            column = getattr(batch, name).numpy()
-            own[: len(column)] = column
-        tables = batch.block_tables.numpy()
-        self._tables[: len(tables), : tables.shape[1]] = tables
 
 
 def compute_dtype(dtype: str | None, config: ModelConfig, backend: Backend) -> torch.dtype:

@@ -108,18 +108,15 @@ class DraftProposer:
         starts = np.array([0, *accumulate(lengths)], dtype=np.int32)
         runs_all = len(positions) <= MAX_RECORDED
         return Batch(
-            token_ids=self._on_device(np.array([*token_ids])),
-            positions=self._on_device(positions),
-            slot_mapping=self._on_device(pages * block_size + positions % block_size),
-            block_tables=self._on_device(tables),
-            context_lens=self._on_device(np.array([span.stop for span in spans.values()], dtype=np.int32)),
-            cu_query_lens=self._on_device(starts),
+            token_ids=torch.from_numpy(np.array([*token_ids])),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(pages * block_size + positions % block_size),
+            block_tables=torch.from_numpy(tables),
+            context_lens=torch.from_numpy(np.array([span.stop for span in spans.values()], dtype=np.int32)),
+            cu_query_lens=torch.from_numpy(starts),
             num_decodes=lengths.count(1),
-            sample_rows=self._on_device(np.arange(len(positions)) if runs_all else starts[1:].astype(np.int64) - 1),
+            sample_rows=torch.from_numpy(np.arange(len(positions)) if runs_all else starts[1:].astype(np.int64) - 1),
         )
-
-    def _on_device(self, values: Ints) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._model.device)
 
 
 def _tables(held: Seq[DraftKV]) -> Ints:

@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import struct
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,7 +37,12 @@ class Arena:
         self.path = path
         self._memory = memory
         self._view = memoryview(memory)
-        self._address = _pin(memory, block_bytes * num_slots)
+        self._unpin: weakref.finalize[..., Arena] | None = None
+        address = _pin(memory, block_bytes * num_slots)
+        if address is not None:
+            # Memory that is unmapped while it is pinned cannot be pinned again at its address.
+            self._unpin = weakref.finalize(self, _unpin, address)
+            self._unpin.atexit = False
 
     @classmethod
     def create(cls, path: str, block_bytes: int, num_slots: int) -> "Arena":
@@ -119,9 +125,8 @@ class Arena:
 
     def close(self) -> None:
         """Unmaps the arena, or leaves that to the last view of a slot that is still in use."""
-        if self._address is not None:
-            _unpin(self._address)
-            self._address = None
+        if self._unpin is not None:
+            self._unpin()
         self._view.release()
         try:
             self._memory.close()
@@ -179,8 +184,17 @@ def _pin(memory: mmap.mmap, size: int) -> int | None:
     error = torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)
     if int(error) != 0:
         log.warning("an arena of %d bytes could not be pinned (%s): copies to the GPU will be slower", size, error)
+        _clear_error()
         return None
     return address
+
+
+def _clear_error() -> None:
+    """Launches a kernel, which reports the error that a failed call has left, so that no later one does."""
+    import torch
+
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _unpin(address: int) -> None:

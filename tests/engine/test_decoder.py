@@ -69,7 +69,8 @@ def test_sinks_give_the_tokens_of_their_rule(
     folder, num_tokens = checkpoint(arch), 24
     backend = TritonBackend() if kernels == "triton" else make_backend(kernels)
     model = Decoder.load(folder, "float32", CPU, 16, backend, kv_policy=kv_policy)
-    chosen = [choose_prompt(folder, length, num_tokens, kv_policy=kv_policy) for length in LENGTHS]
+    lengths = LENGTHS[:-1] if kernels == "triton" else LENGTHS  # Triton's interpreter takes a minute for 700 rows
+    chosen = [choose_prompt(folder, length, num_tokens, kv_policy=kv_policy) for length in lengths]
     expected = [list(one.token_ids) for one in chosen]
     assert generate(model, [one.prompt_ids for one in chosen], num_tokens, chunk_len) == expected
     assert generate(model, [chosen[-2].prompt_ids], num_tokens, chunk_len) == expected[-2:-1]

@@ -1,14 +1,17 @@
 """The engine and the store with pages on a GPU: transformers' tokens, alone and handed over through a pinned arena."""
 
+import mmap
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.model.decoder import Decoder
+from kv_store.node.arena import Arena
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.checkpoints import choose_prompt, make_checkpoint
 from tests.pair import Node, drive, make_core, prefill, request, resume
+from wire.ids import PageId
 from wire.sampling import SamplingParams
 
 if not torch.cuda.is_available():
@@ -50,6 +53,7 @@ def test_handed_over_through_the_arena(folder: Path, dtype: str) -> None:
 
 
 def test_hits_in_host_and_cold_tier_change_nothing(folder: Path) -> None:
+    pytest.importorskip("cryptography", reason="a cold tier closes its frames with it")
     model = Decoder.load(folder, "float32", DEVICE, 16)
     expected = [choose_prompt(folder, length).token_ids for length in LENGTHS]
     cold = MemoryTier(model.layout)
@@ -63,3 +67,20 @@ def test_hits_in_host_and_cold_tier_change_nothing(folder: Path) -> None:
     assert [run.fetched[0].found["host"] for run in in_host] == [run.fetched[0].found["redis"] for run in in_cold]
     for where, runs in ((node, in_host), (restarted, in_cold)):
         assert [tuple(run.outputs[0]) for run in resume(make_core(model, where), runs)] == expected
+
+
+def test_an_arena_that_cannot_be_pinned_leaves_the_device_as_it_was() -> None:
+    """A second mapping at the address of one that is pinned is refused by the driver."""
+    memory = mmap.mmap(-1, 64 * 4096)
+    first, second = (Arena(memory, 4096, 64, None) for _ in range(2))
+    assert torch.zeros(3, device=DEVICE).sum() == 0
+    second.close()
+    assert torch.frombuffer(first.slot(PageId(3)), dtype=torch.uint8).is_pinned()
+    first.close()
+
+
+def test_arenas_that_were_not_closed_are_unpinned() -> None:
+    for _ in range(3):
+        arena = Arena.anonymous(1 << 20, 16)
+        assert torch.frombuffer(arena.slot(PageId(3)), dtype=torch.uint8).is_pinned()
+        del arena

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kernels import kv_write, paged_decode, reference
+from kernels import paged_attention, reference
 from kernels.backend import AttentionVariant, KVPages
+from tests.kernels.backends import triton_write
 from tests.kernels.paged_batch import (
     FAR_SIZE,
     Heads,
@@ -30,7 +31,7 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCES)
 def check_decode(batch: PagedBatch, sliding_window: int | None = None) -> None:
     query = batch.random_query(len(batch.keys))
     args = (query, batch.pages, batch.block_tables, batch.context_lens, batch.variant(sliding_window))
-    decoded, expected = paged_decode.paged_decode_attention(*args), reference.paged_decode_attention(*args)
+    decoded, expected = paged_attention.paged_decode_attention(*args), reference.paged_decode_attention(*args)
     tolerance = TOLERANCES[query.dtype]
     torch.testing.assert_close(decoded, expected, atol=tolerance, rtol=tolerance)
 
@@ -73,7 +74,7 @@ def test_write_lands_in_its_slots(heads: Heads, dtype: torch.dtype, device: torc
     slots = torch.randperm(num_pages * block_size, device=device)[:num_tokens]
     slots[::7] = -1
     written, expected = (empty_layer(num_pages, heads, block_size, dtype, device) for _ in range(2))
-    kv_write.write_kv(key, value, written, slots)
+    triton_write(key, value, written, slots)
     reference.write_kv(key, value, expected, slots)
     torch.testing.assert_close(written, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -102,12 +103,12 @@ def test_write_and_decode_beyond_32_bit_offsets(device: torch.device) -> None:
         pytest.skip("needs 12 GB of free device memory")
     kv_layer, far_page = far_layer(torch.zeros(FAR_SIZE, dtype=torch.float16, device=device))
     rows = torch.ones(16, 1, 32, dtype=torch.float16, device=device)
-    kv_write.write_kv(rows, rows, kv_layer, torch.arange(16, device=device) + far_page * 16)
+    triton_write(rows, rows, kv_layer, torch.arange(16, device=device) + far_page * 16)
     assert kv_layer[far_page].eq(1.0).all()
     tables = torch.tensor([[far_page]], dtype=torch.int32, device=device)
     lens = torch.tensor([16], dtype=torch.int32, device=device)
     assert (
-        paged_decode.paged_decode_attention(rows[:1], KVPages(kv_layer), tables, lens, AttentionVariant(1.0))
+        paged_attention.paged_decode_attention(rows[:1], KVPages(kv_layer), tables, lens, AttentionVariant(1.0))
         .eq(1.0)
         .all()
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels import paged_decode, reference
-from kernels.backend import AttentionVariant, Backend, KVPages, Tables, select_backend
+from kernels import paged_attention, reference, row_operations
+from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables, select_backend
 from kernels.cpu import library
 from kernels.cpu.library import ISA_TO_FEATURES, best_isa
 
@@ -49,13 +49,23 @@ def cpu_prefill(
     return make_backend(best_isa()).attend(query, pages, tables, variant)
 
 
+def triton_write(key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+    """Writes as `kernels.reference.write_kv` does, with the Triton kernel and angles that turn nothing."""
+    num_rows, num_kv_heads, head_dim = key.shape
+    qkv = torch.cat([key, value], dim=1).flatten(1)
+    cosines = torch.ones(num_rows, head_dim // 2, device=key.device)
+    angles, heads = Angles(cosines, torch.zeros_like(cosines)), Heads(0, num_kv_heads, head_dim, None, None, 0.0)
+    row_operations.rotate_and_write(qkv, heads, angles, KVPages(kv_layer), slot_mapping)
+
+
 DECODES: dict[str, PagedDecodeAttention] = {
     "reference": reference.paged_decode_attention,
-    "triton": paged_decode.paged_decode_attention,
+    "triton": paged_attention.paged_decode_attention,
     **({"cpu": cpu_decode} if ISAS else {}),
 }
 PREFILLS: dict[str, PagedPrefillAttention] = {
     "reference": reference.paged_prefill_attention,
+    "triton": paged_attention.paged_prefill_attention,
     **({"cpu": cpu_prefill} if ISAS else {}),
 }
 

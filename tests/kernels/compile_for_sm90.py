@@ -4,36 +4,45 @@ A script, as Triton's interpreter cannot be left again in a process that has ent
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import int4, kv_write, paged_decode
+from kernels import int4, paged_attention, row_operations
+from kv_store.device_pool import view_pages
+from wire.layout import KVLayout
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
     "slot_mapping_ptr": "*i64",
     "log2_scale": "fp32",
     "log2_soft_cap": "fp32",
-    **dict.fromkeys(("block_tables_ptr", "context_lens_ptr", "page_to_open_ptr"), "*i32"),
-    **dict.fromkeys(("log_sum_ptr", "partial_ptr", "sinks_ptr"), "*fp32"),
+    "eps": "fp32",
+    **dict.fromkeys(("block_tables_ptr", "context_lens_ptr", "cu_query_lens_ptr", "page_to_open_ptr"), "*i32"),
+    **dict.fromkeys(("log_sum_ptr", "partial_ptr", "sinks_ptr", "cosines_ptr", "sines_ptr"), "*fp32"),
     **dict.fromkeys(("scales_ptr", "key_scales_ptr", "value_scales_ptr"), "*bf16"),
     "codes_ptr": "*u8",
 }
 OF_INT4 = ("key_scales_ptr", "value_scales_ptr", "open_ptr", "page_to_open_ptr")
 OF_VARIANTS = ("sinks_ptr", "log2_soft_cap", "turned_ptr")
 ATTENTION = {
-    "attend_split": ("scales_ptr", *OF_INT4, *OF_VARIANTS),
-    "attend_split with sinks and a cap": ("scales_ptr", *OF_INT4),
-    "attend_split over int8": (*OF_INT4, *OF_VARIANTS),
-    "attend_split over int4": ("scales_ptr", *OF_VARIANTS),
+    "": ("scales_ptr", *OF_INT4, *OF_VARIANTS),
+    " with sinks and a cap": ("scales_ptr", *OF_INT4),
+    " over int8": (*OF_INT4, *OF_VARIANTS),
+    " over int4": ("scales_ptr", *OF_VARIANTS),
 }
 """The arguments that are None, by the name of what comes out."""
-CODES = {"attend_split over int8": "*i8", "attend_split over int4": "*u8"}
+CODES = {" over int8": "*i8", " over int4": "*u8"}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -58,31 +67,68 @@ def compile_kernel(
     return {
         "kernel": name,
         "dtype": dtype,
-        "head_dim": constants["HEAD_DIM"],
         "ptx": compiled.asm["ptx"],
         "cubin_bytes": len(compiled.asm["cubin"]),
         "shared_bytes": compiled.metadata.shared,
+        **resources(compiled.asm["cubin"]),
     }
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Reads the registers of a thread, and the bytes of its stack, where spilled ones go."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return {name.lower(): int(found) for name, found in re.findall(r"\b(REG|STACK):(\d+)", usage)}
+
+
+def choose_tile(role: str, name: str, dtype: torch.dtype, head_dim: int) -> paged_attention.Tile:
+    """Chooses the tile that a launch over pages of this kind has."""
+    kept = {" over int8": "int8", " over int4": "int4"}.get(name, "none")
+    layout = KVLayout(1, 1, head_dim, 16, str(dtype).removeprefix("torch."), kept)
+    pages = view_pages(torch.zeros(1, layout.payload_bytes, dtype=torch.uint8), layout, 1).layer(0)
+    if role == "decode":
+        return paged_attention.decode_tile(pages)
+    return paged_attention.prefill_tile(torch.zeros(1, 4, head_dim, dtype=dtype), pages, 4)
 
 
 def compile_all(dtype: str, head_dim: int) -> Iterator[dict[str, Any]]:
     size = {"HEAD_DIM": head_dim, "PADDED_DIM": triton.next_power_of_2(head_dim)}
-    group = {"GROUP_SIZE": 4, "PADDED_GROUP": paged_decode.MIN_DOT_ROWS}
-    tile = {"BLOCK_SIZE": 16, "TILE": paged_decode.TILE_LEN}
-    heads = {"NUM_KV_HEADS": 8, "PADDED_HEADS": 8}
-    decode_options = paged_decode.LAUNCH_OPTIONS
+    splits = {"MAX_SPLITS": paged_attention.MAX_SPLITS, "MIN_SPLIT_LEN": paged_attention.MIN_SPLIT_LEN}
     block = {"BLOCK_SIZE": 16, "PADDED_BLOCK": 16, "PADDED_HALF": triton.next_power_of_2(head_dim // 2)}
-    write, close, splits = kv_write.LAUNCH_OPTIONS, int4.LAUNCH_OPTIONS, {"PADDED_SPLITS": paged_decode.MAX_SPLITS}
-    yield compile_kernel(kv_write.write_token, "write_token", dtype, write, None, **size, **heads, BLOCK_SIZE=16)
+    close, rows = int4.LAUNCH_OPTIONS, row_operations.OPTIONS
     yield compile_kernel(int4.close_block, "close_block", dtype, close, None, HEAD_DIM=head_dim, **block)
-    for name, absent in ATTENTION.items():
-        none, pages = dict.fromkeys(absent), CODES.get(name)
-        yield compile_kernel(
-            paged_decode.attend_split, name, dtype, decode_options, pages, **size, **group, **tile, **none
+    yield compile_kernel(row_operations.normalize, "normalize", dtype, rows, None, PADDED_COLUMNS=4096)
+    yield compile_kernel(row_operations.gate_rows, "gate_rows", dtype, rows, None, COLUMNS=1024)
+    for name, pages in ((" of int8", "*i8"), ("", None)):
+        unused: dict[str, Any] = dict.fromkeys(
+            ("query_norm_ptr", "key_norm_ptr", "page_to_open_ptr", *(() if name else ("scales_ptr",)))
         )
-    yield compile_kernel(paged_decode.merge_splits, "merge_splits", dtype, decode_options, None, **size, **splits)
+        shape: dict[str, Any] = {
+            "NUM_HEADS": 32,
+            "NUM_KV_HEADS": 8,
+            "HEADS": row_operations.HEADS_AT_ONCE,
+            "BLOCK_SIZE": 16,
+        }
+        shape |= {"HEAD_DIM": head_dim, "PADDED_HALF": triton.next_power_of_2(head_dim // 2), "LARGEST": 127.0}
+        kernel, what = row_operations.rotate_and_write_heads, f"rotate_and_write_heads{name}"
+        yield compile_kernel(kernel, what, dtype, rows, pages, **shape, **unused)
+    for role, (name, absent) in product(("decode", "prefill"), ATTENTION.items()):
+        none = dict.fromkeys((*absent, "cu_query_lens_ptr" if role == "decode" else "log_sum_ptr"))
+        tile, tokens = choose_tile(role, name, TORCH_DTYPES[dtype], head_dim), 1 if role == "decode" else 8
+        shape = {"GROUP_SIZE": 4, "BLOCK_SIZE": 16, "TOKENS": tokens, "ROWS": tile.rows, "KEYS": tile.keys}
+        constants = size | shape | splits | none
+        yield compile_kernel(
+            paged_attention.attend, f"{role}{name}", dtype, dict(tile.options), CODES.get(name), **constants
+        )
+    merging = {"KEYS": 64, **size, **splits}
+    yield compile_kernel(paged_attention.merge_splits, "merge_splits", dtype, rows, None, **merging)
 
 
 if __name__ == "__main__":
     cases = [("bf16", 128), ("fp16", 80), ("fp32", 128)]
-    json.dump([compiled for case in cases for compiled in compile_all(*case)], sys.stdout)
+    json.dump(
+        [one | {"head_dim": head_dim} for dtype, head_dim in cases for one in compile_all(dtype, head_dim)], sys.stdout
+    )

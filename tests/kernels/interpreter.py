@@ -1,7 +1,7 @@
 """Triton's interpreter with bfloat16 as a GPU has it.
 
 The interpreter keeps bfloat16 as bit patterns: it multiplies the patterns of matrices, takes integers for patterns, and
-cuts float32 where a GPU rounds to the nearest.
+cuts float32 where a GPU rounds to the nearest. Its float8 forgets the carry of a mantissa that is rounded up.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 own_cast, own_dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+own_float_cast = InterpreterBuilder.create_fp_to_fp
 
 
 def widened(handle: TensorHandle) -> TensorHandle:
@@ -23,17 +24,25 @@ def widened(handle: TensorHandle) -> TensorHandle:
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
-def rounded(handle: TensorHandle) -> TensorHandle:
-    """Rounds float32 to bfloat16."""
+def rounded(handle: TensorHandle, wanted: tl.dtype) -> TensorHandle:
+    """Rounds float32 as torch does."""
     numbers = torch.from_numpy(np.array(handle.data, np.float32))
-    return TensorHandle(numbers.bfloat16().view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+    if wanted == tl.bfloat16:
+        return TensorHandle(numbers.bfloat16().view(torch.int16).numpy().view(np.uint16), wanted)
+    return TensorHandle(numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), wanted)
 
 
 def cast(builder: InterpreterBuilder, source: TensorHandle, wanted: tl.dtype) -> TensorHandle:
     source = widened(source)
     if wanted.scalar == tl.bfloat16:
-        return rounded(own_cast(builder, source, tl.float32))
+        return rounded(own_cast(builder, source, tl.float32), tl.bfloat16)
     return own_cast(builder, source, wanted)
+
+
+def float_cast(builder: InterpreterBuilder, source: TensorHandle, wanted: tl.dtype, mode: object) -> TensorHandle:
+    if wanted.scalar == tl.float8e4nv:
+        return rounded(own_cast(builder, widened(source), tl.float32), tl.float8e4nv)
+    return own_float_cast(builder, source, wanted, mode)
 
 
 def dot(builder: InterpreterBuilder, first: TensorHandle, second: TensorHandle, *others: object) -> TensorHandle:
@@ -46,4 +55,5 @@ def bfloat16_as_on_a_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", dot)
         patch.setattr(InterpreterBuilder, "cast_impl", cast)
+        patch.setattr(InterpreterBuilder, "create_fp_to_fp", float_cast)
         yield

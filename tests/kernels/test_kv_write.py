@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import kv_write, reference
-from tests.kernels.backends import WriteKv
+from kernels import reference
+from tests.kernels.backends import WriteKv, triton_write
 from tests.kernels.paged_batch import FAR_SIZE, Heads, empty_layer, far_layer
 
-both = pytest.mark.parametrize("write", [reference.write_kv, kv_write.write_kv], ids=["reference", "triton"])
+both = pytest.mark.parametrize("write", [reference.write_kv, triton_write], ids=["reference", "triton"])
 
 
 def fused_rows(
@@ -75,5 +75,5 @@ def test_offsets_beyond_32_bits(tmp_path: Path) -> None:
     memory = torch.from_file(str(tmp_path / "pool"), shared=True, size=FAR_SIZE, dtype=torch.float16)
     kv_layer, far_page = far_layer(memory)
     rows = torch.ones(1, 1, 32, dtype=torch.float16)
-    kv_write.write_kv(rows, rows, kv_layer, torch.tensor([far_page * 16 + 5]))
+    triton_write(rows, rows, kv_layer, torch.tensor([far_page * 16 + 5]))
     assert kv_layer[far_page, :, :, 5].eq(1.0).all()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import paged_decode, reference
+from kernels import paged_attention, reference
 from kernels.backend import AttentionVariant, KVPages
 from tests.kernels.backends import DECODES, PagedDecodeAttention
 from tests.kernels.paged_batch import (
@@ -232,13 +232,5 @@ def test_offsets_beyond_32_bits(tmp_path: Path) -> None:
     kv_layer[far_page] = 1.0
     tables, lens = torch.tensor([[far_page]], dtype=torch.int32), torch.tensor([16], dtype=torch.int32)
     query = torch.ones(1, 1, 32, dtype=torch.float16)
-    output = paged_decode.paged_decode_attention(query, KVPages(kv_layer), tables, lens, AttentionVariant(1.0))
+    output = paged_attention.paged_decode_attention(query, KVPages(kv_layer), tables, lens, AttentionVariant(1.0))
     assert output.eq(1.0).all()
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "max_visible_len", "num_splits"),
-    [(8, 16, 1), (8, 32768, 66), (128, 32768, 5), (1, 10**6, 128), (1024, 32768, 1), (8, 1024, 4), (1, 0, 1)],
-)
-def test_splits_fill_the_gpu_as_far_as_the_context_allows(num_rows: int, max_visible_len: int, num_splits: int) -> None:
-    assert paged_decode.choose_num_splits(num_rows, max_visible_len, 132) == num_splits

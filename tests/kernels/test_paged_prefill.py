@@ -131,6 +131,7 @@ def test_random_shapes(
     num_kv_heads: int, group_size: int, block_size: int, lens: list[tuple[int, int]], sliding_window: int | None
 ) -> None:
     heads = Heads(num_kv_heads * group_size, num_kv_heads, 32)
-    batch = make_paged_batch(heads, [computed + chunk for computed, chunk in lens], block_size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch = make_paged_batch(heads, [computed + chunk for computed, chunk in lens], block_size, device=device)
     for attend in PREFILLS.values():
         check(attend, batch, [chunk for _, chunk in lens], batch.variant(sliding_window))

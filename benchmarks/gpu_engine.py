@@ -1,0 +1,180 @@
+"""The engine on a GPU with random weights, against what its bytes and products take at the device's own rates.
+
+Decoding reads all weights and each sequence's KV once a step; a prompt multiplies each weight with each of its tokens.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from benchmarks.gpu_kernels import Ceilings
+from benchmarks.gpu_timing import Row
+from engine.checkpoint.config import AttentionConfig, ModelConfig
+from engine.checkpoint.rope import RopeConfig, RopeScaling
+from engine.core import EngineCore
+from engine.events import Failed
+from engine.model.decoder import Decoder
+from engine.model.weights import DecoderWeights, LayerWeights, Linear
+from engine.request import ChoiceSoFar, EngineRequest
+from engine.schedule.continuous_batcher import ContinuousBatcher
+from kernels.backend import Heads
+from kernels.triton_backend import TritonBackend
+from kv_store.device_pool import DevicePool
+from kv_store.transfers import NoStore
+from wire.ids import NamespaceRoot, RequestId
+from wire.sampling import SamplingParams
+
+ROOT = NamespaceRoot(bytes(32))
+DEVICE = torch.device("cuda")
+NUM_STEPS = 40
+NUM_WARM_UPS = 8
+NUM_PROMPTS = 5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model."""
+
+    name: str
+    hidden: int
+    mlp: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+
+    @property
+    def config(self) -> ModelConfig:
+        windows = (None,) * self.num_layers
+        return ModelConfig(
+            architecture="LlamaForCausalLM",
+            mlp_bias=False,
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.mlp,
+            num_layers=self.num_layers,
+            attention=AttentionConfig(self.num_heads, self.num_kv_heads, self.head_dim, False, False, False, windows),
+            rms_norm_eps=1e-5,
+            rope=RopeConfig(500_000.0, RopeScaling()),
+            max_context_len=16_384,
+            tied_embeddings=False,
+            eos_token_ids=(),
+            dtype="bfloat16",
+        )
+
+    @property
+    def num_weights(self) -> int:
+        """Of the products of a token."""
+        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        layer = self.hidden * (width + self.num_heads * self.head_dim + 3 * self.mlp)
+        return self.num_layers * layer + self.hidden * self.vocab
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a token."""
+        return 4 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+SMALL = Shape("135M", 576, 1536, 30, 9, 3, 64, 49_152)
+LARGE = Shape("8B", 4096, 14_336, 32, 32, 8, 128, 128_256)
+LOADS = [(SMALL, 1, 512), (SMALL, 32, 512), (LARGE, 1, 1024), (LARGE, 16, 1024), (LARGE, 64, 2048)]
+PROMPTS = [(SMALL, 2048), (LARGE, 2048), (LARGE, 8192)]
+
+
+def make_decoder(shape: Shape) -> Decoder:
+    """Makes a decoder of a shape with random weights."""
+    backend = TritonBackend()
+
+    def weight(columns: int, depth: int) -> Linear:
+        numbers = torch.empty(columns, depth, dtype=torch.bfloat16, device=DEVICE).normal_(std=depth**-0.5)
+        return Linear(backend.pack(numbers))
+
+    def norm() -> torch.Tensor:
+        return torch.ones(shape.hidden, dtype=torch.bfloat16, device=DEVICE)
+
+    heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, None, None, 1e-5)
+    queries = shape.num_heads * shape.head_dim
+    layers = tuple(
+        LayerWeights(
+            norm(),
+            weight(queries + 2 * shape.num_kv_heads * shape.head_dim, shape.hidden),
+            heads,
+            weight(shape.hidden, queries),
+            norm(),
+            weight(2 * shape.mlp, shape.hidden),
+            weight(shape.hidden, shape.mlp),
+        )
+        for _ in range(shape.num_layers)
+    )
+    table, head = weight(shape.vocab, shape.hidden).weight, weight(shape.vocab, shape.hidden).weight
+    weights = DecoderWeights(table, layers, norm(), head)
+    return Decoder(shape.config, weights, shape.config.kv_layout("bfloat16", 16), backend)
+
+
+class Load:
+    """An engine that serves requests of random prompts, a step at a time."""
+
+    def __init__(self, model: Decoder, num_tokens: int) -> None:
+        pool = DevicePool(model.layout, num_tokens // model.layout.block_size, DEVICE)
+        self.core = EngineCore(model, pool, ContinuousBatcher(max_step_tokens=8192, max_running=256), NoStore())
+        self._num = 0
+
+    def add(self, prompt_len: int, num_tokens: int) -> RequestId:
+        self._num += 1
+        prompt = torch.randint(1000, (prompt_len,)).tolist()
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        name = RequestId(f"{self._num}")
+        self.core.add(EngineRequest(name, ROOT, tuple(prompt), sampling, (ChoiceSoFar(0),)))
+        return name
+
+    def step(self) -> tuple[float, int]:
+        """Returns the seconds of a step and the tokens that came of it."""
+        start = time.perf_counter()
+        output = self.core.step()
+        failed = [one for one in output.events if isinstance(one, Failed)]
+        if failed:
+            raise failed[0].error
+        return time.perf_counter() - start, len(output.token_ids)
+
+
+def measure() -> Iterator[Row]:
+    """Rows of decode steps and of prompts, wall time of the whole engine, Python included."""
+    ceilings = Ceilings()
+    _, bytes_s, operations_s = ceilings.time({})
+    for shape in (SMALL, LARGE):
+        model = make_decoder(shape)
+        for _, num_seqs, context_len in (one for one in LOADS if one[0] is shape):
+            yield _measure_decode(model, shape, num_seqs, context_len, bytes_s)
+        for _, prompt_len in (one for one in PROMPTS if one[0] is shape):
+            yield _measure_prompt(model, shape, prompt_len, operations_s)
+        del model
+        torch.cuda.empty_cache()
+
+
+def _measure_decode(model: Decoder, shape: Shape, num_seqs: int, context_len: int, bytes_s: float) -> Row:
+    load = Load(model, num_seqs * (context_len + 256))
+    for _ in range(num_seqs):
+        load.add(context_len, NUM_WARM_UPS + NUM_STEPS + 20)
+    num_running = 0
+    while num_running < num_seqs:
+        num_running = load.step()[1]
+    seconds = [load.step()[0] for _ in range(NUM_WARM_UPS + NUM_STEPS)][NUM_WARM_UPS:]
+    num_bytes = 2 * shape.num_weights + num_seqs * context_len * shape.kv_bytes
+    name = f"step {shape.name}"
+    return Row(name, f"{num_seqs} x {context_len}", median(seconds), num_bytes / bytes_s, "copy")
+
+
+def _measure_prompt(model: Decoder, shape: Shape, prompt_len: int, operations_s: float) -> Row:
+    load, times = Load(model, 2 * prompt_len + 512), []
+    for _ in range(NUM_PROMPTS):
+        load.add(prompt_len, 1)
+        seconds = 0.0
+        while load.core.has_requests:
+            seconds += load.step()[0]
+        times.append(seconds)
+    num_operations = 2 * (shape.num_weights - shape.hidden * shape.vocab) * prompt_len
+    return Row(f"prompt {shape.name}", f"{prompt_len}", median(times), num_operations / operations_s, "product")

@@ -1,0 +1,147 @@
+"""Decode steps that were recorded once: Python between kernels is slower than some of them.
+
+On a CPU a recorder notes the operations; on a GPU a CUDA graph captures their launches. Either has inputs of its own,
+of a fixed number of rows, which the rows of a step are copied to.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engine.model.angles import FarAngles
+from engine.model.batch import Batch
+from kernels.backend import Angles, Recorder
+
+MIN_ROWS = 8
+MIN_BLOCKS = 64
+_COLUMNS = ("token_ids", "positions", "slot_mapping", "context_lens", "cu_query_lens")
+Forward = Callable[[Batch, Angles], torch.Tensor]
+"""Runs a batch with the angles of its rows; returns logits."""
+
+
+class Program(Protocol):
+    """A decode step for batches whose rows are all sampled."""
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Runs a batch of at most as many rows and blocks; returns logits that the next run overwrites."""
+        ...
+
+
+class RecordedProgram:
+    """A forward pass that a recorder has noted, for a CPU; rows may be guesses."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        forward: Forward,
+        all_angles: Angles | FarAngles,
+        half: int,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
+        """all_angles: of any position; half: numbers of a row of them."""
+        ids, lens = torch.zeros(3, num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int32)
+        tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32)
+        starts = torch.arange(num_rows + 1, dtype=torch.int32)
+        batch = Batch(ids[0], ids[1], ids[2], tables, lens, starts, num_rows, ids[0])
+        turns = Angles(*torch.empty(2, num_rows, half)) if isinstance(all_angles, FarAngles) else None
+        angles = Angles(torch.empty(num_rows, half), torch.empty(num_rows, half), turns)
+        if isinstance(all_angles, Angles):
+            recorder.pick(all_angles.cosines, batch.positions, angles.cosines)
+            recorder.pick(all_angles.sines, batch.positions, angles.sines)
+        self._logits = forward(batch, angles)
+        self._program = recorder.finish()
+        recorder.advance(self._logits, block_size, batch)
+        self._ahead = recorder.finish()
+        self._columns = [getattr(batch, name).numpy() for name in _COLUMNS]
+        self._tables = tables.numpy()
+        self._far_angles, self._angles = all_angles if isinstance(all_angles, FarAngles) else None, angles
+        self._kept = forward, all_angles
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        self._take(batch)
+        if self._far_angles is not None:
+            self._far_angles.write(batch.positions, self._angles)
+        self._program.run(len(batch.token_ids), len(batch.context_lens), batch.num_decodes)
+        return self._logits[: len(batch.token_ids)]
+
+    def run_ahead(self, batch: Batch, num_runs: int) -> torch.Tensor:
+        """Runs a batch, whose rows are all sampled, as `DraftModel.run_ahead` does."""
+        self._take(batch)
+        num_sequences, token_ids = len(batch.context_lens), self._columns[0]
+        numbers = (len(batch.token_ids), num_sequences, batch.num_decodes)
+        drawn = np.empty((num_runs, num_sequences), dtype=np.int64)
+        for after_run in drawn:
+            self._ahead.run(*numbers)
+            after_run[:] = token_ids[:num_sequences]
+            numbers = (num_sequences,) * 3
+        return torch.from_numpy(drawn)
+
+    def _take(self, batch: Batch) -> None:
+        """Copies a batch to where the recording has its own; numpy's small copies take half the time of torch's."""
+        for name, own in zip(_COLUMNS, self._columns, strict=True):
+            column = getattr(batch, name).numpy()
+            own[: len(column)] = column
+        tables = batch.block_tables.numpy()
+        self._tables[: len(tables), : tables.shape[1]] = tables
+
+
+class CapturedProgram:
+    """A forward pass that a CUDA graph has captured; each row is a sequence.
+
+    A step's columns go to the device in one copy from pinned memory. Rows that a batch does not fill have no context
+    and no slot: they write nothing.
+    """
+
+    def __init__(
+        self, forward: Forward, all_angles: Angles, num_rows: int, num_blocks: int, device: torch.device
+    ) -> None:
+        num_words = 3 * num_rows + -(-num_rows * (num_blocks + 1) // 2)
+        self._host = torch.zeros(num_words, dtype=torch.int64, pin_memory=True)
+        self._on_device = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self._columns = [column.numpy() for column in _views(self._host, num_rows)]
+        ids, positions, slots, lens, tables = _views(self._on_device, num_rows)
+        slots.fill_(-1)
+        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        batch = Batch(ids, positions, slots, tables, lens, starts, num_rows, ids)
+        self._copied = torch.cuda.Event()
+        self._kept = forward, all_angles
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):  # compiles kernels, and makes the workspaces of products
+            forward(batch, all_angles.at(positions))
+        torch.cuda.current_stream(device).wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._logits = forward(batch, all_angles.at(positions))
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        num_rows, width = batch.block_tables.shape
+        token_ids, positions, slots, lens, tables = self._columns
+        self._copied.synchronize()
+        token_ids[:num_rows], positions[:num_rows] = batch.token_ids.numpy(), batch.positions.numpy()
+        slots[:num_rows], slots[num_rows:] = batch.slot_mapping.numpy(), -1
+        lens[:num_rows], lens[num_rows:] = batch.context_lens.numpy(), 0
+        tables[:num_rows, :width] = batch.block_tables.numpy()
+        self._on_device.copy_(self._host, non_blocking=True)
+        self._copied.record()
+        self._graph.replay()
+        return self._logits[:num_rows]
+
+
+def _views(words: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
+    """Views int64 words as token ids, positions and slots, and int32 context lengths and block tables."""
+    wide, narrow = words[: 3 * num_rows].view(3, num_rows), words[3 * num_rows :].view(torch.int32)
+    num_blocks = len(narrow) // num_rows - 1
+    tables = narrow[num_rows : num_rows * (num_blocks + 1)].view(num_rows, num_blocks)
+    return (*wide, narrow[:num_rows], tables)
+
+
+def padded(number: int, least: int, factor: int = 2) -> int:
+    """Rounds up to the next of least, least * factor, least * factor ** 2 and so on."""
+    while least < number:
+        least *= factor
+    return least

@@ -1,0 +1,81 @@
+"""Decode steps captured as CUDA graphs, against the same steps launch by launch; and rows that know no batch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.model.decoder import Decoder
+from kernels import paged_attention
+from tests.checkpoints import choose_prompt, make_checkpoint
+from tests.kernels.paged_batch import Heads, make_paged_batch
+from tests.pair import drive, make_core, request
+from wire.sampling import SamplingParams
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+DEVICE = torch.device("cuda")
+LENGTHS = (1, 16, 17, 100, 700, 33, 250, 90, 14, 500)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_give_the_tokens_of_their_launches(
+    dtype: str, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests come and go, so that graphs of several sizes have rows that they do not fill."""
+    folder = make_checkpoint("llama-gqa", tmp_path / "llama")
+    prompts = [choose_prompt(folder, length).prompt_ids for length in LENGTHS]
+
+    def run() -> list[list[int]]:
+        model = Decoder.load(folder, dtype, DEVICE, 16, kv_dtype=kv_dtype)
+        lengths = [GREEDY.max_tokens or 0] * len(prompts)
+        asked = [
+            request(prompt, SamplingParams(temperature=0, max_tokens=length - 3 * place, ignore_eos=True))
+            for place, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+        return [one.outputs[0] for one in drive(make_core(model, num_blocks=512), asked)]
+
+    captured = run()
+    monkeypatch.setattr(Decoder, "_program_for", lambda *_: None)
+    launched = run()
+    if dtype == "float32":
+        assert captured == launched
+    else:  # products of more rows may round otherwise
+        equal = sum(one == other for one, other in zip(captured, launched, strict=True))
+        assert equal >= len(prompts) // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_decoding_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
+    lens = [1, 100, 128, 129, 1000, 5000, 20_000]
+    batch = make_paged_batch(Heads(32, 8, 128), lens, 16, dtype, DEVICE)
+    query, variant = batch.random_query(len(lens)), batch.variant()
+    together = paged_attention.paged_decode_attention(
+        query, batch.pages, batch.block_tables, batch.context_lens, variant
+    )
+    for row, length in enumerate(lens):
+        one = slice(row, row + 1)
+        table = batch.block_tables[one, : -(-length // 16)]
+        alone = paged_attention.paged_decode_attention(query[one], batch.pages, table, batch.context_lens[one], variant)
+        assert torch.equal(alone, together[one])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_of_a_prompt_has_the_same_bits_in_any_chunk(dtype: torch.dtype) -> None:
+    length = 700
+    batch = make_paged_batch(Heads(32, 8, 128), [length], 16, dtype, DEVICE)
+    query, variant = batch.random_query(length), batch.variant()
+
+    def attend(start: int, end: int) -> torch.Tensor:
+        lens = torch.tensor([end], dtype=torch.int32, device=DEVICE)
+        starts = torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE)
+        return paged_attention.paged_prefill_attention(
+            query[start:end], batch.pages, batch.block_tables, lens, starts, variant
+        )
+
+    whole = attend(0, length)
+    for start, end in [(0, 1), (0, 333), (333, 340), (340, 341), (341, 700)]:
+        assert torch.equal(attend(start, end), whole[start:end])
