@@ -2,8 +2,8 @@
 
     python benchmarks/cache_cost.py --rounds 40
 
-Two engines on the same weights take turns with the same prompts. One has the cache as it is; the other's sequences have
-no keys, so that it hashes, finds, publishes and evicts nothing. No store is behind either. Both must give the same
+Two engines on the same weights take turns with the same prompts. One has the cache as it is; the other's blocks have
+no names, so that it hashes, finds, publishes and evicts nothing. No store is behind either. Both must give the same
 tokens. Time is taken by the clock, and as CPU time, which other processes disturb less. What the cache takes hardly
 depends on the model, so it is also measured on the demo model, where it stands out, and divided by the model's time.
 """
@@ -23,13 +23,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import engine.roster
 import engine.sequence
 from benchmarks.machine import MachineState
 from benchmarks.peer_engines import Baton, TokenLog, make_prompts
 from benchmarks.peers import default_folder, make_model
 from benchmarks.result_file import write_result
-from engine.sequence import Sequence as EngineSequence
+from engine.kv.retention import Retention, Tokens
 from wire.ids import PageId
 from wire.keys import BlockName
 
@@ -38,23 +37,20 @@ VOCAB_SIZE = 256
 """Ids that prompts are made of: every model has them."""
 
 
-class NamelessSequence(EngineSequence):
-    """A sequence whose blocks have no names: none is found, and none is published."""
+class Nameless(Retention):
+    """A retention of blocks without names: none is found, and none is published."""
 
-    def cover(self, num_tokens: int) -> list[BlockName]:
+    def names(self, tokens: Tokens, num_tokens: int, num_dropped: int = 0) -> list[BlockName]:
         return []
 
-    def tail(self) -> BlockName | None:
-        return None
-
-    def full_blocks(self, start: int) -> list[tuple[BlockName, PageId]]:
+    def filled(self, tokens: Tokens, start: int, num_computed: int) -> list[tuple[BlockName, PageId]]:
         return []
 
 
 @contextmanager
 def no_cache() -> Iterator[None]:
     """Lets engines make sequences without names."""
-    with patch.object(engine.roster, "Sequence", NamelessSequence):
+    with patch.object(engine.sequence, "retention_of", Nameless):
         yield
 
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from engine.core import EngineCore
 from engine.events import Failed, StepOutput
+from engine.kv.dropping import HEAVIEST, Chooser
 from engine.model.batch import Batch
 from engine.model.decoder import Decoder
-from engine.model.dropping import HEAVIEST, Chooser
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kernels.backend import KVPages

@@ -30,10 +30,10 @@ from demo_model.documents import make_english
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.core import EngineCore
 from engine.model.decoder import Decoder
-from engine.model.draft_proposer import DraftProposer
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
-from engine.speculation import NgramProposer, Speculator
+from engine.speculation.draft_proposer import DraftProposer
+from engine.speculation.speculator import NgramProposer, Speculator
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from text.tokenizer import Tokenizer

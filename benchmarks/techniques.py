@@ -4,14 +4,15 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from benchmarks.choosers import Drawn, Latest
 from benchmarks.quality_backends import CutText, EngineBackend, ScoringDecoder
-from engine.model.dropping import HEAVIEST, Chooser, Drawn, Latest
+from engine.kv.dropping import HEAVIEST, Chooser
 from wire.kv_policy import Dropping, parse_kv_policy
 
 _SAME = "the same tokens"
@@ -120,7 +121,8 @@ def decode(backend: EngineBackend, texts: Sequence[CutText], num_steps: int) -> 
     for request_id in begun:
         core.abort(request_id)
     layout = core.pool.layout
-    num_bytes = (blocks.owned + blocks.published) * layout.payload_bytes + core.pool.num_open * layout.open_bytes
+    open_bytes = replace(layout, quantization="none").payload_bytes
+    num_bytes = (blocks.owned + blocks.published) * layout.payload_bytes + core.pool.num_open * open_bytes
     return Decoding(num_tokens / seconds, num_bytes / (num_known + num_tokens))
 
 

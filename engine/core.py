@@ -27,20 +27,21 @@ from engine.events import (
     Started,
     StepOutput,
 )
+from engine.kv.dropping import HEAVIEST, Chooser
+from engine.kv.retention import require_storable
 from engine.kv_cache import KVCache
 from engine.model.batch import Model
-from engine.model.dropping import HEAVIEST, Chooser
 from engine.request import EngineRequest, HandOff
 from engine.roster import Roster
 from engine.runner import Runner
 from engine.schedule.batcher import Batcher, Gate, Phase, Plan
 from engine.sequence import Sequence
-from engine.speculation import Speculator
+from engine.speculation.speculator import Speculator
 from engine.work import Chunk, Gains, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
 from wire import errors
-from wire.errors import BatonError, InvalidRequest, RequestExists
+from wire.errors import BatonError, RequestExists
 from wire.ids import RequestId
 from wire.sampling import Logprobs
 
@@ -97,7 +98,7 @@ class EngineCore:
         self._is_stalled = False
 
     def step(self) -> StepOutput:
-        """Runs one iteration: finish transfers, plan, run, sample, report. Cheap without work.
+        """Runs one iteration: finish transfers, plan, launch, read, apply. Cheap without work.
 
         The ends of transfers are reported at once, by a step that does no more, so that they need not wait for a run.
         A faulty request fails alone. A step that raises reports nothing, then or later; its requests can be aborted.
@@ -112,9 +113,10 @@ class EngineCore:
         if work is not None:
             drafts = self._speculator.draft(self._rows, work.num_rows, work.num_tokens)
             work = Work(work.rows, work.chunks, drafts) if drafts else work
-            gains = self._runner.run(work)
+            launched = self._runner.launch(work)
+            gains = self._runner.read(work, launched)
             self._events = output.after
-            self._collect(work, gains, output)
+            self._apply(work, gains, output)
         self._is_stalled = not (num_finished or work or output.before)
         return output
 
@@ -147,18 +149,7 @@ class EngineCore:
         if request.request_id in self._roster:
             raise RequestExists("a request of this id is running", request_id=request.request_id)
         request.require_runnable(self.model.vocab_size, self.model.max_context_len)
-        layout, most = self.pool.layout, request.max_len
-        if request.dropping is not None:
-            if layout.window is not None:
-                raise InvalidRequest("kv_policy", "tokens of a model with windows are not dropped by worth")
-            if layout.has_open_blocks:
-                raise InvalidRequest("kv_policy", "tokens of KV in int4 are not dropped by worth")
-            if isinstance(request, HandOff) and any(choice.output_ids for choice in request.choices):
-                raise InvalidRequest("choices", "a hand-off draws first tokens: later ones would see all KV")
-            most += request.dropping.num_copied(len(request.prompt_ids), layout.block_size) * layout.block_size
-        capacity = layout.max_len(self.pool.ledger.num_pages, most)
-        if most > capacity:
-            raise InvalidRequest("max_tokens", f"{most} tokens exceed what the pool holds ({capacity})")
+        require_storable(request, self.pool.layout, self.pool.ledger.num_pages)
 
     def _finish_transfers(self) -> int:
         finished = self._cache.poll()
@@ -224,14 +215,17 @@ class EngineCore:
         decoding, chunks, num_scorable = [], [], MAX_SCORED_TOKENS
         for handle, num_planned in plan.run.items():
             sequence = self._roster[handle]
-            num_tokens = sequence.clipped(num_planned)
+            boundary = sequence.kv.boundary
+            num_tokens = num_planned if boundary is None else min(num_planned, boundary - sequence.num_computed)
             if sequence.wants_scores:
                 num_tokens = min(num_tokens, num_scorable)
                 num_scorable -= num_tokens
             num_tokens = self._cache.grow(sequence, num_tokens)
             if not num_tokens:
                 continue
-            self._note_turn(sequence)
+            if not sequence.has_started:
+                sequence.has_started = True
+                self._events.append(Started(sequence.choice.request_id, sequence.choice.index))
             if sequence.phase is Phase.DECODE:
                 self._rows.put(sequence)
                 decoding.append(sequence)
@@ -240,11 +234,6 @@ class EngineCore:
                 chunks.append(Chunk.of(sequence, num_tokens, siblings))
         return decoding, chunks
 
-    def _note_turn(self, sequence: Sequence) -> None:
-        if not sequence.has_started:
-            sequence.has_started = True
-            self._events.append(Started(sequence.choice.request_id, sequence.choice.index))
-
     def _preempt(self, sequence: Sequence) -> None:
         self._leave_rows(sequence)
         self._cache.set_aside(sequence)
@@ -252,33 +241,45 @@ class EngineCore:
         self._num["preempted"] += 1
         self._events.append(Preempted(sequence.choice.request_id, sequence.choice.index))
 
-    def _collect(self, work: Work, gains: Gains, output: StepOutput) -> None:
-        """Takes the gains of a run: first the failures, then the tokens, then the blocks they filled and the ends."""
+    def _apply(self, work: Work, gains: Gains, output: StepOutput) -> None:
+        """Applies a run to rows, sequences and pages, in an order in which each step has what it needs.
+
+        rows         count their tokens before any leaves, as drafts and full blocks are known by row
+        failures     end their requests before anything of theirs is told or named
+        tokens       join their sequences: blocks are named after them
+        blocks       that are full are published before KV is dropped, or an end gives their pages back
+        ends         leave a hand-off's pages to a sibling, and come before requests are closed by hand-offs
+        hand-offs    and the others go on
+        """
         rows = self._rows
         gains.advance(rows, work.num_rows)
         self._events += self._speculator.learn(rows, work.drafts, gains.num_gained)
         filled = [rows.sequences[row] for row in rows.full(work.num_rows)]
-        for sequence, error in gains.failed.items():
-            self._fail(sequence, error)
-        if gains.failed:
-            kept = [place for place, sequence in enumerate(gains.sequences) if sequence.phase is not Phase.ENDED]
-            gains = gains.keeping(kept, gains.num_gained)
+        gains = self._without_failed(gains)
         self._tell_scores(gains.scores)
         ending = self._emit(gains, output)
-        starts = {one: one.num_computed - 1 for one in filled if one.phase is not Phase.ENDED}
-        computed = [chunk for chunk in work.chunks if chunk.sequence.phase is not Phase.ENDED]
-        self._cache.publish_filled(starts | self._advance(computed))
-        for sequence in (*starts, *(chunk.sequence for chunk in computed)):
-            if sequence.is_due:
+        chunks = [chunk for chunk in work.chunks if chunk.sequence.phase is not Phase.ENDED]
+        self._fill({one: one.num_computed - 1 for one in filled if one.phase is not Phase.ENDED}, chunks)
+        self._finish([one for one in ending if one.phase is not Phase.ENDED], chunks)
+        for sequence in (one for chunk in chunks for one in chunk.sampled if one.phase is not Phase.ENDED):
+            self._go_on(sequence)
+
+    def _without_failed(self, gains: Gains) -> Gains:
+        """Ends the requests of failed sequences, and leaves out what others of these requests gained."""
+        for sequence, error in gains.failed.items():
+            self._fail(sequence, error)
+        if not gains.failed:
+            return gains
+        kept = [place for place, sequence in enumerate(gains.sequences) if sequence.phase is not Phase.ENDED]
+        return gains.keeping(kept, gains.num_gained)
+
+    def _fill(self, starts: dict[Sequence, int], chunks: list[Chunk]) -> None:
+        """Publishes the blocks that rows and chunks have filled, and drops KV of sequences at their boundary."""
+        starts |= self._advance(chunks)
+        self._cache.publish_filled(starts)
+        for sequence in starts:
+            if sequence.kv.boundary == sequence.num_computed:
                 self._drop(sequence)
-        ending = [one for one in ending if one.phase is not Phase.ENDED]
-        self._pass_on_pages(computed, ending)
-        for sequence in ending:
-            self._finish(sequence)
-        for chunk in computed:
-            for sequence in chunk.sampled:
-                if sequence.phase is not Phase.ENDED:
-                    self._go_on(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
         """Drops KV of a sequence at its boundary; a fault there, such as too little memory to weigh, fails it alone."""
@@ -306,7 +307,8 @@ class EngineCore:
             output_ids = sequence.output_ids
             output.positions.append(len(output_ids))
             output_ids.append(token_id)
-            if token_id in sequence.end_ids or len(output_ids) >= sequence.max_output:
+            rule = sequence.ending
+            if token_id in rule.ids or len(output_ids) >= rule.max_output:
                 ending.append(sequence)
         self._num["generated"] += len(output.token_ids)
         return ending
@@ -320,19 +322,18 @@ class EngineCore:
             sequence.advance(chunk.num_tokens)
         return starts
 
-    def _pass_on_pages(self, chunks: list[Chunk], ending: list[Sequence]) -> None:
-        """Gives the pages of a prompt whose choice ends to a sibling without pages, which hands them off."""
+    def _finish(self, ending: list[Sequence], chunks: list[Chunk]) -> None:
+        """Ends choices; a prompt's KV goes to a sibling without pages, which hands it off."""
         for chunk in chunks:
             leader = chunk.sequence
             heir = next((one for one in chunk.sampled if one not in ending), None)
             if leader in ending and heir is not None and isinstance(leader.request, HandOff):
-                heir.pages, leader.pages = leader.pages, heir.pages
-
-    def _finish(self, sequence: Sequence) -> None:
-        choice, end = sequence.choice, sequence.end
-        self._end(sequence)
-        self._events.append(Finished(choice.request_id, choice.index, end.reason, end.stop_token_id))
-        self._close_if_over(choice.request_id)
+                heir.kv, leader.kv = leader.kv, heir.kv
+        for sequence in ending:
+            choice, (reason, stop_token_id) = sequence.choice, sequence.end
+            self._end(sequence)
+            self._events.append(Finished(choice.request_id, choice.index, reason, stop_token_id))
+            self._close_if_over(choice.request_id)
 
     def _go_on(self, sequence: Sequence) -> None:
         """Goes on with a sequence that has computed all known tokens and gained a further one."""

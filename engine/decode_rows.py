@@ -9,6 +9,7 @@ import torch
 from engine.model.batch import Model
 from engine.sequence import Sequence
 from wire.ids import PageId
+from wire.layout import Window
 
 Ints = npt.NDArray[np.integer]
 
@@ -53,7 +54,7 @@ class DecodeRows:
         self.sequences: list[Sequence] = []
         self._handle_to_row: dict[int, int] = {}
         self._block_size = model.layout.block_size
-        self._max_blocks = model.layout.num_blocks(model.layout.max_len(num_pages, model.max_context_len))
+        self._max_blocks = model.layout.num_blocks(Window(model.layout).max_len(num_pages, model.max_context_len))
         self._is_pinned = model.device.type == "cuda"
         self._reserve(_FIRST_ROWS)
 
@@ -66,7 +67,7 @@ class DecodeRows:
         if row is None:
             self._add(sequence)
         elif not self.room[row]:
-            self.grow([row], sequence.pages[-1:])
+            self.grow([row], sequence.kv.table[-1:])
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence's row out. Does nothing if it has none."""
@@ -114,11 +115,11 @@ class DecodeRows:
 
     def _fits(self, row: int, sequence: Sequence) -> bool:
         num_computed, num_stored = sequence.num_computed, sequence.num_stored
-        num_pages, size = len(sequence.pages), self._block_size
-        slots = sequence.pages.slots(num_computed, num_computed + 1, size) if self.room[row] else self.slots[row]
+        num_pages, size = len(sequence.kv.table), self._block_size
+        slots = sequence.kv.table.slots(num_computed, num_computed + 1, size) if self.room[row] else self.slots[row]
         expected = [sequence.output_ids[-1], num_computed, num_stored + 1, num_pages * size - num_stored, row]
         found = [self.token_ids[row], self.positions[row], self.context_lens[row], self.room[row]]
-        pages = np.pad(sequence.pages.row, (0, self._max_blocks - num_pages))
+        pages = np.pad(sequence.kv.table.row, (0, self._max_blocks - num_pages))
         is_placed = [*found, self._handle_to_row[sequence.handle]] == expected and self.slots[row] == slots
         return bool(is_placed and (self.tables[row] == pages).all())
 
@@ -130,17 +131,17 @@ class DecodeRows:
         self._handle_to_row[sequence.handle] = row
         self.token_ids[row] = sequence.output_ids[-1]
         self.positions[row] = num_computed
-        self.slots[row : row + 1] = sequence.pages.slots(num_computed, num_computed + 1, self._block_size)
+        self.slots[row : row + 1] = sequence.kv.table.slots(num_computed, num_computed + 1, self._block_size)
         self.is_plain[row] = sequence.draw().is_plain
-        self.is_watched[row] = sequence.watch is not None
+        self.is_watched[row] = sequence.kv.watch is not None
         self._place(row, sequence)
 
     def _place(self, row: int, sequence: Sequence) -> None:
         """Notes where a sequence has its KV."""
-        num_stored, num_pages = sequence.num_stored, len(sequence.pages)
+        num_stored, num_pages = sequence.num_stored, len(sequence.kv.table)
         self.context_lens[row] = num_stored + 1
         self.room[row] = num_pages * self._block_size - num_stored
-        self.tables[row, :num_pages] = sequence.pages.row
+        self.tables[row, :num_pages] = sequence.kv.table.row
         self.tables[row, num_pages:] = 0
 
     def _swap(self, row: int, other: int) -> None:

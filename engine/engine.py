@@ -16,8 +16,8 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import find_folder
 from engine.core import EngineCore
 from engine.events import Event, Failed, Finished
+from engine.kv.dropping import HEAVIEST, Chooser
 from engine.model.decoder import Decoder
-from engine.model.dropping import HEAVIEST, Chooser
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.batcher import Batcher
 from engine.schedule.continuous_batcher import ContinuousBatcher

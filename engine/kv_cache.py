@@ -3,7 +3,6 @@
 No other module of the engine touches the pool's ledger and the transfers. All of it runs on the engine's thread.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -13,15 +12,18 @@ from dataclasses import dataclass
 import torch
 
 from engine.events import Fetched, TierTokens
-from engine.model.dropping import gather_tokens
+from engine.kv.block_table import BlockTable
+from engine.kv.dropping import gather_tokens
+from engine.kv.lookup import Lookup
 from engine.request import HandOff
 from engine.schedule.batcher import Pages, Phase
-from engine.sequence import BlockTable, KeptPrompt, Sequence
+from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 from kv_store.transfers import Done, Fetch, Publish, Transfer, Transfers, Withdraw
 from wire.ids import PageId
 from wire.keys import BlockName
+from wire.layout import Window
 from wire.tier import Tier
 
 
@@ -33,23 +35,6 @@ class PublishedFor:
     num_held: int
 
 
-@dataclass(frozen=True)
-class Lookup:
-    """A search for the blocks of a sequence's first `num_tokens` tokens, or of the kept ones among these.
-
-    found: the device page of each block, None where there is none. missing: the places of blocks to ask the store for.
-    """
-
-    sequence: Sequence
-    num_tokens: int
-    found: list[PageId | None]
-    missing: list[int]
-
-    @property
-    def num_stored(self) -> int:
-        return self.num_tokens - self.sequence.pages.num_dropped
-
-
 class KVCache:
     """Pages of sequences over one pool, with the store behind it."""
 
@@ -58,13 +43,12 @@ class KVCache:
         self._ledger = pool.ledger
         self._transfers = transfers
         self._layout = pool.layout
-        self._lookups: dict[Transfer, Lookup] = {}
-        self._hand_offs: dict[Transfer, Sequence] = {}
+        self._waiting: dict[Transfer, tuple[Sequence, Lookup | None]] = {}
 
     @property
     def pages(self) -> Pages:
-        layout, num_draining = self._layout, self._ledger.counts().draining
-        return Pages(self._ledger.num_allocatable, num_draining, layout.block_size, layout.most_needed)
+        num_draining, most_needed = self._ledger.counts().draining, Window(self._layout).most_needed
+        return Pages(self._ledger.num_allocatable, num_draining, self._layout.block_size, most_needed)
 
     @property
     def num_in_flight(self) -> int:
@@ -74,79 +58,50 @@ class KVCache:
         """Gives a waiting sequence the pages of its known prefix and begins the fetch of the missing blocks.
 
         False, and nothing changed, if too few pages are free. Covers readable tokens: the last known one is always run.
-        The tail of a prompt is copied from a sibling's page, if all else that is needed is on the device. Kept tokens
-        of a prompt have pages from the beginning: at its end the blocks of the whole prompt are still there.
+        Reserved pages are there from the beginning: at a prompt's end the blocks of all of it still are.
         """
-        kept, findable = sequence.kept, sequence.findable
-        if findable is not None:
-            num_tokens, num_dropped, num_reserved = sequence.num_known - 1, findable.num_dropped, 0
-            names = sequence.cover_kept(num_tokens)
-        else:
-            num_tokens, num_dropped = 0 if sequence.request.computes_all else sequence.num_readable, 0
-            names, num_reserved = sequence.cover(num_tokens), 0 if kept is None else kept.num_blocks
+        prefix = sequence.prefix
+        names = sequence.kv.names(sequence.tokens, prefix.num_tokens, prefix.num_dropped)
         found = [None if name.is_tail else self._ledger.find(name.key) for name in names]
-        end, behind = self._usable(found, num_tokens)
-        hits = _pages(found, behind)
-        missing = [place for place, page in enumerate(found) if page is None and place not in behind]
-        starts = None if self._layout.window is None else self._starts(missing, len(found), num_tokens)
-        num_sinks = bisect_left(missing, self._layout.num_sink_blocks)
-        runs = (stop - start + min(num_sinks, start) for stop, start in enumerate(starts or (), 1))
-        for page in hits:
-            self._ledger.acquire(page)
-        try:
-            to_fill = self._ledger.allocate(num_reserved + (len(missing) if starts is None else max(runs, default=0)))
-        except OutOfBlocks:
-            self._free(hits)
-            if starts is None:
-                return False
-            # Windows that begin later have no room beside the one on the device, which is taken as it is.
-            found, missing, to_fill = found[:end], [], []
-            hits = _pages(found, behind)
-            for page in hits:
-                self._ledger.acquire(page)
-        if kept is not None:
-            kept.reserved, to_fill = to_fill[:num_reserved], to_fill[num_reserved:]
-        sequence.pages = BlockTable([*hits, *to_fill], num_dropped=num_dropped)
+        lookup = Lookup(prefix, names, found, sequence.kv.window)
+        pages = self._take(lookup)
+        if pages is None and lookup.starts is not None:
+            lookup = lookup.cut()  # windows that begin later have no room beside the one on the device
+            pages = self._take(lookup)
+        if pages is None:
+            return False
+        sequence.kv.reserved, to_fill = pages[: prefix.num_reserved], pages[prefix.num_reserved :]
+        sequence.kv.begin(BlockTable([*lookup.hits, *to_fill], num_dropped=prefix.num_dropped))
         sequence.phase = Phase.FETCHING
-        if len(missing) == 1 and names[-1].is_tail and self._copy_tail(sequence, missing[0], to_fill[0], siblings):
-            found[-1], missing, to_fill = to_fill[0], [], []
-        wanted = [names[place] for place in missing]
-        fetch = Fetch(wanted, to_fill, sequence.request.sources, starts if wanted else None, num_sinks)
-        self._lookups[fetch] = Lookup(sequence, num_tokens, found, missing)
-        self._begin(fetch)
+        self._fetch(sequence, lookup, to_fill, siblings)
         return True
 
-    def _usable(self, found: Seq[PageId | None], num_tokens: int) -> tuple[int, range]:
-        """Finds the end of the longest prefix whose next token can be run, and the blocks that its row needs not."""
-        sinks = found[: self._layout.num_sink_blocks]
-        end = sinks.index(None) if None in sinks else len(found)
-        behind = self._behind(end, num_tokens)
-        for place in reversed(range(end)):
-            if place < behind.stop:
-                break
-            if found[place] is None:
-                end, behind = place, self._behind(place, num_tokens)
-        return end, behind
+    def _take(self, lookup: Lookup) -> list[PageId] | None:
+        """Acquires the pages found, and allocates reserved ones and ones to fill; None, and no change, without room."""
+        for page in lookup.hits:
+            self._ledger.acquire(page)
+        try:
+            return self._ledger.allocate(lookup.prefix.num_reserved + lookup.num_to_fill)
+        except OutOfBlocks:
+            self._free(lookup.hits)
+            return None
 
-    def _behind(self, end: int, num_tokens: int) -> range:
-        """Finds the blocks that the token after `end` blocks, or after `num_tokens`, does not need."""
-        return self._layout.behind(min(end * self._layout.block_size, num_tokens))
-
-    def _starts(self, missing: Seq[int], num_blocks: int, num_tokens: int) -> list[int]:
-        """Returns for each missing block the place in `missing` of the first one that must be fetched with it.
-
-        Blocks on the device count as fetched.
-        """
-        ends = [*missing[1:], num_blocks]
-        firsts = [self._layout.first_block(min(end * self._layout.block_size, num_tokens)) for end in ends]
-        return [bisect_left(missing, first) for first in firsts[: len(missing)]]
+    def _fetch(self, sequence: Sequence, lookup: Lookup, to_fill: list[PageId], siblings: Iterable[Sequence]) -> None:
+        """Begins a fetch; a tail is copied from a sibling's page instead, if all else is on the device."""
+        if len(lookup.missing) == 1 and lookup.names[-1].is_tail:
+            [place] = lookup.missing
+            if self._copy_tail(sequence, place, to_fill[0], siblings):
+                lookup.found[place], lookup.missing, to_fill = to_fill[0], [], []
+        fetch = lookup.fetch(to_fill, sequence.request.sources)
+        self._waiting[fetch] = sequence, lookup
+        self._begin(fetch)
 
     def _copy_tail(self, sequence: Sequence, place: int, page: PageId, siblings: Iterable[Sequence]) -> bool:
         """Copies the tail of a prompt from a sibling that has computed the same tokens; False if there is none."""
         for one in siblings:
             is_same = sequence.num_known - 1 == sequence.num_prompt <= one.num_computed
-            if is_same and place not in one.pages.behind:
-                [source] = one.pages[place : place + 1]
+            if is_same and place not in one.kv.table.behind:
+                [source] = one.kv.table[place : place + 1]
                 self.pool.page_bytes(page).copy_(self.pool.page_bytes(source))
                 return True
         return False
@@ -156,12 +111,12 @@ class KVCache:
 
         Returns 0, and nothing changed, if there is none.
         """
-        num_blocks, block_size = len(sequence.pages), self._layout.block_size
+        num_blocks, block_size = len(sequence.kv.table), self._layout.block_size
         num_writable = (num_blocks + self.pool.num_openable) * block_size - sequence.num_stored
         num_tokens = min(num_tokens, num_writable)
         try:
             num_more = max(0, -(-(sequence.num_stored + num_tokens) // block_size) - num_blocks)
-            sequence.pages.extend(self._allocate(num_more))
+            sequence.kv.table.extend(self._allocate(num_more))
         except OutOfBlocks:
             return 0
         return num_tokens
@@ -173,7 +128,7 @@ class KVCache:
         except OutOfBlocks:
             return None
         for sequence, page in zip(sequences, pages, strict=True):
-            sequence.pages.extend((page,))
+            sequence.kv.table.extend((page,))
         return pages
 
     def _allocate(self, num_pages: int) -> list[PageId]:
@@ -190,77 +145,75 @@ class KVCache:
         On the device, and through to the store, all in one transfer. Blocks that are behind the window now are left;
         blocks of a prompt that does not stay whole go to the store after the kept ones.
         """
-        filled = []
+        filled: list[tuple[BlockName, PageId]] = []
         for sequence, start in sequence_to_start.items():
-            blocks = sequence.full_blocks(start)
+            blocks = sequence.kv.filled(sequence.tokens, start, sequence.num_computed)
             for name, page in blocks:
                 self._ledger.publish(page, name.key)
             self.pool.close([page for _, page in blocks])
-            if sequence.kept is not None and sequence.kept.has_names and sequence.watch is not None:
-                self._delay(sequence.kept, blocks)
-            else:
-                filled += blocks
-        self._publish([name for name, _ in filled], [page for _, page in filled])
+            for _, page in blocks if sequence.kv.reserved else ():
+                self._ledger.acquire(page)
+            (sequence.kv.delayed if sequence.kv.reserved else filled).extend(blocks)
+        self._publish(filled)
         for sequence in sequence_to_start:
-            self._free(sequence.pages.leave_behind(self._layout.behind(sequence.num_computed)))
+            kv = sequence.kv
+            self._free(kv.table.leave_behind(kv.window.behind(sequence.num_computed)))
 
-    def keep_tokens(self, sequence: Sequence, kept: KeptPrompt, chosen: torch.Tensor) -> None:
-        """Replaces a sequence's pages by the reserved ones, with copies of chosen tokens, as in `gather_tokens`."""
-        table, pages = (torch.tensor(one, device=chosen.device) for one in (sequence.pages[:], kept.reserved))
+    def keep_tokens(self, sequence: Sequence, chosen: torch.Tensor) -> None:
+        """Moves a sequence to its reserved pages, with copies of chosen tokens, as in `gather_tokens`.
+
+        Publishes the pages that have names, on the device, and to the store unless a hand-off will.
+        """
+        kv, num_dropped = sequence.kv, sequence.num_computed - chosen.shape[-1]
+        table, pages = (torch.tensor(one, device=chosen.device) for one in (kv.table[:], kv.reserved))
         gather_tokens(self.pool.kv, table, chosen, pages)
-        self._free(sequence.pages.held)
-        sequence.pages = BlockTable(kept.reserved, num_dropped=kept.num_dropped)
-        kept.reserved, kept.is_lost = [], False
-        if kept.has_names:
-            sequence.watch = None
-            self._publish_kept(sequence)
-
-    def _publish_kept(self, sequence: Sequence) -> None:
-        """Publishes the kept blocks of a prompt, on the device, and to the store unless a hand-off will."""
-        names, pages = sequence.cover_kept(sequence.num_prompt), sequence.pages[:]
-        for name, page in zip(names, pages, strict=True):
+        self._free(kv.table.held)
+        names = kv.names(sequence.tokens, sequence.num_computed, num_dropped)
+        blocks, kept = [*zip(names, kv.reserved, strict=False)], BlockTable(kv.reserved, num_dropped=num_dropped)
+        kv.reserved = []
+        kv.begin(kept)
+        for name, page in blocks:
             self._ledger.publish(page, name.key)
         if not isinstance(sequence.request, HandOff):
-            self._publish(names, pages)
+            self._publish(blocks)
             self._publish_delayed(sequence)
 
     def drop_pages(self, sequence: Sequence, places: Seq[int]) -> None:
         """Gives some full pages of a sequence back."""
-        self._free(sequence.pages.drop(places, self._layout.block_size))
+        self._free(sequence.kv.table.drop(places, self._layout.block_size))
 
     def hand_off(self, sequence: Sequence) -> None:
         """Publishes all blocks of a prompt that the next token needs, tail included; PublishedFor tells the end.
 
         They are held for the request. The other blocks of a prompt that does not stay whole follow, and are not held.
         """
-        num_prompt, behind = sequence.num_prompt, self._layout.behind(sequence.num_prompt)
-        names = (sequence.cover_kept if sequence.pages.num_dropped else sequence.cover)(num_prompt)
-        needed = names[: behind.start] + names[behind.stop :]
-        pages = sequence.pages[: behind.start] + sequence.pages[behind.stop : len(names)]
-        publish = Publish(needed, pages, sequence.request.request_id)
-        self._hand_offs[publish] = sequence
+        kv, num_prompt = sequence.kv, sequence.num_prompt
+        names = kv.names(sequence.tokens, num_prompt, kv.table.num_dropped)
+        places = kv.window.needed(len(names), num_prompt)
+        pages = [kv.table[place : place + 1][0] for place in places]
+        publish = Publish([names[place] for place in places], pages, sequence.request.request_id)
+        self._waiting[publish] = sequence, None
         self._begin(publish)
         self._publish_delayed(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
         """Takes a sequence's pages away; its computed blocks can be found again, its tail in the store."""
-        tail = sequence.tail()
-        if tail is not None and sequence.num_computed == sequence.num_known - 1:
-            index = sequence.num_stored // self._layout.block_size
-            self._publish([tail], sequence.pages[index : index + 1])
+        kv, num_computed = sequence.kv, sequence.num_computed
+        if num_computed == sequence.num_known - 1:
+            names = kv.names(sequence.tokens, num_computed, kv.table.num_dropped)
+            self._publish([(name, kv.table[place : place + 1][0]) for place, name in enumerate(names) if name.is_tail])
         self.free(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Makes the blocks of a sequence unfindable: here, in the store, and on nodes that it may have read from."""
-        names = sequence.cover(sequence.num_computed)
-        if sequence.kept is not None and sequence.kept.has_names and sequence.pages.num_dropped:
-            names = [*sequence.cover(sequence.num_prompt), *sequence.cover_kept(sequence.num_computed)]
+        kv, num_computed = sequence.kv, sequence.num_computed
+        kept = kv.names(sequence.tokens, num_computed, kv.table.num_dropped) if kv.table.num_dropped else []
+        names = [*kv.names(sequence.tokens, num_computed), *kept]
         found = (self._ledger.find(name.key) for name in names)
-        for page in {*sequence.pages.held, *(page for page in found if page is not None)}:
+        for page in {*kv.table.held, *(page for page in found if page is not None)}:
             self._ledger.withdraw(page)
-        if sequence.kept is not None:
-            self._free([page for _, page in sequence.kept.delayed])
-            sequence.kept.delayed = []
+        self._free([page for _, page in kv.delayed])
+        kv.delayed = []
         if names:
             self._begin(Withdraw(names, sources=sequence.request.sources))
 
@@ -274,11 +227,10 @@ class KVCache:
     def free(self, sequence: Sequence) -> None:
         """Gives a sequence's pages back; pages with a transfer under way drain first."""
         self._publish_delayed(sequence)
-        self._free(sequence.pages.held)
-        if sequence.kept is not None:
-            self._free(sequence.kept.reserved)
-            sequence.kept.reserved = []
-        sequence.drop_pages()
+        self._free(sequence.kv.table.held)
+        self._free(sequence.kv.reserved)
+        sequence.kv.reserved = []
+        sequence.leave()
 
     def poll(self) -> list[Fetched | PublishedFor]:
         """Collects the transfers with a sequence waiting that have ended since the last call."""
@@ -286,21 +238,20 @@ class KVCache:
         for done in self._transfers.poll():
             for page in done.transfer.pages:
                 self._ledger.end_transfer(page)
-            lookup = self._lookups.pop(done.transfer, None)
-            handing_off = self._hand_offs.pop(done.transfer, None)
-            if handing_off is not None:
-                ended.append(PublishedFor(handing_off, done.num_held))
-            elif lookup is not None and lookup.sequence.phase is Phase.FETCHING:
-                fetched = self._fetched(lookup, done)
+            sequence, lookup = self._waiting.pop(done.transfer, (None, None))
+            if sequence is not None and lookup is None:
+                ended.append(PublishedFor(sequence, done.num_held))
+            elif sequence is not None and lookup is not None and sequence.phase is Phase.FETCHING:
+                fetched = self._fetched(sequence, lookup, done)
                 ended += [] if fetched is None else [fetched]
         return ended
 
-    def _fetched(self, lookup: Lookup, done: Done) -> Fetched | None:
+    def _fetched(self, sequence: Sequence, lookup: Lookup, done: Done) -> Fetched | None:
         """Makes the block table of the longest usable prefix, and gives the other pages back.
 
-        None, and the sequence waits again, if not all kept blocks of the prompt are there: they are chosen anew.
+        None, and the sequence waits again, if it cannot begin with that.
         """
-        sequence, found, fetch = lookup.sequence, lookup.found, done.transfer
+        found, fetch = lookup.found, done.transfer
         assert isinstance(fetch, Fetch)
         tiers = [Tier.DEVICE] * len(found)
         places = fetch.places(done.first, len(fetch.names))
@@ -308,17 +259,16 @@ class KVCache:
             found[lookup.missing[at]], tiers[lookup.missing[at]] = page, tier
             if not fetch.names[at].is_tail:
                 self._ledger.publish(page, fetch.names[at].key)
-        (end, behind), num_dropped = self._usable(found, lookup.num_stored), sequence.pages.num_dropped
-        if num_dropped and sequence.kept is not None and end < sequence.kept.num_blocks:
+        (end, behind), prefix = lookup.usable(), lookup.prefix
+        if not sequence.kv.accepts(prefix, end):
             self.free(sequence)
-            sequence.phase, sequence.kept.is_lost = Phase.WAITING, True
+            sequence.phase = Phase.WAITING
             return None
-        table = _pages(found[:end], behind)
-        kept = {*table}
-        self._free([page for page in sequence.pages.held if page not in kept])
-        sequence.pages = BlockTable(table, behind, num_dropped)
-        sequence.watch = None if num_dropped else sequence.watch
-        sequence.begin_run(min(end * self._layout.block_size, lookup.num_stored) + num_dropped)
+        pages = lookup.pages(end, behind)
+        kept = {*pages}
+        self._free([page for page in sequence.kv.table.held if page not in kept])
+        sequence.kv.begin(BlockTable(pages, behind, prefix.num_dropped))
+        sequence.begin_run(min(end * self._layout.block_size, prefix.num_stored) + prefix.num_dropped)
         tiers[behind.start : behind.stop] = tiers[behind.stop : behind.stop + 1] * len(behind)
         return Fetched(sequence.choice.request_id, sequence.choice.index, self._prompt_tokens(sequence, tiers[:end]))
 
@@ -327,30 +277,22 @@ class KVCache:
 
         Dropped tokens count with the first kept block.
         """
-        covered, num_dropped = min(sequence.num_computed, sequence.num_prompt), sequence.pages.num_dropped
+        covered, num_dropped = min(sequence.num_computed, sequence.num_prompt), sequence.kv.table.num_dropped
         found, num_stored = Counter[str](dict.fromkeys(tiers[:1], num_dropped)), covered - num_dropped
         for index, tier in enumerate(tiers[: -(-num_stored // self._layout.block_size)]):
             found[tier] += min(num_stored - index * self._layout.block_size, self._layout.block_size)
         return TierTokens(found, sequence.num_prompt - covered)
 
-    def _delay(self, kept: KeptPrompt, blocks: Seq[tuple[BlockName, PageId]]) -> None:
-        """Keeps blocks for `_publish_delayed`."""
-        for _, page in blocks:
-            self._ledger.acquire(page)
-        kept.delayed += blocks
-
     def _publish_delayed(self, sequence: Sequence) -> None:
         """Publishes the delayed blocks of a sequence's prompt, if there are any."""
-        if sequence.kept is None:
-            return
-        names, pages = [name for name, _ in sequence.kept.delayed], [page for _, page in sequence.kept.delayed]
-        sequence.kept.delayed = []
-        self._publish(names, pages)
-        self._free(pages)
+        blocks, sequence.kv.delayed = sequence.kv.delayed, []
+        self._publish(blocks)
+        self._free([page for _, page in blocks])
 
-    def _publish(self, names: list[BlockName], pages: list[PageId]) -> None:
-        if names:
-            self._begin(Publish(names, pages))
+    def _publish(self, blocks: Seq[tuple[BlockName, PageId]]) -> None:
+        """Copies blocks to the store, where there are any."""
+        if blocks:
+            self._begin(Publish([name for name, _ in blocks], [page for _, page in blocks]))
 
     def _begin(self, transfer: Transfer) -> None:
         for page in transfer.pages:
@@ -362,8 +304,3 @@ class KVCache:
         self.pool.close(pages)
         for page in reversed(pages) if self._layout.window is None else pages:
             self._ledger.free(page)
-
-
-def _pages(found: Seq[PageId | None], behind: range) -> list[PageId]:
-    """Lists the pages of blocks that are here, and not behind the window."""
-    return [page for place, page in enumerate(found) if page is not None and place not in behind]

@@ -42,9 +42,13 @@ class EngineRequest:
     dropping: Dropping | None = None
 
     @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
     def max_len(self) -> int:
         """Tokens of the prompt and of a choice at its longest."""
-        return len(self.prompt_ids) + self.sampling.max_tokens
+        return self.num_prompt + self.sampling.max_tokens
 
     def require_runnable(self, vocab_size: int, max_context_len: int) -> None:
         """Raises InvalidRequest if a model of that vocabulary and context cannot run the request."""

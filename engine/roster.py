@@ -44,7 +44,8 @@ class Roster:
     @property
     def admissible(self) -> list[Candidate]:
         """Waiting leaders, and waiting followers that would find their prompt, with the blocks that they share."""
-        return [one.candidate if self._leads(one) else one.follower for one in self.waiting if self._finds_prompt(one)]
+        pairs = ((one, self._leader(one)) for one in self.waiting)
+        return [one.applicant(first) for one, first in pairs if one is first or first.num_computed >= one.num_prompt]
 
     @property
     def running(self) -> list[Sequence]:
@@ -70,10 +71,3 @@ class Roster:
 
     def _leader(self, sequence: Sequence) -> Sequence:
         return next(self.siblings(sequence.request.request_id))
-
-    def _leads(self, sequence: Sequence) -> bool:
-        return self._leader(sequence) is sequence
-
-    def _finds_prompt(self, sequence: Sequence) -> bool:
-        leader = self._leader(sequence)
-        return sequence is leader or leader.num_computed >= leader.num_prompt

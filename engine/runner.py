@@ -12,12 +12,13 @@ import numpy.typing as npt
 import torch
 
 from engine.decode_rows import DecodeRows, Ints
+from engine.kv.dropping import HEAVIEST, Chooser
+from engine.kv.retention import Weighed
 from engine.kv_cache import KVCache
 from engine.model.batch import Batch, Model, Watched
-from engine.model.dropping import HEAVIEST, Chooser, page_mass
-from engine.sampler import Draw, likeliest, sample, score
+from engine.model.sampler import Draw, likeliest, sample, score
 from engine.sequence import Sequence
-from engine.speculation import Drafts
+from engine.speculation.speculator import Drafts
 from engine.work import NO_ROWS, Chunk, Gains, Work
 from kernels.backend import KVPages
 from wire import errors
@@ -42,15 +43,23 @@ class Runner:
         self._views: Batch | None = None
         self._views_key = (0, 0, 0, 0)
 
-    def run(self, work: Work) -> Gains:
-        """Runs the work of a step and samples.
+    @torch.inference_mode()
+    def launch(self, work: Work) -> torch.Tensor | Exception:
+        """Begins the forward pass of a step; a GPU may be at it yet. Returns its logits for `read`, or its failure."""
+        try:
+            return self._model.forward(self._batch(work), self._kv)
+        except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
+            return failure
+
+    def read(self, work: Work, launched: torch.Tensor | Exception) -> Gains:
+        """Samples from a launched pass, and waits for it.
 
         A run that fails is repeated sequence by sequence, so that it fails for the faulty ones only: to compute KV once
         more does no harm. Raises if all of them fail, and a probe of one token too: then the fault is the model's.
         """
         try:
-            return self._run(work)
-        except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
+            return self._sampled_from(work, launched)
+        except Exception as failure:  # as above
             alone = [self._run_alone(one) for one in _split(work)]
             if all(gains.failed for gains in alone) and not self._is_sound():
                 raise
@@ -58,8 +67,10 @@ class Runner:
             return reduce(Gains.followed_by, alone)
 
     @torch.inference_mode()
-    def _run(self, work: Work) -> Gains:
-        logits = self._model.forward(self._batch(work), self._kv)
+    def _sampled_from(self, work: Work, logits: torch.Tensor | Exception) -> Gains:
+        """Raises a failure of the launch."""
+        if isinstance(logits, Exception):
+            raise logits
         scores: dict[Sequence, tuple[Logprobs, ...] | None] = {}
         if any(chunk.scored for chunk in work.chunks):
             logits, scores = self._score(work, logits)
@@ -100,7 +111,7 @@ class Runner:
     def _accept(self, drafts: Drafts, gains: Gains) -> Gains:
         """Leaves out tokens that were drawn after a wrong guess."""
         num_rows, num_tokens, drawn = len(drafts.lengths), len(drafts.token_ids), gains.token_ids.tolist()
-        end_ids = [sequence.end_ids for sequence in self._rows.sequences[:num_rows]]
+        end_ids = [sequence.ending.ids for sequence in self._rows.sequences[:num_rows]]
         kept = drafts.true_places(drawn, end_ids)
         num_gained = np.bincount(drafts.rows[kept], minlength=num_rows)
         return gains.keeping([*kept, *range(num_tokens, len(drawn))], num_gained)
@@ -108,7 +119,7 @@ class Runner:
     def _run_alone(self, work: Work) -> Gains:
         """Runs the work of one sequence."""
         try:
-            return self._run(work)
+            return self._sampled_from(work, self.launch(work))
         except Exception as failure:  # as above
             sequence = work.chunks[0].sequence if work.chunks else self._rows.sequences[work.rows.start]
             error = errors.report(failure, request_id=sequence.request.request_id)
@@ -158,21 +169,15 @@ class Runner:
     @torch.inference_mode()
     def drop(self, sequence: Sequence) -> None:
         """Drops tokens of a sequence at its boundary."""
-        watch, pages = sequence.watch, sequence.pages
-        assert watch is not None, "nothing to drop"
-        block_size, num_stored = self._model.layout.block_size, sequence.num_stored
-        mass = watch.weigh(self._model, self._kv, self._int32(pages.row), num_stored)
-        if sequence.kept is not None and not pages.num_dropped:
-            chosen = self._chooser.tokens(mass, sequence.kept.num_tokens, watch.dropping.rule)
-            watch.keep(chosen)
-            self._cache.keep_tokens(sequence, sequence.kept, chosen)
-            return
-        num_going = num_stored // block_size - watch.dropping.num_blocks(sequence.num_prompt, block_size)
-        if num_going > 0:
-            weights = page_mass(mass, block_size)
-            places = self._chooser.pages(weights, num_going, sequence.num_computed)
-            self._cache.drop_pages(sequence, places)
-            watch.forget(places)
+        kv = sequence.kv
+        assert isinstance(kv, Weighed)
+        assert kv.watch is not None, "nothing to drop"
+        mass = kv.watch.weigh(self._model, self._kv, self._int32(kv.table.row), sequence.num_stored)
+        chosen = kv.choose(kv.watch, mass, self._chooser)
+        if isinstance(chosen, torch.Tensor):
+            self._cache.keep_tokens(sequence, chosen)
+        else:
+            self._cache.drop_pages(sequence, chosen)
 
     def _is_sound(self) -> bool:
         """Probes the model with one token; without a free page it counts as unsound."""
@@ -209,7 +214,7 @@ class Runner:
         num_tokens = work.num_rows + len(drafts)
         spans = [(chunk.sequence, chunk.sequence.num_computed, chunk.context_len) for chunk in chunks]
         known = [one.tokens(start, end - start) for one, start, end in spans]
-        slots = [one.pages.slots(start, end, block_size) for one, start, end in spans]
+        slots = [one.kv.table.slots(start, end, block_size) for one, start, end in spans]
         ends = [*accumulate((chunk.num_tokens for chunk in chunks), initial=num_tokens)][1:]
         samples = [
             [*(end - chunk.context_len + position - 1 for position in chunk.scored), *[end - 1] * chunk.is_sampled]
@@ -225,7 +230,7 @@ class Runner:
             positions=self._join(column(rows.positions), [range(start, end) for _, start, end in spans]),
             slot_mapping=self._join(column(rows.slots), slots),
             block_tables=self._tables(work),
-            context_lens=self._join(context_lens, [[end - one.pages.num_dropped] for one, _, end in spans]),
+            context_lens=self._join(context_lens, [[end - one.kv.table.num_dropped] for one, _, end in spans]),
             cu_query_lens=self._join(starts.astype(np.int32), [[end] for end in ends]),
             num_decodes=int((drafts.lengths > 1).argmax()) if drafts else num_tokens + num_single,
             sample_rows=self._join(np.arange(num_tokens), samples),
@@ -236,17 +241,17 @@ class Runner:
     def _watched_rows(self, work: Work, starts: Ints) -> Iterator[Watched]:
         """Yields the decoding rows, and their guesses, that weigh the tokens of their sequence."""
         for row in self._rows.is_watched[work.rows].nonzero()[0].tolist():
-            watch, position = self._rows.sequences[work.rows.start + row].watch, self._rows.positions[work.rows][row]
+            watch, position = self._rows.sequences[work.rows.start + row].kv.watch, self._rows.positions[work.rows][row]
             assert watch is not None
             yield from watch.rows(self._model, int(position), int(starts[row]), int(starts[row + 1]))
 
     def _watched_chunks(self, chunks: Seq[Chunk], starts: Seq[int]) -> Iterator[Watched]:
         for chunk, start, end in zip(chunks, starts, starts[1:], strict=False):
-            if (watch := chunk.sequence.watch) is not None:
+            if (watch := chunk.sequence.kv.watch) is not None:
                 yield from watch.rows(self._model, chunk.sequence.num_computed, start, end)
 
     def _tables(self, work: Work) -> torch.Tensor:
-        of_chunks = [chunk.sequence.pages.row for chunk in work.chunks]
+        of_chunks = [chunk.sequence.kv.table.row for chunk in work.chunks]
         width = max(self._num_blocks(work.rows), *map(len, of_chunks), 0)
         tables = self._rows.tables[work.rows, :width]
         if of_chunks:

@@ -9,7 +9,7 @@ import numpy as np
 from engine.decode_rows import DecodeRows, Ints
 from engine.schedule.batcher import Phase
 from engine.sequence import Sequence
-from engine.speculation import NO_DRAFTS, Drafts
+from engine.speculation.speculator import NO_DRAFTS, Drafts
 from wire.errors import BatonError
 from wire.sampling import Logprobs
 

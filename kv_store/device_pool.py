@@ -3,6 +3,7 @@
 import mmap
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -127,7 +128,8 @@ def _view_int4(pages: torch.Tensor, layout: KVLayout, num_open: int) -> KVPages:
         (len(pages), num_layers, 2, num_kv_heads, block_size, head_dim // 2),
         (heads.stride(0), heads.stride(1), key_bytes, head_bytes, head_dim // 2, 1),
     )
-    opened = _zeros(num_open * layout.open_bytes, pages.device).view(_DTYPES[layout.dtype])
+    open_bytes = num_open * replace(layout, quantization="none").payload_bytes
+    opened = _zeros(open_bytes, pages.device).view(_DTYPES[layout.dtype])
     page_to_open = torch.zeros(len(pages), dtype=torch.int32, device=pages.device)
     key_scales = heads[..., layout.data_bytes : key_bytes].view(torch.bfloat16)
     scales = heads[..., key_bytes + layout.data_bytes :].view(torch.bfloat16)

@@ -22,6 +22,7 @@ from router.workers.members import Members
 from router.workers.membership import Membership
 from text.chat import NoRenderer, Renderer
 from text.codec import TextCodec
+from wire.layout import Window
 from wire.trust.key_ring import KeyRing
 
 
@@ -105,7 +106,7 @@ class Router:
         model, layout = self.config.model, self.config.model.layout
         num_blocks = self.members.num_pool_blocks
         if num_blocks is None:
-            num_blocks = layout.num_needed(model.max_context_len)
+            num_blocks = Window(layout).num_needed(model.max_context_len)
         return Limits(
             model.name,
             model.vocab_size,

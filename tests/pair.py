@@ -10,7 +10,7 @@ from engine.model.batch import Model
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from engine.schedule.batcher import Batcher
 from engine.schedule.continuous_batcher import ContinuousBatcher
-from engine.speculation import Speculator
+from engine.speculation.speculator import Speculator
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
 from kv_store.node.cold_writer import ColdWriter

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from engine.sequence import Sequence
-from engine.speculation import Speculator
+from engine.speculation.speculator import Speculator
 
 
 class Seer:

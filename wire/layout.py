@@ -1,4 +1,4 @@
-"""The shape of one KV block, as all processes know it: sizes and names, no tensor."""
+"""The shape of one KV block, as all processes know it, and the blocks that rows read: no tensor."""
 
 from dataclasses import asdict, dataclass
 
@@ -34,9 +34,7 @@ class KVLayout:
         ...          + head_bytes [block_size] scales of their tokens, bfloat16
 
     dtype: of the computation.
-    window: tokens that a row sees, itself included, where that is bounded in every layer: no row needs the blocks
-    before it. None: some layer sees all.
-    num_sinks: first tokens that each row sees beside its window: their blocks are always needed.
+    window, num_sinks: tokens that a row sees, as in `Window`; they change no byte, but the names of blocks.
     """
 
     num_layers: int
@@ -55,11 +53,6 @@ class KVLayout:
     @property
     def is_quantized(self) -> bool:
         return self.quantization != "none"
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether heads fill whole bytes, and scales lie at even ones."""
-        return not self.has_open_blocks or self.head_dim % INT4_HEAD_STEP == 0
 
     @property
     def has_open_blocks(self) -> bool:
@@ -91,13 +84,6 @@ class KVLayout:
         return self.num_layers * self.num_kv_heads * (self.key_bytes + self.head_bytes)
 
     @property
-    def open_bytes(self) -> int:
-        """Bytes of an open block, 0 where there are none."""
-        if not self.has_open_blocks:
-            return 0
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * _ITEM_BITS[self.dtype] // 8
-
-    @property
     def block_bytes(self) -> int:
         """Bytes a block takes in an arena: the payload, padded to 4 KiB."""
         return padded(self.payload_bytes)
@@ -105,38 +91,6 @@ class KVLayout:
     def num_blocks(self, num_tokens: int) -> int:
         """Counts the blocks of so many tokens, the last one partly filled."""
         return -(-num_tokens // self.block_size)
-
-    @property
-    def num_sink_blocks(self) -> int:
-        return self.num_blocks(self.num_sinks)
-
-    def first_block(self, position: int) -> int:
-        """Finds the first block of the window of the row at a position."""
-        return 0 if self.window is None else max(0, position + 1 - self.window) // self.block_size
-
-    def behind(self, position: int) -> range:
-        """Finds the blocks between sinks and window that no row needs, from the one at a position on."""
-        return range(self.num_sink_blocks, max(self.num_sink_blocks, self.first_block(position)))
-
-    @property
-    def most_needed(self) -> int | None:
-        """The most blocks that a sequence needs at once; None if all of its blocks."""
-        return None if self.window is None else self.num_sink_blocks + self.num_blocks(self.window - 1) + 1
-
-    @property
-    def reach(self) -> int | None:
-        """The most tokens, a row's own included, that tell what it brings; None if all do. A layer adds a window."""
-        return None if self.window is None or self.num_sinks else self.num_layers * (self.window - 1) + 1
-
-    def num_needed(self, num_tokens: int) -> int:
-        """Counts the most blocks that a sequence needs at once on its way to so many tokens."""
-        num_blocks = self.num_blocks(num_tokens)
-        return num_blocks if self.most_needed is None else min(num_blocks, self.most_needed)
-
-    def max_len(self, num_pages: int, context_len: int) -> int:
-        """Tokens of a context that a sequence may have in so many pages."""
-        fits = self.num_needed(context_len) <= num_pages
-        return context_len if fits else min(context_len, num_pages * self.block_size)
 
     def encode(self) -> bytes:
         """Encodes equal layouts as the same bytes on every machine."""
@@ -154,9 +108,60 @@ class KVLayout:
             is_one = is_one and layout.num_sinks < (layout.window or 1)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise WireError("not a KV layout") from error
-        if not is_one or any(type(size) is not int or size < 1 for size in sizes) or not layout.is_whole:
+        if not is_one or any(type(size) is not int or size < 1 for size in sizes) or not _is_whole(layout):
             raise WireError("a KV layout with an impossible field")
         return layout
+
+
+@dataclass(frozen=True)
+class Window:
+    """The tokens that a row sees: the first `layout.num_sinks` and the latest `layout.window`, itself included, or all.
+
+    ```
+    blocks   0 .. num_sink_blocks   behind(position)   first_block(position) .. the row's own
+    read     yes                    by no later row    yes
+    ```
+    """
+
+    layout: KVLayout
+
+    @property
+    def num_sink_blocks(self) -> int:
+        return self.layout.num_blocks(self.layout.num_sinks)
+
+    def first_block(self, position: int) -> int:
+        """Finds the first block of the window of the row at a position."""
+        return 0 if self.layout.window is None else max(0, position + 1 - self.layout.window) // self.layout.block_size
+
+    def behind(self, position: int) -> range:
+        """Finds the blocks between sinks and window that no row reads, from the one at a position on."""
+        return range(self.num_sink_blocks, max(self.num_sink_blocks, self.first_block(position)))
+
+    def needed(self, num_blocks: int, position: int) -> list[int]:
+        """Lists the blocks, of the first `num_blocks`, that the row at a position reads."""
+        behind = self.behind(position)
+        return [place for place in range(num_blocks) if place not in behind]
+
+    @property
+    def most_needed(self) -> int | None:
+        """The most blocks that a sequence needs at once; None if all of its blocks."""
+        layout = self.layout
+        return None if layout.window is None else self.num_sink_blocks + layout.num_blocks(layout.window - 1) + 1
+
+    def num_needed(self, num_tokens: int) -> int:
+        """Counts the most blocks that a sequence needs at once on its way to `num_tokens` tokens."""
+        num_blocks = self.layout.num_blocks(num_tokens)
+        return num_blocks if self.most_needed is None else min(num_blocks, self.most_needed)
+
+    def max_len(self, num_pages: int, context_len: int) -> int:
+        """Computes the tokens of a context that a sequence may have in `num_pages` pages."""
+        fits = self.num_needed(context_len) <= num_pages
+        return context_len if fits else min(context_len, num_pages * self.layout.block_size)
+
+
+def _is_whole(layout: KVLayout) -> bool:
+    """Whether heads fill whole bytes, and scales lie at even ones."""
+    return not layout.has_open_blocks or layout.head_dim % INT4_HEAD_STEP == 0
 
 
 def padded(payload_bytes: int) -> int:

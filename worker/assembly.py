@@ -15,8 +15,8 @@ from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.core import EngineCore
 from engine.model.batch import DraftModel, Model
 from engine.model.decoder import Decoder
-from engine.model.draft_proposer import DraftProposer
-from engine.speculation import NgramProposer, Proposer, Speculator
+from engine.speculation.draft_proposer import DraftProposer
+from engine.speculation.speculator import NgramProposer, Proposer, Speculator
 from kernels.backend import Backend, select_backend
 from kernels.cpu.library import NoKernels
 from kv_store.block_store import BlockStore

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from deploy.plan.shape import BITS, ModelShape
 from deploy.plan.sizing import GPU_RESERVE_BYTES
 from wire.kv_policy import Dropping, Rule
-from wire.layout import QUANTIZATIONS, KVLayout
+from wire.layout import QUANTIZATIONS, KVLayout, Window
 
 COMMON_WINDOW = 4096
 _QUARTER = Dropping(Rule.SNAPKV, 25, "%")
@@ -52,7 +52,7 @@ class RequestKV:
         """Blocks at the request's end; a window begins and ends amid a block; an answer takes one more."""
         if self.dropping is not None:
             return self.dropping.num_blocks(self.num_tokens, self.layout.block_size) + 1
-        num_blocks, num_sinks = self.layout.num_blocks(self.num_tokens), self.layout.num_sink_blocks
+        num_blocks, num_sinks = self.layout.num_blocks(self.num_tokens), Window(self.layout).num_sink_blocks
         in_window = num_blocks if self.window is None else self.layout.num_blocks(self.window) + 1
         return min(num_blocks, num_sinks + in_window)
 

@@ -12,6 +12,7 @@ from router.config import ServedModel
 from text.model_file import read_regular
 from wire.errors import ConfigError, ModelError
 from wire.kv_policy import Dropping, parse_kv_policy
+from wire.layout import Window
 
 if TYPE_CHECKING:
     from engine.checkpoint.checkpoint import Checkpoint
@@ -48,7 +49,7 @@ class ModelFacts:
     def context_bytes(self) -> int:
         """Bytes of the KV of one request that fills the context."""
         layout = self.served.layout
-        return layout.num_needed(self.served.max_context_len) * layout.block_bytes
+        return Window(layout).num_needed(self.served.max_context_len) * layout.block_bytes
 
     def worker_bytes(self, pool_bytes: int) -> int:
         """Sums the weights and pages of a worker, and of its draft."""

@@ -83,7 +83,8 @@ def num_more(config: ClusterConfig, model: ModelFacts, machine: Machine) -> int:
 def _open_bytes(config: ClusterConfig, model: ModelFacts) -> int:
     """Sums the blocks of a worker that are open at once, which its pool has room for beside its pages."""
     layout = model.served.layout
-    return config.batch.num_open(layout.block_size) * layout.open_bytes
+    num_open = config.batch.num_open(layout.block_size) if layout.has_open_blocks else 0
+    return num_open * replace(layout, quantization="none").payload_bytes
 
 
 def _default_pool_bytes(num_gpus: float, num_workers: int, model: ModelFacts, machine: Machine, open_bytes: int) -> int:

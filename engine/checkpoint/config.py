@@ -167,7 +167,7 @@ class ModelConfig:
             window=attention.window,
             num_sinks=attention.num_sinks,
         )
-        if not layout.is_whole:
+        if layout.has_open_blocks and layout.head_dim % INT4_HEAD_STEP:
             problem = f"int4 takes heads of a multiple of {INT4_HEAD_STEP} numbers, not {attention.head_dim}"
             raise ConfigError(f"model.kv_dtype: {problem}")
         return layout

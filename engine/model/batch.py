@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from engine.sampler import argmax
+from engine.model.sampler import argmax
 from kernels.backend import KVPages
 from wire.layout import KVLayout
 

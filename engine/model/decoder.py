@@ -19,7 +19,7 @@ from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Tables, 
 from kernels.reference import weigh
 from wire.errors import ConfigError
 from wire.kv_policy import parse_kv_policy
-from wire.layout import KVLayout
+from wire.layout import KVLayout, Window
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Decoder:
         """Finds or records the program for so many rows and blocks, of the pool that was used last."""
         if kv.data.data_ptr() != self._programs_kv:
             self._programs, self._programs_kv = {}, kv.data.data_ptr()
-        most = self.layout.num_blocks(self.layout.max_len(len(kv.data), self.max_context_len))
+        most = self.layout.num_blocks(Window(self.layout).max_len(len(kv.data), self.max_context_len))
         on_cpu = self.device.type == "cpu"
         num_blocks = most if on_cpu else min(most, padded(batch.block_tables.shape[1], MIN_BLOCKS, 4))
         key = padded(len(batch.token_ids), MIN_ROWS), num_blocks
@@ -206,7 +206,7 @@ class Decoder:
         """Makes the angles of all positions that a pool has room for, once."""
         if self._far_angles is not None:
             return self._far_angles
-        num_positions = self.layout.max_len(len(kv.data), self.max_context_len)
+        num_positions = Window(self.layout).max_len(len(kv.data), self.max_context_len)
         if len(self._angles.cosines) < num_positions:
             self._angles = make_angles(self.config.rope, self.config.attention.head_dim, num_positions, self.device)
         return self._angles

@@ -15,7 +15,7 @@ from wire.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from wire.ids import REQUEST_ID, BlockKey, NamespaceRoot, RequestId
 from wire.keys import NameChain, PublicPart
 from wire.kv_policy import Dropping, parse_kv_policy
-from wire.layout import KVLayout
+from wire.layout import KVLayout, Window
 from wire.pb import inference_pb2 as pb
 from wire.rpc import MAX_TURNS
 from wire.sampling import MAX_TOLD_PROMPT_LEN, SamplingParams
@@ -44,7 +44,7 @@ class Limits:
     @property
     def max_sequence_len(self) -> int:
         """Tokens, prompt and output, that one choice may have."""
-        return self.layout.max_len(self.num_blocks, self.max_context_len)
+        return Window(self.layout).max_len(self.num_blocks, self.max_context_len)
 
 
 ValidPrompt = Chat | Rendered | str | tuple[int, ...]
@@ -145,8 +145,8 @@ def prepare(
 
 def _held_keys(prompt: NameChain, layout: KVLayout, dropping: Dropping | None) -> tuple[BlockKey, ...]:
     """Lists the keys of the blocks that a decode worker fetches: kept ones, or all that the next row needs."""
-    names, behind = prompt.cover(prompt.num_tokens), layout.behind(prompt.num_tokens)
-    needed = names[: behind.start] + names[behind.stop :]
+    names = prompt.cover(prompt.num_tokens)
+    needed = [names[place] for place in Window(layout).needed(len(names), prompt.num_tokens)]
     if dropping is not None and dropping.rule.names_kept:
         num_copied = dropping.num_copied(prompt.num_tokens, layout.block_size)
         kept = prompt.kept(dropping.terms, prompt.num_tokens, num_copied)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.choosers import Latest
 from benchmarks.quality import Meter, main, share_alike
 from benchmarks.quality_backends import CutText, EngineBackend
 from benchmarks.quality_page import PAGE, PLAN, RESULTS, Row, add_rows, format_page
@@ -15,7 +16,6 @@ from benchmarks.techniques import TECHNIQUES, Decoding, Technique, decode
 from demo_model import CHECKPOINT
 from demo_model.corpus import Split
 from demo_model.recall import Depth, make_recall_prompt
-from engine.model.dropping import Latest
 from text.tokenizer import Tokenizer
 
 _ARGUMENTS = ("--model", str(CHECKPOINT), "--seed", "7", "--prompts", "3", "--lengths", "64,100")

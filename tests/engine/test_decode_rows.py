@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.decode_rows import DecodeRows
+from engine.kv.block_table import BlockTable
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
-from engine.sequence import BlockTable, Sequence
+from engine.sequence import Sequence
 from tests.pair import ROOT
 from wire.ids import PageId, RequestId
 from wire.layout import KVLayout
@@ -24,7 +25,7 @@ def decoding(num_known: int) -> Sequence:
     request = EngineRequest(RequestId("r"), ROOT, tuple(range(num_known - 1)), SamplingParams(temperature=0))
     sequence = Sequence(next(_handles), request, ChoiceSoFar(0, (7,)), MODEL)
     num_pages = -(-num_known // BLOCK)
-    sequence.pages = BlockTable(PageId(100 * sequence.handle + index) for index in range(num_pages))
+    sequence.kv.table = BlockTable(PageId(100 * sequence.handle + index) for index in range(num_pages))
     sequence.begin_run(num_known - 1)
     return sequence
 
@@ -34,9 +35,9 @@ def step(rows: DecodeRows, num_rows: int) -> None:
     full = rows.full(num_rows)
     for row in full:
         sequence = rows.sequences[row]
-        sequence.pages.extend([PageId(100 * sequence.handle + len(sequence.pages))])
+        sequence.kv.table.extend([PageId(100 * sequence.handle + len(sequence.kv.table))])
     if full:
-        rows.grow(full, [rows.sequences[row].pages[-1:][0] for row in full])
+        rows.grow(full, [rows.sequences[row].kv.table[-1:][0] for row in full])
     assert rows.check() == []
     tokens = np.arange(500, 500 + num_rows)
     rows.advance(tokens)
@@ -95,7 +96,7 @@ def test_a_row_is_plain_if_the_likeliest_token_is_all(sampling: SamplingParams, 
     rows = DecodeRows(model, num_pages=64)
     request = EngineRequest(RequestId("r"), ROOT, (1, 2), sampling)
     sequence = Sequence(0, request, ChoiceSoFar(0, (7,)), model)
-    sequence.pages = BlockTable([PageId(5)])
+    sequence.kv.table = BlockTable([PageId(5)])
     sequence.begin_run(2)
     rows.put(sequence)
     assert bool(rows.is_plain[0]) is is_plain

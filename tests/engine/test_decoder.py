@@ -26,6 +26,7 @@ from tests.kernels.backends import make_backend
 from tests.paged_run import PagedRun, generate
 from tests.pair import make_core, serve
 from wire.errors import ConfigError
+from wire.layout import Window
 from wire.sampling import SamplingParams
 
 LENGTHS = (1, 15, 16, 17, 100, 700)
@@ -84,7 +85,7 @@ def test_positions_far_beyond_the_models_own(checkpoint: Checkpoints, kernels: s
     folder, kv_policy = checkpoint("qwen3"), "sinks=4+60"
     num_tokens = 2500 if kernels != "torch" else 1200
     model = Decoder.load(folder, "float32", CPU, 16, make_backend(kernels), kv_policy=kv_policy)
-    assert (model.max_context_len, model.layout.most_needed) == (1 << 20, 6)
+    assert (model.max_context_len, Window(model.layout).most_needed) == (1 << 20, 6)
     prompt = choose_prompt(folder, 17).prompt_ids
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     output = serve(make_core(model, num_blocks=6), prompt, sampling).outputs[0]

@@ -10,10 +10,10 @@ import torch
 from engine.core import EngineCore
 from engine.model.batch import Batch
 from engine.model.decoder import Decoder
-from engine.model.draft_proposer import MAX_CATCH_UP, DraftProposer
 from engine.model.hash_model import HashModel
 from engine.sequence import Sequence
-from engine.speculation import Speculator
+from engine.speculation.draft_proposer import MAX_CATCH_UP, DraftProposer
+from engine.speculation.speculator import Speculator
 from kernels.backend import KVPages
 from tests.paged_run import generate
 from tests.pair import drive, make_core, request, serve

@@ -10,15 +10,16 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.choosers import Drawn, Latest
 from engine.core import EngineCore
 from engine.events import Failed
+from engine.kv.dropping import HEAVIEST, Chooser
 from engine.model.batch import Model
 from engine.model.decoder import Decoder
-from engine.model.dropping import HEAVIEST, Chooser, Drawn, Latest
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
-from engine.speculation import NgramProposer, Speculator
+from engine.speculation.speculator import NgramProposer, Speculator
 from kernels.cpu.library import best_isa
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore

@@ -8,8 +8,8 @@ from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.runner import Runner
 from engine.sequence import Sequence
-from engine.speculation import Drafts
-from engine.work import NO_ROWS, Chunk, Work
+from engine.speculation.speculator import Drafts
+from engine.work import NO_ROWS, Chunk, Gains, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.pair import ROOT
@@ -43,10 +43,13 @@ class Bench:
         assert self.cache.grow(sequence, sequence.num_known)
         return sequence
 
+    def run(self, work: Work) -> Gains:
+        return self.runner.read(work, self.runner.launch(work))
+
     def decoding(self, prompt: tuple[int, ...], output: tuple[int], sampling: SamplingParams = GREEDY) -> Sequence:
         """A sequence with a row of its own."""
         sequence = self.make(prompt, output, sampling)
-        self.runner.run(Work(NO_ROWS, [Chunk.of(sequence, len(prompt))]))
+        self.run(Work(NO_ROWS, [Chunk.of(sequence, len(prompt))]))
         sequence.begin_run(len(prompt))
         self.rows.put(sequence)
         return sequence
@@ -58,13 +61,13 @@ def test_samples_after_guesses_equal_the_samples_of_runs_one_by_one(sampling: Sa
     one_by_one = bench.decoding(PROMPT, (3,), sampling)
     runs = []
     for _ in range(4):
-        runs.append(bench.runner.run(Work(slice(0, 1))))
+        runs.append(bench.run(Work(slice(0, 1))))
         one_by_one.output_ids += runs[-1].token_ids.tolist()
         bench.rows.advance(runs[-1].token_ids)
     bench.rows.remove(one_by_one)
     bench.decoding(PROMPT, (3,), sampling)
     drafts = Drafts.of(bench.rows.token_ids[:1], {0: [*one_by_one.output_ids[1:4], 0]})
-    gains = bench.runner.run(Work(slice(0, 1), drafts=drafts))
+    gains = bench.run(Work(slice(0, 1), drafts=drafts))
     assert gains.token_ids.tolist() == one_by_one.output_ids[1:]
     assert np.array_equal(gains.num_gained, [4])
     assert gains.logprobs == {place: one for place, run in enumerate(runs) for one in run.logprobs.values()}
@@ -72,7 +75,7 @@ def test_samples_after_guesses_equal_the_samples_of_runs_one_by_one(sampling: Sa
 
 def test_a_chunk_within_the_known_tokens_has_no_sample() -> None:
     bench = Bench()
-    gains = bench.runner.run(Work(NO_ROWS, [Chunk.of(bench.make(PROMPT, ()), 5)]))
+    gains = bench.run(Work(NO_ROWS, [Chunk.of(bench.make(PROMPT, ()), 5)]))
     assert gains.token_ids.tolist() == []
     assert gains.failed == {}
 
@@ -82,7 +85,7 @@ def test_rows_and_chunks_run_together_as_alone() -> None:
     expected = bench.model.oracle(PROMPT, 2)
     bench.decoding(PROMPT, (expected[0],))
     chunks = [Chunk.of(bench.make((5,), ()), 1), Chunk.of(bench.make(PROMPT[3:], ()), len(PROMPT) - 3)]
-    gains = bench.runner.run(Work(slice(0, 1), chunks))
+    gains = bench.run(Work(slice(0, 1), chunks))
     assert gains.token_ids.tolist() == [
         expected[1],
         *bench.model.oracle((5,), 1),

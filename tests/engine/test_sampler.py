@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.sampler import Draw, likeliest, sample, uniform
+from engine.model.sampler import Draw, likeliest, sample, uniform
 from wire.sampling import SamplingParams
 
 VOCAB = 50

@@ -12,12 +12,21 @@ from hypothesis import strategies as st
 from engine.core import EngineCore
 from engine.events import Drafted, Failed, Finished
 from engine.model.batch import Batch
-from engine.model.draft_proposer import DraftProposer
 from engine.model.hash_model import HashModel
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.sequence import Sequence
-from engine.speculation import MAX_PAUSE, MAX_ROWS, DraftLength, Drafts, NgramProposer, NgramText, Payoff, Speculator
+from engine.speculation.draft_proposer import DraftProposer
+from engine.speculation.speculator import (
+    MAX_PAUSE,
+    MAX_ROWS,
+    DraftLength,
+    Drafts,
+    NgramProposer,
+    NgramText,
+    Payoff,
+    Speculator,
+)
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.pair import Node, drive, gained, make_core, prefill, request, resume, serve

@@ -16,7 +16,7 @@ from engine.events import Failed
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from engine.schedule.continuous_batcher import ContinuousBatcher
-from engine.speculation import NgramProposer, Speculator
+from engine.speculation.speculator import NgramProposer, Speculator
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.pair import ROOT, Node, drive, make_core, prefill, request, rest_of, resume, serve
@@ -24,7 +24,7 @@ from tests.pairs import RUNS_ALL
 from wire.errors import InvalidRequest
 from wire.ids import BlockKey
 from wire.keys import cover
-from wire.layout import KVLayout
+from wire.layout import KVLayout, Window
 from wire.sampling import SamplingParams
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32", window=50)
@@ -103,7 +103,7 @@ def test_a_hit_needs_nothing_before_the_window(model: HashModel, is_on_device: b
     node = Node(model)
     core = make_core(model, node)
     serve(core, PROMPT, GREEDY)
-    forget(core, node, range(model.layout.num_sink_blocks, 8))
+    forget(core, node, range(Window(model.layout).num_sink_blocks, 8))
     run = serve(core if is_on_device else make_core(model, node), PROMPT, GREEDY)
     assert run.outputs[0] == model.oracle(PROMPT, 30)
     assert run.fetched[0].num_found == 12 * 16
@@ -169,7 +169,7 @@ def test_a_window_is_partly_on_the_device_and_partly_in_the_store(model: HashMod
     first, second = make_core(model, node), make_core(model, node)
     serve(first, PROMPT[:176], GREEDY)
     serve(second, PROMPT, GREEDY)
-    node.directory.forget(keys()[model.layout.num_sink_blocks : 10])
+    node.directory.forget(keys()[Window(model.layout).num_sink_blocks : 10])
     run = serve(first, PROMPT, GREEDY)
     assert run.outputs[0] == model.oracle(PROMPT, 30)
     assert run.fetched[0].num_found == 12 * 16
@@ -186,7 +186,7 @@ def test_holes_in_a_cold_tier(model: HashModel) -> None:
         cold.delete([keys()[place] for place in lost])
         run = serve(make_core(model, Node(model, cold=cold)), PROMPT, GREEDY)
         assert run.outputs[0] == model.oracle(PROMPT, 30)
-        sinks = range(model.layout.num_sink_blocks)
+        sinks = range(Window(model.layout).num_sink_blocks)
         needed = [{*sinks[:end], *range(max(0, end * 16 - 49) // 16, end)} for end in range(13)]
         ends = [end for end in range(13) if not needed[end] & {*lost}]
         assert run.fetched[0].num_found == 16 * max(ends)
@@ -198,7 +198,7 @@ def test_a_hand_off_holds_the_window_only(model: HashModel) -> None:
     assert node.directory.status().num_holds == 1
     assert {block.name.key for block in node.directory.blocks()} >= {*keys()}
     prefill(make_core(model, node), [tuple(range(300, 480))], GREEDY)
-    here, behind = {block.name.key for block in node.directory.blocks()}, model.layout.behind(len(PROMPT))
+    here, behind = {block.name.key for block in node.directory.blocks()}, Window(model.layout).behind(len(PROMPT))
     assert {*keys()[: behind.start], *keys()[behind.stop :]} <= here
     assert not {*keys()} <= here
     [run] = resume(make_core(model, node), runs)
@@ -246,7 +246,7 @@ def test_any_window_any_pool(seed: int) -> None:
     layout = replace(LAYOUT, block_size=block_size, window=window, num_sinks=min(num_sinks, window - 1))
     model = HashModel(layout, draw.choice([3, 997]), max_context_len=512)
     node = Node(model, draw.choice([8, 40, 300])) if draw.random() < 0.8 else None
-    most = layout.most_needed
+    most = Window(layout).most_needed
     assert most is not None
     cores = [
         make_core(
@@ -278,7 +278,7 @@ def test_the_start_of_a_prefix_is_evicted_first(model: HashModel) -> None:
     core = make_core(model, num_blocks=16)
     serve(core, PROMPT, GREEDY)
     serve(core, tuple(range(500, 580)), GREEDY)
-    num_sinks = model.layout.num_sink_blocks
+    num_sinks = Window(model.layout).num_sink_blocks
     here = [core.pool.ledger.find(key) is not None for key in keys()[:12]]
     assert here[num_sinks:] == sorted(here[num_sinks:])
     assert 0 < sum(here[num_sinks:]) < 12 - num_sinks

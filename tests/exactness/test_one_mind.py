@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from engine.core import EngineCore
 from engine.events import Failed, Fetched, Preempted
 from engine.model.decoder import Decoder
-from engine.model.draft_proposer import DraftProposer
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
-from engine.speculation import NgramProposer, Proposer, Speculator
+from engine.speculation.draft_proposer import DraftProposer
+from engine.speculation.speculator import NgramProposer, Proposer, Speculator
 from kernels.cpu.library import best_isa
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint

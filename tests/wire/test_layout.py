@@ -4,7 +4,7 @@ import msgpack
 import pytest
 
 from wire.errors import WireError
-from wire.layout import KVLayout
+from wire.layout import KVLayout, Window
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=16, dtype="bfloat16")
 
@@ -39,14 +39,13 @@ def test_a_block_of_int4_has_scales_of_channels_and_of_tokens(block_size: int, l
     assert codes.payload_bytes == 32 * 8 * (2 * codes.data_bytes + 2 * 128 + 2 * block_size)
     assert full.payload_bytes / codes.payload_bytes >= least
     assert full.block_bytes / codes.block_bytes >= least
-    assert (full.open_bytes, codes.open_bytes) == (0, full.payload_bytes)
+    assert (full.has_open_blocks, codes.has_open_blocks) == (False, True)
     assert KVLayout.decode(codes.encode()) == codes
 
 
 @pytest.mark.parametrize("head_dim", [5, 6])
 def test_int4_takes_heads_of_whole_fours(head_dim: int) -> None:
     odd = replace(LAYOUT, head_dim=head_dim, quantization="int4")
-    assert not odd.is_whole
     with pytest.raises(WireError):
         KVLayout.decode(odd.encode())
 
@@ -65,14 +64,26 @@ def test_every_field_shows_in_its_bytes() -> None:
     assert len({layout.encode() for layout in [LAYOUT, *changed]}) == 10
 
 
-def test_blocks_between_sinks_and_window() -> None:
-    layout = replace(LAYOUT, window=50, num_sinks=20)
-    assert KVLayout.decode(layout.encode()) == layout
-    assert [len(layout.behind(position)) for position in (0, 49, 96, 97, 112, 113)] == [0, 0, 0, 1, 1, 2]
-    assert layout.behind(1000) == range(2, 951 // 16)
-    assert replace(layout, num_sinks=0).behind(1000) == range(951 // 16)
-    assert not LAYOUT.behind(1000)
-    assert (layout.most_needed, layout.num_needed(33), layout.max_len(7, 1 << 20)) == (7, 3, 1 << 20)
+SEEN = replace(LAYOUT, window=50, num_sinks=20)
+WINDOW = Window(SEEN)
+
+
+def test_blocks_between_sinks_and_window_are_behind() -> None:
+    assert [len(WINDOW.behind(position)) for position in (0, 49, 96, 97, 112, 113)] == [0, 0, 0, 1, 1, 2]
+    assert WINDOW.behind(1000) == range(2, 951 // 16)
+    assert Window(replace(SEEN, num_sinks=0)).behind(1000) == range(951 // 16)
+
+
+def test_without_a_window_nothing_is_behind() -> None:
+    full = Window(replace(SEEN, window=None, num_sinks=0))
+    assert (full.behind(1000), full.most_needed) == (range(0), None)
+    assert full.needed(63, 1000) == [*range(63)]
+    assert (full.num_needed(33), full.max_len(7, 1 << 20)) == (3, 7 * 16)
+
+
+def test_a_row_needs_sinks_and_window() -> None:
+    assert WINDOW.needed(63, 1000) == [0, 1, *range(951 // 16, 63)]
+    assert (WINDOW.most_needed, WINDOW.num_needed(33), WINDOW.max_len(7, 1 << 20)) == (7, 3, 1 << 20)
 
 
 FIELDS = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 5, "block_size": 16, "dtype": "bfloat16"}

@@ -12,7 +12,6 @@ KV is compacted: keys are rotated already, and a softmax knows no order.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch.nn.functional import max_pool1d
@@ -22,70 +21,29 @@ from kernels.backend import KVPages
 from wire.kv_policy import Dropping, Rule
 
 
-class Chooser(Protocol):
-    """A rule for the tokens that stay. Equal arguments bring equal choices."""
+class Chooser:
+    """The choice of the tokens that stay, the heaviest; equal arguments bring equal choices.
+
+    Sources: SnapKV (arXiv 2404.14469), and H2O (arXiv 2306.14048), page by page behind the prompt. Half of the pages
+    are the latest ones, which stay, as does the first.
+    """
 
     def tokens(self, mass: torch.Tensor, num_kept: int, rule: Rule) -> torch.Tensor:
         """Chooses the tokens of a prompt that stay: int64 [num_layers, num_kv_heads, num_kept], in order of position.
 
         mass: float32 [num_layers, num_kv_heads, tokens].
         """
-        ...
-
-    def pages(self, mass: torch.Tensor, num_going: int, num_computed: int) -> list[int]:
-        """Chooses the full pages that a sequence of so many computed tokens loses, in order.
-
-        mass: of the full pages, float32 [pages].
-        """
-        ...
-
-
-class Heaviest:
-    """The choice of SnapKV (arXiv 2404.14469), and of H2O (arXiv 2306.14048), page by page behind the prompt.
-
-    Half of the pages are the latest ones, which stay, as does the first.
-    """
-
-    def tokens(self, mass: torch.Tensor, num_kept: int, rule: Rule) -> torch.Tensor:
         num_latest = rule.num_latest(num_kept)
         earlier = mass[..., : mass.shape[-1] - num_latest]
         pooled = max_pool1d(earlier, rule.num_pooled, stride=1, padding=rule.num_pooled // 2)
-        return _with_latest(pooled.argsort(stable=True, dim=-1, descending=True), num_kept, num_latest)
+        return with_latest(pooled.argsort(stable=True, dim=-1, descending=True), num_kept, num_latest)
 
     def pages(self, mass: torch.Tensor, num_going: int, num_computed: int) -> list[int]:
-        return _going(mass[_replaceable(len(mass), num_going)].argsort(stable=True), num_going)
+        """Chooses the full pages that a sequence of `num_computed` tokens loses, in order. mass: float32 [pages]."""
+        return going(mass[replaceable(len(mass), num_going)].argsort(stable=True), num_going)
 
 
-HEAVIEST = Heaviest()
-
-
-class Latest:
-    """A control: the latest tokens stay."""
-
-    def tokens(self, mass: torch.Tensor, num_kept: int, rule: Rule) -> torch.Tensor:
-        return torch.arange(mass.shape[-1] - num_kept, mass.shape[-1], device=mass.device).expand(*mass.shape[:2], -1)
-
-    def pages(self, mass: torch.Tensor, num_going: int, num_computed: int) -> list[int]:
-        return [*range(num_going)]
-
-
-class Drawn:
-    """A control: a draw in place of weights, from a seed and the number of tokens."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
-
-    def tokens(self, mass: torch.Tensor, num_kept: int, rule: Rule) -> torch.Tensor:
-        num_latest, num_tokens = rule.num_latest(num_kept), mass.shape[-1]
-        drawn = torch.rand(*mass.shape[:2], num_tokens - num_latest, generator=self._generator(num_tokens))
-        return _with_latest(drawn.argsort(-1).to(mass.device), num_kept, num_latest)
-
-    def pages(self, mass: torch.Tensor, num_going: int, num_computed: int) -> list[int]:
-        span = _replaceable(len(mass), num_going)
-        return _going(torch.randperm(span.stop - span.start, generator=self._generator(num_computed)), num_going)
-
-    def _generator(self, number: int) -> torch.Generator:
-        return torch.Generator().manual_seed(self._seed << 32 | number)
+HEAVIEST = Chooser()
 
 
 class Watch:
@@ -170,18 +128,18 @@ def page_mass(mass: torch.Tensor, block_size: int) -> torch.Tensor:
     return mass[..., : num_pages * block_size].reshape(*mass.shape[:2], num_pages, block_size).sum((0, 1, 3))
 
 
-def _with_latest(order: torch.Tensor, num_kept: int, num_latest: int) -> torch.Tensor:
+def with_latest(order: torch.Tensor, num_kept: int, num_latest: int) -> torch.Tensor:
     """Picks the first of the earlier tokens in an order, and all of the latest; sorts them by position."""
     num_earlier = order.shape[-1]
     latest = torch.arange(num_earlier, num_earlier + num_latest, device=order.device).expand(*order.shape[:2], -1)
     return torch.cat([order[..., : num_kept - num_latest], latest], -1).sort(-1).values
 
 
-def _replaceable(num_pages: int, num_going: int) -> slice:
+def replaceable(num_pages: int, num_going: int) -> slice:
     """Leaves out the first page, and the latest: half of the pages that stay."""
     return slice(1, num_pages - (num_pages - num_going) // 2)
 
 
-def _going(order: torch.Tensor, num_going: int) -> list[int]:
+def going(order: torch.Tensor, num_going: int) -> list[int]:
     """Picks the first of the replaceable pages in an order."""
     return sorted((order[:num_going] + 1).tolist())

@@ -337,7 +337,7 @@ class Speculator:
             draft_len = self._draft_lens[sequence] = DraftLength()
         if not draft_len.is_due():
             return 0
-        return min(draft_len.length, self._max_draft_len, sequence.max_output - len(sequence.output_ids) - 1)
+        return min(draft_len.length, self._max_draft_len, sequence.ending.max_output - len(sequence.output_ids) - 1)
 
 
 def _share(budget: int, lengths: Mapping[Sequence, int]) -> dict[Sequence, int]:

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from engine.decode_rows import Ints
+from engine.kv.block_table import BlockTable
 from engine.model.batch import Batch, DraftModel
-from engine.sequence import BlockTable, Sequence
+from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
 
@@ -54,7 +55,9 @@ class DraftProposer:
         self.pool = DevicePool(model.layout, num_pages, model.device)
         self._model = model
         self._block_size = model.layout.block_size
-        self._reach = model.layout.reach or model.max_context_len
+        layout, sees_all = model.layout, model.layout.window is None or model.layout.num_sinks > 0
+        # A layer adds a window to what a row's KV depends on.
+        self._reach = model.max_context_len if sees_all else layout.num_layers * ((layout.window or 0) - 1) + 1
         self._kv: dict[Sequence, DraftKV] = {}
 
     @torch.inference_mode()

@@ -1,0 +1,1 @@
+"""The pages of a sequence: its block table, and the rule by which KV stays in them."""

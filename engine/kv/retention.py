@@ -1,0 +1,225 @@
+"""Retention: which KV of a sequence stays, in the layers of one group; a sequence has one group today.
+
+    Retention   what some later row reads: all KV, or of layers with windows the blocks of sinks and window
+    SnapKV      the whole prompt up to its end, then chosen tokens of it, and all that follows
+    H2O         the same, and behind the prompt a page goes whenever one is full
+
+What a retention answers:
+
+    prefix      the tokens whose KV may be looked up, and the pages to reserve beside theirs
+    names       the blocks to look up, publish or withdraw, by the tokens dropped from them
+    window      the blocks that a position reads
+    boundary    the number of computed tokens at which KV may be dropped; no chunk crosses it
+    choose      what is dropped there, by the attention that `watch` has weighed
+
+and what it keeps: `table`, the pages; `reserved`, pages for the tokens that stay of a prompt; `delayed`, blocks that
+the store gets after these. SnapKV and H2O pass from one state to the next with a new table:
+
+    without pages -> whole, num_dropped 0 -> kept, num_dropped > 0      H2O has no names for blocks of the last;
+         \\------- by the names of kept blocks ----^                     of SnapKV they can be found
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.kv.block_table import BlockTable
+from engine.kv.dropping import Chooser, Watch, page_mass
+from engine.request import EngineRequest, HandOff
+from wire.errors import InvalidRequest
+from wire.ids import PageId
+from wire.keys import BlockName, NameChain
+from wire.kv_policy import Dropping, Rule
+from wire.layout import KVLayout, Window
+
+Tokens = Callable[[int, int], list[int]]
+"""A slice of a sequence's known tokens, from a position on and so many of them."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The KV that a sequence may begin with: of its first `num_tokens` tokens, without `num_dropped` of them.
+
+    num_reserved: pages that it needs beside the ones of its tokens.
+    """
+
+    num_tokens: int
+    num_dropped: int = 0
+    num_reserved: int = 0
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens with KV."""
+        return self.num_tokens - self.num_dropped
+
+
+class Retention:
+    """Retention of all KV that some later row reads."""
+
+    def __init__(self, request: EngineRequest, layout: KVLayout) -> None:
+        self.window = Window(layout)
+        self.table = BlockTable()
+        self.reserved: list[PageId] = []
+        self.delayed: list[tuple[BlockName, PageId]] = []
+        self.watch: Watch | None = None
+        self._request = request
+        self._chains = {0: NameChain(request.root, layout.block_size, request.public)}
+
+    @property
+    def boundary(self) -> int | None:
+        """The number of computed tokens at which KV may be dropped next."""
+        return None if self.watch is None else self.watch.boundary
+
+    def prefix(self, num_readable: int, num_known: int) -> Prefix:
+        """Returns what a sequence without pages may begin with, of the known tokens that may be read from elsewhere."""
+        return Prefix(num_readable)
+
+    def accepts(self, prefix: Prefix, num_blocks: int) -> bool:
+        """Tells whether a sequence can begin with the first `num_blocks` blocks of a prefix; else it waits again."""
+        return True
+
+    def begin(self, table: BlockTable) -> None:
+        """Goes on with other pages; with none while the sequence waits, and when it ends."""
+        self.table = table
+
+    def names(self, tokens: Tokens, num_tokens: int, num_dropped: int = 0) -> list[BlockName]:
+        """Names the blocks of the first `num_tokens` tokens without dropped ones, a tail too where it has a name."""
+        if self.window.layout.has_open_blocks:
+            num_tokens -= num_tokens % self.window.layout.block_size
+        chain = self._chain(tokens, num_tokens, num_dropped)
+        return [] if chain is None else chain.cover(num_tokens - num_dropped)
+
+    def filled(self, tokens: Tokens, start: int, num_computed: int) -> list[tuple[BlockName, PageId]]:
+        """Lists the blocks that became full since the sequence had `start` tokens with KV, and behind them its sinks.
+
+        Without its sinks a prefix is worth nothing: so they are not used less of late than the rest.
+        """
+        num_dropped, block_size = self.table.num_dropped, self.window.layout.block_size
+        start, stop = start - num_dropped, num_computed - num_dropped
+        first, last = start // block_size, stop // block_size
+        chain = self._chain(tokens, num_computed, num_dropped) if first < last else None
+        if chain is None:
+            return []
+        num_sinks = min(first, self.window.num_sink_blocks)
+        names = chain.full(stop, start) + chain.full(num_sinks * block_size)
+        return list(zip(names, self.table[first:last] + self.table[:num_sinks], strict=True))
+
+    def _chain(self, tokens: Tokens, num_tokens: int, num_dropped: int) -> NameChain | None:
+        """Brings the chain without dropped tokens up to the first `num_tokens`; None if they have no names."""
+        chain = self._chains.get(num_dropped)
+        if chain is not None:
+            start = chain.num_tokens + num_dropped
+            chain.extend(tokens(start, max(0, num_tokens - start)))
+        return chain
+
+
+class Weighed(Retention):
+    """Retention of tokens of a prompt that are chosen at its end, by the attention of its last rows.
+
+    num_kept: blocks that they are copied to; 0 where the whole prompt stays.
+    """
+
+    def __init__(self, request: EngineRequest, layout: KVLayout, dropping: Dropping) -> None:
+        super().__init__(request, layout)
+        self.num_kept = dropping.num_copied(request.num_prompt, layout.block_size)
+        self._dropping = dropping
+        self.begin(self.table)
+
+    def prefix(self, num_readable: int, num_known: int) -> Prefix:
+        """Returns whole blocks before the weighing rows, which are always run."""
+        block_size, first = self.window.layout.block_size, self._request.num_prompt - self._dropping.rule.num_watched
+        return Prefix(max(0, min(num_readable, first)) // block_size * block_size, num_reserved=self.num_kept)
+
+    def begin(self, table: BlockTable) -> None:
+        super().begin(table)
+        if not table.num_dropped:
+            self.watch = Watch(self._dropping, self._request.num_prompt, self.window.layout.block_size)
+
+    def choose(self, watch: Watch, mass: torch.Tensor, chooser: Chooser) -> torch.Tensor | list[int]:
+        """Chooses the tokens that stay, as a Chooser does, or the places of full pages that go.
+
+        mass: on each stored token, float32 [num_layers, num_kv_heads, tokens].
+        """
+        chosen = chooser.tokens(mass, self.num_kept * self.window.layout.block_size, self._dropping.rule)
+        watch.keep(chosen)
+        return chosen
+
+
+class SnapKV(Weighed):
+    """Retention of chosen tokens of a prompt, and of all that follows. Source: arXiv 2404.14469.
+
+    The blocks of kept tokens have names, and may be found once a first token was drawn from the whole prompt.
+    """
+
+    _is_lost = False
+
+    def prefix(self, num_readable: int, num_known: int) -> Prefix:
+        num_prompt = self._request.num_prompt
+        if self._is_lost or self._request.computes_all or num_known == num_prompt:
+            return super().prefix(num_readable, num_known)
+        return Prefix(num_known - 1, num_prompt - self.num_kept * self.window.layout.block_size)
+
+    def accepts(self, prefix: Prefix, num_blocks: int) -> bool:
+        """Notes kept blocks as lost where not all are there: tokens are chosen anew."""
+        is_lost = prefix.num_dropped > 0 and num_blocks < self.num_kept
+        self._is_lost |= is_lost
+        return not is_lost
+
+    def begin(self, table: BlockTable) -> None:
+        super().begin(table)
+        if table.num_dropped:
+            self.watch, self._is_lost = None, False
+
+    def _chain(self, tokens: Tokens, num_tokens: int, num_dropped: int) -> NameChain | None:
+        """Begins the chain with the names of kept blocks, where tokens were dropped."""
+        num_prompt = self._request.num_prompt
+        if num_dropped not in self._chains and (prompt := super()._chain(tokens, num_prompt, 0)) is not None:
+            self._chains[num_dropped] = prompt.kept(self._dropping.terms, num_prompt, self.num_kept)
+        return super()._chain(tokens, num_tokens, num_dropped)
+
+
+class H2O(Weighed):
+    """Retention of chosen tokens of a prompt, and of as many behind it, page by page. Source: arXiv 2306.14048.
+
+    Blocks have no names once any token was dropped: the weights of their tokens would be missing.
+    """
+
+    def choose(self, watch: Watch, mass: torch.Tensor, chooser: Chooser) -> torch.Tensor | list[int]:
+        if self.num_kept and not self.table.num_dropped:
+            return super().choose(watch, mass, chooser)
+        block_size = self.window.layout.block_size
+        weights = page_mass(mass, block_size)
+        num_going = len(weights) - self._dropping.num_blocks(self._request.num_prompt, block_size)
+        pages = chooser.pages(weights, num_going, watch.start) if num_going > 0 else []
+        watch.forget(pages)
+        return pages
+
+
+def retention_of(request: EngineRequest, layout: KVLayout) -> Retention:
+    """Makes the retention of a choice; a hand-off's KV stays whole with H2O, and short prompts' with SnapKV."""
+    dropping = request.dropping
+    if dropping is None or (dropping.rule is Rule.H2O and isinstance(request, HandOff)):
+        return Retention(request, layout)
+    if dropping.rule is Rule.H2O:
+        return H2O(request, layout, dropping)
+    is_long = dropping.num_copied(request.num_prompt, layout.block_size) > 0
+    return SnapKV(request, layout, dropping) if is_long else Retention(request, layout)
+
+
+def require_storable(request: EngineRequest, layout: KVLayout, num_pages: int) -> None:
+    """Raises InvalidRequest if a pool cannot hold a choice at its longest, or its KV cannot be dropped as it asks for.
+
+    A hand-off draws first tokens: a later one would see KV that is dropped elsewhere.
+    """
+    most = request.max_len
+    if request.dropping is not None:
+        if layout.window is not None:
+            raise InvalidRequest("kv_policy", "tokens of a model with windows are not dropped by worth")
+        if layout.has_open_blocks:
+            raise InvalidRequest("kv_policy", "tokens of KV in int4 are not dropped by worth")
+        if isinstance(request, HandOff) and any(choice.output_ids for choice in request.choices):
+            raise InvalidRequest("choices", "a hand-off draws first tokens: later ones would see all KV")
+        most += request.dropping.num_copied(request.num_prompt, layout.block_size) * layout.block_size
+    if most > (capacity := Window(layout).max_len(num_pages, most)):
+        raise InvalidRequest("max_tokens", f"{most} tokens exceed what the pool holds ({capacity})")
