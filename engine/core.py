@@ -11,6 +11,8 @@ A sequence has a row of `DecodeRows` from its first turn in DECODE on. While all
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+import torch
+
 from engine.decode_rows import DecodeRows
 from engine.events import (
     Abandoned,
@@ -113,8 +115,9 @@ class EngineCore:
         if work is not None:
             drafts = self._speculator.draft(self._rows, work.num_rows, work.num_tokens)
             work = Work(work.rows, work.chunks, drafts) if drafts else work
-            launched = self._runner.launch(work)
-            gains = self._runner.read(work, launched)
+            with torch.inference_mode():
+                launched = self._runner.launch(work)
+                gains = self._runner.read(work, launched)
             self._events = output.after
             self._apply(work, gains, output)
         self._is_stalled = not (num_finished or work or output.before)

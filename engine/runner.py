@@ -43,9 +43,11 @@ class Runner:
         self._views: Batch | None = None
         self._views_key = (0, 0, 0, 0)
 
-    @torch.inference_mode()
     def launch(self, work: Work) -> torch.Tensor | Exception:
-        """Begins the forward pass of a step; a GPU may be at it yet. Returns its logits for `read`, or its failure."""
+        """Begins the forward pass of a step; a GPU may be at it yet. Returns its logits for `read`, or its failure.
+
+        Call both in torch's inference mode.
+        """
         try:
             return self._model.forward(self._batch(work), self._kv)
         except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
@@ -66,7 +68,6 @@ class Runner:
             log.warning("a step failed, and was done for each sequence alone: %r", failure)
             return reduce(Gains.followed_by, alone)
 
-    @torch.inference_mode()
     def _sampled_from(self, work: Work, logits: torch.Tensor | Exception) -> Gains:
         """Raises a failure of the launch."""
         if isinstance(logits, Exception):

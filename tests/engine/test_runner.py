@@ -43,6 +43,7 @@ class Bench:
         assert self.cache.grow(sequence, sequence.num_known)
         return sequence
 
+    @torch.inference_mode()
     def run(self, work: Work) -> Gains:
         return self.runner.read(work, self.runner.launch(work))
 
