@@ -21,6 +21,7 @@ _FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "chat_template.jinja",
 ]
 
 
