@@ -161,35 +161,36 @@ class Decoder:
         """Finds or records the program for so many rows and blocks, of the pool that was used last."""
         if kv.data.data_ptr() != self._programs_kv:
             self._programs, self._programs_kv = {}, kv.data.data_ptr()
-        most = self.layout.num_blocks(Window(self.layout).max_len(len(kv.data), self.max_context_len))
         on_cpu = self.device.type == "cpu"
-        num_blocks = most if on_cpu else min(most, padded(batch.block_tables.shape[1], MIN_BLOCKS, 4))
+        if not on_cpu and (self._far_angles or len(batch.token_ids) != len(batch.context_lens)):
+            return None  # sinks and guesses are not captured
+        num_blocks = 0 if on_cpu else padded(batch.block_tables.shape[1], MIN_BLOCKS, 4)
         key = padded(len(batch.token_ids), MIN_ROWS), num_blocks
-        if key not in self._programs and (made := (self._record if on_cpu else self._capture)(batch, kv, *key)):
-            self._programs[key] = made
-        return self._programs.get(key)
+        program = self._programs.get(key)
+        if program is None and (program := (self._record if on_cpu else self._capture)(kv, *key)):
+            self._programs[key] = program
+        return program
 
-    def _record(self, batch: Batch, kv: KVPages, num_rows: int, num_blocks: int) -> Program | None:
+    def _record(self, kv: KVPages, num_rows: int, _: int) -> Program | None:
+        """Records a step of rows, or guesses, of any number of blocks."""
         recorder = self._backend.record()
         if recorder is None:
             return None
         buffers = Buffers.make(self.config, num_rows, self.weights.norm.dtype)
-        half = self.config.attention.head_dim // 2
         return RecordedProgram(
             recorder,
             lambda batch, angles: self.run(recorder, batch, angles, kv, buffers),
             self.angles_for(kv),
-            half,
+            self.config.attention.head_dim // 2,
             num_rows,
-            num_blocks,
+            self.layout.num_blocks(Window(self.layout).max_len(len(kv.data), self.max_context_len)),
             self.layout.block_size,
         )
 
-    def _capture(self, batch: Batch, kv: KVPages, num_rows: int, num_blocks: int) -> Program | None:
-        """Captures a step of rows that are sequences; sinks and guesses have no program on a GPU."""
+    def _capture(self, kv: KVPages, num_rows: int, num_blocks: int) -> Program | None:
+        """Captures a step of rows that are sequences."""
         angles = self.angles_for(kv)
-        if isinstance(angles, FarAngles) or len(batch.token_ids) != len(batch.context_lens):
-            return None
+        assert isinstance(angles, Angles), "sinks are not captured"
         return CapturedProgram(
             lambda batch, angles: self.run(self._backend, batch, angles, kv, _NO_BUFFERS),
             angles,

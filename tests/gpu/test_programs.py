@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from engine.model.decoder import Decoder
+from engine.speculation.speculator import Speculator
 from kernels import paged_attention
 from tests.checkpoints import choose_prompt, make_checkpoint
 from tests.kernels.paged_batch import Heads, make_paged_batch
 from tests.pair import drive, make_core, request
+from tests.proposers import seer
 from wire.sampling import SamplingParams
 
 if not torch.cuda.is_available():
@@ -46,6 +48,21 @@ def test_graphs_give_the_tokens_of_their_launches(
     else:  # products of more rows may round otherwise
         equal = sum(one == other for one, other in zip(captured, launched, strict=True))
         assert equal >= len(prompts) // 2
+
+
+def test_steps_with_guesses_beside_graphs_of_as_many_rows(tmp_path: Path) -> None:
+    """A third of the guesses are wrong; the tokens are those of an engine without any."""
+    folder = make_checkpoint("llama-gqa", tmp_path / "llama")
+    prompts = [choose_prompt(folder, 17).prompt_ids * 5, choose_prompt(folder, 33).prompt_ids]
+
+    def run(speculator: Speculator | None) -> list[list[int]]:
+        core = make_core(Decoder.load(folder, "float32", DEVICE, 16), speculator=speculator)
+        runs = [one.outputs[0] for one in drive(core, [request(prompt, GREEDY) for prompt in prompts])]
+        assert speculator is None or core.stats().num_guessed_tokens > 0
+        return runs
+
+    plain = run(None)
+    assert run(seer({prompt: [output] for prompt, output in zip(prompts, plain, strict=True)}, 0.3)) == plain
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
