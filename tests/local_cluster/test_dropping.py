@@ -8,8 +8,9 @@ import pytest
 
 from engine.model.hash_model import HashModel
 from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster
+from tests.pairs import RUNS_ALL
 from wire.errors import InvalidRequest
-from wire.layout import KVLayout
+from wire.layout import KVLayout, Window
 from wire.pb import inference_pb2 as pb
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="float32")
@@ -67,6 +68,20 @@ async def test_answers_are_the_same_after_a_decode_worker_dies(
                     cluster.transports[name].kill()
     assert killed
     assert tokens == whole
+
+
+@pytest.mark.timeout(300)
+async def test_thousands_of_tokens_with_sinks_in_a_worker_of_the_windows_size() -> None:
+    """Handed over by prefill, then decoded in as many pages as its sinks and its window take at most."""
+    num_tokens = 20_000 if RUNS_ALL else 2_000
+    model, num_needed = HashModel(SINKS.layout, 300, max_context_len=1 << 15), Window(SINKS.layout).most_needed
+    assert num_needed is not None
+    asked = ask(None, num_tokens=num_tokens)
+    asked.sampling_params.n = 1
+    async with local_cluster(model, 1, 1, Sizes(num_blocks=num_needed, num_slots=4 * num_needed)) as cluster:
+        output = await cluster.generate(asked, 250.0)
+        assert output.token_ids == {0: model.oracle(asked.token_ids.ids, num_tokens)}
+        assert not (await cluster.status()).problems
 
 
 @pytest.mark.parametrize("policy", POLICIES[1:])
