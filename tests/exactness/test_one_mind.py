@@ -21,7 +21,7 @@ from engine.speculation.speculator import NgramProposer, Proposer, Speculator
 from kernels.cpu.library import best_isa
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.kernels.backends import make_backend
+from tests.kernels.backends import ISAS, make_backend
 from tests.pair import Node, Run, make_core, prefill, request, rest_of
 from tests.pairs import RUNS_ALL, covering
 from tests.proposers import seer
@@ -40,8 +40,11 @@ MODELS = [
     (best_isa(), "float32", "auto"),
     *[("torch", "float32", kept) for kept in ("auto", "fp8", "int4")],
     ("torch", "bfloat16", "auto"),
+    (best_isa(), "float16", "auto"),
+    *[(isa, dtype, "auto") for isa in ISAS[1:] for dtype in ("bfloat16", "float16")],
+    (f"{best_isa()}-int8", "bfloat16", "auto"),
 ]
-"""Kernels, compute dtype and KV dtype."""
+"""Kernels, with int8 for weights of that; compute dtype and KV dtype. ISAS has AVX2 and the portable code."""
 COMBINED = [(one, *how) for one in ARCHITECTURES for how in MODELS if one[1] == "full" or how[2] != "int4"]
 """KV in int4 has no sinks."""
 SERVED = [(*one, *how) for one, *how in (COMBINED if RUNS_ALL else [COMBINED[place] for place in covering(COMBINED)])]
