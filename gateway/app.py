@@ -23,7 +23,7 @@ from gateway.generation import Dialect, EchoLimit, Generation, answer, events
 from gateway.metrics import Metrics
 from httpd.errors import HttpError
 from wire import errors
-from wire.errors import BatonError, InvalidRequest, ModelNotFound, Overloaded, Unavailable
+from wire.errors import BatonError, InvalidRequest, ModelNotFound, Overloaded, Unavailable, reached
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust import key_ring
 from wire.trust.key_ring import KeyRing
@@ -140,7 +140,7 @@ class Gateway:
         """Counts bytes of a body that has begun to come. Raises Overloaded beyond MAX_READING_BYTES of all bodies."""
         self._num_reading_bytes += num_bytes
         if self._num_reading_bytes > MAX_READING_BYTES:
-            raise Overloaded("as many bytes of bodies are on their way as may be")
+            raise Overloaded(reached(MAX_READING_BYTES, "bytes of bodies may be on their way"))
 
     async def _chat(self, request: Request) -> "bytes | Events":
         """Asks for the model's format of tool calls where a request has tools."""

@@ -74,7 +74,9 @@ class Request:
             async with asyncio.timeout(MAX_BODY_S):
                 self._body = await self._read(admit_bytes)
         except TimeoutError as error:
-            raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "the body has not come in time") from error
+            raise HttpError(
+                HTTPStatus.REQUEST_TIMEOUT, f"the body has not come within {MAX_BODY_S:g} s, the limit (fixed)"
+            ) from error
         self.is_read = True
 
     def parse(self) -> None:

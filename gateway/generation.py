@@ -14,7 +14,7 @@ from baton import AsyncClient, Chunk, Completion
 from baton.client import AsyncStream
 from baton.request import Options, Prompt
 from gateway.fields import Read
-from wire.errors import Overloaded
+from wire.errors import Overloaded, reached
 from wire.sampling import MAX_TOLD_PROMPT_LEN
 
 MAX_ECHOED_TOKENS = 16 * MAX_TOLD_PROMPT_LEN
@@ -110,7 +110,7 @@ class EchoLimit:
 
     async def _take(self, num_echoed: int) -> None:
         if self._num_waiting >= MAX_WAITING:
-            raise Overloaded("as many prompts wait to be echoed as may", TURN_AGAIN_S)
+            raise Overloaded(reached(MAX_WAITING, "requests wait to echo their prompts"), TURN_AGAIN_S)
         self._num_waiting += 1
         try:
             async with asyncio.timeout(MAX_TURN_S), self._turn:
@@ -119,7 +119,9 @@ class EchoLimit:
                     await self._has_left.wait()
                 self._num_echoed += num_echoed
         except TimeoutError as error:
-            raise Overloaded("as many prompts are being echoed as may be", TURN_AGAIN_S) from error
+            raise Overloaded(
+                reached(MAX_ECHOED_TOKENS, "tokens of prompts may be echoed at a time"), TURN_AGAIN_S
+            ) from error
         finally:
             self._num_waiting -= 1
 

@@ -46,10 +46,11 @@ class Connection(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._address = str((transport.get_extra_info("peername") or [""])[0])
-        if self._port.admit(self, self._address):
+        try:
+            self._port.admit(self, self._address)
             self._end_after(MAX_HEAD_S, self._end_late)
-        else:
-            self._say(HttpError(HTTPStatus.SERVICE_UNAVAILABLE, "as many connections are open as may be"))
+        except HttpError as refusal:
+            self._say(refusal)
             self._has_ended = True
             self._close()
 
@@ -188,7 +189,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end_late(self) -> None:
         if self._reader.is_in_head:
-            self._refuse(HttpError(HTTPStatus.REQUEST_TIMEOUT, "the head of the request has not come in time"))
+            self._refuse(
+                HttpError(
+                    HTTPStatus.REQUEST_TIMEOUT,
+                    f"the head of the request has not come within {MAX_HEAD_S:g} s, the limit (fixed)",
+                )
+            )
         else:
             self._transport.abort()
 

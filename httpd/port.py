@@ -3,9 +3,12 @@
 import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from httpd.errors import HttpError
 from httpd.request_reader import Scope
+from wire.errors import reached
 
 if TYPE_CHECKING:
     from httpd.connection import Connection
@@ -66,12 +69,14 @@ class Port:
         self.tasks: set[asyncio.Task[None]] = set()
         self._by_address: Counter[str] = Counter()
 
-    def admit(self, connection: "Connection", address: str) -> bool:
-        """Counts a connection; returns whether it may stay."""
+    def admit(self, connection: "Connection", address: str) -> None:
+        """Counts a connection. Raises HttpError for one that may not stay, which is counted, too."""
         self.connections.add(connection)
         self._by_address[address] += 1
-        is_greedy = self._by_address[address] > MAX_CONNECTIONS_AN_ADDRESS and address not in LOOPBACK
-        return not is_greedy and len(self.connections) <= MAX_CONNECTIONS
+        if self._by_address[address] > MAX_CONNECTIONS_AN_ADDRESS and address not in LOOPBACK:
+            raise _full(MAX_CONNECTIONS_AN_ADDRESS, "connections of this address are open")
+        if len(self.connections) > MAX_CONNECTIONS:
+            raise _full(MAX_CONNECTIONS, "connections are open")
 
     def discard(self, connection: "Connection", address: str) -> None:
         """Counts a connection no more."""
@@ -85,3 +90,7 @@ class Port:
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+
+
+def _full(limit: int, what: str) -> HttpError:
+    return HttpError(HTTPStatus.SERVICE_UNAVAILABLE, reached(limit, what))

@@ -10,6 +10,7 @@ from typing import Any
 import httptools
 
 from httpd.errors import HttpError
+from wire.errors import reached
 
 MAX_PIPELINED = 16
 """Requests of one connection that wait for the answer to another."""
@@ -127,7 +128,7 @@ class RequestReader:
         headers, version = self._headers, self._parser.get_http_version()
         self._require_host(headers, version)
         if len(self.waiting) >= MAX_PIPELINED:
-            raise _fault("as many requests wait on this connection as may", HTTPStatus.TOO_MANY_REQUESTS)
+            raise _fault(reached(MAX_PIPELINED, "requests wait on this connection"), HTTPStatus.TOO_MANY_REQUESTS)
         scope = {
             "type": "http",
             "http_version": version,
@@ -186,7 +187,10 @@ def _fault(message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> HttpErr
 
 
 def _too_long() -> HttpError:
-    return _fault("the head of the request is too long", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+    return _fault(
+        f"the head of the request may have {MAX_HEAD_BYTES:,} bytes and {MAX_HEADERS} headers, the limits (fixed)",
+        HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    )
 
 
 _BAD = "not a valid HTTP/1.1 request"

@@ -114,6 +114,15 @@ class RequestExists(BatonError):
     status = Status("ALREADY_EXISTS", 409, False)
 
 
+FIXED = "fixed"
+"""In place of a setting: the limit has none."""
+
+
+def reached(limit: int, what: str, setting: str = FIXED) -> str:
+    """Says that a limit is reached, as in "2,048 requests are open, the limit (router.max_open_requests)"."""
+    return f"{limit:,} {what}, the limit ({setting})"
+
+
 class Overloaded(BatonError):
     """A bound is reached; retry after `retry_after_s`."""
 

@@ -58,7 +58,7 @@ class ArrivalLimit:
         """While a message for that path is waited for. Raises Overloaded at once."""
         with self._dispatcher.arriving() if method == self._generate else nullcontext():
             if self.num_arriving >= MAX_ARRIVING:
-                raise errors.Overloaded("as many messages are on their way as may be", RETRY_AFTER_S)
+                raise errors.Overloaded(errors.reached(MAX_ARRIVING, "messages are on their way"), RETRY_AFTER_S)
             self.num_arriving += 1
             try:
                 yield
@@ -105,7 +105,9 @@ async def _in_time() -> AsyncIterator[None]:
         async with asyncio.timeout(MAX_ARRIVAL_S):
             yield
     except TimeoutError as error:
-        raise errors.DeadlineExceeded("the message has not arrived in time") from error
+        raise errors.DeadlineExceeded(
+            f"the message has not arrived within {MAX_ARRIVAL_S:g} s, the limit (fixed)"
+        ) from error
 
 
 def _parse(parse: Any, data: bytes) -> Any:

@@ -86,7 +86,7 @@ async def _watch_reader(
         await asyncio.sleep(left_s)
     values = {"request_id": request.request_id}
     log.warning("a client has not read for %s s, and its stream is ended", max_stall_s, extra=values)
-    error = Overloaded("the client has stopped reading")
+    error = Overloaded(f"the client has not read for {max_stall_s:g} s, the limit (router.max_stall_s)")
     request.stop(error)
     try:
         # The status waits behind the unread messages; the writer, stuck in the midst of one, must not.

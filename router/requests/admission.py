@@ -1,7 +1,7 @@
 """Which requests may come in: bounds on how many are open, and on how many wait for their first token. Pure."""
 
 from router.config import AdmissionBounds
-from wire.errors import Overloaded, RequestExists
+from wire.errors import Overloaded, RequestExists, reached
 from wire.ids import RequestId
 
 
@@ -28,16 +28,18 @@ class Admission:
 
     def require_room(self) -> None:
         """Raises Overloaded if no request may come in, however small it is."""
-        self._require(self.num_queued + self.num_running < self._bounds.max_open_requests, "requests are open")
-        self._require(self.num_queued < self._bounds.max_queued_requests, "requests are queued")
+        num_open = self.num_queued + self.num_running + 1
+        self._require(num_open, self._bounds.max_open_requests, "requests are open", "router.max_open_requests")
+        max_queued = self._bounds.max_queued_requests
+        self._require(self.num_queued + 1, max_queued, "requests are queued", "router.max_queued_requests")
 
     def admit(self, request_id: RequestId, num_bytes: int) -> None:
         """Raises RequestExists if the id is taken, Overloaded if a bound is reached."""
         if request_id in self._queued_bytes or request_id in self._running:
             raise RequestExists("a request of that id is running", request_id=request_id)
         self.require_room()
-        fits = self._num_queued_bytes + num_bytes <= self._bounds.max_queued_bytes
-        self._require(fits, "bytes of requests are queued")
+        num_queued, max_queued = self._num_queued_bytes + num_bytes, self._bounds.max_queued_bytes
+        self._require(num_queued, max_queued, "bytes of requests may be queued", "router.max_queued_bytes")
         self._queued_bytes[request_id] = num_bytes
         self._num_queued_bytes += num_bytes
 
@@ -59,6 +61,6 @@ class Admission:
             return []
         return [f"{self._num_queued_bytes} bytes are counted as queued, {num_bytes} are"]
 
-    def _require(self, below: bool, what: str) -> None:
-        if not below:
-            raise Overloaded(f"as many {what} as may be", self._bounds.retry_after_s)
+    def _require(self, number: int, limit: int, what: str, setting: str) -> None:
+        if number > limit:
+            raise Overloaded(reached(limit, what, setting), self._bounds.retry_after_s)

@@ -19,7 +19,7 @@ from router.requests.tokenizing import PieceCache
 from router.requests.validator import Limits, ValidPrompt, encode, require_known, require_may_fit, valid_text, validate
 from text.codec import TextCodec
 from wire import errors
-from wire.errors import BatonError, Cancelled, DeadlineExceeded, Overloaded, RequestNotFound, Unavailable
+from wire.errors import BatonError, Cancelled, DeadlineExceeded, Overloaded, RequestNotFound, Unavailable, reached
 from wire.ids import REQUEST_ID, NamespaceRoot, RequestId, WorkerId, qualified
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import ANYONE, Key
@@ -176,18 +176,20 @@ class Dispatcher:
         prompt = valid_text(request)
         require_may_fit(prompt, services.codec, limits)
         if self._num_tokenizing >= MAX_TOKENIZING:
-            raise Overloaded("as many texts are being tokenized as may be", TOKENIZE_AGAIN_S)
+            raise Overloaded(reached(MAX_TOKENIZING, "texts are being tokenized"), TOKENIZE_AGAIN_S)
         clock = asyncio.get_running_loop().time
         self._quotas.require_room(caller, clock())
         self._quotas.enter(caller, clock())
         self._num_tokenizing += 1
         try:
-            async with asyncio.timeout(self._bounds.max_deadline_s):
+            async with asyncio.timeout(max_s := self._bounds.max_deadline_s):
                 rendered = await services.render(prompt, limits)
                 work = partial(_tokens_of, rendered, services.codec, root, services.known)
                 return await services.threads.run(len(rendered), work)
         except TimeoutError as error:
-            raise DeadlineExceeded("the text was not tokenized in time") from error
+            raise DeadlineExceeded(
+                f"the text was not tokenized within {max_s:g} s, the limit (router.max_deadline_s)"
+            ) from error
         finally:
             self._num_tokenizing -= 1
             self._quotas.leave(caller, 0, clock())

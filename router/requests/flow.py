@@ -44,6 +44,7 @@ from wire.errors import (
     Unavailable,
     WireError,
     WorkerLeaving,
+    reached,
 )
 from wire.ids import AttemptId, NamespaceRoot, RequestId, WorkerId
 from wire.pb import inference_pb2 as pb
@@ -310,7 +311,8 @@ class Flow:
 
     def _put(self, response: pb.GenerateResponse) -> None:
         if not self._outbox.put(response):
-            self._stop(Overloaded("the client reads more slowly than its tokens come"))
+            told = "tokens wait for a client that reads more slowly than they come"
+            self._stop(Overloaded(reached(self._outbox.max_tokens, told, "router.max_buffered_tokens")))
 
     def _after(self, error: BatonError) -> NextStep:
         """Decides what follows a failed attempt. Raises the error that the request ends with, if it ends."""

@@ -17,7 +17,7 @@ class Outbox:
 
     def __init__(self, max_tokens: int) -> None:
         self.writing_since: float | None = None
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._num_waiting = 0
         self._events: deque[pb.GenerateResponse] = deque()
         self._chunks: dict[int, pb.GenerateResponse] = {}
@@ -27,7 +27,7 @@ class Outbox:
 
     def put(self, event: pb.GenerateResponse) -> bool:
         """False if there is no room: the reader is too slow, and the event is not taken."""
-        if self._num_waiting >= self._max_tokens:
+        if self._num_waiting >= self.max_tokens:
             return False
         waiting = self._chunks.get(event.chunk.index) if event.HasField("chunk") else None
         if waiting is None:

@@ -6,7 +6,7 @@ pays for its own when it is over: it may overdraw, and the next ones wait until 
 
 from dataclasses import dataclass
 
-from wire.errors import Overloaded
+from wire.errors import Overloaded, reached
 from wire.trust.key_ring import Key
 
 MINUTE_S = 60.0
@@ -16,7 +16,7 @@ class Budget:
     """An amount that refills to `per_minute` within a minute. Times are of one monotonic clock."""
 
     def __init__(self, per_minute: int, now_s: float) -> None:
-        self._per_minute = per_minute
+        self.per_minute = per_minute
         self._left = float(per_minute)
         self._at_s = now_s
 
@@ -27,10 +27,10 @@ class Budget:
 
     def wait_s(self, now_s: float) -> float:
         """Returns the time until at least 1 is left."""
-        return max(0.0, (1 - self._left_at(now_s)) * MINUTE_S / self._per_minute)
+        return max(0.0, (1 - self._left_at(now_s)) * MINUTE_S / self.per_minute)
 
     def _left_at(self, now_s: float) -> float:
-        return min(self._per_minute, self._left + (now_s - self._at_s) * self._per_minute / MINUTE_S)
+        return min(self.per_minute, self._left + (now_s - self._at_s) * self.per_minute / MINUTE_S)
 
 
 @dataclass
@@ -49,12 +49,18 @@ class Quotas:
 
     def require_room(self, key: Key, now_s: float) -> None:
         """Raises Overloaded, with the time to wait, if the key may begin no request now."""
-        use, allowance = self._use(key, now_s), key.allowance
+        use, max_open = self._use(key, now_s), key.allowance.max_open_requests
         for name, budget in (("requests", use.requests), ("tokens", use.tokens)):
             if budget is not None and (wait_s := budget.wait_s(now_s)) > 0:
-                raise Overloaded(f"the key has used up its {name} per minute", wait_s)
-        if allowance.max_open_requests is not None and use.num_open >= allowance.max_open_requests:
-            raise Overloaded("the key has as many requests open as it may", self._retry_after_s)
+                raise Overloaded(
+                    reached(
+                        budget.per_minute, f"{name} per minute of the key are used up", f"the key's {name}_per_minute"
+                    ),
+                    wait_s,
+                )
+        if max_open is not None and use.num_open >= max_open:
+            told = reached(max_open, "requests of the key are open", "the key's max_open_requests")
+            raise Overloaded(told, self._retry_after_s)
 
     def enter(self, key: Key, now_s: float) -> None:
         """A request of the key begins."""

@@ -177,6 +177,7 @@ async def test_bodies_on_their_way_are_bounded(gateway: LocalGateway, monkeypatc
     monkeypatch.setattr(app_module, "MAX_READING_BYTES", num_bytes)
     answer = await gateway.post(COMPLETIONS, json.dumps(BODY).encode() + b" ")
     assert (answer.status, answer.error["type"], answer.headers["retry-after"]) == (429, "rate_limit_error", "1")
+    assert answer.error["message"] == f"{num_bytes} bytes of bodies may be on their way, the limit (fixed)"
     for _ in range(2):  # what was refused and what was read are given back
         assert (await gateway.post(COMPLETIONS, BODY)).status == 200
 

@@ -216,7 +216,9 @@ async def test_a_larger_echo_than_fits_is_alone(gateway: LocalGateway, monkeypat
     monkeypatch.setattr(generation, "MAX_TURN_S", 0.01)
     body = {"prompt": PROMPT, "max_tokens": 2, "echo": True, "logprobs": 0}
     async with gateway.app.echo_limit.taken(1):
-        assert (await gateway.post(COMPLETIONS, body)).status == 429
+        refused = await gateway.post(COMPLETIONS, body)
+        assert refused.status == 429
+        assert refused.error["message"] == "1 tokens of prompts may be echoed at a time, the limit (fixed)"
         for other in ({**body, "logprobs": None}, {**body, "echo": False}, {**body, "stream": True}):
             assert (await gateway.post(COMPLETIONS, other)).status == 200
     monkeypatch.undo()
@@ -256,7 +258,7 @@ async def test_so_many_echoes_may_wait_for_room(monkeypatch: pytest.MonkeyPatch)
     async with room.taken(1):
         waiting = asyncio.create_task(take())
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded):
+        with pytest.raises(Overloaded, match="1 requests wait to echo their prompts, the limit"):
             await take()
     await waiting
     await take()

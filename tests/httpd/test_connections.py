@@ -69,6 +69,7 @@ class Client:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
+        self.body = b""
 
     async def status(self) -> int:
         """Reads an answer to its end."""
@@ -76,7 +77,7 @@ class Client:
             head = await self.reader.readuntil(b"\r\n\r\n")
             for line in head.lower().split(b"\r\n"):
                 if line.startswith(b"content-length: "):
-                    await self.reader.readexactly(int(line[16:]))
+                    self.body = await self.reader.readexactly(int(line[16:]))
                 if line == b"transfer-encoding: chunked":
                     await self.reader.readuntil(b"0\r\n\r\n")
         return int(head.split()[1])
@@ -246,6 +247,7 @@ async def test_more_connections_than_may_be(served: Served, monkeypatch: pytest.
     monkeypatch.setattr("httpd.port.MAX_CONNECTIONS", 2)
     first, second, third = [await served.connect() for _ in range(3)]
     assert await third.status() == 503
+    assert b'"2 connections are open, the limit (fixed)"' in third.body
     assert await third.is_closed()
     for client in (first, second):
         client.writer.write(GET)
@@ -260,6 +262,7 @@ async def test_one_address_has_no_more_connections_than_it_may(served: Served, m
     monkeypatch.setattr("httpd.port.MAX_CONNECTIONS_AN_ADDRESS", 2)
     first, _, third = [await served.connect(source="127.0.0.2") for _ in range(3)]
     assert await third.status() == 503
+    assert b'"2 connections of this address are open, the limit (fixed)"' in third.body
     assert await third.is_closed()
     for source in ("127.0.0.3", "127.0.0.1", "127.0.0.1", "127.0.0.1"):  # this machine's own address has no such bound
         assert await (await served.connect(GET, source)).status() == 200
@@ -360,6 +363,7 @@ async def test_a_body_that_came_while_its_head_waited_is_read(served: Served, mo
 async def test_requests_that_wait_on_a_connection_are_bounded(served: Served) -> None:
     client = await served.connect(GET * (MAX_PIPELINED + 2))
     assert [await client.status() for _ in range(MAX_PIPELINED + 1)] == [200] * MAX_PIPELINED + [429]
+    assert b'"16 requests wait on this connection, the limit (fixed)"' in client.body
     assert await client.is_closed()
     waiting = await served.connect(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n" + GET * (100 * MAX_PIPELINED))
     await until(lambda: served.app.num_requests == MAX_PIPELINED + 1)

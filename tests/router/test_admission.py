@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from router.config import AdmissionBounds
@@ -23,18 +25,21 @@ def test_requests_are_queued_until_their_first_token() -> None:
 @pytest.mark.parametrize(
     ("bounds", "reason"),
     [
-        (AdmissionBounds(max_open_requests=3), "open"),
-        (AdmissionBounds(max_queued_requests=2), "requests are queued"),
-        (AdmissionBounds(max_queued_bytes=25), "bytes"),
+        (AdmissionBounds(max_open_requests=3), "3 requests are open, the limit (router.max_open_requests)"),
+        (AdmissionBounds(max_queued_requests=2), "2 requests are queued, the limit (router.max_queued_requests)"),
+        (
+            AdmissionBounds(max_queued_bytes=25),
+            "25 bytes of requests may be queued, the limit (router.max_queued_bytes)",
+        ),
     ],
 )
-def test_each_bound_refuses_with_a_time_to_retry(bounds: AdmissionBounds, reason: str) -> None:
+def test_each_bound_refuses_with_its_setting_and_a_time_to_retry(bounds: AdmissionBounds, reason: str) -> None:
     admission = Admission(bounds)
     for request_id in (A, B, C):
         admission.admit(request_id, 10)
         if request_id is A:
             admission.started(A)
-    with pytest.raises(Overloaded, match=reason) as refused:
+    with pytest.raises(Overloaded, match=re.escape(reason)) as refused:
         admission.admit(D, 10)
     assert refused.value.retry_after_s == bounds.retry_after_s
     admission.leave(C)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.config import AdmissionBounds, RouterConfig
-from router.requests.dispatch import LAST_WORD_S
+from router.requests.dispatch import LAST_WORD_S, MAX_TOKENIZING
 from tests.router.fake_cluster import CONFIG, PROMPT, Output, collect, expected, request, running, until
 from tests.router.fake_worker import FakeWorker
 from text.byte_tokenizer import ByteTokenizer
@@ -274,7 +274,10 @@ async def test_a_reader_that_does_not_read_is_let_go() -> None:
     async with running(1, 1, with_streams(max_buffered_tokens=8)) as cluster:
         session = cluster.open(request(max_tokens=100))
         await cluster.come_to_rest()
-        with pytest.raises(Overloaded, match="reads more slowly"):
+        with pytest.raises(
+            Overloaded,
+            match=r"8 tokens wait for a client that reads more slowly .* the limit \(router.max_buffered_tokens\)",
+        ):
             await collect(session)
 
 
@@ -363,6 +366,17 @@ async def test_the_queue_is_bounded() -> None:
         assert refused.value.retry_after_s == 1.0
         for session in sessions:
             session.stop(Cancelled("enough"))
+
+
+async def test_texts_that_are_tokenized_at_a_time_are_bounded() -> None:
+    async with running(1, 1) as cluster:
+        tokenize, asked = cluster.router.dispatcher.tokenize, pb.TokenizeRequest(text="ab")
+        asking = [tokenize(asked) for _ in range(MAX_TOKENIZING + 1)]
+        *answers, refusal = await asyncio.gather(*asking, return_exceptions=True)
+        assert not [one for one in answers if isinstance(one, BaseException)]
+        assert isinstance(refusal, Overloaded)
+        assert refusal.message == "64 texts are being tokenized, the limit (fixed)"
+        assert (await tokenize(asked)).tokens == [b"a", b"b"]
 
 
 async def test_requests_are_spread_over_the_workers() -> None:

@@ -73,14 +73,24 @@ def test_requests_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("allowance", "least_s"),
+    ("allowance", "least_s", "reason"),
     [
-        (Allowance(requests_per_minute=2), 20.0),
-        (Allowance(tokens_per_minute=20), 20.0),
-        (Allowance(None, None, 1), 1.0),
+        (
+            Allowance(requests_per_minute=2),
+            20.0,
+            "2 requests per minute of the key are used up, the limit (the key's requests_per_minute)",
+        ),
+        (
+            Allowance(tokens_per_minute=20),
+            20.0,
+            "20 tokens per minute of the key are used up, the limit (the key's tokens_per_minute)",
+        ),
+        (Allowance(None, None, 1), 1.0, "1 requests of the key are open, the limit (the key's max_open_requests)"),
     ],
 )
-async def test_over_its_limit_a_key_is_told_when_to_come_again(allowance: Allowance, least_s: float) -> None:
+async def test_over_its_limit_a_key_is_told_which_and_when_to_come_again(
+    allowance: Allowance, least_s: float, reason: str
+) -> None:
     used, text = make_key("acme", [Scope.GENERATE], allowance)
     other, other_text = make_key("acme", [Scope.GENERATE], Allowance())
     async with serving(replace(CONFIG, keys=KeyList((used, other)))) as service:
@@ -96,6 +106,7 @@ async def test_over_its_limit_a_key_is_told_when_to_come_again(allowance: Allowa
             await anext(aiter(held))
         failure = await failure_of(service.inference.Generate(request(max_tokens=3), metadata=shows(text)))
         assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert failure.details() == reason
         assert least_s <= retry_delay_s(failure) <= 60.0
         service.cluster.workers["d0"].may_go.set()
         assert await read(service.inference.Generate(request(max_tokens=3), metadata=shows(other_text)))

@@ -247,7 +247,7 @@ async def test_a_full_router_refuses_before_the_message_is_there() -> None:
         await until(lambda: service.cluster.router.dispatcher.num_queued == 1)
         failure = await failure_of_unary(service.without_message(GENERATE))
         assert (failure.code(), retry_delay_s(failure)) == (Code.RESOURCE_EXHAUSTED, 1.0)
-        assert "as many requests are open" in (failure.details() or "")
+        assert failure.details() == "1 requests are open, the limit (router.max_open_requests)"
         assert service.num_refused("RESOURCE_EXHAUSTED") == 1
         # Others than Generate need no room.
         assert [model.name for model in (await service.inference.ListModels(pb.ListModelsRequest())).models] == ["fake"]
@@ -277,7 +277,7 @@ async def test_messages_on_their_way_are_bounded(service: Service, method: str) 
     await until(lambda: service.server.num_arriving == MAX_ARRIVING)
     failure = await failure_of(service.inference.Generate(request()))
     assert (failure.code(), retry_delay_s(failure)) == (Code.RESOURCE_EXHAUSTED, 1.0)
-    assert "on their way" in (failure.details() or "")
+    assert failure.details() == "64 messages are on their way, the limit (fixed)"
     assert service.num_refused("RESOURCE_EXHAUSTED") == 1
     calls.pop().cancel()
     await until(lambda: service.server.num_arriving == MAX_ARRIVING - 1)
@@ -322,7 +322,7 @@ async def test_a_reader_that_stalls_is_told_and_let_go(caplog: pytest.LogCapture
         await anext(stream)
         await until(lambda: "has not read" in caplog.text)
         failure = await failure_of(stream)
-        assert failure.details() == "the client has stopped reading"
+        assert failure.details() == "the client has not read for 0.2 s, the limit (router.max_stall_s)"
         assert (failure.code(), info_of(failure).reason) == (Code.RESOURCE_EXHAUSTED, "OVERLOADED")
 
 

@@ -5,7 +5,7 @@ import grpc
 import pytest
 
 from wire import errors
-from wire.errors import BatonError, InvalidRequest, ModelError, Overloaded, RequestNotFound
+from wire.errors import BatonError, InvalidRequest, ModelError, Overloaded, RequestNotFound, reached
 
 
 def subclasses(kind: type[BatonError]) -> list[type[BatonError]]:
@@ -43,6 +43,12 @@ def test_errors_name_what_they_are_about() -> None:
     assert str(error) == error.message
     full = Overloaded("full", retry_after_s=0.5, request_id="r")
     assert (full.retry_after_s, full.ids, full.status.retryable) == (0.5, {"request_id": "r"}, True)
+
+
+def test_a_limit_that_is_reached_is_told_with_its_setting() -> None:
+    told = reached(2048, "requests are open", "router.max_open_requests")
+    assert told == "2,048 requests are open, the limit (router.max_open_requests)"
+    assert reached(64, "texts are being tokenized") == "64 texts are being tokenized, the limit (fixed)"
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("n", "bad"), Overloaded("full", 2.0, worker="w"), ModelError("none")])
