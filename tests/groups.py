@@ -2,13 +2,12 @@
 
 ONE_BY_ONE = (
     "tests/cluster/",
-    "tests/faults/test_overload.py",
-    "tests/faults/test_slow_worker.py",
+    "tests/faults/",
     "tests/kv_store/test_redis_failover.py",
     "tests/kv_store/test_redis_tier.py",
 )
 """Tests that start whole clusters or measure time: a single group, so that none of them runs beside another one."""
-LONGEST = ("simulator", "faults", "exactness", "kernels", "engine", "bad_input")
+LONGEST = ("simulator", "exactness", "kernels", "engine", "bad_input")
 """Folders to begin with, so that processes end together."""
 
 
