@@ -1,7 +1,9 @@
 """A page: what clients see of each fault, by the step of a hand-off at which it strikes."""
 
+from itertools import product
+
 from tests.simulator.client import COMPLETE
-from tests.simulator.plan import APART, Ask, Client, Fault, Kind, Plan
+from tests.simulator.plan import APART, SINKS, Ask, Client, Fault, Kind, Plan
 from tests.simulator.world import simulate
 
 STEPS = {
@@ -20,12 +22,14 @@ STEPS = {
     "decode update": "tokens leave decode",
 }
 NTHS = (1, 3)
+WINDOWS = (None, SINKS)
 LONG_S = 1.0
 HEAD = """# Faults at each step of a hand-off
 
-Made by `python tests/simulate.py --table`. Each cell is two runs of the simulator (tests/simulator) with four requests
-and one fault, at the first and the third time that a worker comes to the step; one prefill worker on one node, two
-decode workers on another. A cell tells the ends of these requests, and the longest time of one that is over a second:
+Made by `python tests/simulate.py --table`; tests/simulator/test_table.py compares cells with runs. A cell is four runs
+of the simulator with four requests and one fault, at the first and the third time that a worker comes to the step, of
+a model that keeps all KV and of one with a window and sinks; one prefill worker on one node, two decode workers on
+another. It tells the ends of these requests, and the longest time of one that is over a second:
 
 - **same**: the answer of a run without faults, by the first attempt.
 - **again**: the same answer, by a further attempt.
@@ -40,7 +44,7 @@ engine that hangs is given up after 5 s, in the simulator; another worker replac
 def table() -> str:
     """Runs each fault at each step; returns the page. AssertionError if an invariant breaks."""
     rows = [["fault", *STEPS.values()], ["---"] * (len(STEPS) + 1)]
-    rows += [[kind.value, *(_cell(kind, step) for step in STEPS)] for kind in Kind]
+    rows += [[kind.value, *(cell(kind, step) for step in STEPS)] for kind in Kind]
     return "\n".join([HEAD, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
@@ -48,11 +52,12 @@ def _asks() -> tuple[Ask, ...]:
     return tuple(Ask(kind, number * 0.03, Client.STAYS, 0.0) for number, kind in enumerate((5, 12, 45, 63)))
 
 
-def _cell(kind: Kind, step: str) -> str:
+def cell(kind: Kind, step: str) -> str:
+    """Runs a fault at a step; returns what clients saw. AssertionError if an invariant breaks."""
     seen: dict[str, None] = {}
     longest_s = 0.0
-    for nth in NTHS:
-        plan = Plan(nth, APART, 1, 2, 40, 48, 512, _asks(), (Fault(kind, step, nth, 0, 4.0),))
+    for window, nth in product(WINDOWS, NTHS):
+        plan = Plan(nth, APART, 1, 2, 40, 48, 512, _asks(), (Fault(kind, step, nth, 0, 4.0),), window)
         run = simulate(plan)
         assert not run.violations, run.violations
         for number, outcome in enumerate(run.outcomes):
