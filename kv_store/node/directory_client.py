@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from kv_store.breaker import Breaker
+from kv_store.node.codec import LENGTH, Refused, ServiceCodec, body_len
 from kv_store.node.directory_port import CALLS, CALLS_OF_ANY_EPOCH, GREETING, DirectoryPort, EpochChanged
-from wire.codec import LENGTH, Refused, ServiceCodec, body_len
 from wire.directory import DirectoryInfo
 from wire.errors import StoreError, WireError
 from wire.ids import PROTOCOL_VERSION

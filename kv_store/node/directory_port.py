@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from wire.codec import ServiceCodec
+from kv_store.node.codec import ServiceCodec
 from wire.directory import Block, ClientName, DirectoryInfo, DirectoryStatus, Hold, Lease, Reservation, TtlS
 from wire.errors import StoreError
 from wire.ids import BlockKey, RequestId

@@ -12,10 +12,10 @@ import stat
 import threading
 from contextlib import suppress
 
+from kv_store.node.codec import LENGTH, Call, Refused, body_len
 from kv_store.node.directory import Directory
 from kv_store.node.directory_port import CALLS, GREETING
 from kv_store.node.peer_processes import PeerProcess, PeerProcesses
-from wire.codec import LENGTH, Call, Refused, body_len
 from wire.directory import ClientName
 from wire.errors import ConfigError, StoreError, WireError
 from wire.ids import PROTOCOL_VERSION

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import grpc.aio
@@ -12,17 +12,17 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from router.requests.dispatch import Dispatcher
 from wire import errors
+from wire.limit import Limit, Pace
 from wire.pb import inference_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Arriving = Callable[[], AbstractContextManager[None]]
+Arriving = Callable[[], AbstractAsyncContextManager[None]]
 """A context in which a message is waited for and parsed."""
 
 MAX_ARRIVAL_S = 10.0
 """How long a call may take to send its message."""
 MAX_ARRIVING = 64
 """Calls whose message is not there yet: each may hold as much memory as a message may have bytes."""
-RETRY_AFTER_S = 1.0
 MAX_LISTED_BYTES = 64 << 10
 """Unknown fields of more bytes are not listed: a million of them would hold up the event loop for a second."""
 MAX_NAMED = 4
@@ -32,50 +32,32 @@ PACE_BYTES_PER_S = 64 << 20
 _PACKAGE = inference_pb2.DESCRIPTOR.package
 
 
-class Pace:
-    """Turns of long messages to be parsed: one at a time, with time for all else between. Made within an event loop."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-
-    async def wait(self, data: bytes) -> None:
-        """Waits for a turn, if the message is long; the next one comes after a time by its bytes."""
-        if len(data) > MAX_UNPACED_BYTES:
-            await self._turn.acquire()
-            asyncio.get_running_loop().call_later(len(data) / PACE_BYTES_PER_S, self._turn.release)
-
-
 class ArrivalLimit:
     """Bounds the messages on their way to one port. A message of `generate` needs room for a request too."""
 
     def __init__(self, dispatcher: Dispatcher, generate: str) -> None:
         self._dispatcher = dispatcher
         self._generate = generate
-        self.num_arriving = 0
+        self.messages = Limit(MAX_ARRIVING, "messages are on their way")
 
-    @contextmanager
-    def arriving(self, method: str) -> Iterator[None]:
+    @asynccontextmanager
+    async def arriving(self, method: str) -> AsyncIterator[None]:
         """While a message for that path is waited for. Raises Overloaded at once."""
         with self._dispatcher.arriving() if method == self._generate else nullcontext():
-            if self.num_arriving >= MAX_ARRIVING:
-                raise errors.Overloaded(errors.reached(MAX_ARRIVING, "messages are on their way"), RETRY_AFTER_S)
-            self.num_arriving += 1
-            try:
+            async with self.messages.taken():
                 yield
-            finally:
-                self.num_arriving -= 1
 
 
 async def take_one(parse: Any, arriving: Arriving, pace: Pace, context: Context) -> Any:
     """The only message of a call. Raises InvalidRequest, or DeadlineExceeded if it does not come."""
-    with arriving():
+    async with arriving():
         async with _in_time():
             first = await context.read()
             if first is grpc.aio.EOF:
                 raise errors.InvalidRequest("message", "missing")
             if await context.read() is not grpc.aio.EOF:
                 raise errors.InvalidRequest("message", "more than the one that this method takes")
-            await pace.wait(first)
+            await pace.wait(len(first))
         return _parse(parse, first)
 
 
@@ -90,11 +72,11 @@ async def _each(parse: Any, arriving: Arriving, pace: Pace, context: Context) ->
 
 
 async def _next(parse: Any, arriving: Arriving, pace: Pace, context: Context) -> Any:
-    with arriving():
+    async with arriving():
         async with _in_time():
             data = await context.read()
             if data is not grpc.aio.EOF:
-                await pace.wait(data)
+                await pace.wait(len(data))
         return data if data is grpc.aio.EOF else _parse(parse, data)
 
 

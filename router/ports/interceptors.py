@@ -6,7 +6,7 @@ A handler's bug becomes INTERNAL with an opaque id; the log has the rest.
 import hmac
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,10 @@ import grpc
 import grpc.aio
 from grpc_status import rpc_status
 
-from router.ports.arrivals import Context, Pace, take_all, take_one
+from router.ports.arrivals import MAX_UNPACED_BYTES, PACE_BYTES_PER_S, Context, take_all, take_one
 from wire import errors
 from wire.errors import BatonError
+from wire.limit import Pace
 from wire.rpc import TOKEN_METADATA, asks_for_health
 from wire.rpc_status import to_status
 from wire.trust.key_ring import KeyRing, Scope
@@ -66,9 +67,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     arriving: of a method's path, a context in which each message of such a call is waited for; may refuse by raising.
     """
 
-    def __init__(self, arriving: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> None:
+    def __init__(self, arriving: Callable[[str], AbstractAsyncContextManager[None]] = lambda _: nullcontext()) -> None:
         self._arriving = arriving
-        self._pace = Pace()
+        self._pace = Pace(MAX_UNPACED_BYTES, PACE_BYTES_PER_S)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)

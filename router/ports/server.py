@@ -53,7 +53,7 @@ class RouterServer:
     @property
     def num_arriving(self) -> int:
         """Messages that are on their way to the public port."""
-        return self._arrivals.num_arriving
+        return self._arrivals.messages.num_used
 
     async def start(self) -> Addresses:
         """Raises ConfigError if a port is in use; nothing is left running then."""

@@ -19,8 +19,9 @@ from router.requests.tokenizing import PieceCache
 from router.requests.validator import Limits, ValidPrompt, encode, require_known, require_may_fit, valid_text, validate
 from text.codec import TextCodec
 from wire import errors
-from wire.errors import BatonError, Cancelled, DeadlineExceeded, Overloaded, RequestNotFound, Unavailable, reached
+from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, Unavailable
 from wire.ids import REQUEST_ID, NamespaceRoot, RequestId, WorkerId, qualified
+from wire.limit import Limit
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import ANYONE, Key
 
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 
 MAX_TOKENIZING = 64
 """Texts of Tokenize at a time, each of which may have as many bytes as a message."""
-TOKENIZE_AGAIN_S = 1.0
 ROOT_BYTES = 32
 LAST_WORD_S = 0.05
 """How long before its deadline a request ends: its client is to hear why, before its own gRPC gives up."""
@@ -135,7 +135,7 @@ class Dispatcher:
         self._bounds = bounds
         self._limits = limits
         self._open: dict[RequestId, OpenRequest] = {}
-        self._num_tokenizing = 0
+        self._tokenizing = Limit(MAX_TOKENIZING, "texts are being tokenized")
 
     @property
     def num_queued(self) -> int:
@@ -175,24 +175,21 @@ class Dispatcher:
         services, limits, root = self._services, self._limits(), self.root_of(caller.tenant)
         prompt = valid_text(request)
         require_may_fit(prompt, services.codec, limits)
-        if self._num_tokenizing >= MAX_TOKENIZING:
-            raise Overloaded(reached(MAX_TOKENIZING, "texts are being tokenized"), TOKENIZE_AGAIN_S)
         clock = asyncio.get_running_loop().time
-        self._quotas.require_room(caller, clock())
-        self._quotas.enter(caller, clock())
-        self._num_tokenizing += 1
-        try:
-            async with asyncio.timeout(max_s := self._bounds.max_deadline_s):
-                rendered = await services.render(prompt, limits)
-                work = partial(_tokens_of, rendered, services.codec, root, services.known)
-                return await services.threads.run(len(rendered), work)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"the text was not tokenized within {max_s:g} s, the limit (router.max_deadline_s)"
-            ) from error
-        finally:
-            self._num_tokenizing -= 1
-            self._quotas.leave(caller, 0, clock())
+        async with self._tokenizing.taken():
+            self._quotas.require_room(caller, clock())
+            self._quotas.enter(caller, clock())
+            try:
+                async with asyncio.timeout(max_s := self._bounds.max_deadline_s):
+                    rendered = await services.render(prompt, limits)
+                    work = partial(_tokens_of, rendered, services.codec, root, services.known)
+                    return await services.threads.run(len(rendered), work)
+            except TimeoutError as error:
+                raise DeadlineExceeded(
+                    f"the text was not tokenized within {max_s:g} s, the limit (router.max_deadline_s)"
+                ) from error
+            finally:
+                self._quotas.leave(caller, 0, clock())
 
     def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         """Returns the text of token ids. Raises InvalidRequest."""
@@ -221,7 +218,7 @@ class Dispatcher:
         problems = self._admission.check()
         if len(self._open) != self.num_queued + self.num_running:
             problems.append(f"{len(self._open)} requests are open, {self.num_queued + self.num_running} admitted")
-        return problems + self._quotas.check(len(self._open) + self._num_tokenizing)
+        return problems + self._quotas.check(len(self._open) + self._tokenizing.num_used)
 
     def _begin(
         self,

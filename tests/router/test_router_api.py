@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.config import AdmissionBounds, Listeners, RouterConfig
-from router.ports.arrivals import MAX_ARRIVING, MAX_UNPACED_BYTES, Pace, reserved_names
+from router.ports.arrivals import MAX_ARRIVING, reserved_names
 from router.ports.operator import Addresses
 from router.ports.server import RouterServer
 from router.requests.validator import ValidRequest, validate
@@ -639,21 +639,6 @@ async def test_nothing_of_a_request_waits_for_the_garbage_collector(
     finally:
         gc.enable()
     assert len(requests) == 1
-
-
-async def test_long_messages_take_turns_and_short_ones_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.ports.arrivals.PACE_BYTES_PER_S", 10 * MAX_UNPACED_BYTES)
-    pace, long = Pace(), bytes(MAX_UNPACED_BYTES + 1)
-    await pace.wait(long)
-    following = [asyncio.create_task(pace.wait(long)) for _ in range(3)]
-    for _ in range(10):
-        await pace.wait(long[:-1])
-        await asyncio.sleep(0)
-    assert not any(task.done() for task in following)
-    following[0].cancel()
-    await asyncio.wait(following[:2])
-    assert not following[2].done()
-    await following[2]
 
 
 async def test_the_operators_port_stays_on_this_machine_wherever_clients_connect() -> None:

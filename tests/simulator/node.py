@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from kv_store.eviction_order import EvictionOrder, StartFirst
 from kv_store.node.arena import Arena
+from kv_store.node.codec import LENGTH, Refused, ServiceCodec
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient, _Connection
 from kv_store.tiers.cold_tier import ColdTier
 from tests.simulator.invariants import Watch
 from tests.simulator.virtual_time import Process
-from wire.codec import LENGTH, Refused, ServiceCodec
 from wire.directory import Block, ClientName, DirectoryInfo, Hold, Lease, Reservation
 from wire.errors import StoreError
 from wire.ids import BlockKey, RequestId

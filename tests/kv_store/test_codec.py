@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire import codec
-from wire.codec import LENGTH, Refused, ServiceCodec, body_len
+from kv_store.node import codec
+from kv_store.node.codec import LENGTH, Refused, ServiceCodec, body_len
 from wire.directory import Hold, TtlS
 from wire.errors import WireError
 from wire.ids import RequestId
