@@ -5,6 +5,7 @@ of a fixed number of rows, which the rows of a step are copied to.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -115,7 +116,7 @@ class CapturedProgram:
             forward(batch, all_angles.at(positions))
         torch.cuda.current_stream(device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, pool=_graph_memory()):
             self._logits = forward(batch, all_angles.at(positions))
 
     def run(self, batch: Batch) -> torch.Tensor:
@@ -130,6 +131,12 @@ class CapturedProgram:
         self._copied.record()
         self._graph.replay()
         return self._logits[:num_rows]
+
+
+@cache
+def _graph_memory() -> object:
+    """Returns the memory that all graphs share: one runs at a time, and its logits are read before the next."""
+    return torch.cuda.graph_pool_handle()
 
 
 def _views(words: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
