@@ -6,7 +6,7 @@ of a fixed number of rows, which the rows of a step are copied to.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -134,7 +134,7 @@ class CapturedProgram:
 
 
 @cache
-def _graph_memory() -> object:
+def _graph_memory() -> Any:
     """Returns the memory that all graphs share: one runs at a time, and its logits are read before the next."""
     return torch.cuda.graph_pool_handle()
 
