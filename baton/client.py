@@ -47,6 +47,10 @@ class _Answer:
         """The parts of the prompt that have come, if its echo or log-probabilities were asked for: before any chunk."""
         return tuple(self._draft.prompt)
 
+    def forget(self) -> None:
+        """Drops the chunks that have come, and the prompt: `completion` will be without them."""
+        self._draft.forget()
+
 
 class Stream(_Answer, AbstractContextManager["Stream"]):
     """An answer under way. Iterating blocks for each chunk; leaving the `with` block early ends the request."""

@@ -133,6 +133,11 @@ class Draft:
             raise WireError("the stream ended, or was left, before the answer was complete")
         return self._completion
 
+    def forget(self) -> None:
+        """Drops the chunks so far, and the prompt: the completion is without them."""
+        self.prompt.clear()
+        self._choices.clear()
+
     def accept(self, response: pb.GenerateResponse) -> tuple[Chunk, ...]:
         """Adds a response; returns its chunk, if it is part of the answer."""
         event = response.WhichOneof("event")

@@ -14,7 +14,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import pairwise
@@ -73,6 +73,19 @@ class Attacker:
                     self.answers[_status(await reader.read(1 << 16))] += 1
             writer.transport.abort()
 
+    async def ask(self, body: Mapping[str, object]) -> None:
+        """Sends a request, and reads its whole answer, again and again."""
+        while self.goes_on:
+            reader, writer = await self._open()
+            content = json.dumps(body).encode()
+            writer.write(_POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+            num_bytes, status = 0, ""
+            while piece := await reader.read(1 << 20):
+                status = status or _status(piece)
+                num_bytes += len(piece)
+            self.answers[f"{status} of {num_bytes / 1e6:.0f} MB"] += 1
+            writer.close()
+
     async def vanish(self, sent: bytes) -> None:
         """Sends requests, and resets each connection."""
         while self.goes_on:
@@ -120,6 +133,7 @@ def _body(content: bytes, headers: bytes = b"") -> bytes:
     return _POST + headers + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
 
+_PROMPTS = [list(range(32, 127)) * 20] * 16
 KINDS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
     "heads that do not come": lambda attacker: attacker.trickle(b"GET / HTTP/1.1\r\nA: "),
     "bodies that do not come": lambda attacker: attacker.trickle(_POST + b"Content-Length: 4000000\r\n\r\n{"),
@@ -135,6 +149,12 @@ KINDS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
     "keys twice": lambda attacker: attacker.repeat(_body(b'{"prompt": "a", "prompt": "b"}')),
     "4 MB of brackets": lambda attacker: attacker.repeat(_body(b"[" * 4_000_000)),
     "4 MB of numbers": lambda attacker: attacker.repeat(_body(b'{"prompt": [%s1]}' % (b"1," * 2_000_000))),
+    "16 echoes, 16 choices": lambda attacker: attacker.ask(
+        {"prompt": _PROMPTS, "n": 16, "max_tokens": 1, "echo": True, "logprobs": 5}
+    ),
+    "4 prompts, 16 choices": lambda attacker: attacker.ask(
+        {"prompt": _PROMPTS[:4], "n": 16, "max_tokens": 400, "logprobs": 20}
+    ),
     "4 MB of keys": lambda attacker: attacker.repeat(
         _body(json.dumps({f"k{number}": 0 for number in range(300_000)}).encode())
     ),

@@ -33,16 +33,28 @@ class PacedWorker(FakeWorker):
     interval_s: float = 0.1
 
     async def prefill(self, begin: worker_pb2.Begin) -> AsyncIterator[worker_pb2.Update]:
-        first = worker_pb2.ChoiceTokens(index=0, first_position=0, token_ids=[_TOKEN])
-        yield worker_pb2.Update(choices=[first], prompt=worker_pb2.PromptSource(), end=worker_pb2.End())
+        sampling = begin.sampling_params
+        for update in self._scores(begin):
+            yield update
+        firsts = [_gained(sampling, index, 0, 1) for index in range(sampling.n)]
+        yield worker_pb2.Update(choices=firsts, prompt=worker_pb2.PromptSource(), end=worker_pb2.End())
 
     async def decode(self, begin: worker_pb2.Begin) -> AsyncIterator[worker_pb2.Update]:
         yield worker_pb2.Update(prompt=worker_pb2.PromptSource())
         position, max_tokens = 1, begin.sampling_params.max_tokens
         async for number in beats(self.interval_s, max_tokens - 1):
-            gained = worker_pb2.ChoiceTokens(index=0, first_position=position, token_ids=[_TOKEN] * number)
+            gained = [_gained(begin.sampling_params, one.index, position, number) for one in begin.choices]
             position += number
-            if position == max_tokens:
-                gained.finish_reason = pb.FINISH_REASON_LENGTH
-            yield worker_pb2.Update(choices=[gained])
+            yield worker_pb2.Update(choices=gained)
         yield worker_pb2.Update(end=worker_pb2.End())
+
+
+def _gained(sampling: pb.SamplingParams, index: int, position: int, number: int) -> worker_pb2.ChoiceTokens:
+    """Makes tokens of a choice, with log-probabilities where they are wanted; the last ones end it."""
+    gained = worker_pb2.ChoiceTokens(index=index, first_position=position, token_ids=[_TOKEN] * number)
+    if sampling.HasField("logprobs"):
+        top = [pb.TopLogprob(token_id=token_id, logprob=-1.5) for token_id in range(97, 97 + sampling.logprobs)]
+        gained.logprobs.extend([pb.TokenLogprobs(token_id=_TOKEN, logprob=-0.5, top=top)] * number)
+    if position + number == sampling.max_tokens:
+        gained.finish_reason = pb.FINISH_REASON_LENGTH
+    return gained

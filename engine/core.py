@@ -99,6 +99,20 @@ class EngineCore:
         self._close(request_id)
         self._is_stalled = False
 
+    def end(self, request_id: RequestId, index: int) -> bool:
+        """Ends a choice without an event, and goes on with the others; returns whether it ran.
+
+        A hand-off's choices are left: they end with their first token.
+        """
+        choices = (one for one in self._roster.siblings(request_id) if one.choice.index == index)
+        sequence = next(choices, None)
+        if sequence is None or isinstance(sequence.request, HandOff):
+            return False
+        self._end(sequence)
+        self._close_if_over(request_id)
+        self._is_stalled = False
+        return True
+
     def step(self) -> StepOutput:
         """Runs one iteration: finish transfers, plan, launch, read, apply. Cheap without work.
 

@@ -18,8 +18,8 @@ from baton.results import Model
 from gateway import fields, openapi
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
-from gateway.exchange import ClientGone, Events, Receive, Reply, Request, Scope, Send
-from gateway.generation import Dialect, EchoLimit, Generation, answer, events
+from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request, Scope, Send
+from gateway.generation import Dialect, EntryLimit, Generation, answer, events
 from gateway.metrics import Metrics
 from httpd.errors import HttpError
 from wire import errors
@@ -45,7 +45,7 @@ PATH_TO_FIELDS = {
     "/detokenize": fields.DETOKENIZE,
 }
 
-Handler = Callable[["Request"], Awaitable["bytes | Events"]]
+Handler = Callable[["Request"], Awaitable["bytes | Pieces | Events"]]
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Gateway:
         self._num_reading_bytes = 0
         self._parsing = asyncio.Lock()
         self._model: Model | None = None
-        self.echo_limit = EchoLimit()
+        self.entry_limit = EntryLimit()
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._list_models),
             "/v1/completions": ("POST", partial(self._generate, CompletionsDialect)),
@@ -142,13 +142,13 @@ class Gateway:
         if self._num_reading_bytes > MAX_READING_BYTES:
             raise Overloaded(reached(MAX_READING_BYTES, "bytes of bodies may be on their way"))
 
-    async def _chat(self, request: Request) -> "bytes | Events":
+    async def _chat(self, request: Request) -> "bytes | Pieces | Events":
         """Asks for the model's format of tool calls where a request has tools."""
         has_tools = bool(request.body.get("tools"))
         tool_format = (await self._served_model(self._client(request))).tool_format if has_tools else ""
         return await self._generate(partial(ChatDialect, tool_format), request)
 
-    async def _generate(self, make_dialect: Callable[[], Dialect], request: Request) -> "bytes | Events":
+    async def _generate(self, make_dialect: Callable[[], Dialect], request: Request) -> "bytes | Pieces | Events":
         client, dialect = self._client(request), make_dialect()
         taken = fields.take(request.body, dialect.fields)
         prompts = dialect.take_prompts(taken)
@@ -157,10 +157,11 @@ class Gateway:
             raise InvalidRequest("stream_options", "wants stream to be true")
         model = taken.get("model") or (await self._served_model(client)).name
         generation = Generation(request.id, model, prompts, cast(Options, taken), bool(usage))
-        if not is_streamed:
-            async with self.echo_limit.taken(generation.num_echoed):
-                return await answer(generation, dialect, client)
-        return events(generation, dialect, client)
+        generation.require_bounded()
+        if is_streamed:
+            return events(generation, dialect, client)
+        await request.held.enter_async_context(self.entry_limit.taken(generation.num_entries))
+        return await answer(generation, dialect, client)
 
     async def _tokenize(self, request: Request) -> bytes:
         client, taken = self._client(request), fields.take(request.body, fields.TOKENIZE)
@@ -224,13 +225,14 @@ class Gateway:
 
 
 async def _answer(handler: Handler, request: Request, reply: Reply) -> None:
-    answered = await handler(request)
-    if isinstance(answered, bytes):
-        await reply.whole(answered)
-        return
-    async with aclosing(answered):
-        first = await anext(answered)  # what fails before it is answered with a status
-        await reply.stream(first, answered)
+    async with request.held:
+        answered = await handler(request)
+        if isinstance(answered, bytes | list):
+            await reply.whole([answered] if isinstance(answered, bytes) else answered)
+            return
+        async with aclosing(answered):
+            first = await anext(answered)  # what fails before it is answered with a status
+            await reply.stream(first, answered)
 
 
 async def _answer_until_gone(request: Request, answering: Coroutine[Any, Any, None]) -> None:

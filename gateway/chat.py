@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from string import ascii_letters, digits
 from typing import Any
 
-from baton import Chunk, Completion
+from baton import Chunk
 from baton.results import Choice, TokenLogprobs
 from gateway import fields
 from gateway.generation import Dialect
@@ -54,33 +54,29 @@ class ChatDialect(Dialect):
         self._take_tools(taken)
         return [taken.pop("messages")]
 
-    def choice(self, completion: Completion, index: int, number: int) -> dict[str, Any]:
-        choice = completion.choices[index]
+    def logprobs(self, chunk: Chunk, numbers: Sequence[int]) -> dict[str, list[Any]] | None:
+        return {"content": _logprobs(chunk.logprobs)} if chunk.logprobs else None
+
+    def choice(self, choice: Choice, text: str, number: int) -> dict[str, Any]:
         told = self._calls_of(number)
-        first, last = told.feed(choice.text), told.end()
+        first, last = told.feed(text), told.end()
         message = {"role": "assistant", "content": first["content"] + last, "refusal": None}
         if "tool_calls" in first:
             calls = [{name: one for name, one in call.items() if name != "index"} for call in first["tool_calls"]]
             message |= {"content": message["content"] or None, "tool_calls": calls}
-        return {
-            "index": number,
-            "message": message,
-            "logprobs": {"content": _logprobs(choice.logprobs)} if choice.logprobs else None,
-            "finish_reason": told.reason_of(choice),
-        }
+        return {"index": number, "message": message, "finish_reason": told.reason_of(choice)}
 
-    def event(self, chunk: Chunk, number: int) -> str:
+    def event(self, text: str, number: int, logprobs: str) -> str:
         role = "" if number in self._begun else '"role":"assistant",'
         self._begun.add(number)
-        logprobs = json.dumps({"content": _logprobs(chunk.logprobs)}) if chunk.logprobs else "null"
-        gained = self._calls_of(number).feed(chunk.text) if self._tool_names else {"content": chunk.text}
+        gained = self._calls_of(number).feed(text) if self._tool_names else {"content": text}
         delta = f"{{{role}{json.dumps(gained)[1:]}"
         return f'{{"index":{number},"delta":{delta},"logprobs":{logprobs},"finish_reason":null}}'
 
-    def last_event(self, completion: Completion, index: int, number: int) -> str:
+    def last_event(self, choice: Choice, number: int) -> str:
         calls = self._calls_of(number)
         rest = calls.end()
-        delta, reason = {"content": rest} if rest else {}, calls.reason_of(completion.choices[index])
+        delta, reason = {"content": rest} if rest else {}, calls.reason_of(choice)
         return json.dumps({"index": number, "delta": delta, "logprobs": None, "finish_reason": reason})
 
     def _take_tools(self, taken: dict[str, Any]) -> None:

@@ -6,8 +6,8 @@ from itertools import accumulate
 from math import isnan
 from typing import Any
 
-from baton import Chunk, Completion
-from baton.results import TokenLogprobs
+from baton import Chunk
+from baton.results import Choice, TokenLogprobs
 from gateway import fields
 from gateway.generation import Dialect
 from wire.errors import InvalidRequest
@@ -46,49 +46,35 @@ class CompletionsDialect(Dialect):
             taken["prompt_logprobs"] = num_top
         return given
 
-    def choice(self, completion: Completion, index: int, number: int) -> dict[str, Any]:
-        choice, prompt = completion.choices[index], completion.prompt
-        logprobs = [one for part in prompt for one in part.logprobs] if self._has_logprobs else []
-        logprobs += choice.logprobs
+    def logprobs(self, chunk: Chunk, numbers: Sequence[int]) -> dict[str, list[Any]] | None:
+        """Describes tokens in lists beside one another. The first token of an echoed prompt has null twice."""
+        if not (chunk.logprobs and self._has_logprobs):
+            return None
+        texts = [_spell(one.token) for one in chunk.logprobs]
+        offsets = list(accumulate(map(len, texts), initial=self._lens.get(numbers[0], 0)))
+        self._lens |= dict.fromkeys(numbers, offsets.pop())
         return {
-            "index": number,
-            "text": "".join(part.text for part in prompt) + choice.text,
-            "logprobs": _logprobs(logprobs, 0) if logprobs else None,
-            "finish_reason": choice.finish_reason and choice.finish_reason.value,
+            "tokens": texts,
+            "token_logprobs": [None if isnan(one.chosen) else one.chosen for one in chunk.logprobs],
+            "top_logprobs": [_likeliest(one, text) for one, text in zip(chunk.logprobs, texts, strict=True)],
+            "text_offset": offsets,
         }
 
-    def event(self, chunk: Chunk, number: int) -> str:
-        logprobs = "null"
-        if chunk.logprobs and self._has_logprobs:
-            logprobs = json.dumps(_logprobs(chunk.logprobs, self._lens.get(number, 0)))
-            self._lens[number] = self._lens.get(number, 0) + sum(len(_spell(one.token)) for one in chunk.logprobs)
-        return f'{{"index":{number},"text":{json.dumps(chunk.text)},"logprobs":{logprobs},"finish_reason":null}}'
+    def choice(self, choice: Choice, text: str, number: int) -> dict[str, Any]:
+        return {"index": number, "text": text, "finish_reason": choice.finish_reason and choice.finish_reason.value}
 
-    def last_event(self, completion: Completion, index: int, number: int) -> str:
-        reason = completion.choices[index].finish_reason
-        told = {"index": number, "text": "", "logprobs": None, "finish_reason": reason and reason.value}
-        return json.dumps(told)
+    def event(self, text: str, number: int, logprobs: str) -> str:
+        return f'{{"index":{number},"text":{json.dumps(text)},"logprobs":{logprobs},"finish_reason":null}}'
+
+    def last_event(self, choice: Choice, number: int) -> str:
+        return json.dumps({**self.choice(choice, "", number), "logprobs": None})
 
 
-def _logprobs(logprobs: Sequence[TokenLogprobs], start: int) -> dict[str, Any]:
-    """Describes tokens in lists beside one another. start: characters before the first of them.
-
-    The first token of an echoed prompt has null for both.
-    """
-    texts = [_spell(one.token) for one in logprobs]
-    offsets = list(accumulate(map(len, texts), initial=start))[:-1]
-    likeliest = [
-        {_spell(name): value for name, (_, value) in zip(one.top_tokens, one.top, strict=True)} | {text: one.chosen}
-        if not isnan(one.chosen)
-        else None
-        for one, text in zip(logprobs, texts, strict=True)
-    ]
-    return {
-        "tokens": texts,
-        "token_logprobs": [None if isnan(one.chosen) else one.chosen for one in logprobs],
-        "top_logprobs": likeliest,
-        "text_offset": offsets,
-    }
+def _likeliest(told: TokenLogprobs, text: str) -> dict[str, float] | None:
+    if isnan(told.chosen):
+        return None
+    top = {_spell(name): value for name, (_, value) in zip(told.top_tokens, told.top, strict=True)}
+    return top | {text: told.chosen}
 
 
 def _spell(token: bytes) -> str:

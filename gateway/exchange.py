@@ -3,7 +3,8 @@
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping, Sequence
+from contextlib import AsyncExitStack
 from http import HTTPStatus
 from typing import Any
 
@@ -18,12 +19,16 @@ MAX_COMMAS = 1 << 18
 """In a body: what has more is longer than contexts are, and would keep the event loop for as long as it is parsed."""
 MAX_BODY_S = 10.0
 """How long a body may take to come."""
+SENT_BYTES = 64 << 10
+"""Of an answer at a time, about: other streams go on before the next."""
 _JSON = re.compile(r"application/json\s*(;.*)?", re.IGNORECASE)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Events = AsyncGenerator[bytes, None]
+Pieces = list[bytes]
+"""A whole answer, of which one text of JSON may be several pieces."""
 
 
 class ClientGone(Cancelled):
@@ -31,7 +36,7 @@ class ClientGone(Cancelled):
 
 
 class Request:
-    """A request: its head, and its body once it is asked for."""
+    """A request: its head, and its body once it is asked for. held: places in limits, until the answer is sent."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.method: str = scope["method"]
@@ -45,6 +50,7 @@ class Request:
         self.num_bytes = 0
         self.body: dict[str, Any] = {}
         self._body = b""
+        self.held = AsyncExitStack()
 
     def header(self, name: str) -> str | None:
         """Returns the first header of that name."""
@@ -120,9 +126,9 @@ class Reply:
         self._request = request
         self._send = send
 
-    async def whole(self, body: bytes) -> None:
+    async def whole(self, pieces: Pieces) -> None:
         kind = b"text/plain; version=0.0.4" if self._request.path == "/metrics" else b"application/json"
-        await self._put(HTTPStatus.OK, kind, body)
+        await self._put(HTTPStatus.OK, kind, pieces)
 
     async def stream(self, first: bytes, pieces: Events) -> None:
         """Sends events. A failure among them is the last one, and the connection is closed without an end."""
@@ -147,13 +153,29 @@ class Reply:
             more = headers(error)
             if not self._request.is_read:
                 more.append((b"connection", b"close"))
-            await self._put(error.status.http, b"application/json", envelope(error), more)
+            await self._put(error.status.http, b"application/json", [envelope(error)], more)
 
-    async def _put(self, status: int, kind: bytes, body: bytes, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        await self._begin(status, [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more])
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+    async def _put(self, status: int, kind: bytes, pieces: Pieces, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        num_bytes = sum(map(len, pieces))
+        await self._begin(status, [(b"content-type", kind), (b"content-length", b"%d" % num_bytes), *more])
+        for body in _joined(pieces):
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            await asyncio.sleep(0)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _begin(self, status: int, told: list[tuple[bytes, bytes]]) -> None:
         self.status = int(status)
         told.append((b"x-request-id", self._request.id.encode()))
         await self._send({"type": "http.response.start", "status": self.status, "headers": told})
+
+
+def _joined(pieces: Pieces) -> Iterator[bytes]:
+    """Joins pieces, up to the first that makes SENT_BYTES."""
+    joined, num_bytes = Pieces(), 0
+    for piece in pieces:
+        joined.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= SENT_BYTES:
+            yield b"".join(joined)
+            joined, num_bytes = Pieces(), 0
+    yield b"".join(joined)

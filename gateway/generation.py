@@ -4,21 +4,23 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from baton import AsyncClient, Chunk, Completion
 from baton.client import AsyncStream
 from baton.request import Options, Prompt
+from baton.results import Choice, TokenLogprobs
 from gateway.fields import Read
-from wire.errors import Overloaded, reached
-from wire.sampling import MAX_TOLD_PROMPT_LEN
+from wire.errors import InvalidRequest, Overloaded, reached
+from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN
 
-MAX_ECHOED_TOKENS = 16 * MAX_TOLD_PROMPT_LEN
-"""Of prompts whose log-probabilities are in whole answers at a time; each may take a kilobyte."""
+MAX_ENTRIES = 1 << 22
+"""Of an answer, and of whole answers at a time: echoed tokens, and log-probabilities of tokens and of likeliest ones."""
+MAX_SLICE_ENTRIES = 512
+"""Of an answer, made at a time: other streams go on between two slices."""
 MAX_WAITING = 64
 """Requests that wait for room; each may have as many bytes as a message."""
 MAX_ID_START = 40
@@ -39,13 +41,16 @@ class Dialect(Protocol):
     def take_prompts(self, taken: dict[str, Any]) -> list[Any]:
         """Takes the prompts out of the fields, and gives the rest the router's names. Raises InvalidRequest."""
 
-    def choice(self, completion: Completion, index: int, number: int) -> dict[str, Any]:
-        """Describes choice `index` of a completion, under its number in the answer."""
+    def logprobs(self, chunk: Chunk, numbers: Sequence[int]) -> dict[str, list[Any]] | None:
+        """Describes the log-probabilities of a chunk, the next one of each choice of these numbers, in lists."""
 
-    def event(self, chunk: Chunk, number: int) -> str:
-        """Writes the gain of a choice, or a part of its prompt."""
+    def choice(self, choice: Choice, text: str, number: int) -> dict[str, Any]:
+        """Describes a choice with its text, but for log-probabilities, under its number in the answer."""
 
-    def last_event(self, completion: Completion, index: int, number: int) -> str:
+    def event(self, text: str, number: int, logprobs: str) -> str:
+        """Writes the gain of a choice, or a part of its prompt. logprobs: in JSON."""
+
+    def last_event(self, choice: Choice, number: int) -> str:
         """Writes how a choice ended."""
 
 
@@ -64,12 +69,25 @@ class Generation:
         return [client.stream(prompt, **self._options(index)) for index, prompt in enumerate(self.prompts)]
 
     @property
-    def num_echoed(self) -> int:
-        """Tokens of prompts, at most, whose log-probabilities the answer has."""
-        if "prompt_logprobs" not in self.options:
-            return 0
-        lens = (len(prompt.encode(errors="replace") if isinstance(prompt, str) else prompt) for prompt in self.prompts)
-        return self.num_choices * sum(min(length, MAX_TOLD_PROMPT_LEN) for length in lens)
+    def num_entries(self) -> int:
+        """Entries of the answer, at most. A prompt that is a text counts by its bytes."""
+        num_told = 0
+        if self.options.get("echo"):
+            lens = (len(one.encode(errors="replace") if isinstance(one, str) else one) for one in self.prompts)
+            num_told = sum(min(length, MAX_TOLD_PROMPT_LEN) for length in lens)
+        num_entries = num_told * (1 + self.options.get("prompt_logprobs", 0))
+        if "logprobs" in self.options:
+            num_tokens = len(self.prompts) * self.options.get("max_tokens", DEFAULT_MAX_TOKENS)
+            num_entries += num_tokens * (1 + self.options["logprobs"])
+        return self.num_choices * num_entries
+
+    def require_bounded(self) -> None:
+        """Raises InvalidRequest if the answer may have more than MAX_ENTRIES."""
+        if self.num_entries > MAX_ENTRIES:
+            told = (
+                f"the answer may have {self.num_entries} entries (n x tokens x likeliest ones); at most {MAX_ENTRIES}"
+            )
+            raise InvalidRequest("logprobs" if "logprobs" in self.options else "echo", told)
 
     @property
     def num_choices(self) -> int:
@@ -82,67 +100,80 @@ class Generation:
         return {**self.options, "request_id": name}
 
 
-class EchoLimit:
-    """A bound on the tokens told of prompts in whole answers: requests beyond it wait, the first come first."""
+class EntryLimit:
+    """A bound on the entries of whole answers at a time: requests beyond it wait, the first come first.
+
+    num_entries: of the answers under way.
+    """
 
     def __init__(self) -> None:
-        self._num_echoed = 0
+        self.num_entries = 0
         self._num_waiting = 0
         self._turn = asyncio.Lock()
         self._has_left = asyncio.Event()
 
     @asynccontextmanager
-    async def taken(self, num_echoed: int) -> AsyncIterator[None]:
+    async def taken(self, num_entries: int) -> AsyncIterator[None]:
         """Waits for room, for all of it where a request wants more than there is.
 
         Raises Overloaded after MAX_TURN_S, and at once if MAX_WAITING others wait.
         """
-        if num_echoed == 0:
+        if num_entries == 0:
             yield
             return
-        num_echoed = min(num_echoed, MAX_ECHOED_TOKENS)
-        await self._take(num_echoed)
+        num_entries = min(num_entries, MAX_ENTRIES)
+        await self._take(num_entries)
         try:
             yield
         finally:
-            self._num_echoed -= num_echoed
+            self.num_entries -= num_entries
             self._has_left.set()
 
-    async def _take(self, num_echoed: int) -> None:
+    async def _take(self, num_entries: int) -> None:
         if self._num_waiting >= MAX_WAITING:
-            raise Overloaded(reached(MAX_WAITING, "requests wait to echo their prompts"), TURN_AGAIN_S)
+            raise Overloaded(reached(MAX_WAITING, "answers with log-probabilities or echoes wait"), TURN_AGAIN_S)
         self._num_waiting += 1
         try:
             async with asyncio.timeout(MAX_TURN_S), self._turn:
-                while self._num_echoed + num_echoed > MAX_ECHOED_TOKENS:
+                while self.num_entries + num_entries > MAX_ENTRIES:
                     self._has_left.clear()
                     await self._has_left.wait()
-                self._num_echoed += num_echoed
+                self.num_entries += num_entries
         except TimeoutError as error:
-            raise Overloaded(
-                reached(MAX_ECHOED_TOKENS, "tokens of prompts may be echoed at a time"), TURN_AGAIN_S
-            ) from error
+            raise Overloaded(reached(MAX_ENTRIES, "entries may be in answers at a time"), TURN_AGAIN_S) from error
         finally:
             self._num_waiting -= 1
 
 
-async def answer(generation: Generation, dialect: Dialect, client: AsyncClient) -> bytes:
-    """Returns the whole answer. Raises BatonError; a prompt that fails ends the others."""
+@dataclass
+class ChoiceJson:
+    """A choice of a whole answer in the making: its text, and its log-probabilities as JSON, of as many lists."""
+
+    text: list[str] = field(default_factory=list)
+    lists: dict[str, list[bytes]] = field(default_factory=dict)
+
+    def pieces(self, described: dict[str, Any]) -> list[bytes]:
+        """Joins a description and the log-probabilities."""
+        pieces = [json.dumps(described)[:-1].encode(), b', "logprobs": ', b"{" if self.lists else b"null"]
+        for place, (name, items) in enumerate(self.lists.items()):
+            pieces += [b', "%b": [' % name.encode() if place else b'"%b": [' % name.encode(), *items, b"]"]
+        return [*pieces, b"}}" if self.lists else b"}"]
+
+
+async def answer(generation: Generation, dialect: Dialect, client: AsyncClient) -> list[bytes]:
+    """Returns the whole answer in pieces. Raises BatonError; a prompt that fails ends the others."""
+    drafts = [ChoiceJson() for _ in range(len(generation.prompts) * generation.num_choices)]
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
-        async with aclosing(_gained(streams)) as gained:
-            async for _ in gained:
-                pass
-    completions = [stream.completion for stream in streams]
-    body = _head(generation, dialect, dialect.object_name) | {
-        "choices": [
-            dialect.choice(completion, choice.index, place * generation.num_choices + choice.index)
-            for place, completion in enumerate(completions)
-            for choice in completion.choices
-        ],
-        "usage": usage_of(completions),
-    }
-    return json.dumps(body).encode()
+        slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
+        async for numbers, chunk in slices:
+            _add(chunk.text, dialect.logprobs(chunk, numbers), [drafts[number] for number in numbers])
+    pieces = [json.dumps(_head(generation, dialect, dialect.object_name))[:-1].encode(), b', "choices": [']
+    for number, choice in enumerate(_choices(streams)):
+        described = dialect.choice(choice, "".join(drafts[number].text), number)
+        pieces += [b", " if number else b"", *drafts[number].pieces(described)]
+    usage = json.dumps(usage_of([stream.completion for stream in streams]))
+    return [*pieces, b'], "usage": ', usage.encode(), b"}"]
 
 
 async def events(generation: Generation, dialect: Dialect, client: AsyncClient) -> AsyncGenerator[bytes, None]:
@@ -152,24 +183,17 @@ async def events(generation: Generation, dialect: Dialect, client: AsyncClient) 
     start = b"data: " + head + b',"choices":['
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
-        gained = await stack.enter_async_context(aclosing(_gained(streams)))
-        echoed: set[int] = set()
-        async for place, chunk in gained:
-            if place not in echoed:
-                echoed.add(place)
-                for part, index in product(streams[place].prompt, range(generation.num_choices)):
-                    number = place * generation.num_choices + index
-                    yield start + dialect.event(part, number).encode() + tail
-            number = place * generation.num_choices + chunk.index
-            yield start + dialect.event(chunk, number).encode() + tail
-    completions = [stream.completion for stream in streams]
-    ends = []
-    for place, completion in enumerate(completions):
-        for choice in completion.choices:
-            number = place * generation.num_choices + choice.index
-            ends.append(start + dialect.last_event(completion, choice.index, number).encode() + tail)
+        slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
+        async for numbers, chunk in slices:
+            logprobs = json.dumps(dialect.logprobs(chunk, numbers)) if chunk.logprobs else "null"
+            for number in numbers:
+                yield start + dialect.event(chunk.text, number, logprobs).encode() + tail
+    ends = [
+        start + dialect.last_event(choice, number).encode() + tail for number, choice in enumerate(_choices(streams))
+    ]
     if generation.usage:
-        ends.append(start + b'],"usage":' + json.dumps(usage_of(completions)).encode() + b"}\n\n")
+        usage = json.dumps(usage_of([stream.completion for stream in streams]))
+        ends.append(start + b'],"usage":' + usage.encode() + b"}\n\n")
     yield b"".join((*ends, DONE))
 
 
@@ -192,6 +216,63 @@ def _head(generation: Generation, dialect: Dialect, name: str) -> dict[str, Any]
         "created": int(time.time()),
         "model": generation.model,
     }
+
+
+def _choices(streams: Sequence[AsyncStream]) -> Iterator[Choice]:
+    return (choice for stream in streams for choice in stream.completion.choices)
+
+
+def _add(text: str, logprobs: dict[str, list[Any]] | None, drafts: Sequence[ChoiceJson]) -> None:
+    """Adds a gain to choices that share it; all of them have one text of its JSON."""
+    items = {name: json.dumps(values)[1:-1].encode() for name, values in (logprobs or {}).items()}
+    for draft in drafts:
+        draft.text.append(text)
+        for name, item in items.items():
+            known = draft.lists.setdefault(name, [])
+            known += [b", ", item] if known else [item]
+
+
+async def _slices(
+    generation: Generation, streams: Sequence[AsyncStream]
+) -> AsyncGenerator[tuple[Sequence[int], Chunk], None]:
+    """Yields chunks in slices, each with the numbers of the choices whose gain it is: all of a prompt's at its parts.
+
+    The streams forget what came. Raises BatonError.
+    """
+    num_choices, untold = generation.num_choices, set(range(len(streams)))
+    async with aclosing(_gained(streams)) as gained:
+        async for place, chunk in gained:
+            first = place * num_choices
+            if place in untold:
+                untold.remove(place)
+                async for part in _cut(streams[place].prompt):
+                    yield range(first, first + num_choices), part
+            streams[place].forget()
+            async for part in _cut((chunk,)):
+                yield (first + chunk.index,), part
+    for place in untold:  # a stop string left nothing of these answers
+        async for part in _cut(streams[place].prompt):
+            yield range(place * num_choices, (place + 1) * num_choices), part
+
+
+async def _cut(chunks: Iterable[Chunk]) -> AsyncGenerator[Chunk, None]:
+    """Yields chunks in slices of MAX_SLICE_ENTRIES, or of a token; the first slice of a chunk has its text."""
+    num_made = 0
+    for chunk in chunks:
+        num_entries = 1 + len(chunk.logprobs[-1].top) if chunk.logprobs else 1
+        num_tokens = max(1, MAX_SLICE_ENTRIES // num_entries)
+        for start in range(0, max(1, len(chunk.logprobs)), num_tokens):
+            if num_made >= MAX_SLICE_ENTRIES:
+                num_made = 0
+                await asyncio.sleep(0)
+            logprobs = chunk.logprobs[start : start + num_tokens]
+            num_made += num_entries * len(logprobs)
+            yield chunk if len(logprobs) == len(chunk.logprobs) else _slice(chunk, start, logprobs)
+
+
+def _slice(chunk: Chunk, start: int, logprobs: tuple[TokenLogprobs, ...]) -> Chunk:
+    token_ids = chunk.token_ids[start : start + len(logprobs)]
+    return replace(chunk, text="" if start else chunk.text, token_ids=token_ids, logprobs=logprobs)
 
 
 async def _gained(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, Chunk], None]:

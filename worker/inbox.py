@@ -54,6 +54,14 @@ class Withdraw:
 
 
 @dataclass(frozen=True)
+class EndChoice:
+    """The command to end a choice of a call's attempt, if it has not ended."""
+
+    call: Call
+    index: int
+
+
+@dataclass(frozen=True)
 class Ask:
     """The command to look at the engine between two steps."""
 
@@ -73,7 +81,7 @@ class Ask:
             self.answer.set_exception(error)
 
 
-Command = Begin | Withdraw | Ask
+Command = Begin | Withdraw | EndChoice | Ask
 
 
 class Inbox:

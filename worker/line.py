@@ -34,6 +34,8 @@ class Orders(Protocol):
 
     def abort(self, line: "WorkerLine", attempt: AttemptId) -> None: ...
 
+    def end_choice(self, line: "WorkerLine", attempt: AttemptId, index: int) -> None: ...
+
     def renew(self, line: "WorkerLine", attempts: list[AttemptId]) -> None: ...
 
     def release(self, attempts: list[AttemptId]) -> None: ...
@@ -82,11 +84,13 @@ class WorkerLine:
         self._changed = asyncio.Event()
 
     def take(self, request: worker_pb2.ConnectRequest) -> None:
-        """Carries out orders, in the order of their fields; errors go back on the line. Does nothing after the end."""
+        """Carries out orders, ends first, then in the order of their fields; errors go back on the line. Does nothing after the end."""
         if self._is_closed:
             return
         for message in request.aborts:
             self._abort(attempt_of(message))
+        for ended in request.ended_choices:
+            self._orders.end_choice(self, attempt_of(ended.attempt), ended.index)
         if request.renewals:
             self._orders.renew(self, [attempt_of(message) for message in request.renewals])
         if request.releases:

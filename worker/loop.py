@@ -11,10 +11,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from engine.core import EngineCore
-from engine.events import Abandoned, Event, Failed, StepOutput
+from engine.events import Abandoned, Event, Failed, Finished, StepOutput
 from wire.errors import BatonError, Unavailable
 from wire.ids import RequestId
-from worker.inbox import Ask, Begin, Call, Command, Inbox, Withdraw
+from wire.sampling import FinishReason
+from worker.inbox import Ask, Begin, Call, Command, EndChoice, Inbox, Withdraw
 from worker.job import Job
 from worker.update import NOTHING_NEW, ChoiceTokens, End, Update
 
@@ -36,7 +37,7 @@ class Deliveries:
 
 
 class WorkerLoop:
-    """The driver of an engine. Any thread may use `begin`, `withdraw` and `ask`, which do not block.
+    """The driver of an engine. Any thread may use `begin`, `withdraw`, `end_choice` and `ask`, which do not block.
 
     A request that the engine fails ends alone. A step that fails ends all attempts with Unavailable, so that the router
     tries elsewhere, and the loop goes on if the engine's books are in order.
@@ -100,6 +101,10 @@ class WorkerLoop:
         """Ends an attempt before the next step. Does nothing if it has ended."""
         self._inbox.put(Withdraw(call, error))
 
+    def end_choice(self, call: Call, index: int) -> None:
+        """Ends a choice of an attempt before the next step, as a stop token does. Does nothing if it has ended."""
+        self._inbox.put(EndChoice(call, index))
+
     def ask(self, question: Callable[[EngineCore], list[str]]) -> Future[list[str]]:
         """Puts a question to the engine between two steps. Raises Unavailable if the loop has ended."""
         answer: Future[list[str]] = Future()
@@ -157,6 +162,10 @@ class WorkerLoop:
                 if begun is not None and begun.call is call:
                     self._engine.abort(call.name)
                     self._note(begun, begun.job.withdraw(error))
+            case EndChoice(call, index):
+                begun = self._begun.get(call.name)
+                if begun is not None and begun.call is call and self._engine.end(call.name, index):
+                    self._tell(Finished(call.name, index, FinishReason.STOP), self._clock())
             case Ask():
                 command.put_to(self._engine)
 

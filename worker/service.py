@@ -130,6 +130,12 @@ class WorkerService:
         if call is not None and call.id == attempt and call.line is line:
             self._end(call, Cancelled("the router has aborted it", request_id=attempt.request_id))
 
+    def end_choice(self, line: WorkerLine, attempt: AttemptId, index: int) -> None:
+        """Ends a choice of an attempt of this line. Does nothing if there is none."""
+        call = self._call_of(attempt.request_id)
+        if call is not None and call.id == attempt and call.line is line:
+            self._loop.end_choice(call, index)
+
     def renew(self, line: WorkerLine, attempts: list[AttemptId]) -> None:
         """Lets the holds of these attempts live on; the line hears of holds that have ended."""
         by_name = {attempt.name: attempt for attempt in attempts}

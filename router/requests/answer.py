@@ -132,6 +132,7 @@ class Answer:
 
     def __init__(self, sampling: SamplingParams, codec: TextCodec, shown: Sequence[str] = ()) -> None:
         self.num_tokens = 0
+        self._stopped: list[int] = []
         self._num_unfinished = sampling.n
         decoding = codec.spelling(shown) if shown else codec
         settings = sampling.stop, sampling.min_tokens, sampling.include_stop_str_in_output
@@ -148,6 +149,11 @@ class Answer:
     def worker_goes_on(self) -> bool:
         """Whether all choices have ended, one by a stop string: its worker does not know, and must be told to abort."""
         return self.has_ended and any(finish.HasField("stop_string") for finish in self.finishes)
+
+    def take_stopped(self) -> list[int]:
+        """Hands over the choices that ended without their worker's knowledge since the last call."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
 
     @property
     def unfinished(self) -> list[worker_pb2.ChoiceSoFar]:
@@ -167,7 +173,10 @@ class Answer:
             choice = self._choices[tokens.index]
             was_unfinished = choice.finish is None
             chunk = choice.accept(tokens)
-            self._num_unfinished -= was_unfinished and choice.finish is not None
+            if was_unfinished and choice.finish is not None:
+                self._num_unfinished -= 1
+                if tokens.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
+                    self._stopped.append(tokens.index)
             if chunk is not None:
                 self.num_tokens += len(chunk.token_ids)
                 yield chunk

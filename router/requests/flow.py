@@ -241,7 +241,7 @@ class Flow:
         spans: list[pb.Span] = []
         call = self.timeline.sent(name, member.id, self._loop.time())
         try:
-            await member.line.run(self._begin(member), self._take(on_prompt, spans))
+            await member.line.run(self._begin(member), self._take(on_prompt, spans, member.line.end_choices))
         except (Unavailable, Cancelled) as error:
             is_leaving = isinstance(error, Unavailable) and member.state is WorkerState.DRAINING
             self._services.mark_lost(member.id)
@@ -276,7 +276,9 @@ class Flow:
             kv_policy=str(self._order.valid.dropping or ""),
         )
 
-    def _take(self, on_prompt: Callable[[], None], spans: list[pb.Span]) -> Take:
+    def _take(
+        self, on_prompt: Callable[[], None], spans: list[pb.Span], end_choices: Callable[[AttemptId, list[int]], None]
+    ) -> Take:
         """Makes the function that takes the updates of an attempt. It runs on the line's task and never waits."""
 
         def take(update: worker_pb2.Update) -> bool:
@@ -295,6 +297,9 @@ class Flow:
             if self._is_alone and not self._attempts.is_in_vain(self.answer.num_tokens):
                 self._services.suspects.clear(self._order.name)
             spans.extend(update.end.spans)
+            stopped = self.answer.take_stopped()
+            if stopped and not (update.HasField("end") or self.answer.worker_goes_on):
+                end_choices(self._attempt_id, stopped)
             return not self.answer.worker_goes_on
 
         return take

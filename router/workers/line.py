@@ -1,6 +1,6 @@
 """The router's end of the line to one worker: orders of all requests go out, and updates come in, each to its attempt.
 
-    begin, abort, renew, release, ask ─▶ Outgoing ─▶ Transport ─▶ worker
+    begin, abort, end_choices, renew, release, ask ─▶ Outgoing ─▶ Transport ─▶ worker
     _Attempt.take(update) ◀─ Line._deliver ◀────────  Transport ◀─ one message per step of the engine
 
 A line ends once. Whatever was under way on it then fails with Unavailable; a new line is made for what follows.
@@ -8,7 +8,7 @@ A line ends once. Whatever was under way on it then fails with Unavailable; a ne
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any, Protocol
 
@@ -62,6 +62,11 @@ class Outgoing:
             self._short.aborts.append(attempt_to_pb(attempt))
         if self._pieces and attempt_of(self._pieces[0].id) == attempt:
             self._pieces.clear()
+        self._changed.set()
+
+    def end_choices(self, attempt: AttemptId, indices: Iterable[int]) -> None:
+        ended = (worker_pb2.ChoiceId(attempt=attempt_to_pb(attempt), index=index) for index in indices)
+        self._short.ended_choices.extend(ended)
         self._changed.set()
 
     def renew(self, attempts: Sequence[AttemptId]) -> None:
@@ -153,6 +158,10 @@ class Line:
     async def status(self, check: bool, timeout_s: float) -> worker_pb2.WorkerStatus:
         """Asks for the worker's status, with `check` for the faults of its books. Raises as `info` does."""
         return (await self._ask(worker_pb2.Ask(status=worker_pb2.GetStatus(check=check)), timeout_s)).status
+
+    def end_choices(self, attempt: AttemptId, indices: Iterable[int]) -> None:
+        """Ends choices of an attempt that is under way; the worker goes on with the others."""
+        self._outgoing.end_choices(attempt, indices)
 
     def renew(self, attempts: Sequence[AttemptId]) -> None:
         """Lets the holds of these attempts live on."""

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from engine.schedule.batcher import Candidate, Gate, Pages, Plan
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
-from tests.pair import ROOT, Node, drive, make_core, request, serve
+from tests.pair import ROOT, Node, drive, gained, make_core, request, serve
 from wire.errors import InvalidRequest, RequestExists
 from wire.ids import RequestId
 from wire.keys import NameChain
@@ -146,6 +147,27 @@ def test_abort_frees_everything_at_every_step(model: HashModel) -> None:
             core.step()
         core.abort(asked.request_id)
         assert not core.step().is_news
+        assert core.check() == []
+        assert not core.has_requests
+
+
+def test_ending_a_choice_at_every_step_leaves_its_siblings_alone(model: HashModel) -> None:
+    sampling = replace(greedy(20, n=3), temperature=1.0)
+    whole = serve(make_core(model), PROMPT, sampling)
+    for num_steps in range(24):
+        core = make_core(model, batcher=ContinuousBatcher(max_step_tokens=16))
+        asked = request(PROMPT, sampling)
+        core.add(asked)
+        outputs: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for step in range(60):
+            if step == num_steps:
+                core.end(asked.request_id, 0)
+                assert not core.end(asked.request_id, 0)
+                num_left = len(outputs[0])
+            for choice, _, token_id in gained(core.step()):
+                outputs[choice.index].append(token_id)
+        assert len(outputs[0]) == num_left
+        assert [outputs[1], outputs[2]] == [whole.outputs[1], whole.outputs[2]]
         assert core.check() == []
         assert not core.has_requests
 

@@ -1,15 +1,17 @@
 """Completions and chats, whole and streamed, beside what the router itself answers."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
 from baton.request import Message
 from gateway import app as app_module
-from gateway import completions, generation
-from gateway.generation import EchoLimit, Generation
+from gateway import completions, exchange, generation
+from gateway.generation import EntryLimit, Generation
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
 from tests.router.fake_cluster import until
 from wire.errors import Overloaded
@@ -190,16 +192,16 @@ async def test_an_echo_has_bounds(gateway: LocalGateway) -> None:
 
 
 async def test_whole_echoes_with_logprobs_take_turns(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = 3 * len(PROMPT)
-    monkeypatch.setattr(generation, "MAX_ECHOED_TOKENS", bound)
+    bound = 3 * (len(PROMPT) + 2)
+    monkeypatch.setattr(generation, "MAX_ENTRIES", bound)
     under_way: list[int] = []
     sums: list[int] = []
 
-    async def watched(asked: Generation, *parts: Any) -> bytes:
-        under_way.append(asked.num_echoed)
+    async def watched(asked: Generation, *parts: Any) -> list[bytes]:
+        under_way.append(asked.num_entries)
         sums.append(sum(under_way))
         answered = await generation.answer(asked, *parts)
-        under_way.remove(asked.num_echoed)
+        under_way.remove(asked.num_entries)
         return answered
 
     monkeypatch.setattr(app_module, "answer", watched)
@@ -211,31 +213,30 @@ async def test_whole_echoes_with_logprobs_take_turns(gateway: LocalGateway, monk
     assert max(sums) == bound
 
 
-async def test_a_larger_echo_than_fits_is_alone(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_ECHOED_TOKENS", 1)
+async def test_as_large_an_answer_as_may_be_is_alone(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_ENTRIES", len(PROMPT) + 2)
     monkeypatch.setattr(generation, "MAX_TURN_S", 0.01)
     body = {"prompt": PROMPT, "max_tokens": 2, "echo": True, "logprobs": 0}
-    async with gateway.app.echo_limit.taken(1):
-        refused = await gateway.post(COMPLETIONS, body)
-        assert refused.status == 429
-        assert refused.error["message"] == "1 tokens of prompts may be echoed at a time, the limit (fixed)"
-        for other in ({**body, "logprobs": None}, {**body, "echo": False}, {**body, "stream": True}):
+    async with gateway.app.entry_limit.taken(len(PROMPT) + 1):
+        for other in (body, {**body, "logprobs": None}, {**body, "echo": False}):
+            refused = await gateway.post(COMPLETIONS, other)
+            assert refused.status == 429
+            assert refused.error["message"] == "14 entries may be in answers at a time, the limit (fixed)"
+        for other in ({"prompt": PROMPT, "max_tokens": 2}, {**body, "stream": True}):
             assert (await gateway.post(COMPLETIONS, other)).status == 200
-    monkeypatch.undo()
-    monkeypatch.setattr(generation, "MAX_ECHOED_TOKENS", 1)
     assert (await gateway.post(COMPLETIONS, body)).status == 200
 
 
 async def test_an_echo_that_waits_for_room_is_before_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_ECHOED_TOKENS", 3)
-    room, began = EchoLimit(), list[int]()
+    monkeypatch.setattr(generation, "MAX_ENTRIES", 3)
+    room, began = EntryLimit(), list[int]()
 
-    async def take(num_echoed: int) -> None:
-        async with room.taken(num_echoed):
-            began.append(num_echoed)
+    async def take(num_entries: int) -> None:
+        async with room.taken(num_entries):
+            began.append(num_entries)
 
     async with room.taken(2):
-        waiting = [asyncio.create_task(take(num_echoed)) for num_echoed in (3, 2, 1)]
+        waiting = [asyncio.create_task(take(num_entries)) for num_entries in (3, 2, 1)]
         await asyncio.sleep(0)
         waiting[1].cancel()
         await asyncio.wait(waiting[1:2])
@@ -247,9 +248,9 @@ async def test_an_echo_that_waits_for_room_is_before_later_ones(monkeypatch: pyt
 
 
 async def test_so_many_echoes_may_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_ECHOED_TOKENS", 1)
+    monkeypatch.setattr(generation, "MAX_ENTRIES", 1)
     monkeypatch.setattr(generation, "MAX_WAITING", 1)
-    room = EchoLimit()
+    room = EntryLimit()
 
     async def take() -> None:
         async with room.taken(1):
@@ -258,7 +259,7 @@ async def test_so_many_echoes_may_wait_for_room(monkeypatch: pytest.MonkeyPatch)
     async with room.taken(1):
         waiting = asyncio.create_task(take())
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match="1 requests wait to echo their prompts, the limit"):
+        with pytest.raises(Overloaded, match="1 answers with log-probabilities or echoes wait, the limit"):
             await take()
     await waiting
     await take()
@@ -347,3 +348,112 @@ async def test_what_the_router_refuses_before_a_stream_has_a_status(gateway: Loc
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
     answer = await gateway.post(CHAT, {**SAID, "temperature": 3, "stream": True})
     assert (answer.status, answer.error["param"]) == (400, "temperature")
+
+
+def longest_turn(turns: list[int], entries: list[int]) -> int:
+    """Returns the most entries that were made in one turn of the event loop."""
+    by_turn = Counter[int]()
+    for turn, made in zip(turns, entries, strict=True):
+        by_turn[turn] += made
+    return max(by_turn.values())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["a" * 700, "b" * 700], "n": 16, "max_tokens": 1, "echo": True, "logprobs": 5},
+        {"prompt": [PROMPT, "xyz"], "n": 2, "max_tokens": 700, "logprobs": 20},
+    ],
+)
+async def test_entries_are_made_some_at_a_time(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], streamed: bool
+) -> None:
+    for worker in gateway.cluster.workers.values():
+        worker.num_logprobs = body["logprobs"]
+    num_turns, turns, entries, dumps = 0, list[int](), list[int](), json.dumps
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    def counted(value: Any) -> str:
+        turns.append(num_turns)
+        text = dumps(value)
+        entries.append(text.count("-"))  # each number is below zero, and the prompt's letters are not
+        return text
+
+    turning = asyncio.create_task(count_turns())
+    monkeypatch.setattr(json, "dumps", counted)
+    answer = await gateway.post(COMPLETIONS, body | {"stream": streamed, "seed": 1})
+    turning.cancel()
+    assert answer.status == 200
+    assert longest_turn(turns, entries) <= 2 * generation.MAX_SLICE_ENTRIES
+
+
+async def test_a_large_answer_is_written_in_pieces_with_its_length(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "SENT_BYTES", 1000)
+    body = {"prompt": "a" * 700, "n": 4, "max_tokens": 1, "echo": True, "logprobs": 5}
+    sizes: list[int] = []
+    joined = exchange._joined
+
+    def noted(pieces: list[bytes]) -> Iterator[bytes]:
+        for piece in joined(pieces):
+            sizes.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(exchange, "_joined", noted)
+    answer = await gateway.post(COMPLETIONS, body)
+    assert len(sizes) > 4
+    assert sum(sizes) == len(answer.body) == int(answer.headers["content-length"])
+    assert len(answer.json["choices"]) == 4
+
+
+ALIKE = [
+    (COMPLETIONS, {"prompt": [PROMPT, PROMPT], "n": 2, "max_tokens": 1, "echo": True, "logprobs": 1}, 104),
+    (COMPLETIONS, {"prompt": PROMPT, "n": 2, "max_tokens": 1, "echo": True}, 24),
+    (COMPLETIONS, {"prompt": [PROMPT, "xyz"], "n": 3, "max_tokens": 7, "logprobs": 2}, 126),
+    (CHAT, {**SAID, "n": 3, "max_tokens": 7, "logprobs": True, "top_logprobs": 2}, 63),
+    (CHAT, {**SAID, "logprobs": True}, 256),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "num_entries"), ALIKE)
+async def test_entries_of_an_answer_are_bounded_for_all_fields_alike(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], num_entries: int
+) -> None:
+    monkeypatch.setattr(generation, "MAX_ENTRIES", num_entries)
+    for streamed in (False, True):
+        assert (await gateway.post(path, body | {"stream": streamed})).status == 200
+    monkeypatch.setattr(generation, "MAX_ENTRIES", num_entries - 1)
+    for streamed in (False, True):
+        refused = await gateway.post(path, body | {"stream": streamed})
+        assert refused.status == 400
+        assert f"may have {num_entries} entries" in refused.error["message"]
+        assert refused.error["message"].endswith(f"at most {num_entries - 1}")
+
+
+async def test_an_answer_has_its_place_until_it_is_sent(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined, held = exchange._joined, list[int]()
+
+    def noted(pieces: list[bytes]) -> Iterator[bytes]:
+        for piece in joined(pieces):
+            held.append(gateway.app.entry_limit.num_entries)
+            yield piece
+
+    monkeypatch.setattr(exchange, "_joined", noted)
+    assert (await gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "logprobs": 0})).status == 200
+    assert held == [4]
+    assert gateway.app.entry_limit.num_entries == 0
+
+
+async def test_an_echo_is_whole_where_a_stop_string_leaves_nothing_of_its_answer(gateway: LocalGateway) -> None:
+    text = await text_of(gateway, PROMPT, max_tokens=12, seed=1)
+    body = {"prompt": PROMPT, "max_tokens": 12, "seed": 1, "stop": text[:4], "echo": True}
+    [choice] = (await gateway.post(COMPLETIONS, body)).json["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (PROMPT, "stop")
+    assert texts_of(await gateway.post(COMPLETIONS, {**body, "stream": True})) == PROMPT

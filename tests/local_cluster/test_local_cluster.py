@@ -200,3 +200,22 @@ async def test_a_cluster_on_the_folder_and_secret_of_an_earlier_one_finds_all_fu
         writer.stop()
         assert files.status().forged == (0 if mac_key == MAC_KEY else 1)
         files.close()
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_choices_that_a_stop_string_ends_go_on_no_further(num_prefill: int) -> None:
+    sampled: dict[str, Any] = {"temperature": 1.0, "seed": 3, "n": 3, "max_tokens": 900}
+    async with local_cluster(MODEL, num_prefill, 1) as cluster:
+        whole = await cluster.generate(ask(**sampled))
+        before = worker(await at_rest(cluster), "d0").generated_tokens
+        stop = next(
+            text
+            for text in (whole.text[1][at : at + 4] for at in range(8, 40))
+            if text not in whole.text[0] + whole.text[2]
+        )
+        cut = await cluster.generate(ask(stop=[stop], **sampled))
+        num_generated = worker(await at_rest(cluster), "d0").generated_tokens - before
+    assert cut.text[1] == whole.text[1][: whole.text[1].index(stop)]
+    for index in (0, 2):
+        assert cut.token_ids[index] == whole.token_ids[index]
+    assert num_generated < 2 * 900 + 600, "the engine hears of the end long before the other choices end"

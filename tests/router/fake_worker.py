@@ -58,6 +58,7 @@ class FakeWorker:
     decodes: list[worker_pb2.Begin] = field(default_factory=list)
     renewed: list[list[str]] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    ended_choices: list[tuple[AttemptId, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.may_go.set()
@@ -182,6 +183,7 @@ class FakeLine:
         if request.renewals:
             self._worker.renewed.append([one.request_id for one in request.renewals])
         self._worker.released.extend(one.request_id for one in request.releases)
+        self._worker.ended_choices.extend((attempt_of(one.attempt), one.index) for one in request.ended_choices)
         for ask in request.asks:
             task = asyncio.create_task(self._answer(ask))
             self._asked.add(task)

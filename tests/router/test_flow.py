@@ -414,6 +414,19 @@ async def test_an_error_of_the_request_ends_it(stage: Stage) -> None:
     assert stage["d1"].begins == []
 
 
+async def test_a_choice_that_a_stop_string_ends_is_ended_at_its_worker(stage: Stage) -> None:
+    client = stage.open(n=3, stop=["yz"])
+    await stage.begun("p0")
+    stage["p0"].say(tokens("a", 0), tokens("b", 0, index=1), tokens("c", 0, index=2), prompt={}, ends=True)
+    begin = await stage.begun("d0")
+    stage["d0"].say(tokens("yz", 1, index=1), tokens("d", 1, index=2, finish_reason=LENGTH), prompt={"host": 12})
+    await until(lambda: bool(stage["d0"].ended_choices))
+    assert stage["d0"].ended_choices == [(attempt_of(begin.id), 1)]
+    stage["d0"].say(tokens("yz", 1), ends=True)
+    assert [one.stop_string for one in (await client.completed()).choices] == ["yz", "yz", ""]
+    assert stage["d0"].ended_choices == [(attempt_of(begin.id), 1)]
+
+
 async def test_a_stop_string_across_workers_ends_the_attempt_at_the_last(stage: Stage) -> None:
     client = await stage.prefilled(stop=["xyz"])
     stage["d0"].say(tokens("bx", 1))

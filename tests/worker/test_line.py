@@ -42,6 +42,9 @@ class Worker:
     def answer(self, line: WorkerLine, ask: worker_pb2.Ask) -> None:
         self.orders.append(("answer", ask.number))
 
+    def end_choice(self, line: WorkerLine, attempt: AttemptId, index: int) -> None:
+        self.orders.append(("end_choice", (attempt, index)))
+
     def line_ended(self, line: WorkerLine) -> None:
         self.orders.append(("line_ended", line))
 
@@ -177,6 +180,7 @@ def test_orders_of_a_message_are_carried_out_in_order(line: WorkerLine, worker: 
         worker_pb2.ConnectRequest(
             aborts=[attempt_to_pb(A), attempt_to_pb(B)],
             renewals=[attempt_to_pb(A), attempt_to_pb(B)],
+            ended_choices=[worker_pb2.ChoiceId(attempt=attempt_to_pb(A), index=2)],
             releases=[attempt_to_pb(B)],
             asks=[worker_pb2.Ask(number=1), worker_pb2.Ask(number=2)],
             begins=[begin(A)],
@@ -185,6 +189,7 @@ def test_orders_of_a_message_are_carried_out_in_order(line: WorkerLine, worker: 
     assert worker.orders == [
         ("abort", A),
         ("abort", B),
+        ("end_choice", (A, 2)),
         ("renew", [A, B]),
         ("release", [B]),
         ("answer", 1),

@@ -169,6 +169,17 @@ async def test_an_abort_takes_the_attempt_out_of_the_engine(decode: Worker) -> N
     assert (await decode.at_rest()).generated_tokens < 3000
 
 
+async def test_an_attempt_goes_on_with_the_choices_that_are_not_ended(decode: Worker) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=1000, n=2, ignore_eos=True)
+    attempt = decode.caller.begin(begin_of(sampling=sampling, outputs=[[]] * 2))
+    await attempt.first()
+    attempt.end_choice(1)
+    updates = await attempt.end()
+    assert len(tokens_of(updates, 0)) == 1000
+    assert len(tokens_of(updates, 1)) < 1000
+    assert (await decode.at_rest()).generated_tokens < 2000
+
+
 async def test_only_the_line_of_an_attempt_may_abort_it(decode: Worker) -> None:
     decode.model.may_go.clear()
     attempt = decode.caller.begin(begin_of())

@@ -70,6 +70,8 @@ class Attempt:
     """An attempt under way on a line: its updates so far, and its end."""
 
     def __init__(self, line: Line, begin: worker_pb2.Begin) -> None:
+        self._line = line
+        self._id = attempt_of(begin.id)
         self.updates: list[worker_pb2.Update] = []
         self._arrived = asyncio.Event()
         self._running = asyncio.create_task(line.run(begin, self._take))
@@ -88,6 +90,9 @@ class Attempt:
     def abort(self) -> None:
         """Stops listening, of which the worker is told."""
         self._running.cancel()
+
+    def end_choice(self, index: int) -> None:
+        self._line.end_choices(self._id, [index])
 
     def _take(self, update: worker_pb2.Update) -> bool:
         self.updates.append(update)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("aborts", "renewals", "releases", "asks", "begins", "piece", "proof")
+    __slots__ = ("aborts", "renewals", "releases", "asks", "begins", "piece", "proof", "ended_choices")
     ABORTS_FIELD_NUMBER: _ClassVar[int]
     RENEWALS_FIELD_NUMBER: _ClassVar[int]
     RELEASES_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class ConnectRequest(_message.Message):
     BEGINS_FIELD_NUMBER: _ClassVar[int]
     PIECE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    ENDED_CHOICES_FIELD_NUMBER: _ClassVar[int]
     aborts: _containers.RepeatedCompositeFieldContainer[AttemptId]
     renewals: _containers.RepeatedCompositeFieldContainer[AttemptId]
     releases: _containers.RepeatedCompositeFieldContainer[AttemptId]
@@ -23,7 +24,8 @@ class ConnectRequest(_message.Message):
     begins: _containers.RepeatedCompositeFieldContainer[Begin]
     piece: Piece
     proof: bytes
-    def __init__(self, aborts: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., renewals: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    ended_choices: _containers.RepeatedCompositeFieldContainer[ChoiceId]
+    def __init__(self, aborts: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., renewals: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., proof: _Optional[bytes] = ..., ended_choices: _Optional[_Iterable[_Union[ChoiceId, _Mapping]]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("updates", "answers", "ended_holds")
@@ -42,6 +44,14 @@ class AttemptId(_message.Message):
     request_id: str
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class ChoiceId(_message.Message):
+    __slots__ = ("attempt", "index")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    attempt: AttemptId
+    index: int
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses", "computes_all", "public_root", "num_public_blocks", "num_scored", "kv_policy")
