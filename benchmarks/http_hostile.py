@@ -149,10 +149,10 @@ KINDS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
     "keys twice": lambda attacker: attacker.repeat(_body(b'{"prompt": "a", "prompt": "b"}')),
     "4 MB of brackets": lambda attacker: attacker.repeat(_body(b"[" * 4_000_000)),
     "4 MB of numbers": lambda attacker: attacker.repeat(_body(b'{"prompt": [%s1]}' % (b"1," * 2_000_000))),
-    "16 echoes, 16 choices": lambda attacker: attacker.ask(
+    "16 echoes of 16 choices": lambda attacker: attacker.ask(
         {"prompt": _PROMPTS, "n": 16, "max_tokens": 1, "echo": True, "logprobs": 5}
     ),
-    "4 prompts, 16 choices": lambda attacker: attacker.ask(
+    "4 prompts of 16 choices": lambda attacker: attacker.ask(
         {"prompt": _PROMPTS[:4], "n": 16, "max_tokens": 400, "logprobs": 20}
     ),
     "4 MB of keys": lambda attacker: attacker.repeat(

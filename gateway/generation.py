@@ -18,7 +18,7 @@ from wire.errors import InvalidRequest, Overloaded, reached
 from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN
 
 MAX_ENTRIES = 1 << 22
-"""Of an answer, and of whole answers at a time: echoed tokens, and log-probabilities of tokens and of likeliest ones."""
+"""Of an answer, and of whole answers at a time: echoed tokens, and log-probabilities, of likeliest tokens too."""
 MAX_SLICE_ENTRIES = 512
 """Of an answer, made at a time: other streams go on between two slices."""
 MAX_WAITING = 64
@@ -84,10 +84,8 @@ class Generation:
     def require_bounded(self) -> None:
         """Raises InvalidRequest if the answer may have more than MAX_ENTRIES."""
         if self.num_entries > MAX_ENTRIES:
-            told = (
-                f"the answer may have {self.num_entries} entries (n x tokens x likeliest ones); at most {MAX_ENTRIES}"
-            )
-            raise InvalidRequest("logprobs" if "logprobs" in self.options else "echo", told)
+            param = "logprobs" if "logprobs" in self.options else "echo"
+            raise InvalidRequest(param, f"the answer may have {self.num_entries} entries; at most {MAX_ENTRIES}")
 
     @property
     def num_choices(self) -> int:

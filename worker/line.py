@@ -84,7 +84,7 @@ class WorkerLine:
         self._changed = asyncio.Event()
 
     def take(self, request: worker_pb2.ConnectRequest) -> None:
-        """Carries out orders, ends first, then in the order of their fields; errors go back on the line. Does nothing after the end."""
+        """Carries out orders, ends before the others; errors go back on the line. Does nothing after its end."""
         if self._is_closed:
             return
         for message in request.aborts:

@@ -208,11 +208,8 @@ async def test_choices_that_a_stop_string_ends_go_on_no_further(num_prefill: int
     async with local_cluster(MODEL, num_prefill, 1) as cluster:
         whole = await cluster.generate(ask(**sampled))
         before = worker(await at_rest(cluster), "d0").generated_tokens
-        stop = next(
-            text
-            for text in (whole.text[1][at : at + 4] for at in range(8, 40))
-            if text not in whole.text[0] + whole.text[2]
-        )
+        others = whole.text[0] + whole.text[2]
+        stop = next(one for one in (whole.text[1][at : at + 4] for at in range(8, 40)) if one not in others)
         cut = await cluster.generate(ask(stop=[stop], **sampled))
         num_generated = worker(await at_rest(cluster), "d0").generated_tokens - before
     assert cut.text[1] == whole.text[1][: whole.text[1].index(stop)]
