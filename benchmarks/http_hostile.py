@@ -200,7 +200,7 @@ async def _measure(port: int, gateway: psutil.Process, options: argparse.Namespa
 async def _measure_kind(name: str, port: int, gateway: psutil.Process, options: argparse.Namespace) -> dict[str, Any]:
     streams = await _open_streams(port, options.streams)
     await asyncio.sleep(_SETTLE_S)
-    quiet_ms = _gaps_ms(streams, await _wait(options.seconds))
+    quiet_ms = _p99(_gaps_ms(streams, await _wait(options.seconds)))
     before = gateway.memory_info().rss
     command = [sys.executable, __file__, "--attack", name, str(port), str(options.seconds)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
@@ -209,7 +209,7 @@ async def _measure_kind(name: str, port: int, gateway: psutil.Process, options: 
     while not ending.done():
         await asyncio.wait([ending], timeout=_SAMPLE_S)
         peak = max(peak, gateway.memory_info().rss)
-    rough_ms = _gaps_ms(streams, (began_s, time.perf_counter()))
+    gaps_ms = _gaps_ms(streams, (began_s, time.perf_counter()))
     num_lost = sum(stream.ended.done() for stream in streams)
     for stream in streams:
         stream.close()
@@ -217,8 +217,9 @@ async def _measure_kind(name: str, port: int, gateway: psutil.Process, options: 
         "kind": name,
         "answers": ", ".join(f"{got} ({number})" for got, number in json.loads(ending.result()[0]).items()),
         "quiet gap p99 ms": quiet_ms,
-        "gap p99 ms": rough_ms,
-        "gap p99 over quiet": rough_ms / quiet_ms,
+        "gap p99 ms": _p99(gaps_ms),
+        "longest gap ms": max(gaps_ms, default=float("inf")),
+        "gap p99 over quiet": _p99(gaps_ms) / quiet_ms,
         "gained MB": (peak - before) / 1e6,
         "lost": num_lost,
     }
@@ -236,15 +237,19 @@ async def _wait(seconds: float) -> tuple[float, float]:
     return began_s, time.perf_counter()
 
 
-def _gaps_ms(streams: Sequence[Stream], between: tuple[float, float]) -> float:
-    """Returns the gaps' p99 of all streams between two moments; infinite where none gained a token."""
-    gaps = [
-        after - before
+def _gaps_ms(streams: Sequence[Stream], between: tuple[float, float]) -> list[float]:
+    """Returns the gaps of all streams between two moments."""
+    return [
+        (after - before) * 1000
         for stream in streams
         for before, after in pairwise(stream.arrivals)
         if between[0] <= before and after <= between[1]
     ]
-    return float(np.percentile(gaps, 99)) * 1000 if gaps else float("inf")
+
+
+def _p99(gaps_ms: Sequence[float]) -> float:
+    """Returns infinity where no stream gained a token."""
+    return float(np.percentile(gaps_ms, 99)) if gaps_ms else float("inf")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

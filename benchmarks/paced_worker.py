@@ -10,6 +10,9 @@ from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 
 _TOKEN = ord("a")
+_SCORED_TOKENS = 128
+_SCORING_S = 0.01
+"""For so many tokens of a prompt: a step of an engine."""
 
 
 async def beats(interval_s: float, num_tokens: int) -> AsyncIterator[int]:
@@ -34,8 +37,11 @@ class PacedWorker(FakeWorker):
 
     async def prefill(self, begin: worker_pb2.Begin) -> AsyncIterator[worker_pb2.Update]:
         sampling = begin.sampling_params
-        for update in self._scores(begin):
-            yield update
+        for start in range(begin.num_scored or len(begin.prompt.ids), len(begin.prompt.ids), _SCORED_TOKENS):
+            num_tokens = min(_SCORED_TOKENS, len(begin.prompt.ids) - start)
+            logprobs = [_told(sampling.prompt_logprobs)] * num_tokens
+            yield worker_pb2.Update(scores=worker_pb2.PromptScores(first_position=start, logprobs=logprobs))
+            await asyncio.sleep(_SCORING_S)
         firsts = [_gained(sampling, index, 0, 1) for index in range(sampling.n)]
         yield worker_pb2.Update(choices=firsts, prompt=worker_pb2.PromptSource(), end=worker_pb2.End())
 
@@ -53,8 +59,12 @@ def _gained(sampling: pb.SamplingParams, index: int, position: int, number: int)
     """Makes tokens of a choice, with log-probabilities where they are wanted; the last ones end it."""
     gained = worker_pb2.ChoiceTokens(index=index, first_position=position, token_ids=[_TOKEN] * number)
     if sampling.HasField("logprobs"):
-        top = [pb.TopLogprob(token_id=token_id, logprob=-1.5) for token_id in range(97, 97 + sampling.logprobs)]
-        gained.logprobs.extend([pb.TokenLogprobs(token_id=_TOKEN, logprob=-0.5, top=top)] * number)
+        gained.logprobs.extend([_told(sampling.logprobs)] * number)
     if position + number == sampling.max_tokens:
         gained.finish_reason = pb.FINISH_REASON_LENGTH
     return gained
+
+
+def _told(num_top: int) -> pb.TokenLogprobs:
+    top = [pb.TopLogprob(token_id=token_id, logprob=-1.234567) for token_id in range(_TOKEN, _TOKEN + num_top)]
+    return pb.TokenLogprobs(token_id=_TOKEN, logprob=-0.1234567, top=top)
