@@ -19,11 +19,12 @@ from gateway import fields, openapi
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
 from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request, Scope, Send
-from gateway.generation import Dialect, EntryLimit, Generation, answer, events
+from gateway.generation import MAX_ENTRIES, Dialect, Generation, answer, events
 from gateway.metrics import Metrics
 from httpd.errors import HttpError
 from wire import errors
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Overloaded, Unavailable, reached
+from wire.limit import Limit
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust import key_ring
 from wire.trust.key_ring import KeyRing
@@ -34,6 +35,9 @@ PARSED_BYTES_PER_S = 16 << 20
 """Larger bodies are parsed at this pace, one at a time: streams go on between them."""
 MAX_READING_BYTES = 64 * MAX_MESSAGE_BYTES
 """Of all bodies on their way together. What has not come yet counts for nothing."""
+MAX_WAITING = 64
+"""Requests that wait for room for their answers; each may have as many bytes as a message."""
+MAX_TURN_S = 60.0
 READY_TIMEOUT_S = 2.0
 OWNER = "baton"
 HEALTH, READY, METRICS = "/health", "/ready", "/metrics"
@@ -60,7 +64,8 @@ class Gateway:
         self._num_reading_bytes = 0
         self._parsing = asyncio.Lock()
         self._model: Model | None = None
-        self.entry_limit = EntryLimit()
+        told = "entries may be in answers at a time"
+        self.entry_limit = Limit(MAX_ENTRIES, told, max_waiting=MAX_WAITING, max_wait_s=MAX_TURN_S)
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._list_models),
             "/v1/completions": ("POST", partial(self._generate, CompletionsDialect)),

@@ -4,8 +4,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,19 +14,15 @@ from baton.client import AsyncStream
 from baton.request import Options, Prompt
 from baton.results import Choice, TokenLogprobs
 from gateway.fields import Read
-from wire.errors import InvalidRequest, Overloaded, reached
+from wire.errors import InvalidRequest
 from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN
 
 MAX_ENTRIES = 1 << 22
 """Of an answer, and of whole answers at a time: echoed tokens, and log-probabilities, of likeliest tokens too."""
 MAX_SLICE_ENTRIES = 512
 """Of an answer, made at a time: other streams go on between two slices."""
-MAX_WAITING = 64
-"""Requests that wait for room; each may have as many bytes as a message."""
 MAX_ID_START = 40
 """Characters of a client's id in the ids of its further prompts."""
-MAX_TURN_S = 60.0
-TURN_AGAIN_S = 1.0
 DONE = b"data: [DONE]\n\n"
 
 
@@ -96,51 +92,6 @@ class Generation:
         """Adds a request id: the client's for the first prompt, for others one that begins so and no client meets."""
         name = f"{self.request_id[:MAX_ID_START]}-{index}-{secrets.token_hex(8)}" if index else self.request_id
         return {**self.options, "request_id": name}
-
-
-class EntryLimit:
-    """A bound on the entries of whole answers at a time: requests beyond it wait, the first come first.
-
-    num_entries: of the answers under way.
-    """
-
-    def __init__(self) -> None:
-        self.num_entries = 0
-        self._num_waiting = 0
-        self._turn = asyncio.Lock()
-        self._has_left = asyncio.Event()
-
-    @asynccontextmanager
-    async def taken(self, num_entries: int) -> AsyncIterator[None]:
-        """Waits for room, for all of it where a request wants more than there is.
-
-        Raises Overloaded after MAX_TURN_S, and at once if MAX_WAITING others wait.
-        """
-        if num_entries == 0:
-            yield
-            return
-        num_entries = min(num_entries, MAX_ENTRIES)
-        await self._take(num_entries)
-        try:
-            yield
-        finally:
-            self.num_entries -= num_entries
-            self._has_left.set()
-
-    async def _take(self, num_entries: int) -> None:
-        if self._num_waiting >= MAX_WAITING:
-            raise Overloaded(reached(MAX_WAITING, "answers with log-probabilities or echoes wait"), TURN_AGAIN_S)
-        self._num_waiting += 1
-        try:
-            async with asyncio.timeout(MAX_TURN_S), self._turn:
-                while self.num_entries + num_entries > MAX_ENTRIES:
-                    self._has_left.clear()
-                    await self._has_left.wait()
-                self.num_entries += num_entries
-        except TimeoutError as error:
-            raise Overloaded(reached(MAX_ENTRIES, "entries may be in answers at a time"), TURN_AGAIN_S) from error
-        finally:
-            self._num_waiting -= 1
 
 
 @dataclass

@@ -11,11 +11,12 @@ import pytest
 from baton.request import Message
 from gateway import app as app_module
 from gateway import completions, exchange, generation
-from gateway.generation import EntryLimit, Generation
+from gateway.generation import Generation
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
-from tests.router.fake_cluster import until
+from tests.router.fake_cluster import WAIT_S, until
 from wire.errors import Overloaded
 from wire.ids import RequestId
+from wire.limit import Limit
 
 PROMPT = "hello, world"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -193,7 +194,8 @@ async def test_an_echo_has_bounds(gateway: LocalGateway) -> None:
 
 async def test_whole_echoes_with_logprobs_take_turns(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = 3 * (len(PROMPT) + 2)
-    monkeypatch.setattr(generation, "MAX_ENTRIES", bound)
+    limit = Limit(bound, "entries", max_waiting=12, max_wait_s=WAIT_S)
+    monkeypatch.setattr(gateway.app, "entry_limit", limit)
     under_way: list[int] = []
     sums: list[int] = []
 
@@ -214,55 +216,24 @@ async def test_whole_echoes_with_logprobs_take_turns(gateway: LocalGateway, monk
 
 
 async def test_as_large_an_answer_as_may_be_is_alone(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_ENTRIES", len(PROMPT) + 2)
-    monkeypatch.setattr(generation, "MAX_TURN_S", 0.01)
+    limit = Limit(len(PROMPT) + 2, "entries", max_waiting=1, max_wait_s=0.01)
+    monkeypatch.setattr(gateway.app, "entry_limit", limit)
     body = {"prompt": PROMPT, "max_tokens": 2, "echo": True, "logprobs": 0}
-    async with gateway.app.entry_limit.taken(len(PROMPT) + 1):
+    async with limit.taken(len(PROMPT) + 1):
         for other in (body, {**body, "logprobs": None}, {**body, "echo": False}):
-            refused = await gateway.post(COMPLETIONS, other)
-            assert refused.status == 429
-            assert refused.error["message"] == "14 entries may be in answers at a time, the limit (fixed)"
+            assert (await gateway.post(COMPLETIONS, other)).status == 429
         for other in ({"prompt": PROMPT, "max_tokens": 2}, {**body, "stream": True}):
             assert (await gateway.post(COMPLETIONS, other)).status == 200
     assert (await gateway.post(COMPLETIONS, body)).status == 200
+    assert limit.num_used == 0
 
 
-async def test_an_echo_that_waits_for_room_is_before_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_ENTRIES", 3)
-    room, began = EntryLimit(), list[int]()
-
-    async def take(num_entries: int) -> None:
-        async with room.taken(num_entries):
-            began.append(num_entries)
-
-    async with room.taken(2):
-        waiting = [asyncio.create_task(take(num_entries)) for num_entries in (3, 2, 1)]
-        await asyncio.sleep(0)
-        waiting[1].cancel()
-        await asyncio.wait(waiting[1:2])
-        assert began == []
-    await asyncio.gather(waiting[0], waiting[2])
-    assert began == [3, 1]
-    async with asyncio.timeout(1):
-        await take(9)
-
-
-async def test_so_many_echoes_may_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_ENTRIES", 1)
-    monkeypatch.setattr(generation, "MAX_WAITING", 1)
-    room = EntryLimit()
-
-    async def take() -> None:
-        async with room.taken(1):
-            pass
-
-    async with room.taken(1):
-        waiting = asyncio.create_task(take())
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match="1 answers with log-probabilities or echoes wait, the limit"):
-            await take()
-    await waiting
-    await take()
+async def test_an_answer_that_is_refused_is_told_the_limit(gateway: LocalGateway) -> None:
+    gateway.app.entry_limit.take(generation.MAX_ENTRIES)
+    with pytest.raises(Overloaded) as refused:
+        gateway.app.entry_limit.take()
+    told = "4,194,304 entries may be in answers at a time, the limit (fixed); up to 64 wait for it, 60 s each"
+    assert refused.value.message == told
 
 
 async def test_a_stop_string_may_be_part_of_the_text(gateway: LocalGateway) -> None:
@@ -442,13 +413,13 @@ async def test_an_answer_has_its_place_until_it_is_sent(gateway: LocalGateway, m
 
     def noted(pieces: list[bytes]) -> Iterator[bytes]:
         for piece in joined(pieces):
-            held.append(gateway.app.entry_limit.num_entries)
+            held.append(gateway.app.entry_limit.num_used)
             yield piece
 
     monkeypatch.setattr(exchange, "_joined", noted)
     assert (await gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "logprobs": 0})).status == 200
     assert held == [4]
-    assert gateway.app.entry_limit.num_entries == 0
+    assert gateway.app.entry_limit.num_used == 0
 
 
 async def test_an_echo_is_whole_where_a_stop_string_leaves_nothing_of_its_answer(gateway: LocalGateway) -> None:
