@@ -158,7 +158,7 @@ class Reply:
     async def _put(self, status: int, kind: bytes, pieces: Pieces, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
         num_bytes = sum(map(len, pieces))
         await self._begin(status, [(b"content-type", kind), (b"content-length", b"%d" % num_bytes), *more])
-        for body in _joined(pieces):
+        for body in joined(pieces):
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
             await asyncio.sleep(0)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -169,13 +169,13 @@ class Reply:
         await self._send({"type": "http.response.start", "status": self.status, "headers": told})
 
 
-def _joined(pieces: Pieces) -> Iterator[bytes]:
+def joined(pieces: Pieces) -> Iterator[bytes]:
     """Joins pieces, up to the first that makes SENT_BYTES."""
-    joined, num_bytes = Pieces(), 0
+    begun, num_bytes = Pieces(), 0
     for piece in pieces:
-        joined.append(piece)
+        begun.append(piece)
         num_bytes += len(piece)
         if num_bytes >= SENT_BYTES:
-            yield b"".join(joined)
-            joined, num_bytes = Pieces(), 0
-    yield b"".join(joined)
+            yield b"".join(begun)
+            begun, num_bytes = Pieces(), 0
+    yield b"".join(begun)

@@ -370,14 +370,14 @@ async def test_a_large_answer_is_written_in_pieces_with_its_length(
     monkeypatch.setattr(exchange, "SENT_BYTES", 1000)
     body = {"prompt": "a" * 700, "n": 4, "max_tokens": 1, "echo": True, "logprobs": 5}
     sizes: list[int] = []
-    joined = exchange._joined
+    joined = exchange.joined
 
     def noted(pieces: list[bytes]) -> Iterator[bytes]:
         for piece in joined(pieces):
             sizes.append(len(piece))
             yield piece
 
-    monkeypatch.setattr(exchange, "_joined", noted)
+    monkeypatch.setattr(exchange, "joined", noted)
     answer = await gateway.post(COMPLETIONS, body)
     assert len(sizes) > 4
     assert sum(sizes) == len(answer.body) == int(answer.headers["content-length"])
@@ -409,14 +409,14 @@ async def test_entries_of_an_answer_are_bounded_for_all_fields_alike(
 
 
 async def test_an_answer_has_its_place_until_it_is_sent(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    joined, held = exchange._joined, list[int]()
+    joined, held = exchange.joined, list[int]()
 
     def noted(pieces: list[bytes]) -> Iterator[bytes]:
         for piece in joined(pieces):
             held.append(gateway.app.entry_limit.num_used)
             yield piece
 
-    monkeypatch.setattr(exchange, "_joined", noted)
+    monkeypatch.setattr(exchange, "joined", noted)
     assert (await gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "logprobs": 0})).status == 200
     assert held == [4]
     assert gateway.app.entry_limit.num_used == 0
