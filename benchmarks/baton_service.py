@@ -130,7 +130,7 @@ class BatonService:
         return subprocess.run(command, timeout=timeout_s, stdout=subprocess.PIPE, text=True, check=True).stdout
 
     def _command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "deploy.cli", *arguments, "--name", self.name]
+        return [sys.executable, "-m", "cli", *arguments, "--name", self.name]
 
 
 def pin(pid: int, cpu: int) -> None:

@@ -24,7 +24,7 @@ from benchmarks.fault_injector import FaultInjector
 from benchmarks.fault_plan import Fault, FaultKind, plan
 from benchmarks.question import make_questions
 from benchmarks.result_file import write_result
-from deploy.load.schedule import poisson
+from cli.bench.schedule import poisson
 from tests.checkpoints import make_checkpoint
 
 _REST_TIMEOUT_S = 90.0

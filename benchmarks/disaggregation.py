@@ -25,10 +25,10 @@ from benchmarks.flood import make_model
 from benchmarks.machine import MachineState
 from benchmarks.quiet_limits import QuietLimits
 from benchmarks.result_file import write_result
-from deploy.load.latency import Limits, ModeSummary, Record, percentiles_ms, summarize
-from deploy.load.open_loop import LoadClient
-from deploy.load.schedule import Arrival, poisson, replay
-from deploy.load.trace import ScaledTrace, read_trace, scale
+from cli.bench.latency import Limits, ModeSummary, Record, percentiles_ms, summarize
+from cli.bench.open_loop import LoadClient
+from cli.bench.schedule import Arrival, poisson, replay
+from cli.bench.trace import ScaledTrace, read_trace, scale
 
 NUM_CORES = 2
 MAX_CONTEXT_LEN = 2048

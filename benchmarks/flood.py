@@ -27,9 +27,9 @@ from benchmarks.baton_service import BatonService
 from benchmarks.observer import Answer, observe, refusal_figures
 from benchmarks.result_file import write_result
 from benchmarks.server_process import server_process
-from deploy.load.latency import Record
-from deploy.load.open_loop import LoadClient
-from deploy.load.schedule import Arrival, poisson
+from cli.bench.latency import Record
+from cli.bench.open_loop import LoadClient
+from cli.bench.schedule import Arrival, poisson
 from tests.checkpoints import make_checkpoint
 
 _REFUSED = "RESOURCE_EXHAUSTED"

@@ -34,7 +34,7 @@ from benchmarks.chaos_tally import Stream, Tally
 from benchmarks.hostile_calls import Answer
 from benchmarks.question import Question
 from benchmarks.result_file import write_result
-from deploy.load.schedule import PROMPT_IDS
+from cli.bench.schedule import PROMPT_IDS
 from deploy.local import run_dir
 from tests.faults.answer import Reader
 from wire.pb.inference_pb2_grpc import InferenceStub

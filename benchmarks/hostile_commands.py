@@ -27,7 +27,7 @@ from deploy.local import run_dir
 from deploy.local.client import call_operator
 from deploy.plan.machine import SHARED_MEMORY, inspect_machine
 from tests.checkpoints import make_checkpoint
-from tests.deploy.cli.test_bad_arguments import WRONG
+from tests.cli.test_bad_arguments import WRONG
 from tests.deploy.local.test_state import DAMAGE
 from tests.engine.test_checkpoint import FAULTS, reconfigure
 from wire.errors import DeadlineExceeded, Unavailable
@@ -104,7 +104,7 @@ async def run(
 
 
 async def baton(*arguments: str, **how: Any) -> Done:
-    return await run(sys.executable, "-m", "deploy.cli", *arguments, **how)
+    return await run(sys.executable, "-m", "cli", *arguments, **how)
 
 
 async def until_whole(service: BatonService) -> list[Answer]:
@@ -217,7 +217,7 @@ async def give_wrong_arguments(service: BatonService, rng: random.Random) -> lis
         free_port = ("--grpc-port", "0") if "--model" in arguments else ()
         done = await baton(*arguments, *free_port)
         answers.append(done.answer((status, re.escape(words)), within_s=_SOON_S))
-    command = f"{sys.executable} -m deploy.cli status --name {service.name}"
+    command = f"{sys.executable} -m cli status --name {service.name}"
     for output, words in ((">&-", "stdout: Bad file descriptor$"), (">/dev/full", "No space left on device$")):
         answers.append((await run("sh", "-c", f"{command} {output}")).answer((1, words)))
     return answers

@@ -18,9 +18,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deploy.load.latency import Record
-from deploy.load.open_loop import LoadClient
-from deploy.load.schedule import poisson
+from cli.bench.latency import Record
+from cli.bench.open_loop import LoadClient
+from cli.bench.schedule import poisson
 
 _WARM_UP_S = 1.0
 _INPUT_LEN = 16

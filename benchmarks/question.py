@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from deploy.load.schedule import PROMPT_IDS
+from cli.bench.schedule import PROMPT_IDS
 from engine.engine import Engine
 from text.incremental import IncrementalText
 from wire.pb import inference_pb2 as pb

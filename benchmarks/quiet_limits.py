@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deploy.load.latency import LatencyLimits, Record
+from cli.bench.latency import LatencyLimits, Record
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baton_service import BatonService
 from benchmarks.result_file import write_result
-from deploy.load.latency import Record
-from deploy.load.open_loop import LoadClient
-from deploy.load.schedule import Arrival, poisson
+from cli.bench.latency import Record
+from cli.bench.open_loop import LoadClient
+from cli.bench.schedule import Arrival, poisson
 from tests.checkpoints import make_checkpoint
 
 _POLL_S = 0.1

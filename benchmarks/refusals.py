@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.observer import Answer, observe, refusal_figures
 from benchmarks.result_file import write_result
 from benchmarks.server_process import server_process
-from deploy.load.latency import Record
-from deploy.load.open_loop import LoadClient
-from deploy.load.schedule import poisson
+from cli.bench.latency import Record
+from cli.bench.open_loop import LoadClient
+from cli.bench.schedule import poisson
 
 _LEAD_S = 2.0
 """Until the router is full, which is not watched."""

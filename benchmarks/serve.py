@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.baton_service import BatonService
 from benchmarks.machine import MachineState
 from benchmarks.serve_report import ServeReport
-from deploy.load.latency import LatencyLimits, Record
-from deploy.load.open_loop import LoadClient
-from deploy.load.schedule import Arrival, poisson, replay
-from deploy.load.trace import read_trace, scale
+from cli.bench.latency import LatencyLimits, Record
+from cli.bench.open_loop import LoadClient
+from cli.bench.schedule import Arrival, poisson, replay
+from cli.bench.trace import read_trace, scale
 
 _MODES = {"co-located": (0, 2), "disaggregated": (1, 1)}
 _WARM_UP_SEED = -1

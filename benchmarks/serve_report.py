@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.machine import MachineState
-from deploy.load.latency import (
+from cli.bench.latency import (
     LATENCIES,
     LatencyLimits,
     ModeSummary,

@@ -33,9 +33,9 @@ from benchmarks.peer_installs import install_vllm, peer_env, vllm_env
 from benchmarks.peer_process import EngineFailed, say
 from benchmarks.peers import default_cache, default_folder, make_model, rotate
 from benchmarks.result_file import write_result
-from deploy.load.latency import LatencyLimits, ModeSummary, Record, summarize
-from deploy.load.open_loop import CompletionsClient, LoadClient, OpenLoopClient
-from deploy.load.schedule import poisson
+from cli.bench.latency import LatencyLimits, ModeSummary, Record, summarize
+from cli.bench.open_loop import CompletionsClient, LoadClient, OpenLoopClient
+from cli.bench.schedule import poisson
 from tests.checkpoints import byte_level_tokenizer
 
 HOST = "127.0.0.1"

@@ -1,1 +1,1 @@
-"""Start, watch, resize and stop a cluster: command line, configuration, controller, node service."""
+"""Start, watch, resize and stop a cluster: configuration, controller, node service."""

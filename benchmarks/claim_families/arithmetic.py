@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from benchmarks.claim_families.finding import Family, Finding, Inputs, Report
+from cli.size.capacity import Fit, RequestKV
+from cli.size.shape import BITS, ModelShape
 from demo_model import CHECKPOINT, DRAFT
-from deploy.plan.capacity import Fit, RequestKV
-from deploy.plan.shape import BITS, ModelShape
 from deploy.plan.sizing import GPU_RESERVE_BYTES
 from wire.layout import KVLayout
 

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from benchmarks.claim_families.engines import random_model
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report, spread
 from benchmarks.disaggregation import Mode, Services, take_turns
-from deploy.load.schedule import poisson
+from cli.bench.schedule import poisson
 
 HIDDEN_SIZE, NUM_LAYERS = 512, 6
 LENGTH_DIVISOR = 8

@@ -12,13 +12,13 @@ from typing import Protocol
 
 from benchmarks.claim_families.batching import batch_at_slo
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report
-from deploy.load.trace import TraceRow, read_trace, scale
-from deploy.plan.capacity import Fit, RequestKV
-from deploy.plan.shape import ModelShape
+from cli.bench.trace import TraceRow, read_trace, scale
+from cli.size.capacity import Fit, RequestKV
+from cli.size.shape import ModelShape
 from engine.schedule.batcher import Candidate, Pages, Phase
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.ledger import Ledger
-from tests.deploy.plan.published_models import LLAMA_3_8B
+from tests.cli.size.published_models import LLAMA_3_8B
 from wire.ids import PageId
 
 BLOCK_SIZE = 16

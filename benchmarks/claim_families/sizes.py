@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.cache_cost import DEMO_MODEL
 from benchmarks.claim_families.engines import BLOCK_SIZE, Asked, load, make_core, random_model, run
 from benchmarks.claim_families.finding import Family, Finding, Inputs, Report
-from deploy.plan.capacity import RequestKV
-from deploy.plan.shape import BITS, ModelShape
+from cli.size.capacity import RequestKV
+from cli.size.shape import BITS, ModelShape
 from engine.core import EngineCore
 from engine.model.decoder import Decoder
 from engine.schedule.continuous_batcher import ContinuousBatcher

@@ -15,8 +15,8 @@ from benchmarks.claim_families.page import Kept, write_page
 from benchmarks.claim_families.reservation import BLOCK_SIZE, Contiguous, Memory, Moment, Paged, Run, Usage, simulate
 from benchmarks.claims import FAMILIES, choose, measure, rows_of
 from benchmarks.disaggregation import Mode
-from deploy.load.latency import Record
-from deploy.load.trace import TraceRow
+from cli.bench.latency import Record
+from cli.bench.trace import TraceRow
 from engine.schedule.batcher import Candidate, Pages, Phase
 
 NOTHING = Inputs(None, Path())

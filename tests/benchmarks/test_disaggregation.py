@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.baton_service import cpu_s, pin
 from benchmarks.disaggregation import Mode, best_chunk_len, compare, parse, schedules, tabulate
-from deploy.load.latency import LatencyLimits, Record
+from cli.bench.latency import LatencyLimits, Record
 
 LIMITS = LatencyLimits(ttft_s=0.5, tpot_s=1.0)
 THREADED = """

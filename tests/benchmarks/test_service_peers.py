@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from benchmarks import service_peers
 from benchmarks.peer_process import EngineFailed
 from benchmarks.service_peers import compare, make_served_model, tabulate, vllm_service
-from deploy.load.latency import Record
+from cli.bench.latency import Record
 
 SHELL = """#!/bin/sh
 echo "no such model: $5" >&2

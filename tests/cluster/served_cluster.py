@@ -22,7 +22,7 @@ RUN_ROOT = Path("/tmp")
 class ServedCluster:
     """`name` is short: it is part of paths. State and caches of the user stay out of it. program: the command."""
 
-    def __init__(self, name: str, folder: Path, program: Sequence[str] = (sys.executable, "-m", "deploy.cli")) -> None:
+    def __init__(self, name: str, folder: Path, program: Sequence[str] = (sys.executable, "-m", "cli")) -> None:
         self.name = name
         self._program = program
         lend_kernels(folder / "cache")

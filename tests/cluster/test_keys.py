@@ -24,7 +24,7 @@ def test_keys_made_while_the_cluster_runs_hold_at_both_doors_and_after_a_restart
     cluster, cached = ServedCluster(f"k{os.getpid()}", tmp_path), []
 
     def key(*arguments: str) -> str:
-        command = [sys.executable, "-m", "deploy.cli", "key", *arguments, "--name", cluster.name]
+        command = [sys.executable, "-m", "cli", "key", *arguments, "--name", cluster.name]
         env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
         return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 

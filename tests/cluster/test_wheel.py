@@ -33,7 +33,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_is_imported_from_where_it_was_installed(installed: Path) -> None:
-    code = "import baton, deploy; from baton import Client, Engine; print(baton.__file__, deploy.__file__)"
+    code = "import baton, cli; from baton import Client, Engine; print(baton.__file__, cli.__file__)"
     for path in _run(str(installed), "-P", "-c", code).split():
         assert Path(path).is_relative_to(_packages(installed.parents[1]))
 

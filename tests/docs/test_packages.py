@@ -15,5 +15,9 @@ def test_the_wheel_has_every_package() -> None:
     assert sorted(LISTED) == sorted(".".join(folder.parts) for folder in found)
 
 
+def test_the_wheel_has_neither_benchmarks_nor_tests() -> None:
+    assert TOPS.isdisjoint({"benchmarks", "examples", "tests"})
+
+
 def test_every_package_has_its_words_checked() -> None:
     assert set(words.PACKAGES) >= TOPS

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "baton",
     "benchmarks",
+    "cli",
     "decode_worker",
     "demo_model",
     "deploy",

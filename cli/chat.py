@@ -1,0 +1,60 @@
+"""`baton chat`: a conversation in the terminal."""
+
+import argparse
+import sys
+
+from baton import Client
+from baton.request import Message, Options
+from cli.command import Subparsers, add_command
+from cli.generate import read_stdin, read_timeout
+from deploy.local.client import explained, find_cluster
+from wire.errors import BatonError
+from wire.rpc import MAX_MESSAGE_BYTES
+
+DESCRIPTION = """\
+Talks to the model, a line at a time, through its chat template; each answer is streamed, and the whole conversation is
+the next prompt, of which all but the new line is a hit. Ends with an empty line or the end of stdin. Through a pipe
+each line of stdin is a turn, stdout has the answers alone, and the first failure ends it."""
+TIMEOUT_S = 600.0
+
+
+def add_parser(commands: Subparsers) -> None:
+    parser = add_command(commands, "chat", "talk to the model", DESCRIPTION, run)
+    parser.add_argument("--system", type=str, metavar="TEXT", help="instructions that go before the conversation")
+    parser.add_argument("--temperature", type=float, metavar="T", default=0.0, help="0 to 2; 0 is greedy (default: 0)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="of each answer (default: 256, or what fits)")
+    parser.add_argument("--timeout", type=read_timeout, metavar="SECONDS", default=TIMEOUT_S, help="of each answer")
+
+
+def run(args: argparse.Namespace) -> int:
+    state = find_cluster(args.name)
+    options: Options = {"temperature": args.temperature, "timeout_s": args.timeout}
+    if args.max_tokens is not None:
+        options["max_tokens"] = args.max_tokens
+    messages: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
+    with explained(state), Client(state.client_address) as client:
+        while said := _ask():
+            messages.append({"role": "user", "content": said})
+            try:
+                messages.append({"role": "assistant", "content": _answer(client, messages, options)})
+            except BatonError as error:
+                if len(messages) == 1 or not sys.stdin.isatty():
+                    raise
+                print(f"baton: {error.message}", file=sys.stderr)
+                messages.pop()
+    return 0
+
+
+def _ask() -> str:
+    """Reads a line; a prompt for it is shown on a terminal only. Raises InvalidRequest as `read_stdin` does."""
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)
+    return read_stdin(lambda stdin: stdin.readline(MAX_MESSAGE_BYTES + 1)).strip()
+
+
+def _answer(client: Client, messages: list[Message], options: Options) -> str:
+    with client.stream(messages, **options) as stream:
+        for chunk in stream:
+            print(chunk.text, end="", flush=True)
+        print()
+        return stream.completion.text

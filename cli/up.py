@@ -1,0 +1,192 @@
+"""`baton up`: starts a cluster, and returns when it serves."""
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cli.command import Parser, Subparsers, read_whole
+from deploy.local.startup import Startup
+from deploy.local.state import ClusterState, command_line
+from deploy.plan.byte_size import format_bytes
+from deploy.plan.config import DTYPES, WEIGHTS, ClusterConfig
+from deploy.plan.model import DEMO_MODEL
+from wire.errors import ConfigError
+from wire.layout import KV_DTYPES
+from worker.config import PROPOSERS
+
+DESCRIPTION = """\
+Starts a cluster on this machine and returns when it serves: Ray (or joins yours), Redis (or uses yours), a router,
+and the workers. It goes on running in the background until `baton down`.
+
+Every flag is also a setting of a file given with --config, and wins over it. See deploy/baton.example.toml."""
+DEMO_PROMPT = "Pets: Tom dog, Lucy parrot. Question: which pet has Lucy?"
+BAR_WIDTH = 30
+SLOW_S = 1.0
+
+
+def _port_or_off(text: str) -> int | str:
+    return read_whole(text) if text[:1].isdigit() else text
+
+
+_MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)"
+_SERVED = "what clients call it; several names are names of one model (default: the folder's name)"
+_DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
+_WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a little less exact (default: auto)"
+_KV = "what KV is kept in: auto, as it computes, or less exact in int8 or fp8, half of it, or int4 (default: auto)"
+_POLICY = "what of its KV a sequence keeps: full, or sinks=4+1020, its first and latest tokens (default: full)"
+_SPECULATE = "ngram: guess next tokens by what followed the same ones before; no token changes (default: off)"
+_DRAFT = "guess next tokens by a smaller model of the same vocabulary; no token changes (default: none)"
+_INSECURE = "allow settings that leave a port open to strangers: see docs/security.md"
+_HOST = "the address of the ports for clients; another one wants keys and TLS, or --insecure (default: 127.0.0.1)"
+_TLS = "certificate chain of the ports for clients, as PEM; read again when it changes (default: no TLS)"
+_CLIENT_CA = "authority of a certificate that each client must show, as PEM (default: none)"
+_GRPC = "where clients connect; 0 is any free port (default: 50051)"
+_HTTP = "where clients of OpenAI's HTTP connect; 0 is any free port, `off` is none (default: 8000)"
+_GATEWAYS = "processes that serve the HTTP port together, each on about a core under load (default: 1)"
+_METRICS = "where Prometheus scrapes; 0 is any free port, `off` is none (default: 0)"
+_REDIS = "a Redis server of yours, `off` for none, or `own` to start one (default: own)"
+FLAGS: dict[str, dict[str, tuple[str, str | None, Callable[[str], Any], str]]] = {
+    "model": {
+        "--model": ("model.path", "PATH_OR_HUB_NAME", str, _MODEL),
+        "--served-model-name": ("model.served_name", "NAME", str, _SERVED),
+        "--dtype": ("model.dtype", None, str, _DTYPE),
+        "--weights": ("model.weights", None, str, _WEIGHTS),
+        "--kv-dtype": ("model.kv_dtype", None, str, _KV),
+        "--kv-policy": ("model.kv_policy", "POLICY", str, _POLICY),
+        "--block-size": ("model.block_size", "TOKENS", int, "tokens per block of KV (default: 16)"),
+    },
+    "workers": {
+        "--speculate": ("speculation.proposer", None, str, _SPECULATE),
+        "--draft": ("speculation.draft", "PATH_OR_HUB_NAME", str, _DRAFT),
+        "--prefill": ("pools.prefill", "N", int, "prefill workers, 0 for none (default: 1)"),
+        "--decode": ("pools.decode", "M", int, "decode workers (default: 1)"),
+        "--pool-bytes": ("worker.pool_bytes", "SIZE", str, "KV pages of each worker, like 512MiB"),
+        "--threads": ("worker.num_threads", "T", int, "threads of each worker"),
+        "--gpus": ("worker.num_gpus", "SHARE", float, "share of a GPU for each worker, 0 to 1"),
+    },
+    "services": {
+        "--host": ("router.host", "ADDRESS", str, _HOST),
+        "--tls-cert": ("tls.certificate", "FILE", str, _TLS),
+        "--tls-key": ("tls.key", "FILE", str, "the key of that certificate, as PEM"),
+        "--tls-client-ca": ("tls.client_ca", "FILE", str, _CLIENT_CA),
+        "--grpc-port": ("router.grpc_port", "PORT", int, _GRPC),
+        "--http-port": ("http.port", "PORT", _port_or_off, _HTTP),
+        "--gateways": ("http.gateways", "N", int, _GATEWAYS),
+        "--metrics-port": ("router.metrics_port", "PORT", _port_or_off, _METRICS),
+        "--arena-bytes": ("arena.size_bytes", "SIZE", str, "shared memory for KV blocks, like 1GiB"),
+        "--redis-url": ("redis.url", "URL", str, _REDIS),
+        "--files-folder": (
+            "files.folder",
+            "PATH",
+            str,
+            "a folder for KV blocks, which outlives the cluster (default: none)",
+        ),
+        "--ray-address": ("ray.address", "ADDRESS", str, "a Ray cluster to join (default: start one)"),
+    },
+}
+"""Flags by group: the setting of the file that each one is, too, and its value."""
+OTHERS = {
+    "--api-key": "`baton key create`",
+    "--gpu-memory-utilization": "--pool-bytes",
+    "--kv-cache-dtype": "--kv-dtype",
+    "--max-num-seqs": "max_running of a file's [batch]",
+    "--max-num-batched-tokens": "max_step_tokens of a file's [batch]",
+    "--port": "--http-port",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+}
+"""Flags of other servers, and what stands in their place."""
+CHOICES = {
+    "model.dtype": DTYPES,
+    "model.weights": WEIGHTS,
+    "model.kv_dtype": KV_DTYPES,
+    "speculation.proposer": PROPOSERS,
+}
+
+
+def add_parser(commands: Subparsers) -> None:
+    parser: Parser = commands.add_parser(
+        "up",
+        help="start a cluster",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.set_defaults(run=run)
+    parser.others = OTHERS
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML")
+    parser.add_argument("--name", help="name of the cluster (default: default)")
+    parser.add_argument("--insecure", action="store_true", help=_INSECURE)
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for flag, (setting, metavar, kind, text) in flags.items():
+            choices = CHOICES.get(setting)
+            nargs = "+" if setting == "model.served_name" else None
+            group.add_argument(flag, dest=setting, metavar=metavar, type=kind, choices=choices, nargs=nargs, help=text)
+        if title == "services":
+            help_text = "start no HTTP gateway: gRPC only"
+            group.add_argument("--no-http", dest="http.port", action="store_const", const="off", help=help_text)
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console()
+    given = {name: value for name, value in vars(args).items() if name not in ("run", "config")}
+    try:
+        config = ClusterConfig.load(getattr(args, "config", None), _nested(given))
+        Startup(config, console).run()
+    except ConfigError as error:
+        raise ConfigError(_by_flag(error.message, given), **error.ids) from error
+    return 0
+
+
+def _by_flag(message: str, given: Mapping[str, Any]) -> str:
+    """Puts flags in the place of the settings that were given by them."""
+    for flag, (setting, *_) in (one for flags in FLAGS.values() for one in flags.items()):
+        if setting in given:
+            message = re.sub(rf"(?<!\S){re.escape(setting)}(?![\w.])", flag, message)
+    return message
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        table, _, key = name.rpartition(".")
+        (nested.setdefault(table, {}) if table else nested)[key] = value
+    return nested
+
+
+class Console:
+    """A Reporter that prints. It draws a bar on a terminal only, and only if that takes a second or more."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._first_progress_s: float | None = None
+        self._is_drawing = False
+
+    def tell(self, part: str, text: str) -> None:
+        print(f"{part:<8} {text}", flush=True)
+
+    def tell_served(self, state: ClusterState) -> None:
+        took_s = time.monotonic() - self._began_s
+        prompt = DEMO_PROMPT if state.model == DEMO_MODEL else "Once upon a time"
+        generate, status, down = (command_line(verb, state.name) for verb in ("generate", "status", "down"))
+        http = f", and at {state.http_url} in OpenAI's dialect," if state.http_url else ""
+        print(f"\nServing {state.model} at {state.address}{http} after {took_s:.1f} s. Now:")
+        print(f'  {generate} "{prompt}"\n  {status}\n  {down}', flush=True)
+
+    def show_progress(self, part: str, done_bytes: int, total_bytes: int) -> None:
+        if not done_bytes:
+            return
+        now_s = time.monotonic()
+        self._first_progress_s = self._first_progress_s or now_s
+        is_done = done_bytes >= total_bytes
+        if not sys.stderr.isatty() or now_s - self._first_progress_s < SLOW_S or (is_done and not self._is_drawing):
+            return
+        self._is_drawing = not is_done
+        bar = "#" * min(BAR_WIDTH, BAR_WIDTH * done_bytes // total_bytes)
+        end = "\n" if is_done else ""
+        print(f"\r{part:<8} [{bar:<{BAR_WIDTH}}] {format_bytes(done_bytes)} ", end=end, file=sys.stderr, flush=True)
