@@ -48,7 +48,8 @@ from deploy.processes.process import end_session
 from kv_store.device_pool import DevicePool
 from kv_store.frame import FRONT_BYTES, FrameSeal, checksum_of
 from kv_store.node.arena import Arena
-from kv_store.node.block_port import BlockReader, BlockServer
+from kv_store.node.block_reader import BlockReader
+from kv_store.node.block_server import BlockServer
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_server import DirectoryServer

@@ -1,7 +1,6 @@
 """Options of every gRPC server and channel of ours, their TLS between nodes, and the check of the cluster's token."""
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from wire.errors import ConfigError, Unauthenticated
 from wire.pb.worker_pb2 import ConnectRequest
 from wire.rpc_status import to_status
 from wire.trust.certificates import Certificates
-from wire.trust.identity import NONCE_BYTES, ROUTER, Identity, is_proven, prove
+from wire.trust.identity import NONCE_BYTES, ROUTER, Handshake, Identity, is_equal
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -84,13 +83,11 @@ WORKER_SERVER_OPTIONS = (
 class ProofInterceptor(grpc.aio.ServerInterceptor):
     """An interceptor that refuses lines of any but a router that proves the token; health checks need no proof.
 
-    router ── metadata: nonce ───────────────────────────▶ worker
-           ◀─ metadata: nonce, HMAC("worker", nonces) ────
-           ── first message: HMAC("router", nonces) ─────▶
+    A `Handshake`: the nonce and the answer are metadata, the router's proof is the first message.
     """
 
     def __init__(self, token: str) -> None:
-        self._token = token.encode()
+        self._handshake = _handshake(token)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -108,17 +105,17 @@ class ProofInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(connect, handler.request_deserializer, handler.response_serializer)
 
     async def _is_proven(self, requests: Any, context: Context) -> bool:
-        theirs, ours = dict(context.invocation_metadata() or ()).get(NONCE_METADATA), secrets.token_bytes(NONCE_BYTES)
-        names = context.peer_identities()
-        if not isinstance(theirs, bytes) or len(theirs) != NONCE_BYTES or (names and ROUTER.encode() not in names):
+        nonce, names = dict(context.invocation_metadata() or ()).get(NONCE_METADATA), context.peer_identities()
+        if not isinstance(nonce, bytes) or len(nonce) != NONCE_BYTES or (names and ROUTER.encode() not in names):
             return False
-        await context.send_initial_metadata(((NONCE_METADATA, ours + prove(self._token, b"worker", theirs, ours)),))
+        answer, wanted = self._handshake.answer(nonce)
+        await context.send_initial_metadata(((NONCE_METADATA, answer),))
         try:
             async with asyncio.timeout(MAX_PROOF_S):
                 first = await anext(aiter(requests))
         except (TimeoutError, StopAsyncIteration, DecodeError):
             return False
-        return is_proven(first.proof, self._token, b"router", theirs, ours)
+        return is_equal(first.proof, wanted)
 
 
 async def first_of_line(call: Any, token: str, nonce: bytes) -> ConnectRequest:
@@ -126,13 +123,14 @@ async def first_of_line(call: Any, token: str, nonce: bytes) -> ConnectRequest:
 
     Raises Unauthenticated if it has not, AioRpcError for a call that ends.
     """
-    sent = dict(await call.initial_metadata()).get(NONCE_METADATA, b"")
-    if not sent:
+    answer = dict(await call.initial_metadata()).get(NONCE_METADATA, b"")
+    if not answer:
         await call.read()  # raises what has ended the call
-    theirs, proof = sent[:NONCE_BYTES], sent[NONCE_BYTES:]
-    if not is_proven(proof, token.encode(), b"worker", nonce, theirs):
-        raise Unauthenticated("the worker does not know the cluster's token")
-    return ConnectRequest(proof=prove(token.encode(), b"router", nonce, theirs))
+    return ConnectRequest(proof=_handshake(token).reply(nonce, answer))
+
+
+def _handshake(token: str) -> Handshake:
+    return Handshake(token.encode(), client=b"router", server=b"worker")
 
 
 def asks_for_health(details: Any) -> bool:

@@ -22,7 +22,7 @@ from kernels.cpu.library import NoKernels
 from kv_store.block_store import BlockStore
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
-from kv_store.node.block_port import BlockReader
+from kv_store.node.block_reader import BlockReader
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.node_store import NodeStore

@@ -13,7 +13,7 @@ from pathlib import Path
 from deploy.plan.cluster_plan import NodeConfig
 from kv_store.eviction_order import EvictionOrder, StartFirst
 from kv_store.node.arena import Arena
-from kv_store.node.block_port import BlockServer
+from kv_store.node.block_server import BlockServer
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_server import DirectoryServer

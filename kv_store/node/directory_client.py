@@ -12,6 +12,7 @@ from typing import Any
 from kv_store.breaker import Breaker
 from kv_store.node.codec import LENGTH, Refused, ServiceCodec, body_len
 from kv_store.node.directory_port import CALLS, CALLS_OF_ANY_EPOCH, GREETING, DirectoryPort, EpochChanged
+from kv_store.receiving import receive_exactly
 from wire.directory import DirectoryInfo
 from wire.errors import StoreError, WireError
 from wire.ids import PROTOCOL_VERSION
@@ -132,15 +133,11 @@ class _Connection:
         return connection
 
     def _receive(self, connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-        data = bytearray(num_bytes)
-        rest = memoryview(data)
-        while rest:
+        def receive_some(left: memoryview) -> int:
             connection.settimeout(self._left(deadline))
-            num_received = connection.recv_into(rest)
-            if num_received == 0:
-                raise ConnectionError("the directory has hung up")
-            rest = rest[num_received:]
-        return bytes(data)
+            return connection.recv_into(left)
+
+        return bytes(receive_exactly(receive_some, memoryview(bytearray(num_bytes))))
 
     def _left(self, deadline: float) -> float:
         left_s = deadline - self._clock()

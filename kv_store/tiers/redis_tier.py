@@ -14,6 +14,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemory
 from redis.retry import Retry
 
 from kv_store.frame import FRONT_BYTES
+from kv_store.receiving import receive_exactly
 from kv_store.tiers.cold_tier import FramedTier
 from wire.errors import ConfigError
 from wire.ids import BlockKey
@@ -176,8 +177,7 @@ class _Exchange:
             raise
 
     def fill(self, into: memoryview) -> None:
-        while into:
-            into = into[self._receive_some(into) :]
+        receive_exactly(self._receive_some, into)
 
     def finish_line(self, line: bytes) -> bytes:
         """Receives the rest of a line, as far as it is of a sensible length."""

@@ -13,9 +13,10 @@ import pytest
 
 from deploy.plan.authority import Authority
 from kv_store.frame import checksum_of
-from kv_store.node import block_port
+from kv_store.node import block_reader, block_server
 from kv_store.node.arena import Arena
-from kv_store.node.block_port import BlockReader, BlockServer, LocalBlocks
+from kv_store.node.block_reader import BlockReader, LocalBlocks
+from kv_store.node.block_server import BlockServer
 from kv_store.node.directory import Directory
 from tests.kv_store.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
@@ -175,7 +176,8 @@ def test_a_spoilt_block_is_not_vouched_for(node: Node, reader: BlockReader) -> N
 
 
 def test_many_keys_go_in_several_requests(node: Node, reader: BlockReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_port, "MAX_KEYS", 2)
+    for module in (block_reader, block_server):
+        monkeypatch.setattr(module, "MAX_KEYS", 2)
     names = names_of(20)
     node.publish(names)
     assert reader.exists(keys(names)) == [True] * 5
@@ -280,7 +282,7 @@ def test_a_reader_that_takes_nothing_is_hung_up_on_and_holds_no_lease() -> None:
 def test_more_connections_than_the_most_are_turned_away(
     node: Node, reader: BlockReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_port, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(block_server, "MAX_CONNECTIONS", 1)
     node.publish(names_of(4))
     assert reader.exists(keys(names_of(4))) == [True]
     with closing(reader_of(node.address)) as second:

@@ -10,7 +10,7 @@ import torch
 
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
-from kv_store.node.block_port import LocalBlocks
+from kv_store.node.block_reader import LocalBlocks
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient

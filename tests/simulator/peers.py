@@ -5,7 +5,7 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from kv_store.breaker import Breaker
-from kv_store.node.block_port import LocalBlocks
+from kv_store.node.block_reader import LocalBlocks
 from kv_store.node.directory_port import DirectoryPort
 from tests.simulator.invariants import LAYOUT
 from tests.simulator.node import Caller, Node

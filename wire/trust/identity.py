@@ -3,8 +3,11 @@
 import hashlib
 import hmac
 import os
+import secrets
 import ssl
 from dataclasses import dataclass, field
+
+from wire.errors import Unauthenticated
 
 NONCE_BYTES = 16
 PROOF_BYTES = 32
@@ -51,10 +54,36 @@ def load_pair(context: ssl.SSLContext, pem: bytes) -> None:
 
 
 def prove(token: bytes, role: bytes, clients_nonce: bytes, servers_nonce: bytes) -> bytes:
-    """Returns the proof that a side, `role`, knows the token: its HMAC of both sides' nonces."""
+    """Computes the proof that a side, `role`, knows the token: its HMAC of both sides' nonces."""
     return hmac.digest(token, role + clients_nonce + servers_nonce, hashlib.sha256)
 
 
-def is_proven(proof: bytes, token: bytes, role: bytes, clients_nonce: bytes, servers_nonce: bytes) -> bool:
-    """Checks a proof of `prove`, in constant time."""
-    return hmac.compare_digest(proof, prove(token, role, clients_nonce, servers_nonce))
+is_equal = hmac.compare_digest
+"""Compares two proofs, in constant time."""
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """A mutual proof of the cluster's token, which is never sent. `client` and `server` are the names of their roles.
+
+    client ── nonce ─────────────────────────────▶ server
+           ◀─ nonce, HMAC(token, server, nonces) ──
+           ── HMAC(token, client, nonces) ────────▶
+    """
+
+    token: bytes = field(repr=False)
+    client: bytes
+    server: bytes
+
+    def answer(self, clients_nonce: bytes) -> tuple[bytes, bytes]:
+        """Makes a server's answer to a nonce; returns it, and the proof to compare the client's with by `is_equal`."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        proof, wanted = (prove(self.token, role, clients_nonce, nonce) for role in (self.server, self.client))
+        return nonce + proof, wanted
+
+    def reply(self, nonce: bytes, answer: bytes) -> bytes:
+        """Returns a client's proof. Raises Unauthenticated for an answer to its nonce that does not prove the token."""
+        servers_nonce, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+        if not is_equal(proof, prove(self.token, self.server, nonce, servers_nonce)):
+            raise Unauthenticated(f"the {self.server.decode()} does not know the cluster's token")
+        return prove(self.token, self.client, nonce, servers_nonce)

@@ -15,7 +15,7 @@ from deploy.actors import node as node_module
 from deploy.actors.node import NodeActor
 from deploy.plan.cluster_plan import NodeConfig
 from kv_store.node.arena import Arena
-from kv_store.node.block_port import BlockReader
+from kv_store.node.block_reader import BlockReader
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tiers import open_tiers
