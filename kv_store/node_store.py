@@ -8,35 +8,33 @@ import logging
 import os
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
-from itertools import compress, islice, takewhile
+from itertools import islice
 from typing import TypeVar
 
 from kv_store.block_store import StoreStatus
 from kv_store.device_pool import DevicePool
+from kv_store.far_tiers import FarTiers
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import DirectoryPort, EpochChanged
+from kv_store.promotion import Promotion
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from wire.directory import Block, DirectoryStatus, Entry, Hold, Lease
 from wire.errors import ConfigError, StoreError
-from wire.ids import BlockKey, PageId, RequestId
+from wire.ids import PageId, RequestId
 from wire.keys import BlockName
 from wire.layout import KVLayout
-from wire.tier import COLD_TIERS, READ_COUNTS, ColdStatus, Tier
+from wire.tier import Tier
 
 HOLD_TTL_S = 10.0
 _LEASE_TTL_S = 5.0
 _LEASE_TTL_PER_BLOCK_S = 0.02
-_LOOKUPS_AT_ONCE = 128
 _FAR_BUDGET_S = 0.5
 _FAR_BUDGET_PER_BLOCK_S = 0.01
-_MAX_PEERS = 64
 _MAX_SUM_THREADS = 4
 T = TypeVar("T")
 
@@ -67,9 +65,7 @@ class NodeStore:
         self._arena = arena
         self._is_arena_old = False
         self._directory = directory
-        self._cold = list(cold)
-        self._make_peer = peer
-        self._peers: OrderedDict[str, BlockSource] = OrderedDict()
+        self._far = FarTiers(cold, peer, clock)
         self._pool = pool
         self._clock = clock
         self._scratch = memoryview(bytearray(layout.payload_bytes))
@@ -96,7 +92,7 @@ class NodeStore:
     def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
         keys = [name.key for name in names]
         self._or_else(0, lambda: self._directory.forget(keys))
-        for source in (*self._peers_at(sources), *self._cold):
+        for source in self._far.sources(sources):
             source.delete(keys)
 
     def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
@@ -109,7 +105,7 @@ class NodeStore:
         ask: Callable[[], DirectoryStatus | None] = self._directory.status
         return StoreStatus(
             directory=self._or_else(None, ask),
-            cold=[*self._peers_status(), *(tier.status() for tier in self._cold)],
+            cold=self._far.status(),
             block_bytes=self._layout.block_bytes,
             num_corrupt=self._num_corrupt,
             num_failed=self._num_failed,
@@ -122,7 +118,7 @@ class NodeStore:
         lease = self._lease(names)
         try:
             with self._writing():
-                tiers = self._copy_in(names, lease.entries, pages, [*self._peers_at(addresses), *self._cold])
+                tiers = self._copy_in(names, lease.entries, pages, self._far.sources(addresses))
         finally:
             self._pool.wait()  # no copy reads a slot, or writes a page, that is somebody else's by then
             held = self._directory.release(lease.lease_id)
@@ -132,8 +128,8 @@ class NodeStore:
         """Goes from the end, from hole to hole: blocks before a hole may be used without it."""
         is_here = self._directory.exists([name.key for name in names])
         missing = [place for place, here in enumerate(is_here) if not here]
-        sources, deadline = [*self._peers_at(addresses), *self._cold], self._clock() + _FAR_BUDGET_S
-        far = self._far([names[place] for place in reversed(missing)], sources, deadline)
+        sources, deadline = self._far.sources(addresses), self._clock() + _FAR_BUDGET_S
+        far = self._far.locate([names[place] for place in reversed(missing)], sources, deadline)
         end = len(names)
         for place, source in zip(reversed(missing), far, strict=True):
             if not end or place < starts[end - 1]:
@@ -148,7 +144,8 @@ class NodeStore:
         with self._writing():
             reservation = self._directory.reserve(self._me, names, hold)
             wanted = zip(names, pages, reservation.slots, strict=True)
-            return reservation.num_resident + self._commit(self._copy_out(wanted), hold)
+            blocks = self._copy_out(wanted)
+            return reservation.num_resident + (self._directory.commit(self._me, blocks, hold) if blocks else 0)
 
     def _attach(self) -> None:
         """Maps the directory's arena anew if it has restarted. Comes before all that is done with slots."""
@@ -168,9 +165,6 @@ class NodeStore:
         ttl_s = _LEASE_TTL_S + _LEASE_TTL_PER_BLOCK_S * len(names)
         return self._directory.lease(self._me, [name.key for name in names], ttl_s)
 
-    def _commit(self, blocks: Sequence[Block], hold: Hold | None) -> int:
-        return self._directory.commit(self._me, blocks, hold) if blocks else 0
-
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Gives back the reserved slots if the body fails before its commit."""
@@ -181,55 +175,9 @@ class NodeStore:
                 self._directory.abandon(self._me)
             raise
 
-    def _payload(self, slot: PageId) -> memoryview:
-        return self._arena.slot(slot)[: self._layout.payload_bytes]
-
-    def _peers_at(self, addresses: Sequence[str]) -> list[BlockSource]:
-        """Returns the sources at these addresses. Beyond some number, the least recently used are closed."""
-        if self._make_peer is None:
-            return []
-        for address in addresses:
-            if address not in self._peers:
-                self._peers[address] = self._make_peer(address)
-            self._peers.move_to_end(address)
-        while len(self._peers) > max(_MAX_PEERS, len(addresses)):
-            self._peers.popitem(last=False)[1].close()
-        return [self._peers[address] for address in addresses]
-
-    def _peers_status(self) -> list[ColdStatus]:
-        """Sums what the peers tell, if there is any."""
-        told = [peer.status() for peer in self._peers.copy().values()]
-        if not told:
-            return []
-        state = "up" if any(status.state == "up" for status in told) else "broken"
-        counts = {name: sum(getattr(status, name) for status in told) for name in READ_COUNTS}
-        return [ColdStatus(Tier.PEERS, state, **counts)]
-
-    def _locate(
-        self,
-        names: Sequence[BlockName],
-        entries: Sequence[Entry | None],
-        sources: Sequence[BlockSource],
-        deadline: float,
-    ) -> list[Entry | BlockSource]:
-        """Finds the nearest place of each block, up to the first hole. Asks no source after the deadline."""
-        far = self._far([name for name, entry in zip(names, entries, strict=True) if entry is None], sources, deadline)
-        places = (entry or next(far) for entry in entries)
-        return [place for place in takewhile(lambda place: place is not None, places) if place is not None]
-
-    def _far(
-        self, names: Sequence[BlockName], sources: Sequence[BlockSource], deadline: float
-    ) -> Iterator[BlockSource | None]:
-        """Yields the nearest source that has each block; asks for some at a time, as far as the caller goes."""
-        for start in range(0, len(names), _LOOKUPS_AT_ONCE):
-            found: dict[BlockKey, BlockSource] = {}
-            asked = names[start : start + _LOOKUPS_AT_ONCE]
-            for source in sources:
-                if self._clock() > deadline:
-                    break
-                keys = [name.key for name in asked if _may_have(source, name) and name.key not in found]
-                found |= dict.fromkeys(compress(keys, source.exists(keys) if keys else []), source)
-            yield from (found.get(name.key) for name in asked)
+    def _payload(self, slot: PageId | None) -> memoryview:
+        """Views the payload of a slot; of None, memory for one block at a time."""
+        return self._scratch if slot is None else self._arena.slot(slot)[: self._layout.payload_bytes]
 
     def _copy_in(
         self,
@@ -239,60 +187,39 @@ class NodeStore:
         sources: Sequence[BlockSource],
     ) -> list[Tier]:
         """Copies the longest prefix that proves good; blocks from far tiers go into the arena on the way."""
-        deadline = self._clock() + _FAR_BUDGET_S + _FAR_BUDGET_PER_BLOCK_S * sum(entry is None for entry in entries)
-        places = self._locate(names, entries, sources, deadline)
-        far_names = [name for name, place in zip(names, places, strict=False) if not isinstance(place, Entry)]
-        reserved = self._directory.reserve(self._me, far_names, None).slots if far_names else []
-        slots = dict(zip(far_names, reserved, strict=True))
-        copied: list[_Source] = []
-        sums = self._checksums(self._payload(place.slot) for place in places if isinstance(place, Entry))
-        with ExitStack() as stack:
-            reads = [stack.enter_context(closing(self._read(one, names, places, slots))) for one in sources]
-            for name, place, page in zip(names, places, pages, strict=False):
-                if isinstance(place, Entry):
-                    source = self._from_arena(name, place, next(sums))
-                else:  # after the deadline, computing is quicker
-                    source = None if self._clock() > deadline else next(reads[sources.index(place)], None)
-                if source is None:
+        holes = [place for place, entry in enumerate(entries) if entry is None]
+        deadline = self._clock() + _FAR_BUDGET_S + _FAR_BUDGET_PER_BLOCK_S * len(holes)
+        missing = [names[hole] for hole in holes]
+        located = [*iter(partial(next, self._far.locate(missing, sources, deadline), None), None)]
+        promotion = Promotion(self._directory, self._me, missing[: len(located)], located, self._payload)
+        end = holes[len(located)] if len(located) < len(holes) else len(names)
+        near = self._read_arena(names, entries[:end])
+        tiers: list[Tier] = []
+        with closing(promotion.read(lambda: self._clock() > deadline)) as far:
+            for entry, page in zip(entries[:end], pages, strict=False):
+                verified = next(far if entry is None else near, None)
+                if verified is None:
                     break
-                self._pool.write_page(page, source.payload)
-                copied.append(source)
-        if far_names:
-            self._promote(copied)
-        return [source.tier for source in copied]
+                tier, payload = verified
+                self._pool.write_page(page, payload)
+                tiers.append(tier)
+        promotion.commit()
+        return tiers
 
-    def _read(
-        self,
-        source: BlockSource,
-        names: Sequence[BlockName],
-        places: Sequence[Entry | BlockSource],
-        slots: Mapping[BlockName, PageId | None],
-    ) -> Generator["_Source", None, None]:
-        """Reads the blocks whose place is a far tier, each once it is asked for, up to the first that is missing."""
-        wanted = [name for name, place in zip(names, places, strict=False) if place is source]
-        into = [self._scratch if (slot := slots[name]) is None else self._payload(slot) for name in wanted]
-        with closing(source.get(wanted, into)) as checksums:
-            for name, payload, checksum in zip(wanted, into, checksums, strict=False):
-                slot = slots[name]
-                yield _Source(source.tier, payload, None if slot is None else Block(slot, name, checksum))
-
-    def _from_arena(self, name: BlockName, entry: Entry, checksum: bytes) -> "_Source | None":
-        """Reads a leased block if its checksum is right; else withdraws it."""
-        if checksum == entry.checksum:
-            return _Source(Tier.HOST, self._payload(entry.slot), None)
-        self._num_corrupt += 1
-        log.warning("slot %d of the arena does not hold what was written there: its block is withdrawn", entry.slot)
-        self._directory.withdraw([Block(entry.slot, name, entry.checksum)])
-        return None
-
-    def _promote(self, copied: Sequence["_Source"]) -> None:
-        """Commits blocks from far tiers, and gives back the other slots reserved for them."""
-        self._commit([source.promoted for source in copied if source.promoted is not None], None)
-        for tier in COLD_TIERS:  # other nodes may lose theirs
-            blocks = [source.promoted for source in copied if source.tier is tier and source.promoted is not None]
-            if blocks:
-                self._directory.mark_cold(tier, [block.name.key for block in blocks])
-        self._directory.abandon(self._me)
+    def _read_arena(
+        self, names: Sequence[BlockName], entries: Sequence[Entry | None]
+    ) -> Iterator[tuple[Tier, memoryview]]:
+        """Yields the payloads of leased blocks, up to the first with a wrong checksum, which is withdrawn."""
+        blocks = [Block(entry.slot, name, entry.checksum) for name, entry in zip(names, entries, strict=False) if entry]
+        for block, checksum in zip(blocks, self._checksums(self._payload(one.slot) for one in blocks), strict=True):
+            if checksum != block.checksum:
+                self._num_corrupt += 1
+                log.warning(
+                    "slot %d of the arena does not hold what was written there: its block is withdrawn", block.slot
+                )
+                self._directory.withdraw([block])
+                return
+            yield Tier.HOST, self._payload(block.slot)
 
     def _copy_out(self, wanted: Iterable[tuple[BlockName, PageId, PageId | None]]) -> list[Block]:
         """Copies the pages that have a slot, as many at once as their pool does."""
@@ -331,17 +258,3 @@ class NodeStore:
 def _threads() -> ThreadPoolExecutor:
     """Makes the threads of this process that take checksums; xxhash leaves the interpreter to others meanwhile."""
     return ThreadPoolExecutor(min(_MAX_SUM_THREADS, os.cpu_count() or 1), "checksums")
-
-
-def _may_have(source: BlockSource, name: BlockName) -> bool:
-    """Tails are in arenas only."""
-    return source.tier is Tier.PEERS or not name.is_tail
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The verified payload of a block, its tier, and the block to commit if the payload stays in the arena."""
-
-    tier: Tier
-    payload: memoryview
-    promoted: Block | None
