@@ -23,8 +23,8 @@ from gateway.generation import MAX_ENTRIES, Dialect, Generation, answer, events
 from gateway.metrics import Metrics
 from httpd.errors import HttpError
 from wire import errors
-from wire.errors import BatonError, InvalidRequest, ModelNotFound, Overloaded, Unavailable, reached
-from wire.limit import Limit
+from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
+from wire.limit import Limit, Pace
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust import key_ring
 from wire.trust.key_ring import KeyRing
@@ -61,8 +61,8 @@ class Gateway:
         self._clients = itertools.cycle(clients)
         self._keys = keys
         self._metrics = metrics
-        self._num_reading_bytes = 0
-        self._parsing = asyncio.Lock()
+        self._pace = Pace(SMALL_BYTES, PARSED_BYTES_PER_S)
+        self.reading = Limit(MAX_READING_BYTES, "bytes of bodies may be on their way")
         self._model: Model | None = None
         told = "entries may be in answers at a time"
         self.entry_limit = Limit(MAX_ENTRIES, told, max_waiting=MAX_WAITING, max_wait_s=MAX_TURN_S)
@@ -127,25 +127,11 @@ class Gateway:
 
     async def _read(self, request: Request) -> None:
         try:
-            await request.read(self._admit_bytes)
-            await self._parse(request)
+            await request.read(self.reading.take)
+            await self._pace.wait(request.num_bytes)  # MAX_READING_BYTES bound the wait
+            request.parse()
         finally:
-            self._num_reading_bytes -= request.num_bytes
-
-    async def _parse(self, request: Request) -> None:
-        """Waits for its turn no longer than MAX_READING_BYTES take."""
-        if request.num_bytes <= SMALL_BYTES:
-            request.parse()
-            return
-        async with self._parsing:
-            request.parse()
-            await asyncio.sleep(request.num_bytes / PARSED_BYTES_PER_S)
-
-    def _admit_bytes(self, num_bytes: int) -> None:
-        """Counts bytes of a body that has begun to come. Raises Overloaded beyond MAX_READING_BYTES of all bodies."""
-        self._num_reading_bytes += num_bytes
-        if self._num_reading_bytes > MAX_READING_BYTES:
-            raise Overloaded(reached(MAX_READING_BYTES, "bytes of bodies may be on their way"))
+            self.reading.release(request.num_bytes)
 
     async def _chat(self, request: Request) -> "bytes | Pieces | Events":
         """Asks for the model's format of tool calls where a request has tools."""

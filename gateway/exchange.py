@@ -68,7 +68,7 @@ class Request:
     async def read(self, admit_bytes: Callable[[int], None]) -> None:
         """Reads the body. Raises HttpError or InvalidRequest, and what `admit_bytes` raises.
 
-        admit_bytes: is told of the bytes of each piece once `num_bytes` counts them.
+        admit_bytes: takes the bytes of each piece before `num_bytes` counts them.
         """
         if not self._has_id:
             raise InvalidRequest("x-request-id", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
@@ -106,8 +106,8 @@ class Request:
             if message["type"] == "http.disconnect":
                 raise ClientGone("the client went away")
             pieces.append(message["body"])
-            self.num_bytes += len(message["body"])
             admit_bytes(len(message["body"]))
+            self.num_bytes += len(message["body"])
             self._require_short(self.num_bytes)
             more = message["more_body"]
         return b"".join(pieces)
