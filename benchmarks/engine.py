@@ -182,7 +182,7 @@ def _names() -> list[str]:
 def operations(folder: Path, num_sequences: int, context_len: int, num_threads: int) -> dict[str, float]:
     """Measures a decoding step of a checkpoint: milliseconds of each operation, and bytes a second over the ceiling."""
     from engine.model.decoder import Decoder
-    from kernels.backend import select_backend
+    from kernels.selection import select_backend
 
     torch.set_num_threads(num_threads)
     backend = TimedBackend(select_backend(torch.device("cpu")))

@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from benchmarks.result_file import write_result
-from kernels.backend import Backend, Weight, select_backend
+from kernels.backend import Backend, Weight
+from kernels.selection import select_backend
 
 LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 """Columns and depth of a layer's matrices."""

@@ -68,7 +68,7 @@ class Baton:
         import torch
 
         from engine.model.decoder import Decoder
-        from kernels.backend import select_backend
+        from kernels.selection import select_backend
 
         # The kernels take their number of threads from torch when they are selected.
         torch.set_num_threads(num_threads)

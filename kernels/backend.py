@@ -1,16 +1,10 @@
 """The kernels of a device, as one object that the model is given: Torch everywhere, Triton on a GPU, C++ on a CPU."""
 
-import logging
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from kernels.cpu.library import NoKernels, best_isa
-
-logger = logging.getLogger(__name__)
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Dtypes of quantized pages with a code in each item; int4 has two in a uint8."""
@@ -124,20 +118,30 @@ class Tables:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """Changes of scores between their scale and their softmax.
+
+    soft_cap: a score becomes soft_cap * tanh(score / soft_cap), as in Gemma 2 (arXiv 2408.00118). sinks: float32
+    [num_queries], a learned score of each query head that joins its softmax without a value, as in gpt-oss (arXiv
+    2508.10925).
+    """
+
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class AttentionVariant:
     """The attention of one layer: which keys a row sees, and how its softmax takes their products.
 
-    scale: of a product of query and key. window: tokens that a row sees, itself included; None for all. soft_cap: a
-    score becomes soft_cap * tanh(score / soft_cap), as in Gemma 2 (arXiv 2408.00118). sinks: float32 [num_queries], a
-    score of each query head that joins its softmax and has no value, as in gpt-oss (arXiv 2508.10925). num_sinks: of a
+    scale: of a product of query and key. window: tokens that a row sees, itself included; None for all. num_sinks: of a
     variant with a window, first tokens that a row sees beside it (StreamingLLM, arXiv 2309.17453).
     """
 
     scale: float
     window: int | None = None
-    soft_cap: float | None = None
-    sinks: Tensor | None = None
     num_sinks: int = 0
+    scores: Scores = field(default_factory=Scores)
 
 
 class Program(Protocol):
@@ -259,33 +263,3 @@ class Recorder(Backend, Protocol):
     def finish(self) -> Program:
         """Makes a program of the operations so far."""
         ...
-
-
-@cache
-def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
-    """Selects Triton on a CUDA device, and on a CPU the kernels of that name: auto, avx512, avx2, portable or torch.
-
-    `auto` takes the best that the machine has; without a compiler it takes torch, with a warning. All but torch serve
-    with int8 weights, too, as auto-int8 and so on. The first use on a machine compiles them, which takes seconds.
-    Raises NoKernels for named ones that cannot be had, ImportError on a CUDA device without Triton.
-    """
-    isa, _, weights = kernels.partition("-")
-    if weights and (device.type == "cuda" or isa == "torch"):
-        raise NoKernels(f"{weights} weights need the C++ kernels of a CPU")
-    if device.type == "cuda":
-        # Imported here so that a machine without Triton serves on its CPU.
-        from kernels.triton_backend import TritonBackend
-
-        return TritonBackend()
-    from kernels.cpu.backend import CpuBackend, Int8Backend
-    from kernels.torch_backend import TorchBackend
-
-    if kernels == "torch":
-        return TorchBackend()
-    try:
-        return (Int8Backend if weights else CpuBackend)(best_isa() if isa == "auto" else isa)
-    except NoKernels as error:
-        if kernels != "auto":
-            raise
-        logger.warning("serving with torch, several times slower than C++ kernels: %s", error)
-        return TorchBackend()

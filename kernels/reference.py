@@ -176,8 +176,9 @@ def weigh(query: Tensor, pages: KVPages, block_table: Tensor, context_len: int, 
     seen = _causal_mask(num_rows, context_len, None, query.device).repeat(group_size, 1)
     weighed = query.new_empty(len(keys), context_len, dtype=torch.float32)
     for head, (rows, columns) in enumerate(zip(grouped, keys, strict=True)):  # of all at once it may take gigabytes
-        sinks = None if variant.sinks is None else variant.sinks.view(-1, group_size)[head]
-        weighed[head] = _weights(rows.contiguous(), columns.contiguous(), seen, replace(variant, sinks=sinks)).sum(0)
+        sinks = None if variant.scores.sinks is None else variant.scores.sinks.view(-1, group_size)[head]
+        own = replace(variant, scores=replace(variant.scores, sinks=sinks))
+        weighed[head] = _weights(rows.contiguous(), columns.contiguous(), seen, own).sum(0)
     return weighed
 
 
@@ -255,22 +256,23 @@ def _dequantized(pages: KVPages, own: Tensor) -> Tensor:
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, variant: AttentionVariant) -> Tensor:
     """Attends with queries [..., head_dim] that stand in the order of their heads, where they are `seen`."""
-    if variant.soft_cap is None and variant.sinks is None:
+    if variant.scores.soft_cap is None and variant.scores.sinks is None:
         return scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=variant.scale)
     return (_weights(query, keys, seen, variant) @ values.float()).to(query.dtype)
 
 
 def _weights(query: Tensor, keys: Tensor, seen: Tensor | None, variant: AttentionVariant) -> Tensor:
     """Returns the softmax, float32, of queries and keys as in `_attend`."""
+    soft_cap, sinks = variant.scores.soft_cap, variant.scores.sinks
     scores = query.float() @ keys.float().mT * variant.scale
-    if variant.soft_cap is not None:
-        scores = variant.soft_cap * torch.tanh(scores / variant.soft_cap)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
-    if variant.sinks is not None:
-        num_rows = scores[..., 0].numel() // len(variant.sinks)
-        sinks = variant.sinks.repeat_interleave(num_rows).view(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sinks], dim=-1)
+    if sinks is not None:
+        num_rows = scores[..., 0].numel() // len(sinks)
+        of_rows = sinks.repeat_interleave(num_rows).view(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, of_rows], dim=-1)
     return scores.softmax(-1)[..., : keys.shape[-2]]
 
 

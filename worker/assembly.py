@@ -17,8 +17,9 @@ from engine.model.batch import DraftModel, Model
 from engine.model.decoder import Decoder
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
-from kernels.backend import Backend, select_backend
+from kernels.backend import Backend
 from kernels.cpu.library import NoKernels
+from kernels.selection import select_backend
 from kv_store.block_store import BlockStore
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena

@@ -7,7 +7,8 @@ import torch
 
 from benchmarks.claim_families.caching import one_thread
 from benchmarks.claim_families.finding import Chart, Family, Finding, Inputs, Report, Stopwatch, spread
-from kernels.backend import AttentionVariant, Backend, KVPages, Tables, select_backend
+from kernels.backend import AttentionVariant, Backend, KVPages, Tables
+from kernels.selection import select_backend
 
 NUM_SEQUENCES, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 4, 32, 8, 128, 4
 CONTEXT_LENS = (512, 1024, 2048, 4096)

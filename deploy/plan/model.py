@@ -87,8 +87,8 @@ def inspect_model(
     from engine.checkpoint.hub import find_folder
     from engine.model.decoder import compute_dtype
     from engine.model.weights import check_weights
-    from kernels.backend import select_backend
     from kernels.cpu.library import NoKernels
+    from kernels.selection import select_backend
 
     checkpoint = Checkpoint(find_folder(settings.path or _demo_model()))
     check_weights(checkpoint)

@@ -15,8 +15,9 @@ from engine.model.angles import FarAngles, make_angles
 from engine.model.batch import Batch, run_ahead
 from engine.model.programs import MIN_BLOCKS, MIN_ROWS, CapturedProgram, Program, RecordedProgram, padded
 from engine.model.weights import DecoderWeights, WeightLoader, check_weights
-from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Tables, select_backend
+from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Tables
 from kernels.reference import weigh
+from kernels.selection import select_backend
 from wire.errors import ConfigError
 from wire.kv_policy import parse_kv_policy
 from wire.layout import KVLayout, Window

@@ -74,19 +74,6 @@ struct Sums {
     }
 };
 
-// The arguments of a call, as they come.
-template <class T>
-struct Call {
-    const T* query;
-    int64_t query_stride;
-    const int32_t* tables;
-    int64_t table_stride;
-    const int32_t* context_lens;
-    const int32_t* cu_query_lens;
-    const float *cosines, *sines;  // by which queries are turned back before they meet sinks
-    T* out;
-};
-
 // Attention of consecutive tokens of a sequence, with all query heads that share a KV head: row = token * group + head.
 // Belongs to one thread, which keeps its memory.
 template <class T>
@@ -96,26 +83,26 @@ class Rows {
    public:
     Sums segment;
 
-    void begin(const Shape& shape, const Call<T>& call, int64_t first_row, int64_t num_tokens, int64_t kv_head, int64_t first_position) {
-        group_ = shape.group();
-        depth_ = shape.head_size;
-        soft_cap_ = shape.soft_cap;
-        scale_ = soft_cap_ ? shape.scale / soft_cap_ : shape.scale;
-        window_ = {0, 1 - shape.window, 1, std::numeric_limits<int64_t>::max()};
-        sinks_ = {num_tokens * group_ * depth_, -UNBOUNDED, 1 - shape.window, shape.num_sinks};
+    void begin(const Attention& call, int64_t first_row, int64_t num_tokens, int64_t kv_head, int64_t first_position) {
+        group_ = call.group();
+        depth_ = call.head_size;
+        soft_cap_ = call.soft_cap;
+        scale_ = soft_cap_ ? call.scale / soft_cap_ : call.scale;
+        window_ = {0, 1 - call.window, 1, std::numeric_limits<int64_t>::max()};
+        sinks_ = {num_tokens * group_ * depth_, -UNBOUNDED, 1 - call.window, call.num_sinks};
         num_tokens_ = num_tokens;
         first_position_ = first_position;
-        queries_.resize(num_tokens * group_ * depth_ * (shape.num_sinks ? 2 : 1));
+        queries_.resize(num_tokens * group_ * depth_ * (call.num_sinks ? 2 : 1));
         scores_.resize(MAX_ROWS * PIECE);
         weights_.resize(MAX_ROWS * PIECE);
-        segment.reshape(num_tokens * group_, shape.num_panels() * PANEL);
+        segment.reshape(num_tokens * group_, call.num_panels() * PANEL);
         segment.clear();
         for (int64_t token = 0; token < num_tokens; ++token) {
-            const T* query = call.query + (first_row + token) * call.query_stride + kv_head * group_ * depth_;
+            const T* query = (const T*)call.query + (first_row + token) * call.query_stride + kv_head * group_ * depth_;
             F* own = queries_.data() + token * group_ * depth_;
             convert(query, own, group_ * depth_);
             const int64_t angles = (first_row + token) * (depth_ / 2);
-            for (int64_t head = 0; shape.num_sinks && head < group_; ++head)
+            for (int64_t head = 0; call.num_sinks && head < group_; ++head)
                 turn_back(query + head * depth_, call.cosines + angles, call.sines + angles, own + sinks_.queries + head * depth_);
         }
     }
@@ -239,21 +226,21 @@ class Rows {
     std::vector<F> weights_;
 };
 
-inline int64_t first_visible(const Shape& shape, int64_t position) { return std::max<int64_t>(0, position - shape.window + 1); }
+inline int64_t first_visible(const Attention& call, int64_t position) { return std::max<int64_t>(0, position - call.window + 1); }
 
 // Merges the sinks that the last of some rows has behind its window into their sums, as each row sees them.
 template <class T>
-void take_sinks(const Shape& shape, const int32_t* table, int64_t last_position, int64_t first_head, int64_t num_heads, Rows<T>* rows,
+void take_sinks(const Attention& call, const int32_t* table, int64_t last_position, int64_t first_head, int64_t num_heads, Rows<T>* rows,
                 Piece<T>& piece, Sums* totals) {
-    const int64_t end = std::min(shape.num_sinks, first_visible(shape, last_position));
+    const int64_t end = std::min(call.num_sinks, first_visible(call, last_position));
     if (!end) return;
-    Walk walk(shape, table, 0, 0, end, shape.open_from(last_position));
+    Walk walk(call, table, 0, 0, end, call.open_from(last_position));
     Tokens tokens;
     Ahead nothing;
     for (int64_t begin = 0; begin < end; begin += PIECE) {
         walk.next(tokens);
         for (int64_t head = 0; head < num_heads; ++head) {
-            piece.pack(shape, tokens, end - begin, first_head + head, nothing);
+            piece.pack(call, tokens, end - begin, first_head + head, nothing);
             rows[head].attend_sinks(piece, begin);
         }
     }
@@ -267,114 +254,147 @@ T& own() {
     return object;
 }
 
-// One token a sequence. A unit is a sequence, or a segment of one that is much of the work, with all KV heads, for they lie
-// beside one another; or with one KV head, where threads would have too little to share.
+// Part of a decoding sequence's work: its positions from begin to end - 1, with some KV heads.
+struct Share {
+    int64_t sequence, begin, end, first_head, num_heads;
+    int64_t part;  // of all segments that are merged later, the place of this one; -1 for all of a sequence
+
+    int64_t position(const Attention& call) const { return call.context_lens[sequence] - 1; }
+    bool is_first(const Attention& call) const { return begin / SEGMENT == first_visible(call, position(call)) / SEGMENT; }
+
+    Walk walk(const Attention& call) const {
+        return Walk(call, call.table(sequence), begin, first_visible(call, position(call)), end, call.open_from(position(call)));
+    }
+
+    // Brings the first piece nearer.
+    void approach(const Attention& call, Tokens& tokens, Ahead& ahead) const {
+        walk(call).next(tokens);
+        ahead.begin(call, tokens, first_head, num_heads);
+    }
+};
+
+inline int64_t num_segments(const Attention& call, int64_t sequence) {
+    const int64_t position = call.context_lens[sequence] - 1;
+    return position < 0 ? 0 : position / SEGMENT + 1 - first_visible(call, position) / SEGMENT;
+}
+
+// Where the row of a query head goes.
 template <class T>
-void decode(const Shape& shape, const Call<T>& call, int64_t num_sequences) {
-    struct Unit {
-        int64_t sequence, begin, end, first_head, num_heads, part;
-    };
-    std::vector<Unit> units;
-    const auto first_segment = [&](int64_t sequence) { return first_visible(shape, call.context_lens[sequence] - 1) / SEGMENT; };
-    const auto num_segments = [&](int64_t sequence) {
-        const int64_t position = call.context_lens[sequence] - 1;
-        return position < 0 ? 0 : position / SEGMENT + 1 - first_segment(sequence);
-    };
+T* out_of(const Attention& call, int64_t row, int64_t head) {
+    return (T*)call.out + (row * call.num_heads + head) * call.head_size;
+}
+
+// Shares out sequences of one token: each whole, or by segments where it is much of the work; with all KV heads, for they lie
+// beside one another, or with one, where threads would have too little to share. A sequence without tokens has no share.
+std::vector<Share> share_out(const Attention& call, int64_t num_sequences) {
+    std::vector<Share> shares;
     int64_t total = 0, num_parts = 0;
-    for (int64_t sequence = 0; sequence < num_sequences; ++sequence) total += num_segments(sequence);
-    const int64_t heads_per_unit = total < MIN_UNITS ? 1 : shape.num_kv_heads;
+    for (int64_t sequence = 0; sequence < num_sequences; ++sequence) total += num_segments(call, sequence);
+    const int64_t heads_per_share = total < MIN_UNITS ? 1 : call.num_kv_heads;
     for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
-        const int64_t count = num_segments(sequence), end = call.context_lens[sequence];
-        if (!count) std::fill_n(call.out + sequence * shape.num_heads * shape.head_size, shape.num_heads * shape.head_size, T{});
+        const int64_t count = num_segments(call, sequence), end = call.context_lens[sequence], visible = first_visible(call, end - 1);
         const bool is_whole = count <= 1 || count * MIN_UNITS <= total;
-        const int64_t segments_per_unit = is_whole ? count : 1, visible = first_visible(shape, end - 1) / PIECE * PIECE;
-        for (int64_t i = 0; i < count; i += segments_per_unit) {
-            const int64_t begin = (first_segment(sequence) + i) * SEGMENT, behind = begin + segments_per_unit * SEGMENT;
-            for (int64_t head = 0; head < shape.num_kv_heads; head += heads_per_unit)
-                units.push_back({sequence, std::max(begin, visible), std::min(end, behind), head, heads_per_unit, is_whole ? -1 : num_parts + i});
+        const int64_t segments_per_share = is_whole ? count : 1;
+        for (int64_t i = 0; i < count; i += segments_per_share) {
+            const int64_t begin = (visible / SEGMENT + i) * SEGMENT, behind = begin + segments_per_share * SEGMENT;
+            for (int64_t head = 0; head < call.num_kv_heads; head += heads_per_share)
+                shares.push_back({sequence, std::max(begin, visible / PIECE * PIECE), std::min(end, behind), head, heads_per_share,
+                                  is_whole ? -1 : num_parts + i});
         }
         if (!is_whole) num_parts += count;
     }
-    const int64_t group = shape.group();
-    const auto walk_of = [&](const Unit& unit) {
-        const int32_t* table = call.tables + unit.sequence * call.table_stride;
-        const int64_t position = call.context_lens[unit.sequence] - 1;
-        return Walk(shape, table, unit.begin, first_visible(shape, position), unit.end, shape.open_from(position));
-    };
-    const auto out = [&](int64_t sequence, int64_t head) { return call.out + (sequence * shape.num_heads + head) * shape.head_size; };
-    std::vector<Sums> parts(num_parts * shape.num_kv_heads);  // [segment][KV head]
-    parallel(int64_t(units.size()), [&](int64_t index) {
-        auto& rows = own<std::vector<Rows<T>>>();
-        auto& piece = own<Piece<T>>();
-        auto& ahead = own<Ahead>();
-        auto& totals = own<std::vector<Sums>>();
-        const Unit& unit = units[index];
-        if (int64_t(rows.size()) < unit.num_heads) rows.resize(unit.num_heads);
-        if (int64_t(totals.size()) < unit.num_heads) totals.resize(unit.num_heads);  // it serves all dtypes, rows are of one
-        for (int64_t head = 0; head < unit.num_heads; ++head) {
-            rows[head].begin(shape, call, unit.sequence, 1, unit.first_head + head, call.context_lens[unit.sequence] - 1);
-            totals[head].reshape(group, rows[head].segment.columns);
-            totals[head].clear();
-        }
-        if (unit.begin / SEGMENT == first_segment(unit.sequence))
-            take_sinks(shape, call.tables + unit.sequence * call.table_stride, call.context_lens[unit.sequence] - 1, unit.first_head,
-                       unit.num_heads, rows.data(), piece, totals.data());
-        Tokens tokens, next;
-        Walk walk = walk_of(unit);
-        walk.next(tokens);
-        for (int64_t begin = unit.begin; begin < unit.end; begin += PIECE) {
-            if (begin + PIECE < unit.end) {
-                walk.next(next);
-                ahead.begin(shape, next, unit.first_head, unit.num_heads);
-            } else if (index + 1 < int64_t(units.size())) {
-                walk_of(units[index + 1]).next(next);
-                ahead.begin(shape, next, units[index + 1].first_head, unit.num_heads);
-            }
-            for (int64_t head = 0; head < unit.num_heads; ++head) {
-                piece.pack(shape, tokens, unit.end - begin, unit.first_head + head, ahead);
-                rows[head].attend(piece, begin);
-            }
-            tokens = next;
-            if ((begin + PIECE) % SEGMENT && begin + PIECE < unit.end) continue;
-            for (int64_t head = 0; head < unit.num_heads; ++head) totals[head].take(rows[head].segment);
-        }
-        for (int64_t head = 0; head < unit.num_heads; ++head) {
-            if (unit.part >= 0)
-                parts[unit.part * shape.num_kv_heads + unit.first_head + head] = totals[head];
-            else
-                for (int64_t i = 0, of_query = (unit.first_head + head) * group; i < group; ++i, ++of_query)
-                    totals[head].write(i, shape.head_size, shape.sink(of_query), out(unit.sequence, of_query));
-        }
-    });
-    for (const Unit& unit : units) {
-        if (unit.part < 0 || unit.begin / SEGMENT != first_segment(unit.sequence)) continue;
-        const int64_t count = num_segments(unit.sequence);
-        for (int64_t head = unit.first_head; head < unit.first_head + unit.num_heads; ++head) {
-            Sums& whole = parts[unit.part * shape.num_kv_heads + head];
-            for (int64_t i = 0; i < group; ++i) {
-                for (int64_t later = 1; later < count; ++later)
-                    whole.merge(i, parts[(unit.part + later) * shape.num_kv_heads + head], i);
-                whole.write(i, shape.head_size, shape.sink(head * group + i), out(unit.sequence, head * group + i));
-            }
-        }
+    return shares;
+}
+
+// Writes the query heads of a KV head, which a row has had all keys of.
+template <class T>
+void write_group(const Attention& call, const Sums& sums, int64_t row, int64_t kv_head) {
+    for (int64_t i = 0, head = kv_head * call.group(); i < call.group(); ++i, ++head)
+        sums.write(i, call.head_size, call.sink(head), out_of<T>(call, row, head));
+}
+
+// Attends with a share: a whole sequence goes to `out`, a segment to parts [segment][KV head]. next: the share after it, null for none.
+template <class T>
+void attend_share(const Attention& call, const Share& share, const Share* next_share, std::vector<Sums>& parts) {
+    auto& rows = own<std::vector<Rows<T>>>();
+    auto& piece = own<Piece<T>>();
+    auto& ahead = own<Ahead>();
+    auto& totals = own<std::vector<Sums>>();
+    if (int64_t(rows.size()) < share.num_heads) rows.resize(share.num_heads);
+    if (int64_t(totals.size()) < share.num_heads) totals.resize(share.num_heads);  // it serves all dtypes, rows are of one
+    for (int64_t head = 0; head < share.num_heads; ++head) {
+        rows[head].begin(call, share.sequence, 1, share.first_head + head, share.position(call));
+        totals[head].reshape(call.group(), rows[head].segment.columns);
+        totals[head].clear();
     }
+    if (share.is_first(call))
+        take_sinks(call, call.table(share.sequence), share.position(call), share.first_head, share.num_heads, rows.data(), piece, totals.data());
+    Tokens tokens, next;
+    Walk walk = share.walk(call);
+    walk.next(tokens);
+    for (int64_t begin = share.begin; begin < share.end; begin += PIECE) {
+        if (begin + PIECE < share.end) {
+            walk.next(next);
+            ahead.begin(call, next, share.first_head, share.num_heads);
+        } else if (next_share) {
+            next_share->approach(call, next, ahead);
+        }
+        for (int64_t head = 0; head < share.num_heads; ++head) {
+            piece.pack(call, tokens, share.end - begin, share.first_head + head, ahead);
+            rows[head].attend(piece, begin);
+        }
+        tokens = next;
+        if ((begin + PIECE) % SEGMENT && begin + PIECE < share.end) continue;
+        for (int64_t head = 0; head < share.num_heads; ++head) totals[head].take(rows[head].segment);
+    }
+    for (int64_t head = 0; head < share.num_heads; ++head)
+        if (share.part >= 0)
+            parts[share.part * call.num_kv_heads + share.first_head + head] = totals[head];
+        else
+            write_group<T>(call, totals[head], share.sequence, share.first_head + head);
+}
+
+// Merges the segments of a sequence, in order, and writes its row: of the KV heads of its first share.
+template <class T>
+void merge_parts(const Attention& call, const Share& first, std::vector<Sums>& parts) {
+    for (int64_t head = first.first_head; head < first.first_head + first.num_heads; ++head) {
+        Sums& whole = parts[first.part * call.num_kv_heads + head];
+        for (int64_t later = 1; later < num_segments(call, first.sequence); ++later)
+            for (int64_t i = 0; i < call.group(); ++i) whole.merge(i, parts[(first.part + later) * call.num_kv_heads + head], i);
+        write_group<T>(call, whole, first.sequence, head);
+    }
+}
+
+// One token a sequence.
+template <class T>
+void decode(const Attention& call, int64_t num_sequences) {
+    const std::vector<Share> shares = share_out(call, num_sequences);
+    const int64_t num_shares = shares.size();
+    int64_t num_parts = 0;
+    for (const Share& share : shares) num_parts = std::max(num_parts, share.part + 1);
+    std::vector<Sums> parts(num_parts * call.num_kv_heads);  // [segment][KV head]
+    parallel(num_shares, [&](int64_t i) { attend_share<T>(call, shares[i], i + 1 < num_shares ? &shares[i + 1] : nullptr, parts); });
+    for (const Share& share : shares)
+        if (share.part >= 0 && share.is_first(call)) merge_parts<T>(call, share, parts);
+    for (int64_t sequence = 0; sequence < num_sequences; ++sequence)
+        if (!call.context_lens[sequence]) std::fill_n(out_of<T>(call, sequence, 0), call.num_heads * call.head_size, T{});
 }
 
 // The last tokens of each sequence from first_sequence on. A unit is a few tokens with one KV head; it goes through all that they see.
 template <class T>
-void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, int64_t num_sequences) {
+void prefill(const Attention& call, int64_t first_sequence, int64_t num_sequences) {
     struct Unit {
         int64_t sequence, kv_head, first_token, num_tokens;
     };
-    const int64_t group = shape.group(), per_unit = std::max<int64_t>(1, MAX_UNIT_ROWS / group);
+    const int64_t group = call.group(), per_unit = std::max<int64_t>(1, MAX_UNIT_ROWS / group);
     const int32_t* starts = call.cu_query_lens;
     std::vector<Unit> units;
     for (int64_t sequence = num_sequences - 1; sequence >= first_sequence; --sequence)
         for (int64_t end = starts[sequence + 1], begin; end > starts[sequence]; end = begin) {
             begin = std::max<int64_t>(starts[sequence], end - per_unit);  // the last ones see most: they come first
             const int64_t to_position = call.context_lens[sequence] - starts[sequence + 1];
-            if (shape.kept == INT4) begin = std::max(begin, shape.open_from(end - 1 + to_position) - to_position);  // of one block
-            for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) units.push_back({sequence, kv_head, begin, end - begin});
+            if (call.pages.kept == INT4) begin = std::max(begin, call.open_from(end - 1 + to_position) - to_position);  // of one block
+            for (int64_t kv_head = 0; kv_head < call.num_kv_heads; ++kv_head) units.push_back({sequence, kv_head, begin, end - begin});
         }
     const auto run = [&](const auto& run, const Unit& unit) -> void {
         Rows<T>& rows = own<Rows<T>>();
@@ -383,19 +403,19 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
         Sums& total = own<Sums>();
         const int64_t position = call.context_lens[unit.sequence] - starts[unit.sequence + 1] + unit.first_token;
         const int64_t end = position + unit.num_tokens, num_rows = unit.num_tokens * group;
-        rows.begin(shape, call, unit.first_token, unit.num_tokens, unit.kv_head, position);
+        rows.begin(call, unit.first_token, unit.num_tokens, unit.kv_head, position);
         total.reshape(num_rows, rows.segment.columns);
         total.clear();
-        take_sinks(shape, call.tables + unit.sequence * call.table_stride, end - 1, unit.kv_head, 1, &rows, piece, &total);
-        const int64_t begin = first_visible(shape, position);
+        take_sinks(call, call.table(unit.sequence), end - 1, unit.kv_head, 1, &rows, piece, &total);
+        const int64_t begin = first_visible(call, position);
         const int64_t first = begin / PIECE * PIECE;
-        Walk walk(shape, call.tables + unit.sequence * call.table_stride, first, begin, end, shape.open_from(end - 1));
+        Walk walk(call, call.table(unit.sequence), first, begin, end, call.open_from(end - 1));
         Tokens tokens, next;
         walk.next(tokens);
         for (int64_t at = first; at < end; at += PIECE) {
             walk.next(next);
-            ahead.begin(shape, next, unit.kv_head, 1);
-            piece.pack(shape, tokens, end - at, unit.kv_head, ahead);
+            ahead.begin(call, next, unit.kv_head, 1);
+            piece.pack(call, tokens, end - at, unit.kv_head, ahead);
             rows.attend(piece, at);
             tokens = next;
             if ((at + PIECE) % SEGMENT && at + PIECE < end) continue;
@@ -409,36 +429,23 @@ void prefill(const Shape& shape, const Call<T>& call, int64_t first_sequence, in
             return;
         }
         for (int64_t row = 0; row < num_rows; ++row)
-            total.write(row, shape.head_size, shape.sink(unit.kv_head * group + row % group),
-                        call.out + ((unit.first_token + row / group) * shape.num_heads + unit.kv_head * group + row % group) * shape.head_size);
+            total.write(row, call.head_size, call.sink(unit.kv_head * group + row % group),
+                        out_of<T>(call, unit.first_token + row / group, unit.kv_head * group + row % group));
     };
     parallel(int64_t(units.size()), [&](int64_t index) { run(run, units[index]); });
 }
 
 }  // namespace
 
-// query [rows, num_heads, head_size], its rows query_stride elements apart; out [rows, num_heads, head_size]. kv: one layer of
-// what is `kept`, with strides in bytes, and scales of bfloat16 where that is codes, as many bytes apart. open and
-// page_to_open: of INT4, a layer of blocks that are not full, and their places by page. The first num_decodes
-// sequences have one row each; the rows of the others end at cu_query_lens [num_sequences + 1]. window and soft_cap:
-// 0 for none; sinks [num_heads]: null for none. num_sinks: first tokens that rows see beside their windows; cosines, sines
-// [rows, head_size / 2] turn their queries back for them, null without any.
-extern "C" void baton_attention(int dtype, const void* query, int64_t query_stride, int kept, const void* kv, const void* scales,
-                                int64_t page_stride, int64_t plane_stride, int64_t head_stride, int64_t block_size,
-                                const void* open, const int32_t* page_to_open, int64_t open_page_stride,
-                                int64_t open_plane_stride, int64_t open_head_stride, const int32_t* tables, int64_t table_stride, const int32_t* context_lens,
-                                const int32_t* cu_query_lens, int64_t num_sequences, int64_t num_decodes, int64_t num_heads,
-                                int64_t num_kv_heads, int64_t head_size, float scale, int64_t window, float soft_cap,
-                                const float* sinks, int64_t num_sinks, const float* cosines, const float* sines, void* out) {
-    FOR_DTYPE(dtype, {
-        const Shape shape{num_heads, num_kv_heads, head_size, Kept(kept), (const char*)kv, (const char*)scales,
-                          page_stride, plane_stride, head_stride, block_size, row_bytes(Kept(kept), head_size, sizeof(T)),
-                          (const char*)open, page_to_open, open_page_stride, open_plane_stride, open_head_stride,
-                          scale, window ? window : std::numeric_limits<int32_t>::max(), num_sinks, soft_cap, sinks};
-        const Call<T> call{(const T*)query, query_stride, tables, table_stride, context_lens, cu_query_lens, cosines, sines, (T*)out};
-        decode(shape, call, num_decodes);
-        prefill(shape, call, num_decodes, num_sequences);
+// The first num_decodes sequences have one row each; the rows of the others end at cu_query_lens.
+extern "C" void baton_attention(const Attention* call, int64_t num_sequences, int64_t num_decodes) {
+    FOR_DTYPE(call->dtype, {
+        decode<T>(*call, num_decodes);
+        prefill<T>(*call, num_decodes, num_sequences);
     })
 }
+
+// What a caller's own struct must have.
+extern "C" int64_t baton_attention_bytes() { return sizeof(Attention); }
 
 RECORDABLE(baton_attention)

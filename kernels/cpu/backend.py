@@ -28,15 +28,17 @@ class DECODES(ctypes.c_int64):
     """A number of sequences of one row, taken likewise."""
 
 
-Argument = Tensor | int | float | None
+Addressed = Tensor | ctypes.Structure
+Argument = Addressed | int | float | None
 
 DTYPE_TO_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 KEPT_TO_CODE = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 """Else 0: pages of the compute dtype. As in dtypes.h."""
 PANEL, GROUP = 32, 64
 """As in products.h and linear.cpp."""
+UNBOUNDED = 2**31 - 1
+"""The window of attention to all tokens."""
 POINTER, SIZE, CODE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-PAGES = [CODE, POINTER, POINTER, *[SIZE] * 4, POINTER, POINTER, *[SIZE] * 3]
 KERNELS: dict[str, list[type]] = {
     "unpack_rows": [CODE, POINTER, POINTER, POINTER, ROWS, SIZE, POINTER],
     "linear": [CODE, *[POINTER] * 6, ROWS, SIZE, SIZE],
@@ -45,12 +47,9 @@ KERNELS: dict[str, list[type]] = {
     "gate": [CODE, POINTER, ROWS, SIZE, POINTER],
     "rotate_and_write": [
         *[CODE, POINTER, POINTER, POINTER, REAL, POINTER, POINTER],
-        *[ROWS, *[SIZE] * 3, *PAGES, POINTER],
+        *[ROWS, *[SIZE] * 3, POINTER, POINTER],
     ],
-    "attention": [
-        *[CODE, POINTER, SIZE, *PAGES, POINTER, SIZE, POINTER, POINTER],
-        *[SEQUENCES, DECODES, *[SIZE] * 3, REAL, SIZE, REAL, POINTER, SIZE, POINTER, POINTER, POINTER],
-    ],
+    "attention": [POINTER, SEQUENCES, DECODES],
     "pick": [POINTER, POINTER, ROWS, SIZE, POINTER],
     "advance": [POINTER, SIZE, POINTER, SIZE, SIZE, SEQUENCES, *[POINTER] * 5],
 }
@@ -62,7 +61,31 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "baton_pack": (None, [CODE, POINTER, SIZE, SIZE, POINTER]),
     "baton_pack_int8": (None, [CODE, POINTER, SIZE, SIZE, POINTER, POINTER]),
     "baton_replay": (None, [POINTER, SIZE]),
+    "baton_attention_bytes": (SIZE, []),
 }
+
+
+class Layer(ctypes.Structure):
+    """One layer of KV: the fields of `Layer` in dtypes.h."""
+
+    _fields_ = [
+        *[("kept", SIZE), ("kv", POINTER), ("scales", POINTER)],
+        *[("page_stride", SIZE), ("plane_stride", SIZE), ("head_stride", SIZE)],
+        *[("block_size", SIZE), ("row_bytes", SIZE)],
+        *[("open", POINTER), ("page_to_open", POINTER)],
+        *[("open_page_stride", SIZE), ("open_plane_stride", SIZE), ("open_head_stride", SIZE)],
+    ]
+
+
+class Attention(ctypes.Structure):
+    """The arguments of attention but for numbers of sequences: the fields of `Attention` in pieces.h."""
+
+    _fields_ = [
+        *[("pages", Layer), ("dtype", SIZE), ("query", POINTER), ("query_stride", SIZE), ("out", POINTER)],
+        *[("tables", POINTER), ("table_stride", SIZE), ("context_lens", POINTER), ("cu_query_lens", POINTER)],
+        *[("num_heads", SIZE), ("num_kv_heads", SIZE), ("head_size", SIZE), ("window", SIZE), ("num_sinks", SIZE)],
+        *[("cosines", POINTER), ("sines", POINTER), ("sinks", POINTER), ("scale", REAL), ("soft_cap", REAL)],
+    ]
 
 
 class CpuBackend:
@@ -73,13 +96,15 @@ class CpuBackend:
     """
 
     def __init__(self, isa: str) -> None:
-        """Raises NoKernels where they cannot be compiled, loaded or run."""
+        """Raises NoKernels where they cannot be compiled, loaded or run, RuntimeError where their structs differ."""
         self.name = isa
         self.version = f"cpu-{isa}-{source_version()}"
         self._library = load_library(isa)
         for name, (result, arguments) in SIGNATURES.items():
             function = getattr(self._library, name)
             function.restype, function.argtypes = result, arguments
+        if self._library.baton_attention_bytes() != ctypes.sizeof(Attention):
+            raise RuntimeError("kernels/cpu/backend.py and pieces.h differ in the fields of Attention")
         self._kernels: dict[str, Callable[..., None]] = {
             name: getattr(self._library, f"baton_{name}") for name in KERNELS
         }
@@ -141,7 +166,7 @@ class CpuBackend:
         self._call(
             "rotate_and_write", DTYPE_TO_CODE[qkv.dtype], qkv, heads.query_norm, heads.key_norm, heads.norm_eps,
             angles.cosines, angles.sines, len(qkv), heads.num_queries, heads.num_kv, heads.size,
-            *_described(pages, qkv.dtype), slot_mapping,
+            _described(pages, qkv.dtype), slot_mapping,
         )  # fmt: skip
         return qkv.view(len(qkv), -1, heads.size)[:, : heads.num_queries]
 
@@ -154,19 +179,20 @@ class CpuBackend:
         out: Tensor | None = None,
     ) -> Tensor:
         out = query.new_empty(query.shape) if out is None else out
-        _, num_heads, head_size = query.shape
-        cosines, sines = (tables.turns.cosines, tables.turns.sines) if tables.turns is not None else (None, None)
-        if variant.num_sinks and cosines is None:
+        turns = tables.turns
+        if variant.num_sinks and turns is None:
             raise ValueError("sinks want angles by which queries are turned back")
-        self._call(
-            "attention", DTYPE_TO_CODE[query.dtype], query, query.stride(0),
-            *_described(pages, query.dtype),
-            tables.block_tables, tables.block_tables.stride(0), tables.context_lens, tables.cu_query_lens,
-            len(tables.context_lens), tables.num_decodes,
-            num_heads, pages.data.shape[2], head_size,
-            variant.scale, variant.window or 0, float(variant.soft_cap or 0), variant.sinks,
-            variant.num_sinks, cosines, sines, out,
+        call = Attention(
+            _described(pages, query.dtype), DTYPE_TO_CODE[query.dtype],
+            query.data_ptr(), query.stride(0), out.data_ptr(),
+            tables.block_tables.data_ptr(), tables.block_tables.stride(0),
+            tables.context_lens.data_ptr(), tables.cu_query_lens.data_ptr(),
+            query.shape[1], pages.data.shape[2], query.shape[2],
+            variant.window or UNBOUNDED, variant.num_sinks,
+            turns and turns.cosines.data_ptr(), turns and turns.sines.data_ptr(),
+            _address(variant.scores.sinks), variant.scale, variant.scores.soft_cap or 0.0,
         )  # fmt: skip
+        self._call("attention", call, len(tables.context_lens), tables.num_decodes)
         return out
 
     def gate(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -176,7 +202,7 @@ class CpuBackend:
         return out
 
     def _call(self, kernel: str, *arguments: Argument) -> None:
-        self._kernels[kernel](*[one.data_ptr() if isinstance(one, Tensor) else one for one in arguments])
+        self._kernels[kernel](*[_address(one) if isinstance(one, Addressed) else one for one in arguments])
 
 
 class Int8Backend(CpuBackend):
@@ -234,6 +260,7 @@ class Program:
     def __init__(self, library: ctypes.CDLL, calls: Sequence[tuple[str, tuple[Argument, ...]]]) -> None:
         self._replay = library.baton_replay
         self._num_calls = len(calls)
+        self._structs = [one for _, arguments in calls for one in arguments if isinstance(one, ctypes.Structure)]
         expected = _next_weights(calls)
         words: list[int] = []
         self._at: dict[type, list[int]] = {ROWS: [], SEQUENCES: [], DECODES: []}
@@ -259,19 +286,16 @@ class Program:
         self._replay(self._address, self._num_calls)
 
 
-def _described(pages: KVPages, dtype: torch.dtype) -> tuple[Argument, ...]:
-    """Tells what a layer of pages keeps, where it lies, strides in bytes, the block size, and where its open blocks do.
-
-    Raises ValueError for pages that lie otherwise than the kernels take them.
-    """
-    data, scales, strides = pages.data, pages.scales, _strides(pages.data)[:3]
-    if pages.int4 is not None:
-        _require_int4(pages, pages.int4, dtype)
-        opened, places = pages.int4.open, pages.int4.page_to_open
-        return KEPT_TO_CODE[data.dtype], data, scales, *strides, data.shape[3], opened, places, *_strides(opened)[:3]
-    if scales is not None and not _are_alike(data.shape, strides, _strides(scales)):
+def _described(pages: KVPages, dtype: torch.dtype) -> Layer:
+    """Describes a layer of pages to the kernels. Raises ValueError for pages that lie otherwise than they take them."""
+    data, scales, int4, strides = pages.data, pages.scales, pages.int4, _strides(pages.data)[:3]
+    if int4 is not None:
+        _require_int4(pages, int4, dtype)
+    elif scales is not None and not _are_alike(data.shape, strides, _strides(scales)):
         raise ValueError("the scales of pages must be as many bytes apart as their codes")
-    return KEPT_TO_CODE.get(data.dtype, 0), data, scales, *strides, data.shape[3], None, None, 0, 0, 0
+    layer = KEPT_TO_CODE.get(data.dtype, 0), data.data_ptr(), _address(scales), *strides, data.shape[3]
+    opened = (int4.open.data_ptr(), int4.page_to_open.data_ptr(), *_strides(int4.open)[:3]) if int4 else ()
+    return Layer(*layer, data.shape[4] * data.itemsize, *opened)
 
 
 def _require_int4(pages: KVPages, int4: Int4, dtype: torch.dtype) -> None:
@@ -319,4 +343,10 @@ def _next_weights(calls: Sequence[tuple[str, tuple[Argument, ...]]]) -> list[Ten
 def _word(argument: Argument) -> int:
     if isinstance(argument, float):
         return int(struct.unpack("<i", struct.pack("<f", argument))[0])
-    return argument.data_ptr() if isinstance(argument, Tensor) else argument or 0
+    return argument if isinstance(argument, int) else _address(argument) or 0
+
+
+def _address(argument: Addressed | None) -> int | None:
+    if isinstance(argument, ctypes.Structure):
+        return ctypes.addressof(argument)
+    return None if argument is None else argument.data_ptr()

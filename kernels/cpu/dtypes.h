@@ -7,11 +7,21 @@
 
 // The numbers in pages of KV: those of the compute dtype, codes of eight bits with a scale for each token's head, or codes of
 // four bits with a scale for each channel of a block's keys and for each value.
-enum Kept : int { PLAIN, INT8, FP8, INT4 };
+enum Kept : int64_t { PLAIN, INT8, FP8, INT4 };
 
-inline int64_t row_bytes(Kept kept, int64_t head_size, int64_t item_bytes) {
-    return kept == PLAIN ? head_size * item_bytes : kept == INT4 ? head_size / 2 : head_size;
-}
+// One layer of paged KV [num_pages, 2, num_kv_heads, block_size, head_dim], a token's head contiguous; scales of codes [num_pages, 2,
+// num_kv_heads, block_size], as many bytes apart. `Layer` in backend.py has the same fields in the same order.
+struct Layer {
+    Kept kept;
+    char *kv, *scales;  // scales: where those of the first block are, null for none
+    int64_t page_stride, plane_stride, head_stride;  // in bytes
+    int64_t block_size, row_bytes;  // row_bytes: of a token's head without its scale
+    char* open;  // of INT4: blocks of the compute dtype, with strides of their own, and their places by page
+    const int32_t* page_to_open;
+    int64_t open_page_stride, open_plane_stride, open_head_stride;
+
+    char* open_block(int64_t page) const { return open + page_to_open[page] * open_page_stride; }
+};
 
 // Runs a statement with T as the dtype.
 #define FOR_DTYPE(dtype, ...)  \

@@ -11,28 +11,34 @@
 
 constexpr int PIECE = 2 * PANEL;
 
-struct Shape {
+// The arguments of attention over one layer. `Attention` in backend.py has the same fields in the same order.
+struct Attention {
+    Layer pages;
+    int64_t dtype;
+    const void* query;  // [rows, num_heads, head_size], rows query_stride elements apart
+    int64_t query_stride;
+    void* out;  // [rows, num_heads, head_size]
+    const int32_t* tables;  // block tables, table_stride elements apart
+    int64_t table_stride;
+    const int32_t *context_lens, *cu_query_lens;  // rows of a sequence end at cu_query_lens [num_sequences + 1]
     int64_t num_heads, num_kv_heads, head_size;
-    Kept kept;
-    const char *kv, *scales;  // scales: where those of the first block are, null for none
-    int64_t page_stride, plane_stride, head_stride, block_size;  // of KV and of its scales, in bytes
-    int64_t row_bytes;  // of a token's head without its scale
-    const char* open;  // of INT4: blocks of the compute dtype, with strides of their own, and their places by page
-    const int32_t* page_to_open;
-    int64_t open_page_stride, open_plane_stride, open_head_stride;
-    float scale;
     int64_t window;  // tokens that a row sees, itself included
     int64_t num_sinks;  // first tokens that it sees beside its window
-    float soft_cap;  // 0 for none
-    const float* sinks;  // [num_heads], null for none
+    const float *cosines, *sines;  // [rows, head_size / 2], by which queries are turned back before they meet those; null without any
+    const float* sinks;  // learned scores [num_heads], null for none
+    float scale, soft_cap;  // soft_cap: 0 for none
+
     int64_t group() const { return num_heads / num_kv_heads; }
     const float* sink(int64_t head) const { return sinks ? sinks + head : nullptr; }
+    const int32_t* table(int64_t sequence) const { return tables + sequence * table_stride; }
     int64_t num_panels() const { return (head_size + PANEL - 1) / PANEL; }
     int64_t token_bytes() const {  // of a head's key, or value; with INT4, of a key and its part of the scales
-        return kept == INT4 ? plane_stride / block_size : row_bytes + (scales ? sizeof(bf16) : 0);
+        return pages.kept == INT4 ? pages.plane_stride / pages.block_size : pages.row_bytes + (pages.scales ? sizeof(bf16) : 0);
     }
     // The first position whose block is read as it is open, of a row or of rows of one block.
-    int64_t open_from(int64_t position) const { return kept == INT4 ? position / block_size * block_size : std::numeric_limits<int64_t>::max(); }
+    int64_t open_from(int64_t position) const {
+        return pages.kept == INT4 ? position / pages.block_size * pages.block_size : std::numeric_limits<int64_t>::max();
+    }
 };
 
 // The dtype in which scores and values are multiplied: bf16 where the machine does, else float32.
@@ -86,28 +92,28 @@ struct Tokens {
 class Walk {
    public:
     // Begins at a position; first_visible to end - 1 are seen, from open_from on in an open block.
-    Walk(const Shape& shape, const int32_t* block_table, int64_t position, int64_t first_visible, int64_t end, int64_t open_from)
-        : shape_(shape), block_(block_table + position / shape.block_size), offset_(position % shape.block_size),
+    Walk(const Attention& call, const int32_t* block_table, int64_t position, int64_t first_visible, int64_t end, int64_t open_from)
+        : call_(call), block_(block_table + position / call.pages.block_size), offset_(position % call.pages.block_size),
           num_hidden_(first_visible - position), num_left_(end - position), num_closed_(open_from - position) {}
 
     void next(Tokens& tokens) {
         for (int64_t i = 0; i < PIECE; ++i) {
             const bool is_seen = num_left_-- > 0 && num_hidden_ <= 0, is_open = num_closed_-- <= 0;
             --num_hidden_;
-            tokens.keys[i] = is_seen ? is_open ? open_key() : shape_.kv + *block_ * shape_.page_stride + offset_ * shape_.row_bytes : nullptr;
-            if (shape_.scales && is_seen) tokens.scales[i] = shape_.scales + *block_ * shape_.page_stride + offset_ * sizeof(bf16);
-            if (shape_.kept == INT4 && is_seen)
-                tokens.channels[i] = is_open ? nullptr : shape_.kv + *block_ * shape_.page_stride + shape_.block_size * shape_.row_bytes;
-            if (++offset_ == shape_.block_size) ++block_, offset_ = 0;
+            tokens.keys[i] = is_seen ? is_open ? open_key() : call_.pages.kv + *block_ * call_.pages.page_stride + offset_ * call_.pages.row_bytes : nullptr;
+            if (call_.pages.scales && is_seen) tokens.scales[i] = call_.pages.scales + *block_ * call_.pages.page_stride + offset_ * sizeof(bf16);
+            if (call_.pages.kept == INT4 && is_seen)
+                tokens.channels[i] = is_open ? nullptr : call_.pages.kv + *block_ * call_.pages.page_stride + call_.pages.block_size * call_.pages.row_bytes;
+            if (++offset_ == call_.pages.block_size) ++block_, offset_ = 0;
         }
     }
 
    private:
     const char* open_key() const {
-        return shape_.open + shape_.page_to_open[*block_] * shape_.open_page_stride + offset_ * (shape_.open_head_stride / shape_.block_size);
+        return call_.pages.open_block(*block_) + offset_ * (call_.pages.open_head_stride / call_.pages.block_size);
     }
 
-    const Shape& shape_;
+    const Attention& call_;
     const int32_t* block_;
     int64_t offset_, num_hidden_, num_left_, num_closed_;
 };
@@ -117,15 +123,15 @@ class Walk {
 class Ahead {
    public:
     // Begins with a piece: its tokens, with num_heads KV heads from first_head on. Scales lie behind the tokens of a block.
-    void begin(const Shape& shape, const Tokens& tokens, int64_t first_head, int64_t num_heads) {
-        const int64_t tokens_per_run = std::min<int64_t>(PIECE, shape.block_size);
-        run_bytes_ = tokens_per_run * shape.token_bytes();
+    void begin(const Attention& call, const Tokens& tokens, int64_t first_head, int64_t num_heads) {
+        const int64_t tokens_per_run = std::min<int64_t>(PIECE, call.pages.block_size);
+        run_bytes_ = tokens_per_run * call.token_bytes();
         runs_.clear();
         run_ = done_bytes_ = 0;
         for (int64_t token = 0; token < PIECE; token += tokens_per_run)
             for (int64_t plane = 0; plane < 2 && tokens.keys[token]; ++plane)
                 for (int64_t head = first_head; head < first_head + num_heads; ++head)
-                    runs_.push_back(tokens.keys[token] + plane * shape.plane_stride + head * shape.head_stride);
+                    runs_.push_back(tokens.keys[token] + plane * call.pages.plane_stride + head * call.pages.head_stride);
     }
 
     void bring(int64_t num_bytes) {
@@ -181,16 +187,16 @@ class Piece {
    public:
     // Packs the first num_tokens of a piece, or all if there are fewer, and brings nearer as much of what comes next. Tokens that are not seen become
     // zeros, for even the weight 0 would not keep an infinity out of a sum.
-    void pack(const Shape& shape, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Ahead& ahead) {
-        reshape(shape);
+    void pack(const Attention& call, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Ahead& ahead) {
+        reshape(call);
         if (kept_ == INT8)
-            pack_as<int8_t>(tokens, num_tokens, kv_head * shape.head_stride, ahead);
+            pack_as<int8_t>(tokens, num_tokens, kv_head * call.pages.head_stride, ahead);
         else if (kept_ == FP8)
-            pack_as<fp8>(tokens, num_tokens, kv_head * shape.head_stride, ahead);
+            pack_as<fp8>(tokens, num_tokens, kv_head * call.pages.head_stride, ahead);
         else if (kept_ == INT4)
-            pack_int4(shape, tokens, num_tokens, kv_head, ahead);
+            pack_int4(call, tokens, num_tokens, kv_head, ahead);
         else
-            pack_as<T>(tokens, num_tokens, kv_head * shape.head_stride, ahead);
+            pack_as<T>(tokens, num_tokens, kv_head * call.pages.head_stride, ahead);
     }
 
     int64_t num_keys() const { return num_keys_; }  // a multiple of LANES
@@ -203,12 +209,12 @@ class Piece {
     static constexpr int64_t value_panel_stride() { return PIECE * PANEL; }
 
    private:
-    void reshape(const Shape& shape) {
-        plane_stride_ = shape.plane_stride;
-        kept_ = shape.kept;
-        if (shape.head_size == head_size_) return;
-        head_size_ = shape.head_size;
-        columns_ = shape.num_panels() * PANEL;
+    void reshape(const Attention& call) {
+        plane_stride_ = call.pages.plane_stride;
+        kept_ = call.pages.kept;
+        if (call.head_size == head_size_) return;
+        head_size_ = call.head_size;
+        columns_ = call.num_panels() * PANEL;
         keys_.assign(PIECE * head_size_, F{});
         values_.assign(PIECE * columns_, F{});
         rows_.assign((LANES + 1) * columns_, F{});
@@ -225,8 +231,8 @@ class Piece {
     }
 
     // From pages of INT4: keys with their scales, values without, whose scales multiply their weights.
-    void pack_int4(const Shape& shape, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Ahead& ahead) {
-        const int64_t offset = kv_head * shape.head_stride, token_bytes = shape.token_bytes();
+    void pack_int4(const Attention& call, const Tokens& tokens, int64_t num_tokens, int64_t kv_head, Ahead& ahead) {
+        const int64_t offset = kv_head * call.pages.head_stride, token_bytes = call.token_bytes();
         const F* rows[LANES];
         for (num_keys_ = 0; num_keys_ < std::min<int64_t>(PIECE, num_tokens); num_keys_ += LANES) {
             const char *const *keys = tokens.keys + num_keys_, *const *channels = tokens.channels + num_keys_;
@@ -234,10 +240,10 @@ class Piece {
             if (TURNS_CODES && are_of_one_block && head_size_ % (2 * PANEL) == 0) {
                 add_codes((const uint8_t*)keys[0] + offset, (const bf16*)(channels[0] + offset), token_bytes, ahead);
             } else {
-                for (int64_t i = 0; i < LANES; ++i) rows[i] = read_int4(shape, keys[i], channels[i], kv_head, 0, i);
+                for (int64_t i = 0; i < LANES; ++i) rows[i] = read_int4(call, keys[i], channels[i], kv_head, 0, i);
                 turn_keys(rows);
                 ahead.bring(LANES * token_bytes);
-                for (int64_t i = 0; i < LANES; ++i) rows[i] = read_int4(shape, keys[i], channels[i], kv_head, 1, i);
+                for (int64_t i = 0; i < LANES; ++i) rows[i] = read_int4(call, keys[i], channels[i], kv_head, 1, i);
                 put_values(rows, token_bytes, ahead);
             }
             for (int64_t i = 0; i < LANES; ++i)
@@ -246,9 +252,9 @@ class Piece {
     }
 
     // A token's head of INT4 as factors: of the compute dtype in an open block, else its codes, for keys with their scales.
-    const F* read_int4(const Shape& shape, const char* key, const char* channels, int64_t kv_head, int64_t plane, int64_t row) {
-        if (!key || !channels) return read<T>(key, kv_head * shape.open_head_stride + plane * shape.open_plane_stride, row);
-        const int64_t offset = kv_head * shape.head_stride;
+    const F* read_int4(const Attention& call, const char* key, const char* channels, int64_t kv_head, int64_t plane, int64_t row) {
+        if (!key || !channels) return read<T>(key, kv_head * call.pages.open_head_stride + plane * call.pages.open_plane_stride, row);
+        const int64_t offset = kv_head * call.pages.head_stride;
         if (!plane) convert((const bf16*)(channels + offset), channels_.data(), head_size_);
         F* out = rows_.data() + row * columns_;
         widen_int4((const uint8_t*)key + offset + plane * plane_stride_, head_size_ / 2, plane ? nullptr : channels_.data(), out);

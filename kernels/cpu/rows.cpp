@@ -62,22 +62,6 @@ void gate(const T* gates, const T* ups, int64_t columns, T* out) {
     });
 }
 
-// One layer of paged KV [num_pages, 2, num_kv_heads, block_size, head_dim]: strides in bytes, a token's head contiguous. scales
-// [num_pages, 2, num_kv_heads, block_size] of codes, with the same strides.
-struct Layer {
-    Kept kept;
-    char *kv, *scales;
-    int64_t page_stride, plane_stride, head_stride, block_size;
-};
-
-// Of INT4, a layer of blocks of the compute dtype, with strides in bytes as above, and their places by page.
-struct Open {
-    char* kv;
-    const int32_t* page_to_open;
-    int64_t page_stride, plane_stride, head_stride;
-    char* block(int64_t slot, int64_t block_size) const { return kv + page_to_open[slot / block_size] * page_stride; }
-};
-
 struct Heads {
     int64_t num_queries, num_kv, size;
 };
@@ -142,12 +126,11 @@ void pack_int4(const T* row, int64_t size, const Divisors& divisors, uint8_t* ou
 
 // Quantizes the keys of a full block, channel by channel, and its values, token by token, both [block_size, size].
 template <class T>
-void close_head(const T* keys, const T* values, int64_t size, const Layer& layer, char* here, bf16* value_scales) {
-    const int64_t row_bytes = size / 2;
-    bf16* key_scales = (bf16*)(here + layer.block_size * row_bytes);
+void close_head(const T* keys, const T* values, int64_t size, const Layer& pages, char* here, bf16* value_scales) {
+    bf16* key_scales = (bf16*)(here + pages.block_size * pages.row_bytes);
     for_columns(size, [&](int64_t channel, int count) {
         Extremes found;
-        for (int64_t token = 0; token < layer.block_size; ++token) found.add(load_some(keys + token * size + channel, count));
+        for (int64_t token = 0; token < pages.block_size; ++token) found.add(load_some(keys + token * size + channel, count));
         float most[LANES], most_negated[LANES], zeros[LANES];
         store(most, found.most), store(most_negated, found.most_negated), store(zeros, found.zeros);
         for (int i = 0; i < count; ++i) key_scales[channel + i] = int4_scale(most[i], most_negated[i], zeros[i]);
@@ -157,33 +140,33 @@ void close_head(const T* keys, const T* values, int64_t size, const Layer& layer
         for (int i = 0; i < count; ++i) divisors[i] = divisor_of(key_scales[channel + i]);
         return load(divisors);
     };
-    for (int64_t token = 0; token < layer.block_size; ++token) {
+    for (int64_t token = 0; token < pages.block_size; ++token) {
         const T* value = values + token * size;
         Extremes found;
         for_columns(size, [&](int64_t i, int count) { found.add(load_some(value + i, count)); });
         value_scales[token] = int4_scale(largest(found.most), largest(found.most_negated), sum(found.zeros));
         const Floats divisor = splat(divisor_of(value_scales[token]));
-        pack_int4(keys + token * size, size, of_channels, (uint8_t*)here + token * row_bytes);
-        pack_int4(value, size, [&](int64_t, int) { return divisor; }, (uint8_t*)here + layer.plane_stride + token * row_bytes);
+        pack_int4(keys + token * size, size, of_channels, (uint8_t*)here + token * pages.row_bytes);
+        pack_int4(value, size, [&](int64_t, int) { return divisor; }, (uint8_t*)here + pages.plane_stride + token * pages.row_bytes);
     }
 }
 
 // Quantizes the open block whose last slot this is into its page.
 template <class T>
-void close_block(const Heads& heads, const Layer& layer, const Open& open, int64_t slot) {
-    const char* from = open.block(slot, layer.block_size);
-    const int64_t page = slot / layer.block_size * layer.page_stride;
+void close_block(const Heads& heads, const Layer& pages, int64_t slot) {
+    const char* from = pages.open_block(slot / pages.block_size);
+    const int64_t page = slot / pages.block_size * pages.page_stride;
     for (int64_t head = 0; head < heads.num_kv; ++head) {
-        const char* keys = from + head * open.head_stride;
-        const int64_t here = page + head * layer.head_stride;
-        close_head((const T*)keys, (const T*)(keys + open.plane_stride), heads.size, layer, layer.kv + here, (bf16*)(layer.scales + here));
+        const char* keys = from + head * pages.open_head_stride;
+        const int64_t here = page + head * pages.head_stride;
+        close_head((const T*)keys, (const T*)(keys + pages.open_plane_stride), heads.size, pages, pages.kv + here, (bf16*)(pages.scales + here));
     }
 }
 
 // A token's row of queries, keys and values: queries are rotated in place, keys and values go to the token's slot.
 template <class T>
 void rotate_and_write(T* row, const T* query_norm, const T* key_norm, float eps, const float* cosines, const float* sines,
-                      Heads heads, const Layer& layer, const Open& open, int64_t slot) {
+                      Heads heads, const Layer& pages, int64_t slot) {
     for (int64_t head = 0; head < heads.num_queries + heads.num_kv; ++head) {
         T* here = row + head * heads.size;
         const T* norm = head < heads.num_queries ? query_norm : key_norm;
@@ -191,21 +174,21 @@ void rotate_and_write(T* row, const T* query_norm, const T* key_norm, float eps,
         rotate(here, cosines, sines, heads.size / 2);
     }
     if (slot < 0) return;
-    const int64_t page = slot / layer.block_size * layer.page_stride, offset = slot % layer.block_size;
-    char* const open_block = layer.kept == INT4 ? open.block(slot, layer.block_size) : nullptr;
+    const int64_t page = slot / pages.block_size * pages.page_stride, offset = slot % pages.block_size;
+    char* const open_block = pages.kept == INT4 ? pages.open_block(slot / pages.block_size) : nullptr;
     const T* keys = row + heads.num_queries * heads.size;
     for (int64_t head = 0; head < heads.num_kv; ++head)
         for (int64_t plane = 0; plane < 2; ++plane) {
-            const int64_t block = page + plane * layer.plane_stride + head * layer.head_stride;
+            const int64_t block = page + plane * pages.plane_stride + head * pages.head_stride;
             const T* from = keys + (plane * heads.num_kv + head) * heads.size;
-            char* to = layer.kv + block + offset * heads.size * (layer.kept == PLAIN ? sizeof(T) : 1);
-            bf16* scale = (bf16*)(layer.scales + block) + offset;
-            if (layer.kept == INT8)
+            char* to = pages.kv + block + offset * pages.row_bytes;
+            bf16* scale = (bf16*)(pages.scales + block) + offset;
+            if (pages.kept == INT8)
                 *scale = quantize(from, heads.size, 127, (int8_t*)to);
-            else if (layer.kept == FP8)
+            else if (pages.kept == FP8)
                 *scale = quantize(from, heads.size, 448, (fp8*)to);
-            else if (layer.kept == INT4)
-                std::memcpy(open_block + plane * open.plane_stride + head * open.head_stride + offset * heads.size * sizeof(T), from, heads.size * sizeof(T));
+            else if (pages.kept == INT4)
+                std::memcpy(open_block + plane * pages.open_plane_stride + head * pages.open_head_stride + offset * heads.size * sizeof(T), from, heads.size * sizeof(T));
             else
                 std::memcpy(to, from, heads.size * sizeof(T));
         }
@@ -230,27 +213,21 @@ extern "C" void baton_gate(int dtype, const void* gate_up, int64_t num_rows, int
 }
 
 // qkv [rows, (num_queries + 2 * num_kv) * head_size], changed in place; query_norm, key_norm [head_size] or null;
-// cosines, sines [rows, head_size / 2]; kv and scales as in `Layer`, open as in `Open`; slots [rows], -1 for no write. With INT4
-// a block whose last slot is written is then quantized.
+// cosines, sines [rows, head_size / 2]; slots [rows], -1 for no write. With INT4 a block whose last slot is written is then quantized.
 extern "C" void baton_rotate_and_write(int dtype, void* qkv, const void* query_norm, const void* key_norm, float eps,
-                                       const float* cosines, const float* sines, int64_t num_rows,
-                                       int64_t num_queries, int64_t num_kv, int64_t head_size, int kept, void* kv,
-                                       void* scales, int64_t page_stride, int64_t plane_stride, int64_t head_stride,
-                                       int64_t block_size, void* open, const int32_t* page_to_open,
-                                       int64_t open_page_stride, int64_t open_plane_stride, int64_t open_head_stride,
-                                       const int64_t* slots) {
+                                       const float* cosines, const float* sines, int64_t num_rows, int64_t num_queries,
+                                       int64_t num_kv, int64_t head_size, const Layer* layer, const int64_t* slots) {
     const Heads heads{num_queries, num_kv, head_size};
-    const Layer layer{Kept(kept), (char*)kv, (char*)scales, page_stride, plane_stride, head_stride, block_size};
-    const Open blocks{(char*)open, page_to_open, open_page_stride, open_plane_stride, open_head_stride};
+    const Layer& pages = *layer;
     const int64_t columns = (num_queries + 2 * num_kv) * head_size, half = head_size / 2;
     FOR_DTYPE(dtype, {
         for_each_row(num_rows, [&](int64_t row) {
             rotate_and_write((T*)qkv + row * columns, (const T*)query_norm, (const T*)key_norm, eps,
-                             cosines + row * half, sines + row * half, heads, layer, blocks, slots[row]);
+                             cosines + row * half, sines + row * half, heads, pages, slots[row]);
         });
-        if (layer.kept == INT4)
+        if (pages.kept == INT4)
             for_each_row(num_rows, [&](int64_t row) {
-                if (slots[row] >= 0 && slots[row] % block_size == block_size - 1) close_block<T>(heads, layer, blocks, slots[row]);
+                if (slots[row] >= 0 && (slots[row] + 1) % pages.block_size == 0) close_block<T>(heads, pages, slots[row]);
             });
     })
 }

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kernels import paged_attention, reference, row_operations
-from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables, select_backend
+from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
 from kernels.cpu import library
 from kernels.cpu.library import ISA_TO_FEATURES, best_isa
+from kernels.selection import select_backend
 
 WriteKv = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 PagedDecodeAttention = Callable[[Tensor, KVPages, Tensor, Tensor, AttentionVariant], Tensor]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.backend import Angles, AttentionVariant, KVPages
+from kernels.backend import Angles, AttentionVariant, KVPages, Scores
 from kv_store.device_pool import view_pages
 from wire.layout import KVLayout
 
@@ -49,7 +49,7 @@ class PagedBatch:
     ) -> AttentionVariant:
         """Makes a variant with the usual scale; sinks are random around `sink`."""
         sinks = None if sink is None else torch.randn(self.heads.num_heads, device=self.pages.data.device) + sink
-        return AttentionVariant(self.heads.head_dim**-0.5, window, soft_cap, sinks, num_sinks)
+        return AttentionVariant(self.heads.head_dim**-0.5, window, num_sinks, Scores(soft_cap, sinks))
 
     def random_query(self, num_tokens: int) -> Tensor:
         """[num_tokens, num_heads, head_dim], cut from a wider row as a fused projection would leave it."""
@@ -177,10 +177,10 @@ def dense_attention(
         behind = (positions < variant.num_sinks) & (distance >= (variant.window or key.shape[1]))
         scores = torch.where(behind, turned.transpose(0, 1).double() @ keys.mT * variant.scale, scores)
         seen = seen | behind
-    if variant.soft_cap is not None:
-        scores = (scores / variant.soft_cap).tanh() * variant.soft_cap
+    if variant.scores.soft_cap is not None:
+        scores = (scores / variant.scores.soft_cap).tanh() * variant.scores.soft_cap
     powers = scores.exp() * seen
     total = powers.sum(-1, keepdim=True)
-    if variant.sinks is not None:
-        total += variant.sinks.double().exp()[:, None, None]
+    if variant.scores.sinks is not None:
+        total += variant.scores.sinks.double().exp()[:, None, None]
     return (powers @ values / total).transpose(0, 1)

@@ -1,12 +1,14 @@
+import ctypes
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from kernels.backend import KVPages, select_backend
-from kernels.cpu.backend import CpuBackend
+from kernels.backend import KVPages
+from kernels.cpu.backend import Attention, CpuBackend
 from kernels.cpu.library import NoKernels, best_isa
+from kernels.selection import select_backend
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import TritonBackend
 from tests.kernels.backends import ISAS
@@ -61,7 +63,8 @@ def test_a_cpu_needs_no_triton() -> None:
 import sys
 sys.modules["triton"] = None
 import torch
-from kernels.backend import KVPages, select_backend
+from kernels.backend import KVPages
+from kernels.selection import select_backend
 select_backend(torch.device("cpu"))
 try:
     select_backend(torch.device("cuda"))
@@ -76,7 +79,8 @@ except ImportError:
 def test_kernels_take_over_the_threads_of_torch() -> None:
     program = """
 import os, torch
-from kernels.backend import KVPages, select_backend
+from kernels.backend import KVPages
+from kernels.selection import select_backend
 torch.set_num_threads(5)
 num_before = len(os.listdir("/proc/self/task"))
 select_backend(torch.device("cpu"))
@@ -91,7 +95,8 @@ print(len(os.listdir("/proc/self/task")) - num_before, torch.get_num_threads())
 def test_threads_rank_no_higher_than_their_caller() -> None:
     program = """
 import os, threading, time, torch
-from kernels.backend import KVPages, select_backend
+from kernels.backend import KVPages
+from kernels.selection import select_backend
 torch.set_num_threads(3)
 before = set(os.listdir("/proc/self/task"))
 backend = select_backend(torch.device("cpu"))
@@ -117,7 +122,8 @@ print(len(threads), "follow")
 def test_fewer_threads_than_asked_for_do_all_the_work() -> None:
     program = """
 import resource, torch
-from kernels.backend import KVPages, select_backend
+from kernels.backend import KVPages
+from kernels.selection import select_backend
 select_backend(torch.device("cpu")).set_num_threads(1)
 with open("/proc/self/statm") as file:
     used = int(file.read().split()[0]) * resource.getpagesize()
@@ -154,4 +160,14 @@ def test_an_unknown_compiler_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "/no/such/compiler")
     with pytest.raises(NoKernels, match="no C\\+\\+ compiler"):
+        CpuBackend("portable")
+
+
+@needs_kernels
+def test_a_library_with_other_arguments_than_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shorter(ctypes.Structure):
+        _fields_ = Attention._fields_[:-1]
+
+    monkeypatch.setattr("kernels.cpu.backend.Attention", Shorter)
+    with pytest.raises(RuntimeError, match="differ in the fields of Attention"):
         CpuBackend("portable")

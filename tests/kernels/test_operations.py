@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import reference
-from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Tables
+from kernels.backend import Angles, AttentionVariant, Backend, Heads, KVPages, Scores, Tables
 from kernels.cpu.backend import CpuBackend
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import TritonBackend
@@ -384,7 +384,9 @@ def test_a_soft_cap_is_exact_at_any_score(backend: Backend, soft_cap: float) -> 
     query[:, 0, 0] = scores
     starts, lens = torch.arange(len(scores) + 1, dtype=torch.int32), torch.ones(len(scores), dtype=torch.int32)
     tables = Tables(batch.block_tables.expand(len(scores), -1).contiguous(), lens, starts, len(scores))
-    attended = backend.attend(query, batch.pages, tables, AttentionVariant(1.0, None, soft_cap, torch.zeros(1)))
+    attended = backend.attend(
+        query, batch.pages, tables, AttentionVariant(1.0, scores=Scores(soft_cap, torch.zeros(1)))
+    )
     expected = (soft_cap * (scores.double() / soft_cap).tanh()).sigmoid()
     torch.testing.assert_close(attended[:, 0, 7].double(), expected, rtol=2e-5, atol=1e-37)
 
@@ -394,7 +396,9 @@ def test_a_sink_may_outweigh_everything(backend: Backend) -> None:
     batch.pages.data[batch.block_tables[0, 0], :, :, 0] = 1.0
     sinks = torch.linspace(-100, 100, 201)
     tables = Tables(batch.block_tables, batch.context_lens, torch.tensor([0, 1], dtype=torch.int32), 1)
-    attended = backend.attend(torch.zeros(1, 201, 32), batch.pages, tables, AttentionVariant(1.0, sinks=sinks))
+    attended = backend.attend(
+        torch.zeros(1, 201, 32), batch.pages, tables, AttentionVariant(1.0, scores=Scores(sinks=sinks))
+    )
     torch.testing.assert_close(attended[0, :, 7].double(), (-sinks.double()).sigmoid(), rtol=2e-5, atol=1e-37)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import paged_attention, reference
-from kernels.backend import AttentionVariant, KVPages
+from kernels.backend import AttentionVariant, KVPages, Scores
 from tests.kernels.backends import DECODES, PagedDecodeAttention
 from tests.kernels.paged_batch import (
     EXTRAS,
@@ -185,7 +185,7 @@ def test_a_sequence_of_no_tokens_gets_zeros(
     kv_layer = empty_layer(2, GROUPED, 16, torch.float32, device)
     tables = torch.zeros(1, max_blocks, dtype=torch.int32, device=device)
     lens = torch.zeros(1, dtype=torch.int32, device=device)
-    variant = AttentionVariant(1.0, sinks=None if sinks is None else sinks.to(device))
+    variant = AttentionVariant(1.0, scores=Scores(sinks=None if sinks is None else sinks.to(device)))
     output = decode(torch.randn(1, 4, 32, device=device), KVPages(kv_layer), tables, lens, variant)
     assert output.count_nonzero() == 0
 

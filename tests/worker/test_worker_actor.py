@@ -17,7 +17,7 @@ from decode_worker.actor import DecodeActor
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.fingerprint import DigestCache, fingerprint
 from engine.model.decoder import Decoder
-from kernels.backend import select_backend
+from kernels.selection import select_backend
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node.directory_server import DirectoryServer
