@@ -357,10 +357,11 @@ void attend_share(const Attention& call, const Share& share, const Share* next_s
 // Merges the segments of a sequence, in order, and writes its row: of the KV heads of its first share.
 template <class T>
 void merge_parts(const Attention& call, const Share& first, std::vector<Sums>& parts) {
+    const int64_t count = num_segments(call, first.sequence), group = call.group();
     for (int64_t head = first.first_head; head < first.first_head + first.num_heads; ++head) {
         Sums& whole = parts[first.part * call.num_kv_heads + head];
-        for (int64_t later = 1; later < num_segments(call, first.sequence); ++later)
-            for (int64_t i = 0; i < call.group(); ++i) whole.merge(i, parts[(first.part + later) * call.num_kv_heads + head], i);
+        for (int64_t i = 0; i < group; ++i)
+            for (int64_t later = 1; later < count; ++later) whole.merge(i, parts[(first.part + later) * call.num_kv_heads + head], i);
         write_group<T>(call, whole, first.sequence, head);
     }
 }
@@ -438,10 +439,11 @@ void prefill(const Attention& call, int64_t first_sequence, int64_t num_sequence
 }  // namespace
 
 // The first num_decodes sequences have one row each; the rows of the others end at cu_query_lens.
-extern "C" void baton_attention(const Attention* call, int64_t num_sequences, int64_t num_decodes) {
-    FOR_DTYPE(call->dtype, {
-        decode<T>(*call, num_decodes);
-        prefill<T>(*call, num_decodes, num_sequences);
+extern "C" void baton_attention(const Attention* arguments, int64_t num_sequences, int64_t num_decodes) {
+    const Attention call = *arguments;  // a copy, which no store can change: its fields may stay in registers
+    FOR_DTYPE(call.dtype, {
+        decode<T>(call, num_decodes);
+        prefill<T>(call, num_decodes, num_sequences);
     })
 }
 

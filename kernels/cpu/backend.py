@@ -66,26 +66,25 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 class Layer(ctypes.Structure):
-    """One layer of KV: the fields of `Layer` in dtypes.h."""
+    """A layer of KV: the fields of `Layer` in dtypes.h."""
 
     _fields_ = [
-        *[("kept", SIZE), ("kv", POINTER), ("scales", POINTER)],
-        *[("page_stride", SIZE), ("plane_stride", SIZE), ("head_stride", SIZE)],
-        *[("block_size", SIZE), ("row_bytes", SIZE)],
-        *[("open", POINTER), ("page_to_open", POINTER)],
-        *[("open_page_stride", SIZE), ("open_plane_stride", SIZE), ("open_head_stride", SIZE)],
-    ]
+        ("kept", SIZE), ("kv", POINTER), ("scales", POINTER),
+        ("page_stride", SIZE), ("plane_stride", SIZE), ("head_stride", SIZE), ("block_size", SIZE), ("row_bytes", SIZE),
+        ("open", POINTER), ("page_to_open", POINTER),
+        ("open_page_stride", SIZE), ("open_plane_stride", SIZE), ("open_head_stride", SIZE),
+    ]  # fmt: skip
 
 
 class Attention(ctypes.Structure):
     """The arguments of attention but for numbers of sequences: the fields of `Attention` in pieces.h."""
 
     _fields_ = [
-        *[("pages", Layer), ("dtype", SIZE), ("query", POINTER), ("query_stride", SIZE), ("out", POINTER)],
-        *[("tables", POINTER), ("table_stride", SIZE), ("context_lens", POINTER), ("cu_query_lens", POINTER)],
-        *[("num_heads", SIZE), ("num_kv_heads", SIZE), ("head_size", SIZE), ("window", SIZE), ("num_sinks", SIZE)],
-        *[("cosines", POINTER), ("sines", POINTER), ("sinks", POINTER), ("scale", REAL), ("soft_cap", REAL)],
-    ]
+        ("pages", Layer), ("dtype", SIZE), ("query", POINTER), ("query_stride", SIZE), ("out", POINTER),
+        ("tables", POINTER), ("table_stride", SIZE), ("context_lens", POINTER), ("cu_query_lens", POINTER),
+        ("num_heads", SIZE), ("num_kv_heads", SIZE), ("head_size", SIZE), ("window", SIZE), ("num_sinks", SIZE),
+        ("cosines", POINTER), ("sines", POINTER), ("sinks", POINTER), ("scale", REAL), ("soft_cap", REAL),
+    ]  # fmt: skip
 
 
 class CpuBackend:

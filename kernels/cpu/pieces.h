@@ -97,14 +97,15 @@ class Walk {
           num_hidden_(first_visible - position), num_left_(end - position), num_closed_(open_from - position) {}
 
     void next(Tokens& tokens) {
+        const Layer pages = call_.pages;  // a copy, as in baton_attention
         for (int64_t i = 0; i < PIECE; ++i) {
             const bool is_seen = num_left_-- > 0 && num_hidden_ <= 0, is_open = num_closed_-- <= 0;
             --num_hidden_;
-            tokens.keys[i] = is_seen ? is_open ? open_key() : call_.pages.kv + *block_ * call_.pages.page_stride + offset_ * call_.pages.row_bytes : nullptr;
-            if (call_.pages.scales && is_seen) tokens.scales[i] = call_.pages.scales + *block_ * call_.pages.page_stride + offset_ * sizeof(bf16);
-            if (call_.pages.kept == INT4 && is_seen)
-                tokens.channels[i] = is_open ? nullptr : call_.pages.kv + *block_ * call_.pages.page_stride + call_.pages.block_size * call_.pages.row_bytes;
-            if (++offset_ == call_.pages.block_size) ++block_, offset_ = 0;
+            tokens.keys[i] = is_seen ? is_open ? open_key() : pages.kv + *block_ * pages.page_stride + offset_ * pages.row_bytes : nullptr;
+            if (pages.scales && is_seen) tokens.scales[i] = pages.scales + *block_ * pages.page_stride + offset_ * sizeof(bf16);
+            if (pages.kept == INT4 && is_seen)
+                tokens.channels[i] = is_open ? nullptr : pages.kv + *block_ * pages.page_stride + pages.block_size * pages.row_bytes;
+            if (++offset_ == pages.block_size) ++block_, offset_ = 0;
         }
     }
 

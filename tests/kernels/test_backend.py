@@ -1,4 +1,5 @@
 import ctypes
+import re
 import subprocess
 import sys
 
@@ -6,8 +7,8 @@ import pytest
 import torch
 
 from kernels.backend import KVPages
-from kernels.cpu.backend import Attention, CpuBackend
-from kernels.cpu.library import NoKernels, best_isa
+from kernels.cpu.backend import Attention, CpuBackend, Layer
+from kernels.cpu.library import SOURCE, NoKernels, best_isa
 from kernels.selection import select_backend
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import TritonBackend
@@ -163,10 +164,19 @@ def test_an_unknown_compiler_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> No
         CpuBackend("portable")
 
 
+@pytest.mark.parametrize(("header", "launcher"), [("dtypes.h", Layer), ("pieces.h", Attention)])
+def test_the_launcher_and_the_kernels_have_the_same_fields_in_one_order(
+    header: str, launcher: type[ctypes.Structure]
+) -> None:
+    _, _, body = (SOURCE / header).read_text().partition(f"struct {launcher.__name__} {{\n")
+    fields, _, _ = re.sub("//.*", "", body).partition("\n\n")
+    assert re.findall(r"(\w+)[,;]", fields) == [field[0] for field in launcher._fields_]
+
+
 @needs_kernels
-def test_a_library_with_other_arguments_than_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_with_more_arguments_than_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Shorter(ctypes.Structure):
-        _fields_ = Attention._fields_[:-1]
+        _fields_ = Attention._fields_[1:]
 
     monkeypatch.setattr("kernels.cpu.backend.Attention", Shorter)
     with pytest.raises(RuntimeError, match="differ in the fields of Attention"):
