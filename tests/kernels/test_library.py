@@ -80,8 +80,10 @@ def test_a_damaged_library_is_named_and_compiled_again(
     """Under the name a new file: a worker that runs has the old one mapped."""
     load_library("portable")
     [made] = libraries(folder)
-    good, inode = made.read_bytes(), made.stat().st_ino
-    made.write_bytes(damage(good))
+    good, damaged = made.read_bytes(), made.with_name("damaged")
+    damaged.write_bytes(damage(good))  # a file of its own, for this process has the good one mapped
+    damaged.replace(made)
+    inode = made.stat().st_ino
     load_library("portable")
     assert (libraries(folder), made.read_bytes()) == ([made], good)
     assert made.stat().st_ino != inode
