@@ -20,7 +20,7 @@ _FILES = [
     "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer_config.json",
-    "special_tokens_map.json",
+    "chat_template.jinja",
     "chat_template.jinja",
 ]
 

@@ -170,13 +170,13 @@ def test_the_launcher_and_the_kernels_have_the_same_fields_in_one_order(
 ) -> None:
     _, _, body = (SOURCE / header).read_text().partition(f"struct {launcher.__name__} {{\n")
     fields, _, _ = re.sub("//.*", "", body).partition("\n\n")
-    assert re.findall(r"(\w+)[,;]", fields) == [field[0] for field in launcher._fields_]
+    assert re.findall(r"(\w+)[,;]", fields) == [field[0] for field in vars(launcher)["_fields_"]]
 
 
 @needs_kernels
 def test_a_library_with_more_arguments_than_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Shorter(ctypes.Structure):
-        _fields_ = Attention._fields_[1:]
+        _fields_ = vars(Attention)["_fields_"][1:]
 
     monkeypatch.setattr("kernels.cpu.backend.Attention", Shorter)
     with pytest.raises(RuntimeError, match="differ in the fields of Attention"):
