@@ -20,7 +20,7 @@ _FILES = [
     "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer_config.json",
-    "chat_template.jinja",
+    "special_tokens_map.json",
     "chat_template.jinja",
 ]
 
