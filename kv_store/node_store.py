@@ -171,6 +171,7 @@ class NodeStore:
         try:
             yield
         except BaseException:
+            self._pool.wait()
             with suppress(StoreError):  # else the next batch gives it back
                 self._directory.abandon(self._me)
             raise
@@ -203,6 +204,7 @@ class NodeStore:
                 tier, payload = verified
                 self._pool.write_page(page, payload)
                 tiers.append(tier)
+        self._pool.wait()  # a promoted block that can be found may be evicted
         promotion.commit()
         return tiers
 

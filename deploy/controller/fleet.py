@@ -182,6 +182,7 @@ class Fleet:
         if not any(one.state is WorkerState.READY for one in others):
             if not did_leave:
                 self.pools.leaving.discard(node.id)
+                self._tell_of_change()  # the record may have it by now
             raise InvalidRequest("worker_id", "at least one decode worker must stay, on another node")
         for worker_id in here:
             self._services[worker_id] = node.service

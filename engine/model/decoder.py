@@ -4,6 +4,7 @@ Numerics follow transformers step by step (norms, angles and softmax in float32,
 greedy tokens in float32 are the same.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from kernels.selection import select_backend
 from wire.errors import ConfigError
 from wire.kv_policy import parse_kv_policy
 from wire.layout import KVLayout, Window
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Decoder:
         windows, num_sinks = config.attention.windows, layout.num_sinks
         self._variants = [AttentionVariant(scale, window, num_sinks=num_sinks) for window in windows]
         self._far_angles = self._make_far_angles() if num_sinks else None
-        self._programs: dict[tuple[int, int], Program] = {}
+        self._programs: dict[tuple[int, int], Program | None] = {}
         self._programs_kv = 0
 
     @classmethod
@@ -121,7 +124,8 @@ class Decoder:
     @torch.inference_mode()
     def run_ahead(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
         """Does as `DraftModel.run_ahead`; in one program where the backend has recordings."""
-        program = self._program_for(batch, kv) if batch.samples_all and not self._far_angles else None
+        is_recordable = self.device.type == "cpu" and batch.samples_all and not self._far_angles
+        program = self._program_for(batch, kv) if is_recordable else None
         if isinstance(program, RecordedProgram):
             return program.run_ahead(batch, num_runs)
         return run_ahead(self, batch.to(self.device), kv, num_runs)
@@ -163,14 +167,13 @@ class Decoder:
         if kv.data.data_ptr() != self._programs_kv:
             self._programs, self._programs_kv = {}, kv.data.data_ptr()
         on_cpu = self.device.type == "cpu"
-        if not on_cpu and (self._far_angles or len(batch.token_ids) != len(batch.context_lens)):
-            return None  # sinks and guesses are not captured
+        if not on_cpu and (self._far_angles or not batch.is_one_each or not batch.token_ids.is_cpu):
+            return None  # sinks, guesses and what is on the device already are not captured
         num_blocks = 0 if on_cpu else padded(batch.block_tables.shape[1], MIN_BLOCKS, 4)
         key = padded(len(batch.token_ids), MIN_ROWS), num_blocks
-        program = self._programs.get(key)
-        if program is None and (program := (self._record if on_cpu else self._capture)(kv, *key)):
-            self._programs[key] = program
-        return program
+        if key not in self._programs:
+            self._programs[key] = (self._record if on_cpu else self._capture)(kv, *key)
+        return self._programs[key]
 
     def _record(self, kv: KVPages, num_rows: int, _: int) -> Program | None:
         """Records a step of rows, or guesses, of any number of blocks."""
@@ -189,16 +192,18 @@ class Decoder:
         )
 
     def _capture(self, kv: KVPages, num_rows: int, num_blocks: int) -> Program | None:
-        """Captures a step of rows that are sequences."""
+        """Captures a step of rows that are sequences; None where the device has no room for it."""
         angles = self.angles_for(kv)
         assert isinstance(angles, Angles), "sinks are not captured"
-        return CapturedProgram(
-            lambda batch, angles: self.run(self._backend, batch, angles, kv, _NO_BUFFERS),
-            angles,
-            num_rows,
-            num_blocks,
-            self.device,
-        )
+
+        def forward(batch: Batch, angles: Angles) -> torch.Tensor:
+            return self.run(self._backend, batch, angles, kv, _NO_BUFFERS)
+
+        try:
+            return CapturedProgram(forward, angles, num_rows, num_blocks, self.device)
+        except RuntimeError as failure:
+            log.warning("steps of %d rows and %d blocks run without a graph: %s", num_rows, num_blocks, failure)
+            return None
 
     def _make_far_angles(self) -> FarAngles:
         head_dim, last_near = self.config.attention.head_dim, self.layout.num_sinks + (self.layout.window or 0) - 1

@@ -116,7 +116,7 @@ class CapturedProgram:
             forward(batch, all_angles.at(positions))
         torch.cuda.current_stream(device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=_graph_memory()):
+        with torch.cuda.graph(self._graph, pool=_graph_memory(), capture_error_mode="thread_local"):
             self._logits = forward(batch, all_angles.at(positions))
 
     def run(self, batch: Batch) -> torch.Tensor:

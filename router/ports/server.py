@@ -1,7 +1,7 @@
 """The servers of a router: a gRPC server for clients, one for the operator, one over HTTP for Prometheus."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 
@@ -21,6 +21,7 @@ from router.ports.inference import InferenceApi
 from router.ports.interceptors import ErrorInterceptor, KeyInterceptor
 from router.ports.operator import Addresses, ClusterApi
 from router.router import Router
+from wire import errors
 from wire.errors import BatonError, ConfigError, Unavailable
 from wire.pb import cluster_pb2, inference_pb2
 from wire.pb.cluster_pb2_grpc import add_ClusterServicer_to_server
@@ -132,7 +133,8 @@ class MetricsServer:
     async def _answer(self, scope: HttpScope, _: Receive, send: Send) -> None:
         try:
             status, (kind, page), more = HTTPStatus.OK, await self._page(scope), []
-        except BatonError as error:
+        except Exception as failure:  # of whatever kind a collector may raise
+            error = failure if isinstance(failure, BatonError) else errors.report(failure)
             status, kind, page = HTTPStatus(error.status.http), "application/json", envelope(error)
             more = headers(error)
         told = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(page)), *more]
@@ -145,10 +147,18 @@ class MetricsServer:
         self._keys.admit([value for name, value in given if name == b"authorization"], Scope.METRICS)
         if scope["method"] not in ("GET", "HEAD"):
             raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, "this path wants GET", allow="GET, HEAD")
-        encode, kind = choose_encoder(dict(given).get(b"accept", ""))
+        encode, kind = _choose_encoder(dict(given).get(b"accept", ""))
         try:
             async with asyncio.timeout(MAX_SCRAPE_S):
                 page = await asyncio.get_running_loop().run_in_executor(self._thread, encode, self._registry)
         except TimeoutError as error:
             raise Unavailable("the page of metrics has not come in time") from error
         return kind, page
+
+
+def _choose_encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
+    """Chooses the format that a client asks for; plain text where its words cannot be read."""
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):
+        return choose_encoder("")

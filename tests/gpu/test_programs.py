@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.model.decoder import Decoder
+from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import Speculator
 from kernels import paged_attention
 from tests.checkpoints import choose_prompt, make_checkpoint
@@ -63,6 +64,18 @@ def test_steps_with_guesses_beside_graphs_of_as_many_rows(tmp_path: Path) -> Non
 
     plain = run(None)
     assert run(seer({prompt: [output] for prompt, output in zip(prompts, plain, strict=True)}, 0.3)) == plain
+
+
+def test_a_draft_model_guesses_on_a_gpu_too(tmp_path: Path) -> None:
+    """A draft with the target's own weights guesses right."""
+    model = Decoder.load(make_checkpoint("llama-gqa", tmp_path / "llama"), "float32", DEVICE, 16)
+    prompts = [choose_prompt(tmp_path / "llama", length).prompt_ids for length in (17, 33)]
+    proposer = DraftProposer(model, 64)
+    core = make_core(model, speculator=Speculator(proposer))
+    plain = drive(make_core(model), [request(prompt, GREEDY) for prompt in prompts])
+    guessed = drive(core, [request(prompt, GREEDY) for prompt in prompts])
+    assert [one.outputs for one in guessed] == [one.outputs for one in plain]
+    assert core.stats().num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -63,6 +63,29 @@ async def test_a_registry_is_served_in_both_formats() -> None:
         assert (await scrape(address, method="POST"))[0] == 405
 
 
+async def test_a_format_that_cannot_be_read_is_answered_in_plain_text() -> None:
+    async with serving() as address:
+        for accept in ("application/openmetrics-text; version=abc", "text/plain; version=", ";;,;q=x"):
+            status, kind, text = await scrape(address, accept)
+            assert (status, kind.split(";")[0]) == (200, "text/plain")
+            assert "things_total 3.0" in text
+
+
+class Broken(Collector):
+    """A collector that fails."""
+
+    def collect(self) -> Iterator[Metric]:
+        raise RuntimeError("a secret of the collector")
+
+
+async def test_a_collector_that_fails_is_an_incident_without_its_words() -> None:
+    async with serving(Broken()) as address:
+        status, kind, text = await scrape(address)
+    assert (status, kind) == (500, "application/json")
+    assert "internal error, incident" in text
+    assert "secret" not in text
+
+
 async def test_a_stopped_server_refuses_connections() -> None:
     async with serving() as address:
         pass
