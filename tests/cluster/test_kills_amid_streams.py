@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ NUM_STREAMS = 8
 PROMPT_LEN = 3_000
 CONTEXT_LEN = 8_192
 TIMEOUT_S = 100.0
+DISPATCH_S = 0.5
+"""Time for requests to reach a worker that does not go on with them; longer, and the router takes it for hung."""
 BIAS = dict.fromkeys(range(64, 72), 100.0)
 """Leaves eight tokens to choose from, by KV and seed as before: of so few some come as n-grams foretell."""
 SERVED = {
@@ -90,10 +93,9 @@ def kill_amid(streams: Sequence[Future[Any]], pid: int) -> None:
     psutil.Process(pid).kill()
 
 
-def wait_for(asked: Sequence[Asked], num_characters: int) -> None:
-    wait_until(
-        lambda: all(len(one.text) >= num_characters for one in asked), f"{num_characters} of each", pause_s=0.001
-    )
+def wait_for_one(asked: Sequence[Asked], num_characters: int) -> None:
+    """Waits for the first answer of that length: others may start seconds later, when it has ended."""
+    wait_until(lambda: any(len(one.text) >= num_characters for one in asked), "text of an answer", pause_s=0.001)
 
 
 def num_spans(answers: Sequence[Completion], names: set[str]) -> int:
@@ -112,21 +114,24 @@ def test_each_stream_equals_an_undisturbed_run(served: str, tmp_path: Path) -> N
         flags = ["--prefill", "1", "--decode", "2", "--grpc-port", "0", "--speculate", "ngram", *flags]
         cluster.do("up", "--model", str(checkpoint), *flags)
         status = cluster.status()
-        pids = [min(cluster.workers(role).items())[1]["pid"] for role in ("prefill", "decode")]
+        prefill, decode = (min(cluster.workers(role).items())[1]["pid"] for role in ("prefill", "decode"))
+        gateway = cluster.actor("gateway-0").pid
         with ThreadPoolExecutor(NUM_STREAMS) as threads, Client(status["address"], timeout_s=TIMEOUT_S) as client:
+            psutil.Process(prefill).suspend()  # so that it has prompts when it is killed
             events = [threads.submit(one.over_http, status["http_address"]) for one in over_http]
             answers = [threads.submit(one.over_grpc, client) for one in over_grpc]
-            wait_until(lambda: any(one.text for one in asked), "a first token", pause_s=0.001)
-            kill_amid([*answers, *events], pids[0])
-            wait_for(asked, 100)
-            kill_amid([*answers, *events], pids[1])
-            wait_for(over_http, 200)
-            kill_amid(events, cluster.actor("gateway-0").pid)
+            time.sleep(DISPATCH_S)
+            kill_amid([*answers, *events], prefill)
+            wait_for_one(asked, 100)
+            kill_amid([*answers, *events], decode)
+            wait_for_one(over_http, 200)
+            kill_amid(events, gateway)
             assert not any(stream.result() for stream in events)
             completions = [answer.result() for answer in answers]
         assert [one.token_ids for one in over_grpc] == [one.expected.token_ids for one in over_grpc]
         assert [one.text for one in over_grpc] == [one.expected.text for one in over_grpc]
-        assert all(one.text and one.expected.text.startswith(one.text) for one in over_http)
+        assert any(one.text for one in over_http)
+        assert all(one.expected.text.startswith(one.text) for one in over_http)
         assert num_spans(completions, {"decode.call", "decode.generate"}) > 1, "the decode worker had no stream"
         assert num_spans(completions, {"prefill.call", "decode.compute"}) > 0, "the prefill worker had no prompt"
         assert any(completion.usage.accepted_tokens for completion in completions), "no guess has come true"
