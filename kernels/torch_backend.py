@@ -58,15 +58,15 @@ class TorchBackend:
         cosines, sines = angles.cosines[:, None], angles.sines[:, None]
         key = rotate(key, cosines, sines)
         if pages.int4 is not None:
-            self.write_kv(key, value, pages.int4.open, reference.open_slots(pages, slot_mapping))
-            self.close_blocks(pages, slot_mapping)
+            reference.write_kv(key, value, pages.int4.open, reference.open_slots(pages, slot_mapping))
+            reference.close_blocks(pages, slot_mapping)
             return rotate(query, cosines, sines)
         if pages.scales is not None:
             (key, key_scales), (value, value_scales) = (
                 reference.quantize(one, pages.data.dtype) for one in (key, value)
             )
-            self.write_kv(key_scales[..., None], value_scales[..., None], pages.scales[..., None], slot_mapping)
-        self.write_kv(key, value, pages.data, slot_mapping)
+            reference.write_kv(key_scales[..., None], value_scales[..., None], pages.scales[..., None], slot_mapping)
+        reference.write_kv(key, value, pages.data, slot_mapping)
         return rotate(query, cosines, sines)
 
     def attend(
@@ -84,7 +84,7 @@ class TorchBackend:
         parts = []
         if num_decodes:
             decodes = query[:num_decodes], pages, blocks[:num_decodes], lens[:num_decodes], variant
-            parts.append(self.decode(*decodes, turned[:num_decodes]))
+            parts.append(reference.paged_decode_attention(*decodes, turned[:num_decodes]))
         if num_decodes < len(lens):
             starts = tables.cu_query_lens[num_decodes:] - num_decodes
             prompts = query[num_decodes:], pages, blocks[num_decodes:], lens[num_decodes:], starts, variant
@@ -97,10 +97,6 @@ class TorchBackend:
             return _given(F.silu(gate) * up, out)
         # Row by row: threads would share the whole anywhere, and the end of a share is computed in another way.
         return _given(torch.stack([F.silu(one) * other for one, other in zip(gate, up, strict=True)]), out)
-
-    write_kv = staticmethod(reference.write_kv)
-    decode = staticmethod(reference.paged_decode_attention)
-    close_blocks = staticmethod(reference.close_blocks)
 
 
 def _given(result: Tensor, out: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import DTYPES, ModelConfig
 from engine.model.angles import FarAngles, make_angles
 from engine.model.batch import Batch, run_ahead
-from engine.model.programs import MIN_BLOCKS, MIN_ROWS, CapturedProgram, Program, RecordedProgram, padded
+from engine.model.programs import MIN_BLOCKS, MIN_ROWS, CapturedProgram, RecordedProgram, StepProgram, padded
 from engine.model.weights import DecoderWeights, WeightLoader, check_weights
 from kernels.backend import Angles, AttentionVariant, Backend, KVPages, Tables
 from kernels.reference import weigh
@@ -84,7 +84,7 @@ class Decoder:
         windows, num_sinks = config.attention.windows, layout.num_sinks
         self._variants = [AttentionVariant(scale, window, num_sinks=num_sinks) for window in windows]
         self._far_angles = self._make_far_angles() if num_sinks else None
-        self._programs: dict[tuple[int, int], Program | None] = {}
+        self._programs: dict[tuple[int, int], StepProgram | None] = {}
         self._programs_kv = 0
 
     @classmethod
@@ -162,7 +162,7 @@ class Decoder:
             [weigh(query, kv.layer(index), block_table, num_tokens, one) for index, (query, one) in enumerate(layers)]
         )
 
-    def _program_for(self, batch: Batch, kv: KVPages) -> Program | None:
+    def _program_for(self, batch: Batch, kv: KVPages) -> StepProgram | None:
         """Finds or records the program for so many rows and blocks, of the pool that was used last."""
         if kv.data.data_ptr() != self._programs_kv:
             self._programs, self._programs_kv = {}, kv.data.data_ptr()
@@ -175,7 +175,7 @@ class Decoder:
             self._programs[key] = (self._record if on_cpu else self._capture)(kv, *key)
         return self._programs[key]
 
-    def _record(self, kv: KVPages, num_rows: int, _: int) -> Program | None:
+    def _record(self, kv: KVPages, num_rows: int, _: int) -> StepProgram | None:
         """Records a step of rows, or guesses, of any number of blocks."""
         recorder = self._backend.record()
         if recorder is None:
@@ -191,7 +191,7 @@ class Decoder:
             self.layout.block_size,
         )
 
-    def _capture(self, kv: KVPages, num_rows: int, num_blocks: int) -> Program | None:
+    def _capture(self, kv: KVPages, num_rows: int, num_blocks: int) -> StepProgram | None:
         """Captures a step of rows that are sequences; None where the device has no room for it."""
         angles = self.angles_for(kv)
         assert isinstance(angles, Angles), "sinks are not captured"

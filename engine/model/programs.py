@@ -22,7 +22,7 @@ Forward = Callable[[Batch, Angles], torch.Tensor]
 """Runs a batch with the angles of its rows; returns logits."""
 
 
-class Program(Protocol):
+class StepProgram(Protocol):
     """A decode step for batches whose rows are all sampled."""
 
     def run(self, batch: Batch) -> torch.Tensor:
