@@ -20,7 +20,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.result_file import write_result
-from tests.router.fake_cluster import FakeCluster, running
+from tests.harness.fake_cluster import FakeCluster, running
 from wire.errors import BatonError, Cancelled
 from wire.pb import inference_pb2 as pb
 

@@ -25,7 +25,7 @@ from benchmarks.fault_plan import Fault, FaultKind, plan
 from benchmarks.question import make_questions
 from benchmarks.result_file import write_result
 from cli.bench.schedule import poisson
-from tests.checkpoints import make_checkpoint
+from tests.harness.checkpoints import make_checkpoint
 
 _REST_TIMEOUT_S = 90.0
 _MAX_STALL_S = 5.0

@@ -30,7 +30,7 @@ from benchmarks.server_process import server_process
 from cli.bench.latency import Record
 from cli.bench.open_loop import LoadClient
 from cli.bench.schedule import Arrival, poisson
-from tests.checkpoints import make_checkpoint
+from tests.harness.checkpoints import make_checkpoint
 
 _REFUSED = "RESOURCE_EXHAUSTED"
 _HEAD_DIM = 32

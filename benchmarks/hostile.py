@@ -36,7 +36,7 @@ from benchmarks.question import Question
 from benchmarks.result_file import write_result
 from cli.bench.schedule import PROMPT_IDS
 from deploy.local import run_dir
-from tests.faults.answer import Reader
+from tests.harness.answer import Reader
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.sampling import SamplingParams
 

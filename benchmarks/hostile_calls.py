@@ -17,7 +17,7 @@ from tests.bad_input.ports import GENERATE, GOOD
 from tests.bad_input.raw_http2 import Frame, raw_http2
 from tests.bad_input.test_bad_callers import CONNECT, WRONG
 from tests.bad_input.test_bad_requests import message
-from tests.faults.answer import ask
+from tests.harness.answer import ask
 from wire.convert import error_from_pb
 from wire.pb import worker_pb2
 from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA

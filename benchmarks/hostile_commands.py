@@ -26,10 +26,10 @@ from benchmarks.hostile_calls import Answer
 from deploy.local import run_dir
 from deploy.local.client import call_operator
 from deploy.plan.machine import SHARED_MEMORY, inspect_machine
-from tests.checkpoints import make_checkpoint
 from tests.cli.test_bad_arguments import WRONG
 from tests.deploy.local.test_state import DAMAGE
 from tests.engine.test_checkpoint import FAULTS, reconfigure
+from tests.harness.checkpoints import make_checkpoint
 from wire.errors import DeadlineExceeded, Unavailable
 from wire.pb import cluster_pb2
 from wire.tier import Tier

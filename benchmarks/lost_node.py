@@ -24,8 +24,8 @@ from benchmarks.chaos_client import ChaosClient
 from benchmarks.chaos_tally import Tally
 from benchmarks.question import make_questions
 from benchmarks.result_file import write_result
-from tests.checkpoints import make_checkpoint
 from tests.cluster.ray_nodes import RayNodes, kill_raylet
+from tests.harness.checkpoints import make_checkpoint
 
 _SETTINGS = "deploy/two-pools.example.toml"
 _REST_TIMEOUT_S = 90.0

@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.result_file import write_result
 from engine.model.decoder import Decoder
 from kernels.cpu.library import best_isa
-from tests.checkpoints import make_checkpoint
 from tests.exactness.test_one_mind import ARCHITECTURES, Crowd, Key, Mix, Tokens, prompt
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.engines import make_core, request
 from tests.kernels.backends import make_backend
-from tests.pair import make_core, request
 from wire.sampling import SamplingParams
 
 NUM_STREAMS = 17

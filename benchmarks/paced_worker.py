@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from tests.router.fake_worker import FakeWorker
+from tests.harness.fake_worker import FakeWorker
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 

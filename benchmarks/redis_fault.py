@@ -29,7 +29,7 @@ from benchmarks.result_file import write_result
 from cli.bench.latency import Record
 from cli.bench.open_loop import LoadClient
 from cli.bench.schedule import Arrival, poisson
-from tests.checkpoints import make_checkpoint
+from tests.harness.checkpoints import make_checkpoint
 
 _POLL_S = 0.1
 _MAX_WAIT_S = 15.0

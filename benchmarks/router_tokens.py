@@ -21,8 +21,8 @@ from router.requests.dispatch import OpenRequest
 from router.router import Router
 from router.workers.controller_port import LocalController
 from router.workers.local_transport import LocalTransport
-from tests.router.fake_cluster import CONFIG
-from tests.router.fake_worker import FakeWorker
+from tests.harness.fake_cluster import CONFIG
+from tests.harness.fake_worker import FakeWorker
 from text.byte_tokenizer import ByteTokenizer
 from wire.convert import attempt_of
 from wire.ids import AttemptId, WorkerId

@@ -36,7 +36,7 @@ from benchmarks.result_file import write_result
 from cli.bench.latency import LatencyLimits, ModeSummary, Record, summarize
 from cli.bench.open_loop import CompletionsClient, LoadClient, OpenLoopClient
 from cli.bench.schedule import poisson
-from tests.checkpoints import byte_level_tokenizer
+from tests.harness.checkpoints import byte_level_tokenizer
 
 HOST = "127.0.0.1"
 MAX_CONTEXT_LEN = 2048

@@ -36,10 +36,10 @@ from router.ports.server import RouterServer
 from router.router import Router
 from router.workers.controller_port import LocalController
 from router.workers.grpc_transport import GrpcTransport
-from tests.local_worker import TOKEN
-from tests.router.fake_cluster import CONFIG
+from tests.harness.assembled_worker import TOKEN
+from tests.harness.fake_cluster import CONFIG
+from tests.harness.one_worker import LAYOUT, PROMPT, VOCAB_SIZE, Node, greedy
 from tests.router.worker_server import served
-from tests.worker.workers import LAYOUT, PROMPT, VOCAB_SIZE, Node, greedy
 from text.byte_tokenizer import ByteTokenizer
 from wire.errors import Overloaded
 from wire.ids import NamespaceRoot, RequestId, WorkerId

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.result_file import write_result
 from benchmarks.server_process import ServerProcess, server_process
 from router.workers.grpc_transport import GrpcTransport
-from tests.local_worker import TOKEN
-from tests.worker.workers import begin_of, greedy
+from tests.harness.assembled_worker import TOKEN
+from tests.harness.one_worker import begin_of, greedy
 from wire.pb import worker_pb2
 
 _TIMEOUT_S = 300.0

@@ -39,7 +39,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Redis server for all tests that mark themselves `redis`; its keys are everybody's."""
-    from tests.redis_process import RedisProcess  # here, for a machine with a GPU may have no redis package
+    from tests.harness.redis_process import RedisProcess  # here, for a machine with a GPU may have no redis package
 
     server = RedisProcess(
         tmp_path_factory.mktemp("redis"), ["--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru"]

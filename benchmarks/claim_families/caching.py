@@ -25,7 +25,7 @@ class WithoutBaton:
     """transformers' model of the same weights, and a count of the tokens that it computes."""
 
     def __init__(self, folder: str) -> None:
-        # Any: as in tests/checkpoints.py, `generate` is declared for a protocol that no class is declared to be.
+        # Any: as in tests/harness/checkpoints.py, `generate` is declared for a protocol that no class claims.
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.num_computed = 0
         self._model.get_input_embeddings().register_forward_hook(self._count)

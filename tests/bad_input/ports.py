@@ -11,11 +11,11 @@ import grpc.aio
 from engine.model.hash_model import HashModel
 from router.ports.server import RouterServer
 from tests.bad_input.refusal import Refusal, refused
-from tests.faults.answer import ChoiceAnswer, Reader, ask
-from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.rest import at_rest, until
-from tests.local_cluster.cluster import Sizes
-from tests.local_worker import TOKEN
+from tests.harness.answer import ChoiceAnswer, Reader, ask
+from tests.harness.assembled_worker import TOKEN
+from tests.harness.faulty_cluster import FaultyCluster
+from tests.harness.local_cluster import Sizes
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.rpc import CHANNEL_OPTIONS, TOKEN_METADATA

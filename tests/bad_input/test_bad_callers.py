@@ -12,7 +12,7 @@ import pytest
 
 from tests.bad_input.ports import GENERATE, MAX_CALL_S, Metadata, Ports
 from tests.bad_input.raw_http2 import raw_http2
-from tests.local_worker import TOKEN
+from tests.harness.assembled_worker import TOKEN
 from wire.convert import error_from_pb, sampling_to_pb
 from wire.errors import InvalidRequest
 from wire.pb import inference_pb2, worker_pb2

@@ -9,7 +9,7 @@ import pytest
 
 from tests.bad_input.ports import GOOD, MODEL, PROMPT, SIZES, Ports
 from tests.bad_input.refusal import refusal_of, refused
-from tests.faults.answer import ask
+from tests.harness.answer import ask
 from wire.pb import cluster_pb2
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceStub

@@ -10,8 +10,8 @@ import pytest
 from router.config import AdmissionBounds, StreamBounds
 from tests.bad_input.ports import GOOD, MODEL, PROMPT, SIZES, GenerateCall, serving
 from tests.bad_input.refusal import Refusal, refusal_of, refused
-from tests.faults.answer import ask
 from tests.faults.rest import at_rest, until
+from tests.harness.answer import ask
 
 ANOTHER_PROMPT = tuple(range(100, 140))
 NUM_CALLS = 200

@@ -12,7 +12,7 @@ import pytest
 from router.ports.server import RouterServer
 from tests.bad_input.raw_http2 import END_STREAM, PREFACE, RawHttp2, raw_http2
 from tests.bad_input.refusal import refused
-from tests.router.fake_cluster import CONFIG, FakeCluster, expected, request
+from tests.harness.fake_cluster import CONFIG, FakeCluster, expected, request
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS, TOKEN_METADATA
 

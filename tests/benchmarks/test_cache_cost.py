@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.cache_cost import describe_loss, no_cache, take_turns
 from benchmarks.peer_engines import Baton, make_prompts
-from tests.checkpoints import make_checkpoint
-from tests.faults.known_model import MODEL
-from tests.pair import make_core, serve
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.engines import make_core, serve
+from tests.harness.known_model import MODEL
 from wire.sampling import SamplingParams
 
 PROMPT = tuple(range(50))

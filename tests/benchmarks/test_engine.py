@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine import FreeModel, TimedBackend, decoding_core, operations, python_us, summarize
-from tests.checkpoints import make_checkpoint
+from tests.harness.checkpoints import make_checkpoint
 
 
 def test_an_engine_to_measure_does_nothing_but_decode() -> None:

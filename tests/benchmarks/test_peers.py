@@ -14,7 +14,7 @@ from benchmarks.peer_figures import describe, num_refused, summarize
 from benchmarks.peer_installs import needed_requirements
 from benchmarks.peer_process import Answer, EngineFailed, EngineProcess
 from benchmarks.peers import Comparison, Point, main, num_equal, parse, rotate
-from tests.checkpoints import make_checkpoint
+from tests.harness.checkpoints import make_checkpoint
 
 ENGINE = """
 import json, sys

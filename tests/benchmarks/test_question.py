@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.question import Question, make_questions
 from engine.engine import Engine
-from tests.checkpoints import make_checkpoint
+from tests.harness.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="module")

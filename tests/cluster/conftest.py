@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
 from tests.cluster.served_cluster import ServedCluster
+from tests.harness.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="session")

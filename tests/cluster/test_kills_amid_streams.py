@@ -16,8 +16,8 @@ import pytest
 from baton import Client, Completion
 from benchmarks.baton_service import num_in_use
 from engine.engine import ChoiceOutput, Engine
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.cluster.served_cluster import ServedCluster, wait_until
+from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
 from wire.sampling import SamplingParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]

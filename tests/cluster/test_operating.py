@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.checkpoints import choose_prompt
 from tests.cluster.served_cluster import SHARED_MEMORY, ServedCluster, wait_until
+from tests.harness.checkpoints import choose_prompt
 
 BACK = re.compile("the node-[0-9a-f]{8} is back")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]

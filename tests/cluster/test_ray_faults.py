@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from deploy.local import run_dir
-from tests.checkpoints import choose_prompt
 from tests.cluster.served_cluster import ServedCluster, wait_until
+from tests.harness.checkpoints import choose_prompt
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 NUM_TOKENS = 64

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from baton import Client, Completion
-from tests.checkpoints import Continuation, choose_prompt
 from tests.cluster.served_cluster import ServedCluster, wait_until
+from tests.harness.checkpoints import Continuation, choose_prompt
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 NUM_CLIENTS = 6

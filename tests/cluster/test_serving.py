@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import choose_prompt
 from tests.cluster.served_cluster import ServedCluster
+from tests.harness.checkpoints import choose_prompt
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 NUM_TOKENS = 64

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-from tests.checkpoints import choose_prompt
 from tests.cluster.ray_nodes import START_S, RayNodes, kill_raylet
 from tests.cluster.served_cluster import SHARED_MEMORY, ServedCluster, wait_until
+from tests.harness.checkpoints import choose_prompt
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 NUM_TOKENS = 64

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import choose_prompt
 from tests.cluster.served_cluster import ServedCluster, wait_until
-from tests.redis_process import RedisProcess
+from tests.harness.checkpoints import choose_prompt
+from tests.harness.redis_process import RedisProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.redis, pytest.mark.timeout(300)]
 NUM_TOKENS = 64

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
+from tests.harness.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="session")

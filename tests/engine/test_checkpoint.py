@@ -15,7 +15,7 @@ from engine.checkpoint.tensor_file import TensorFile
 from engine.engine import Engine
 from engine.model.decoder import Decoder
 from kernels.torch_backend import TorchBackend
-from tests.checkpoints import shard
+from tests.harness.checkpoints import shard
 from wire.errors import ModelError
 from wire.sampling import SamplingParams
 

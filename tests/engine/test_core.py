@@ -13,7 +13,7 @@ from engine.schedule.batcher import Candidate, Gate, Pages, Plan
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
-from tests.pair import ROOT, Node, drive, gained, make_core, request, serve
+from tests.harness.engines import ROOT, Node, drive, gained, make_core, request, serve
 from wire.errors import InvalidRequest, RequestExists
 from wire.ids import RequestId
 from wire.keys import NameChain

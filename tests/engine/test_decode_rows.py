@@ -10,7 +10,7 @@ from engine.kv.block_table import BlockTable
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.sequence import Sequence
-from tests.pair import ROOT
+from tests.harness.engines import ROOT
 from wire.ids import PageId, RequestId
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams

@@ -12,7 +12,7 @@ from engine.model.decoder import Decoder
 from kernels.backend import KVPages
 from kernels.cpu.library import best_isa
 from kernels.triton_backend import TritonBackend
-from tests.checkpoints import (
+from tests.harness.checkpoints import (
     ARCHITECTURES,
     SINKS,
     VOCAB_SIZE,
@@ -22,9 +22,9 @@ from tests.checkpoints import (
     oracle_logits,
     shard,
 )
+from tests.harness.engines import make_core, serve
+from tests.harness.model_alone import PagedRun, generate
 from tests.kernels.backends import make_backend
-from tests.paged_run import PagedRun, generate
-from tests.pair import make_core, serve
 from wire.errors import ConfigError
 from wire.layout import Window
 from wire.sampling import SamplingParams

@@ -15,8 +15,8 @@ from engine.sequence import Sequence
 from engine.speculation.draft_proposer import MAX_CATCH_UP, DraftProposer
 from engine.speculation.speculator import Speculator
 from kernels.backend import KVPages
-from tests.paged_run import generate
-from tests.pair import drive, make_core, request, serve
+from tests.harness.engines import drive, make_core, request, serve
+from tests.harness.model_alone import generate
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams
 

@@ -23,9 +23,9 @@ from engine.speculation.speculator import NgramProposer, Speculator
 from kernels.cpu.library import best_isa
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
-from tests.checkpoints import VOCAB_SIZE
+from tests.harness.checkpoints import VOCAB_SIZE
+from tests.harness.engines import Node, drive, make_core, request
 from tests.kernels.backends import make_backend
-from tests.pair import Node, drive, make_core, request
 from wire.errors import InvalidRequest
 from wire.kv_policy import Dropping, Rule
 from wire.layout import KVLayout

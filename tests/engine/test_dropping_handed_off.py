@@ -10,7 +10,7 @@ from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.transfers import InlineTransfers, Publish, Transfer
-from tests.pair import ROOT, Node, Run, drive, make_core, request
+from tests.harness.engines import ROOT, Node, Run, drive, make_core, request
 from wire.ids import BlockKey
 from wire.keys import NameChain
 from wire.kv_policy import Dropping, Rule

@@ -7,7 +7,7 @@ from engine.request import ChoiceSoFar, HandOff
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Done, Fetch, NoStore
-from tests.pair import ROOT, Node, make_core, prefill
+from tests.harness.engines import ROOT, Node, make_core, prefill
 from wire.ids import RequestId
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams

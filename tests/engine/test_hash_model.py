@@ -7,7 +7,7 @@ import torch
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
-from tests.paged_run import PagedRun, generate
+from tests.harness.model_alone import PagedRun, generate
 from wire.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")

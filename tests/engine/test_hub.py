@@ -6,8 +6,8 @@ import pytest
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import find_folder
-from tests.checkpoints import shard
 from tests.engine.hub_server import HubServer, serving
+from tests.harness.checkpoints import shard
 from text.template_processes import Template
 from wire.errors import ModelError
 

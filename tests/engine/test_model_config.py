@@ -6,7 +6,7 @@ import pytest
 
 from engine.checkpoint.config import ModelConfig
 from engine.checkpoint.rope import RopeScaling
-from tests.checkpoints import ARCHITECTURES
+from tests.harness.checkpoints import ARCHITECTURES
 from wire.errors import ModelError
 
 LLAMA: dict[str, Any] = {

@@ -11,7 +11,7 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.engine.test_decoder import Checkpoints
-from tests.pair import Node, drive, make_core, prefill, request, rest_of
+from tests.harness.engines import Node, drive, make_core, prefill, request, rest_of
 from wire.errors import ConfigError
 from wire.sampling import SamplingParams
 

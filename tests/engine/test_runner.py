@@ -12,7 +12,7 @@ from engine.speculation.speculator import Drafts
 from engine.work import NO_ROWS, Chunk, Gains, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
-from tests.pair import ROOT
+from tests.harness.engines import ROOT
 from wire.ids import RequestId
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams

@@ -29,8 +29,8 @@ from engine.speculation.speculator import (
 )
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
-from tests.pair import Node, drive, gained, make_core, prefill, request, resume, serve
-from tests.proposers import Seer, seer
+from tests.harness.engines import Node, drive, gained, make_core, prefill, request, resume, serve
+from tests.harness.oracle_proposer import OracleProposer, oracle_drafts
 from wire.layout import KVLayout
 from wire.sampling import FinishReason, Logprobs, SamplingParams
 
@@ -136,7 +136,7 @@ def test_blocks_that_decode_filled_with_guesses_are_right() -> None:
     """Another engine goes on from them with other tokens than a spoilt block would give."""
     node = Node(MODEL)
     outputs = {PROMPT: [MODEL.oracle(PROMPT, 70)]}
-    first = serve(make_core(MODEL, node, speculator=seer(outputs, 0.3)), PROMPT, greedy(70))
+    first = serve(make_core(MODEL, node, speculator=oracle_drafts(outputs, 0.3)), PROMPT, greedy(70))
     prompt = (*PROMPT, *first.outputs[0], 7)
     second = serve(make_core(MODEL, node), prompt, greedy(20))
     assert second.outputs[0] == MODEL.oracle(prompt, 20)
@@ -155,7 +155,7 @@ def test_in_any_mix(seed: int) -> None:
 
 @pytest.mark.parametrize("max_draft_len", [1, 3, 7, 15])
 def test_a_seer_saves_runs(max_draft_len: int) -> None:
-    core = make_core(MODEL, speculator=seer({PROMPT: [MODEL.oracle(PROMPT, 200)]}, 0.0, max_draft_len))
+    core = make_core(MODEL, speculator=oracle_drafts({PROMPT: [MODEL.oracle(PROMPT, 200)]}, 0.0, max_draft_len))
     core.add(request(PROMPT, greedy(200)))
     num_steps = 0
     while core.has_requests:
@@ -169,7 +169,7 @@ def test_a_seer_saves_runs(max_draft_len: int) -> None:
 
 def test_events_tell_of_each_draft_before_the_end() -> None:
     outputs = {PROMPT: [MODEL.oracle(PROMPT, 30)]}
-    core = make_core(MODEL, speculator=seer(outputs, 0.2))
+    core = make_core(MODEL, speculator=oracle_drafts(outputs, 0.2))
     asked = request(PROMPT, greedy(30))
     core.add(asked)
     steps = [core.step() for _ in range(40)]
@@ -185,7 +185,7 @@ def test_events_tell_of_each_draft_before_the_end() -> None:
 
 
 def test_a_draft_takes_no_page() -> None:
-    core = make_core(MODEL, speculator=seer({PROMPT: [MODEL.oracle(PROMPT, 100)]}, 0.5))
+    core = make_core(MODEL, speculator=oracle_drafts({PROMPT: [MODEL.oracle(PROMPT, 100)]}, 0.5))
     core.add(request(PROMPT, greedy(100)))
     num_known = len(PROMPT)
     while core.has_requests:
@@ -199,7 +199,7 @@ def test_a_draft_takes_no_page() -> None:
 def test_a_stop_token_within_a_draft_ends_the_choice() -> None:
     expected = MODEL.oracle(PROMPT, 30)
     for place in range(1, 20):
-        core = make_core(MODEL, speculator=seer({PROMPT: [expected]}, 0.0))
+        core = make_core(MODEL, speculator=oracle_drafts({PROMPT: [expected]}, 0.0))
         core.add(request(PROMPT, greedy(30, stop_token_ids=(expected[place],))))
         outputs = [core.step() for _ in range(40)]
         assert [token for output in outputs for token in output.token_ids] == expected[: place + 1]
@@ -211,14 +211,14 @@ def test_a_stop_token_within_a_draft_ends_the_choice() -> None:
 def test_a_full_context_is_reached_and_not_passed() -> None:
     model = HashModel(LAYOUT, 997, max_context_len=64)
     expected = model.oracle(PROMPT, 64 - len(PROMPT))
-    core = make_core(model, speculator=seer({PROMPT: [[*expected, *range(20)]]}, 0.0))
+    core = make_core(model, speculator=oracle_drafts({PROMPT: [[*expected, *range(20)]]}, 0.0))
     assert serve(core, PROMPT, greedy(64 - len(PROMPT))).outputs[0] == expected
 
 
 def test_no_drafts_where_a_step_is_full() -> None:
     prompts = [(number, *PROMPT) for number in range(MAX_ROWS)]
     outputs = {prompt: [MODEL.oracle(prompt, 30)] for prompt in prompts}
-    core = make_core(MODEL, speculator=seer(outputs, 0.0))
+    core = make_core(MODEL, speculator=oracle_drafts(outputs, 0.0))
     asked = [request(prompt, greedy(30)) for prompt in prompts]
     for one in asked:
         core.add(one)
@@ -233,7 +233,7 @@ def test_no_drafts_where_a_step_is_full() -> None:
 
 
 def test_what_is_kept_of_a_sequence_goes_with_it() -> None:
-    proposer = Seer({}, 0.0)
+    proposer = OracleProposer({}, 0.0)
     core = make_core(MODEL, num_blocks=12, speculator=Speculator(proposer))
     asked = [request((9, number, *PROMPT), greedy(60)) for number in range(4)]
     drive(core, asked)
@@ -262,7 +262,7 @@ def test_a_draft_that_fails_costs_no_request(fails: bool) -> None:
     model = Fallible(LAYOUT, 997)
     model.fails = fails
     expected = model.oracle(PROMPT, 30)
-    core = make_core(model, speculator=seer({PROMPT: [expected]}, 0.0))
+    core = make_core(model, speculator=oracle_drafts({PROMPT: [expected]}, 0.0))
     assert serve(core, PROMPT, greedy(30)).outputs[0] == expected
     assert (core.stats().num_drafts, core.stats().num_accepted_tokens) != (0, 0)
     assert core.stats().num_accepted_tokens == 0
@@ -386,7 +386,7 @@ def test_an_engine_leaves_out_drafts_that_lose_time() -> None:
     """Each guess takes as long as a run here, by a clock that the proposer moves on."""
     seconds = [0.0]
 
-    class Slow(Seer):
+    class Slow(OracleProposer):
         def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
             seconds[0] += sum(wanted.values()) * per_guess_s
             return super().propose(wanted)

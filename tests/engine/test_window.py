@@ -19,7 +19,7 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import NgramProposer, Speculator
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
-from tests.pair import ROOT, Node, drive, make_core, prefill, request, rest_of, resume, serve
+from tests.harness.engines import ROOT, Node, drive, make_core, prefill, request, rest_of, resume, serve
 from tests.pairs import RUNS_ALL
 from wire.errors import InvalidRequest
 from wire.ids import BlockKey

@@ -20,11 +20,11 @@ from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import NgramProposer, Proposer, Speculator
 from kernels.cpu.library import best_isa
 from kv_store.tiers.memory_tier import MemoryTier
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.harness.engines import Node, Run, make_core, prefill, request, rest_of
+from tests.harness.oracle_proposer import oracle_drafts
 from tests.kernels.backends import ISAS, make_backend
-from tests.pair import Node, Run, make_core, prefill, request, rest_of
 from tests.pairs import RUNS_ALL, covering
-from tests.proposers import seer
 from wire.ids import RequestId
 from wire.sampling import Logprobs, SamplingParams
 
@@ -191,7 +191,7 @@ def test_with_guesses(model: Decoder, alone: Alone, error_rate: float) -> None:
     keys, requests = asked(range(7))
     outputs = {prompt(key[0]): [[token_id for token_id, _ in alone[key]]] for key in keys}
     for size in (1, 7):
-        core = make_core(model, num_blocks=512, speculator=seer(outputs, error_rate))
+        core = make_core(model, num_blocks=512, speculator=oracle_drafts(outputs, error_rate))
         for place in range(0, 7, size):
             found = Crowd(core).run(requests[place : place + size])
             assert found == [alone[key] for key in keys[place : place + size]]
@@ -241,7 +241,7 @@ def test_with_guesses_while_another_prompt_comes_in(model: Decoder, alone: Alone
     outputs = {prompt(key[0]): [[token_id for token_id, _ in alone[key]]] for key in alone if key[1] is SEEDED}
     keys, requests = asked(range(7))
     batcher = ContinuousBatcher(max_step_tokens=8, max_running=7)
-    core = make_core(model, num_blocks=512, batcher=batcher, speculator=seer(outputs, 0.2))
+    core = make_core(model, num_blocks=512, batcher=batcher, speculator=oracle_drafts(outputs, 0.2))
     assert Crowd(core).run(requests, [3 * place for place in range(7)]) == [alone[key] for key in keys]
     assert core.stats().num_accepted_tokens > 0
 

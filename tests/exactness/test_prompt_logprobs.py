@@ -15,9 +15,9 @@ from engine.model.decoder import Decoder
 from engine.request import EngineRequest, HandOff
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kernels.cpu.library import best_isa
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.harness.engines import Node, make_core, request
 from tests.kernels.backends import make_backend
-from tests.pair import Node, make_core, request
 from wire.ids import RequestId
 from wire.sampling import Logprobs, SamplingParams
 

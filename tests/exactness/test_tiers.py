@@ -12,9 +12,9 @@ from engine.events import TierTokens
 from engine.model.decoder import Decoder
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
-from tests.checkpoints import ARCHITECTURES, SINKS, Continuation, choose_prompt, make_checkpoint
+from tests.harness.checkpoints import ARCHITECTURES, SINKS, Continuation, choose_prompt, make_checkpoint
+from tests.harness.engines import Node, Run, drive, make_core, prefill, request, rest_of, resume, serve
 from tests.kv_store.names import MAC_KEY
-from tests.pair import Node, Run, drive, make_core, prefill, request, rest_of, resume, serve
 from wire.keys import namespace_root
 from wire.sampling import SamplingParams
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.checkpoints import make_checkpoint
+from tests.harness.checkpoints import make_checkpoint
 from wire.pb import inference_pb2 as pb
 from wire.pb import inference_pb2_grpc as pb_grpc
 

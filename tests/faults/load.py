@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from engine.model.hash_model import HashModel
-from tests.faults.answer import ask
-from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.rest import until
+from tests.harness.answer import ask
+from tests.harness.faulty_cluster import FaultyCluster
 
 
 @dataclass

@@ -5,10 +5,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from engine.model.batch import Model
 from router.workers.grpc_transport import GrpcTransport
-from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.toxic_proxy import Line, toxic_proxy
-from tests.local_cluster.cluster import Sizes
-from tests.local_worker import TOKEN
+from tests.harness.assembled_worker import TOKEN
+from tests.harness.faulty_cluster import FaultyCluster
+from tests.harness.local_cluster import Sizes
 from worker.assembly import Assembly
 from worker.config import ServerSettings
 from worker.server import WorkerServer

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from kv_store.frame import checksum_of
 from kv_store.node_store import HOLD_TTL_S
-from tests.faults.faulty_cluster import FaultyCluster
+from tests.harness.faulty_cluster import FaultyCluster
 from wire.ids import BlockKey, PageId
 from worker.assembly import Assembly
 

@@ -10,14 +10,14 @@ import pytest
 
 from kv_store.tiers.redis_tier import RedisTier
 from router.workers import grpc_transport
-from tests.faults.answer import Reader, ask
-from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.remote_cluster import remote_cluster
 from tests.faults.rest import at_rest, until
 from tests.faults.toxic_proxy import Line, toxic_proxy
+from tests.harness.answer import Reader, ask
+from tests.harness.known_model import MODEL, prompt_of
+from tests.harness.redis_process import RedisProcess
 from tests.kv_store.names import LAYOUT as REDIS_LAYOUT
 from tests.kv_store.names import MAC_KEY, got_one, names_of, put_one
-from tests.redis_process import RedisProcess
 from tests.router.test_stopped_worker import HURRIED
 from wire.ids import WorkerId
 from wire.pools import WorkerState

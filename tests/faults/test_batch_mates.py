@@ -3,12 +3,12 @@
 import pytest
 
 from kv_store.frame import checksum_of
-from tests.faults.answer import Reader, ask
-from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.faults.faulty_model import SPOILT
-from tests.faults.known_model import LAYOUT, MODEL
 from tests.faults.rest import at_rest, until
-from tests.local_cluster.cluster import Sizes
+from tests.harness.answer import Reader, ask
+from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_model import SPOILT
+from tests.harness.known_model import LAYOUT, MODEL
+from tests.harness.local_cluster import Sizes
 from wire.directory import Block
 from wire.errors import BatonError, NoNumber
 from wire.keys import BlockName

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.answer import ask
-from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.faults.known_model import LAYOUT, MODEL
 from tests.faults.rest import at_rest, until
-from tests.local_cluster.cluster import Sizes
+from tests.harness.answer import ask
+from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.known_model import LAYOUT, MODEL
+from tests.harness.local_cluster import Sizes
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, StoreError
 from wire.ids import RequestId
 from wire.pb import inference_pb2 as pb

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults.answer import ask
-from tests.faults.faulty_cluster import faulty_cluster
-from tests.faults.known_model import MODEL
 from tests.faults.rest import at_rest
+from tests.harness.answer import ask
+from tests.harness.faulty_cluster import faulty_cluster
+from tests.harness.known_model import MODEL
 from wire.pb import cluster_pb2, inference_pb2, worker_pb2
 
 ROOT = Path(__file__).parents[2]

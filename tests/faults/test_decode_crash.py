@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.faults.answer import ChoiceAnswer, ask
-from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.faults.known_model import MODEL
 from tests.faults.rest import at_rest
-from tests.local_cluster.cluster import Sizes
+from tests.harness.answer import ChoiceAnswer, ask
+from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.known_model import MODEL
+from tests.harness.local_cluster import Sizes
 from wire.pb import inference_pb2 as pb
 
 NUM_KILLS = 33

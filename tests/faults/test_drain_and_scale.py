@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from router.config import StreamBounds
-from tests.faults.answer import ask
-from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.faults.known_model import MODEL
 from tests.faults.load import Load, under_load
 from tests.faults.rest import at_rest
-from tests.local_cluster.cluster import Sizes
+from tests.harness.answer import ask
+from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.known_model import MODEL
+from tests.harness.local_cluster import Sizes
 from wire.pools import Role
 
 SIZES = Sizes(num_blocks=96, num_slots=256)

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 import pytest
 
 from router.workers.members import LONG_STEP_S
-from tests.faults.answer import ask
-from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.rest import at_rest, until
-from tests.local_cluster.cluster import Sizes
+from tests.harness.answer import ask
+from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.known_model import MODEL, prompt_of
+from tests.harness.local_cluster import Sizes
 from wire.ids import WorkerId
 from wire.pools import WorkerState
 from worker.config import MIN_SILENCE_S

@@ -10,13 +10,13 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_server import DirectoryServer
-from tests.faults.answer import ask
-from tests.faults.directory_gate import DirectoryGate
-from tests.faults.faulty_cluster import FaultyCluster
-from tests.faults.known_model import LAYOUT, MODEL
 from tests.faults.load import Load, under_load
 from tests.faults.rest import at_rest, until
-from tests.local_cluster.cluster import Parts, Sizes
+from tests.harness.answer import ask
+from tests.harness.directory_gate import DirectoryGate
+from tests.harness.faulty_cluster import FaultyCluster
+from tests.harness.known_model import LAYOUT, MODEL
+from tests.harness.local_cluster import Parts, Sizes
 from worker.assembly import Tiers
 
 SIZES = Sizes(num_blocks=64, num_slots=64)

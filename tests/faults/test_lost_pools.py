@@ -5,12 +5,12 @@ import time
 import pytest
 
 from router.config import StreamBounds
-from tests.faults.answer import Reader, ask
-from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.faults.faulty_model import FaultyModel
-from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.rest import at_rest, until
-from tests.local_cluster.cluster import Sizes
+from tests.harness.answer import Reader, ask
+from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_model import FaultyModel
+from tests.harness.known_model import MODEL, prompt_of
+from tests.harness.local_cluster import Sizes
 from wire.errors import AttemptsExhausted, DeadlineExceeded, Unavailable
 from wire.pools import Role
 

@@ -7,11 +7,11 @@ from contextlib import ExitStack, asynccontextmanager
 import grpc.aio
 import pytest
 
-from tests.faults.answer import Reader, ask
-from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.remote_cluster import RemoteCluster, remote_cluster
 from tests.faults.rest import at_rest
 from tests.faults.router_process import Order, RouterProcess, router_process
+from tests.harness.answer import Reader, ask
+from tests.harness.known_model import MODEL, prompt_of
 from wire.convert import tiers_from_pb
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS

@@ -7,11 +7,11 @@ import pytest
 from engine.core import EngineCore
 from engine.request import EngineRequest
 from kv_store.node.cold_writer import ColdWriter
-from tests.faults.answer import ask
-from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.faults.known_model import MODEL
 from tests.faults.rest import at_rest, until
-from tests.local_cluster.cluster import Sizes
+from tests.harness.answer import ask
+from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.known_model import MODEL
+from tests.harness.local_cluster import Sizes
 from wire.errors import InvalidRequest
 
 

@@ -10,11 +10,11 @@ from contextlib import suppress
 import pytest
 
 from router.config import AdmissionBounds, StreamBounds
-from tests.faults.answer import Reader, ask
-from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.faults.known_model import MODEL
 from tests.faults.rest import at_rest, until
-from tests.local_cluster.cluster import Sizes
+from tests.harness.answer import Reader, ask
+from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.known_model import MODEL
+from tests.harness.local_cluster import Sizes
 from wire.errors import Cancelled, DeadlineExceeded, Overloaded, RequestNotFound
 from wire.ids import RequestId
 

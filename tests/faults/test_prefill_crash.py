@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.faults.answer import ask
-from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.faults.known_model import MODEL
 from tests.faults.rest import at_rest
-from tests.local_cluster.cluster import Sizes
+from tests.harness.answer import ask
+from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.known_model import MODEL
+from tests.harness.local_cluster import Sizes
 from wire.convert import tiers_from_pb
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role

@@ -10,11 +10,11 @@ from contextlib import suppress
 
 import pytest
 
-from tests.faults.answer import ChoiceAnswer, Reader, ask
-from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.faults.known_model import LAYOUT, MODEL
 from tests.faults.rest import at_rest
-from tests.local_cluster.cluster import Sizes
+from tests.harness.answer import ChoiceAnswer, Reader, ask
+from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.known_model import LAYOUT, MODEL
+from tests.harness.local_cluster import Sizes
 from tests.seeds import repeated_by, seeds
 from wire.errors import Cancelled, DeadlineExceeded, RequestNotFound
 from wire.ids import RequestId

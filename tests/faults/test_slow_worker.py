@@ -5,11 +5,11 @@ import time
 from collections import Counter
 from itertools import count
 
-from tests.faults.answer import ask
-from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.faults.known_model import MODEL, prompt_of
 from tests.faults.rest import at_rest
-from tests.local_cluster.cluster import Sizes
+from tests.harness.answer import ask
+from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.known_model import MODEL, prompt_of
+from tests.harness.local_cluster import Sizes
 
 TIMES_SLOWER = 10
 MAX_STEP_S = 1.0

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from kv_store.node_store import NodeStore
-from tests.faults.answer import ask
-from tests.faults.faulty_cluster import FaultyCluster, faulty_cluster
-from tests.faults.known_model import LAYOUT, MODEL
 from tests.faults.load import Load, under_load
 from tests.faults.rest import at_rest, until
-from tests.local_cluster.cluster import Sizes
+from tests.harness.answer import ask
+from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.known_model import LAYOUT, MODEL
+from tests.harness.local_cluster import Sizes
 from wire.convert import tiers_from_pb
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role

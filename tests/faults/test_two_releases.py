@@ -9,13 +9,12 @@ import redis
 
 from engine.model.hash_model import HashModel
 from kv_store.tiers.redis_tier import RedisTier
-from tests import local_worker
-from tests.faults.answer import ask
-from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.rest import at_rest
+from tests.harness import assembled_worker, local_cluster
+from tests.harness.answer import ask
+from tests.harness.faulty_cluster import FaultyCluster
+from tests.harness.local_cluster import Sizes
 from tests.kv_store.names import MAC_KEY
-from tests.local_cluster import cluster as local_cluster
-from tests.local_cluster.cluster import Sizes
 from wire.convert import tiers_from_pb
 from wire.layout import KVLayout
 
@@ -50,7 +49,7 @@ class Release:
     @asynccontextmanager
     async def _running(self, model: HashModel, redis_url: str) -> AsyncIterator[FaultyCluster]:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (local_cluster, local_worker):
+            for module in (local_cluster, assembled_worker):
                 patch.setattr(module, "FINGERPRINT", self.fingerprint)
             cluster = FaultyCluster(model, Sizes())
             cold = RedisTier(redis_url, self.layout, MAC_KEY, AMPLE_S)

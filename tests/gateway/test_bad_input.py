@@ -10,7 +10,7 @@ from tests.gateway import local_gateway
 from tests.gateway.local_gateway import LocalDoor, LocalGateway, serving
 from tests.gateway.test_app import BODY, COMPLETIONS
 from tests.gateway.test_keys import shows
-from tests.local_cluster.cluster import Sizes, local_cluster
+from tests.harness.local_cluster import Sizes, local_cluster
 from tests.local_cluster.test_local_cluster import MODEL, at_rest
 from tests.router.test_keys import ACME_TEXT, BETA_TEXT, LISTED
 from wire.trust.key_ring import NO_KEYS

@@ -13,7 +13,7 @@ from gateway.actor import GatewayActor
 from gateway.config import GatewayConfig
 from router.config import Listeners
 from router.ports.server import RouterServer
-from tests.router.fake_cluster import CONFIG, FakeCluster
+from tests.harness.fake_cluster import CONFIG, FakeCluster
 from wire.errors import ConfigError
 
 

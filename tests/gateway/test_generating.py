@@ -13,7 +13,7 @@ from gateway import app as app_module
 from gateway import completions, exchange, generation
 from gateway.generation import Generation
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
-from tests.router.fake_cluster import WAIT_S, until
+from tests.harness.fake_cluster import WAIT_S, until
 from wire.errors import Overloaded
 from wire.ids import RequestId
 from wire.limit import Limit

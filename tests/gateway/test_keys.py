@@ -13,7 +13,7 @@ from router.config import Listeners
 from router.ports.server import RouterServer
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
 from tests.gateway.test_app import BODY, COMPLETIONS, PATHS
-from tests.router.fake_cluster import CONFIG, FakeCluster
+from tests.harness.fake_cluster import CONFIG, FakeCluster
 from tests.router.test_keys import ACME, ACME_TEXT, BETA_TEXT, LISTED, WATCHER_TEXT
 from tests.wire.test_key_ring import WRONG
 from wire.settings import to_json

@@ -18,7 +18,7 @@ from gateway.actor import GatewayActor
 from gateway.config import GatewayConfig
 from router.config import Listeners
 from router.ports.server import RouterServer
-from tests.router.fake_cluster import CONFIG, FakeCluster
+from tests.harness.fake_cluster import CONFIG, FakeCluster
 from tests.router.test_keys import ACME_TEXT, LISTED
 from wire.errors import BatonError, ConfigError, Unavailable
 from wire.trust.certificates import Certificates, TlsFiles

@@ -9,8 +9,8 @@ import torch
 from engine.model.decoder import Decoder
 from kv_store.node.arena import Arena
 from kv_store.tiers.memory_tier import MemoryTier
-from tests.checkpoints import choose_prompt, make_checkpoint
-from tests.pair import Node, drive, make_core, prefill, request, resume
+from tests.harness.checkpoints import choose_prompt, make_checkpoint
+from tests.harness.engines import Node, drive, make_core, prefill, request, resume
 from wire.ids import PageId
 from wire.sampling import SamplingParams
 

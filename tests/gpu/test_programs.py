@@ -9,10 +9,10 @@ from engine.model.decoder import Decoder
 from engine.speculation.draft_proposer import DraftProposer
 from engine.speculation.speculator import Speculator
 from kernels import paged_attention
-from tests.checkpoints import choose_prompt, make_checkpoint
+from tests.harness.checkpoints import choose_prompt, make_checkpoint
+from tests.harness.engines import drive, make_core, request
+from tests.harness.oracle_proposer import oracle_drafts
 from tests.kernels.paged_batch import Heads, make_paged_batch
-from tests.pair import drive, make_core, request
-from tests.proposers import seer
 from wire.sampling import SamplingParams
 
 if not torch.cuda.is_available():
@@ -63,7 +63,7 @@ def test_steps_with_guesses_beside_graphs_of_as_many_rows(tmp_path: Path) -> Non
         return runs
 
     plain = run(None)
-    assert run(seer({prompt: [output] for prompt, output in zip(prompts, plain, strict=True)}, 0.3)) == plain
+    assert run(oracle_drafts({prompt: [output] for prompt, output in zip(prompts, plain, strict=True)}, 0.3)) == plain
 
 
 def test_a_draft_model_guesses_on_a_gpu_too(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from kv_store.node import arena as arena_module
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
-from tests.kv_store.fake_clock import FakeClock
+from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.errors import ConfigError, StoreError
 from wire.ids import PageId

@@ -18,7 +18,7 @@ from kv_store.node.arena import Arena
 from kv_store.node.block_reader import BlockReader, LocalBlocks
 from kv_store.node.block_server import BlockServer
 from kv_store.node.directory import Directory
-from tests.kv_store.fake_clock import FakeClock
+from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.ids import BlockKey
 from wire.keys import BlockName

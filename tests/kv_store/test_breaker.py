@@ -1,5 +1,5 @@
 from kv_store.breaker import Breaker
-from tests.kv_store.fake_clock import FakeClock
+from tests.harness.fake_clock import FakeClock
 
 
 def failed(breaker: Breaker, times: int) -> list[bool]:

@@ -11,9 +11,9 @@ from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
-from tests.kv_store.fake_clock import FakeClock
+from tests.harness.fake_clock import FakeClock
+from tests.harness.redis_process import RedisProcess
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, got_one, names_of, payload_of
-from tests.redis_process import RedisProcess
 from wire.ids import BlockKey
 from wire.keys import BlockName
 from wire.tier import Tier, Write

@@ -10,7 +10,7 @@ from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.node.directory_server import DirectoryServer
-from tests.kv_store.fake_clock import FakeClock
+from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import committed, names_of
 from wire.directory import Block, Entry, Hold
 from wire.ids import BlockKey, NamespaceRoot, PageId, RequestId

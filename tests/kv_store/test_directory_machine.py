@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kv_store.node.directory import Directory
-from tests.kv_store.fake_clock import FakeClock
+from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import names_of
 from wire.directory import Block, Hold
 from wire.ids import BlockKey, PageId, RequestId

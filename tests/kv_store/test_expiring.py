@@ -1,5 +1,5 @@
 from kv_store.node.claims import Expiring
-from tests.kv_store.fake_clock import FakeClock
+from tests.harness.fake_clock import FakeClock
 
 
 def test_values_are_taken_out_in_the_order_of_their_ends() -> None:

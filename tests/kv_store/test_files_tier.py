@@ -14,7 +14,7 @@ import pytest
 from kv_store.frame import FRONT_BYTES
 from kv_store.tiers.files_tier import MIN_BLOCKS, FilesTier
 from kv_store.tiers.folder import Folder
-from tests.kv_store.fake_clock import FakeClock
+from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, put_one
 from wire.errors import ConfigError
 from wire.keys import BlockName

@@ -20,7 +20,7 @@ from kv_store.node_store import HOLD_TTL_S, NodeStore
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
-from tests.kv_store.fake_clock import FakeClock
+from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, names_of, payload_of, put_one
 from tests.kv_store.pools import filled_pool, page_of, pages_from
 from wire.errors import ConfigError

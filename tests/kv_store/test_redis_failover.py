@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kv_store.tiers.redis_tier import RedisTier
+from tests.harness.redis_process import RedisProcess
 from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, put_one
-from tests.redis_process import RedisProcess
 from wire.keys import BlockName
 
 pytestmark = pytest.mark.redis

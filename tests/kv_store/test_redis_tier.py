@@ -12,9 +12,9 @@ import pytest
 import redis
 
 from kv_store.tiers.redis_tier import RedisTier
-from tests.kv_store.fake_clock import FakeClock
+from tests.harness.fake_clock import FakeClock
+from tests.harness.redis_process import RedisProcess
 from tests.kv_store.names import LAYOUT, MAC_KEY, got_one, names_of, put_one
-from tests.redis_process import RedisProcess
 from wire.errors import ConfigError
 
 pytestmark = pytest.mark.redis

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.model.hash_model import HashModel
-from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster
+from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
 from tests.pairs import RUNS_ALL
 from wire.errors import InvalidRequest
 from wire.layout import KVLayout, Window

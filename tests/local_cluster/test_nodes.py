@@ -12,10 +12,10 @@ from kv_store.node.block_server import BlockServer
 from kv_store.node.directory import Directory
 from kv_store.tiers.cold_tier import BlockSource
 from tests.faults.toxic_proxy import Line, toxic_proxy
-from tests.local_cluster.cluster import LocalCluster, Parts, Sizes
+from tests.harness.assembled_worker import TOKEN
+from tests.harness.fake_cluster import until
+from tests.harness.local_cluster import LocalCluster, Parts, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask, worker
-from tests.local_worker import TOKEN
-from tests.router.fake_cluster import until
 from wire.convert import tiers_from_pb
 from worker.assembly import PEER_TIMEOUT_S, Tiers
 

@@ -16,9 +16,9 @@ from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from router.observe.record import GATES
 from router.ports.server import MetricsServer
-from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster
+from tests.harness.fake_cluster import until
+from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask
-from tests.router.fake_cluster import until
 from wire.errors import InvalidRequest
 from wire.pb import inference_pb2 as pb
 from worker.config import BatchSettings

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from engine.model.hash_model import HashModel
-from tests.local_cluster.cluster import LocalCluster, Sizes, local_cluster
-from tests.router.fake_cluster import Output
+from tests.harness.fake_cluster import Output
+from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
 from wire.convert import tiers_from_pb
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb

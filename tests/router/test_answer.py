@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from router.requests.answer import MAX_PART_TOKENS, Answer, PromptAnswer
-from tests.router.scripted_worker import chunk, so_far, tokens
+from tests.harness.scripted_worker import chunk, so_far, tokens
 from text.byte_tokenizer import ByteTokenizer
 from wire.errors import WireError
 from wire.pb import inference_pb2 as pb

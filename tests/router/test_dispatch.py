@@ -8,8 +8,8 @@ import pytest
 
 from router.config import AdmissionBounds, RouterConfig
 from router.requests.dispatch import LAST_WORD_S, MAX_TOKENIZING
-from tests.router.fake_cluster import CONFIG, PROMPT, Output, collect, expected, request, running, until
-from tests.router.fake_worker import FakeWorker
+from tests.harness.fake_cluster import CONFIG, PROMPT, Output, collect, expected, request, running, until
+from tests.harness.fake_worker import FakeWorker
 from text.byte_tokenizer import ByteTokenizer
 from wire.convert import tiers_to_pb
 from wire.errors import (

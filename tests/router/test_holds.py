@@ -11,9 +11,9 @@ from router.workers.holds import LOOK_EVERY_S, HoldBudget, Holds
 from router.workers.line import Line
 from router.workers.local_transport import LocalTransport
 from router.workers.members import Member, Members
-from tests.router.fake_cluster import until
-from tests.router.fake_worker import FINGERPRINT, LAYOUT
-from tests.router.scripted_worker import ScriptedWorker
+from tests.harness.fake_cluster import until
+from tests.harness.fake_worker import FINGERPRINT, LAYOUT
+from tests.harness.scripted_worker import ScriptedWorker
 from wire.errors import Unavailable
 from wire.ids import AttemptId, BlockKey, RequestId, WorkerId
 from wire.pools import Role, Worker, WorkerState

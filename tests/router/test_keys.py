@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.config import Listeners
-from tests.router.fake_cluster import CONFIG, expected, request
+from tests.harness.fake_cluster import CONFIG, expected, request
 from tests.router.test_router_api import TOKEN, Service, failure_of, failure_of_unary, info_of, read, serving
 from tests.wire.test_key_ring import WRONG
 from wire.pb import cluster_pb2, inference_pb2, worker_pb2

@@ -14,9 +14,9 @@ from router.workers.holds import Holds
 from router.workers.line import MAX_PIECE_BYTES, Line, Outgoing, Transport
 from router.workers.local_transport import Faults, LocalTransport
 from router.workers.members import Member, Members
-from tests.router.fake_cluster import WAIT_S, expected, until
-from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
-from tests.router.scripted_worker import ScriptedWorker, tokens
+from tests.harness.fake_cluster import WAIT_S, expected, until
+from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
+from tests.harness.scripted_worker import ScriptedWorker, tokens
 from tests.router.worker_server import served
 from tests.simulator import virtual_time
 from wire.convert import attempt_of, attempt_to_pb

@@ -10,8 +10,8 @@ from router.workers.line import Line
 from router.workers.local_transport import Faults, LocalTransport
 from router.workers.members import Member, Members
 from router.workers.membership import Membership
-from tests.router.fake_cluster import until
-from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
+from tests.harness.fake_cluster import until
+from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from wire.errors import PairRefused, Unavailable, WorkerLeaving, WorkerNotFound
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import worker_pb2

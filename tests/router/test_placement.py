@@ -10,7 +10,7 @@ from router.placement.prefix_map import PrefixMap
 from router.workers.line import Line
 from router.workers.local_transport import LocalTransport
 from router.workers.members import LONG_STEP_S, Member, Members
-from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
+from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from wire.errors import Unavailable
 from wire.ids import BlockKey, WorkerId
 from wire.pb import worker_pb2

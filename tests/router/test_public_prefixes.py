@@ -6,7 +6,7 @@ import pytest
 
 from router.config import RouterConfig
 from router.requests.public_prefixes import NO_PREFIXES, PUBLIC, PublicPrefixes
-from tests.router.fake_cluster import CONFIG
+from tests.harness.fake_cluster import CONFIG
 from text.byte_tokenizer import ByteTokenizer
 from text.chat import NoRenderer, PlainRenderer
 from wire.errors import ConfigError

@@ -13,8 +13,8 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from router.actor import RayController, RouterActor
 from router.workers.controller_port import ClusterEvent, ControllerReport
-from tests.router.fake_cluster import CONFIG
-from tests.router.fake_worker import FakeWorker
+from tests.harness.fake_cluster import CONFIG
+from tests.harness.fake_worker import FakeWorker
 from tests.router.worker_server import served
 from tests.text.backends import byte_level, write_folder
 from wire.errors import ConfigError, ModelError, Unavailable, WorkerNotFound

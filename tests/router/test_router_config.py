@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from router.config import AdmissionBounds, Listeners, RouterConfig
-from tests.router.fake_cluster import CONFIG
+from tests.harness.fake_cluster import CONFIG
 from wire.errors import ConfigError
 
 

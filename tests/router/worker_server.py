@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 
-from tests.router.fake_worker import FakeWorker
+from tests.harness.fake_worker import FakeWorker
 from wire.ids import WorkerId
 from wire.pb.worker_pb2_grpc import add_WorkerServicer_to_server
 from wire.pools import Role

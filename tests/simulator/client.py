@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import grpc.aio
 
-from tests.faults.answer import ChoiceAnswer
+from tests.harness.answer import ChoiceAnswer
 from tests.simulator.invariants import Watch
 from tests.simulator.plan import MAX_TRANSPARENT_LOSSES, Ask, Client, request_of
 from tests.simulator.router import SimRouter

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 
-from tests.faults.answer import ask
+from tests.harness.answer import ask
 from wire.kv_policy import Sinks
 from wire.pb import inference_pb2 as pb
 

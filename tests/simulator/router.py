@@ -8,7 +8,7 @@ from router.config import RouterConfig
 from router.ports.inference import InferenceApi
 from router.router import Router
 from router.workers.controller_port import LocalController
-from tests.faults.fragments import FragmentTokenizer
+from tests.harness.fragments import FragmentTokenizer
 from tests.simulator.network import Connection
 from tests.simulator.virtual_time import Process
 from wire.errors import Unavailable

@@ -14,7 +14,7 @@ from kernels.backend import KVPages
 from kv_store.block_store import BlockStore
 from kv_store.frame import checksum_of
 from kv_store.transfers import Done, Fetch, ThreadTransfers, Transfer
-from tests.local_worker import local_worker
+from tests.harness.assembled_worker import local_worker
 from tests.simulator.invariants import Truth, Watch
 from tests.simulator.network import Connection
 from tests.simulator.node import Node, SimDirectoryClient

@@ -15,9 +15,9 @@ from unittest.mock import patch
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from router.config import AdmissionBounds, ClusterAccess, RouterConfig
-from tests.faults.answer import ChoiceAnswer, Reader
-from tests.local_cluster.cluster import served
-from tests.local_worker import TOKEN
+from tests.harness.answer import ChoiceAnswer, Reader
+from tests.harness.assembled_worker import TOKEN
+from tests.harness.local_cluster import served
 from tests.simulator import virtual_time
 from tests.simulator.client import NO_NUMBERS, SimClient
 from tests.simulator.invariants import LAYOUT, Truth, Violation, Watch, model_of

@@ -11,10 +11,10 @@ from engine.model.batch import Batch, Model
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from kernels.backend import KVPages
-from tests.kv_store.fake_clock import FakeClock
-from tests.pair import ROOT, make_core
+from tests.harness.engines import ROOT, make_core
+from tests.harness.fake_clock import FakeClock
+from tests.harness.one_worker import LAYOUT, PROMPT, VOCAB_SIZE, greedy
 from tests.worker.engine_events import end_of, outputs
-from tests.worker.workers import LAYOUT, PROMPT, VOCAB_SIZE, greedy
 from wire.errors import Cancelled, InvalidRequest, Unavailable
 from wire.ids import AttemptId, RequestId
 from worker.inbox import Call, Command, Inbox

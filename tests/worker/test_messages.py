@@ -7,7 +7,7 @@ import pytest
 from engine.events import EngineStats, TierTokens
 from engine.request import EngineRequest, HandOff
 from kv_store.block_store import StoreStatus
-from tests.worker.workers import PROMPT, VOCAB_SIZE, begin_of, greedy
+from tests.harness.one_worker import PROMPT, VOCAB_SIZE, begin_of, greedy
 from wire.convert import tiers_to_pb
 from wire.directory import DirectoryStatus
 from wire.errors import Cancelled, InvalidRequest

@@ -16,7 +16,7 @@ from deploy.plan.authority import Authority
 from engine.model.hash_model import HashModel
 from router.workers.grpc_transport import GrpcTransport
 from router.workers.line import Line
-from tests.worker.workers import (
+from tests.harness.one_worker import (
     LAYOUT,
     PROMPT,
     TIMEOUT_S,

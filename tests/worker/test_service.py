@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from engine.model.hash_model import HashModel
-from tests.worker.workers import (
+from tests.harness.one_worker import (
     LAYOUT,
     POISON,
     PROMPT,

@@ -24,8 +24,8 @@ from kv_store.node.directory_server import DirectoryServer
 from prefill_worker.actor import PrefillActor
 from router.workers.grpc_transport import GrpcTransport
 from router.workers.line import Line
-from tests.checkpoints import choose_prompt, make_checkpoint
-from tests.worker.workers import Attempt, begin_of, greedy, prompt_source, tokens_of
+from tests.harness.checkpoints import choose_prompt, make_checkpoint
+from tests.harness.one_worker import Attempt, begin_of, greedy, prompt_source, tokens_of
 from wire.convert import tiers_from_pb
 from wire.errors import ConfigError, ModelError, Unavailable
 from worker.config import (

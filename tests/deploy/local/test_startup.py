@@ -19,9 +19,9 @@ from deploy.plan.config import TEXTS, ClusterConfig
 from deploy.plan.resources import RayNode
 from deploy.processes.process import ProcessRef, spawn_leader
 from kv_store.frame import mac_key_of
-from tests.checkpoints import make_checkpoint
+from tests.harness.checkpoints import make_checkpoint
+from tests.harness.redis_process import RedisProcess
 from tests.kernels.backends import lend_kernels
-from tests.redis_process import RedisProcess
 from wire.errors import ConfigError, Unavailable
 from wire.pools import PoolSizes
 from wire.settings import from_json, to_json

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import demo_model
 from deploy.plan.config import ModelSettings
 from deploy.plan.model import DraftFacts, inspect_model
-from tests.checkpoints import make_checkpoint
+from tests.harness.checkpoints import make_checkpoint
 from tests.kernels.backends import lend_kernels
 from tests.text.backends import byte_level
 from wire.errors import ConfigError, ModelError

@@ -15,8 +15,8 @@ from router.router import Router
 from router.workers.controller_port import LocalController
 from router.workers.line import Transport
 from router.workers.local_transport import Faults, LocalTransport
-from tests.local_worker import FINGERPRINT, TOKEN, local_worker
-from tests.router.fake_cluster import Output, collect
+from tests.harness.assembled_worker import FINGERPRINT, TOKEN, local_worker
+from tests.harness.fake_cluster import Output, collect
 from text.byte_tokenizer import ByteTokenizer
 from text.chat import PlainRenderer
 from text.codec import TextCodec

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.router.fake_worker import FakeLine, FakeWorker
+from tests.harness.fake_worker import FakeLine, FakeWorker
 from wire.convert import attempt_of, error_to_pb, tiers_to_pb
 from wire.errors import BatonError
 from wire.ids import AttemptId, WorkerId

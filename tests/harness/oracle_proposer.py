@@ -8,7 +8,7 @@ from engine.sequence import Sequence
 from engine.speculation.speculator import Speculator
 
 
-class Seer:
+class OracleProposer:
     """A Proposer that is told the outputs of prompts, and goes on with one that fits; it errs at random."""
 
     def __init__(self, outputs: Mapping[tuple[int, ...], Seq[Seq[int]]], error_rate: float, seed: int = 0) -> None:
@@ -34,6 +34,8 @@ class Seer:
         return token ^ 1 if self._random.random() < self._error_rate else token
 
 
-def seer(outputs: Mapping[tuple[int, ...], Seq[Seq[int]]], error_rate: float, max_draft_len: int = 7) -> Speculator:
-    """Makes the speculator of a seer."""
-    return Speculator(Seer(outputs, error_rate), max_draft_len)
+def oracle_drafts(
+    outputs: Mapping[tuple[int, ...], Seq[Seq[int]]], error_rate: float, max_draft_len: int = 7
+) -> Speculator:
+    """Makes the speculator of an OracleProposer."""
+    return Speculator(OracleProposer(outputs, error_rate), max_draft_len)

@@ -11,7 +11,7 @@ from router.requests.dispatch import OpenRequest
 from router.router import Router
 from router.workers.controller_port import LocalController
 from router.workers.local_transport import Faults, LocalTransport
-from tests.router.fake_worker import FINGERPRINT, LAYOUT, FakeWorker, oracle
+from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker, oracle
 from text.byte_tokenizer import ByteTokenizer
 from text.chat import PlainRenderer
 from wire.ids import WorkerId

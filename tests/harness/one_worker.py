@@ -14,7 +14,7 @@ from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from router.workers.line import Line
 from router.workers.local_transport import Faults, LocalTransport
-from tests.local_worker import local_worker
+from tests.harness.assembled_worker import local_worker
 from wire.convert import attempt_of, sampling_to_pb, status_of
 from wire.errors import Unavailable
 from wire.layout import KVLayout

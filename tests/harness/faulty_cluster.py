@@ -8,14 +8,14 @@ from engine.model.batch import Model
 from kv_store.node_store import HOLD_TTL_S
 from router.workers.line import Transport
 from router.workers.local_transport import Faults, LocalTransport
-from tests.faults.answer import ChoiceAnswer, Reader
-from tests.faults.cold_gate import ColdGate
-from tests.faults.directory_gate import DirectoryGate
-from tests.faults.faulty_model import FaultyModel
-from tests.faults.fragments import FragmentTokenizer
-from tests.faults.mortal_transport import MortalTransport
-from tests.kv_store.fake_clock import FakeClock
-from tests.local_cluster.cluster import LocalCluster, Parts, Sizes
+from tests.harness.answer import ChoiceAnswer, Reader
+from tests.harness.cold_gate import ColdGate
+from tests.harness.directory_gate import DirectoryGate
+from tests.harness.fake_clock import FakeClock
+from tests.harness.faulty_model import FaultyModel
+from tests.harness.fragments import FragmentTokenizer
+from tests.harness.local_cluster import LocalCluster, Parts, Sizes
+from tests.harness.mortal_transport import MortalTransport
 from wire.directory import Block, Hold
 from wire.ids import DEFAULT_TENANT, NamespaceRoot, RequestId
 from wire.keys import BlockName, cover
