@@ -1,16 +1,20 @@
 """A model folder in Hugging Face's layout: config.json, generation_config.json, and one or more .safetensors files.
 
+A folder that was made of a GGUF file has tensors.json in their place (engine/checkpoint/gguf).
+
 Nothing in it is ever executed: Python files, pickles (.bin, .pt) and `auto_map` are not read.
 """
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from engine.checkpoint.config import ModelConfig, parse_eos
+from engine.checkpoint.gguf.table import TABLE_FILE, GgufPart, read_table
 from engine.checkpoint.json_fields import JsonFields, parse_object
 from engine.checkpoint.tensor_file import TensorFile, is_finite
 from text.model_file import read_regular
@@ -71,7 +75,7 @@ class Checkpoint:
         self._unread.discard(name)
         if device.type == "meta":
             return torch.empty(shape, dtype=dtype, device=device)
-        tensor = file.read(name).to(device, dtype)
+        tensor = file.read(name, dtype).to(device)
         if not is_finite(tensor):
             raise ModelError(f"tensor {name} has NaN or infinity as {str(dtype).removeprefix('torch.')}")
         return tensor
@@ -113,7 +117,9 @@ def _read_generation_eos(folder: Path, vocab_size: int) -> tuple[int, ...]:
     return parse_eos(JsonFields(parse_object(data, "generation_config.json"), "generation_config.json"), vocab_size)
 
 
-def _open_weights(folder: Path) -> dict[str, TensorFile]:
+def _open_weights(folder: Path) -> Mapping[str, TensorFile | GgufPart]:
+    if os.path.lexists(folder / TABLE_FILE):
+        return read_table(folder)
     if os.path.lexists(folder / SINGLE_FILE):
         file = TensorFile(folder / SINGLE_FILE)
         return dict.fromkeys(file.entries, file)

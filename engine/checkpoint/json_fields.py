@@ -1,7 +1,7 @@
 """A JSON object from a model folder, read field by field with types and bounds."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, ItemsView, Mapping
 from typing import Any
 
 from wire.errors import ModelError
@@ -42,6 +42,9 @@ class JsonFields:
 
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
+
+    def items(self) -> ItemsView[str, Any]:
+        return self._values.items()
 
     def raw(self, name: str) -> Any:
         """Reads a field as JSON gave it, None where absent."""

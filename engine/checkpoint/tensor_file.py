@@ -80,14 +80,14 @@ class TensorFile:
                         flawed = name
         return sha.hexdigest(), flawed
 
-    def read(self, name: str) -> torch.Tensor:
-        """Reads a tensor into the CPU's memory, in the file's dtype. ModelError if the file has been cut meanwhile."""
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Reads a tensor into the CPU's memory; without a dtype in the file's. ModelError if the file has been cut."""
         entry = self.entries[name]
         raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
         with BufferedReader(open_regular(self.path)) as file:
             file.seek(self._data_start + entry.begin)
             self._fill(raw, file, name)
-        return raw.view(entry.dtype).view(entry.shape)
+        return raw.view(entry.dtype).view(entry.shape).to(dtype)
 
     def _fill(self, raw: torch.Tensor, file: "BufferedReader[FileIO]", name: str) -> None:
         if file.readinto(raw.numpy().data) != len(raw):

@@ -1,0 +1,25 @@
+"""GGUF files, served as model folders.
+
+A GGUF file becomes a folder in the user's cache once; every process reads the folder. It has config.json,
+generation_config.json, tokenizer.json, tokenizer_config.json and chat_template.jinja as any checkpoint, and
+tensors.json in place of model.safetensors. The data stays in the GGUF files; tensors.json is the table of it:
+
+    {"version": 1,
+     "files": [{"path": "/absolute/model.gguf", "bytes": 98888128}],   the parts of a split model, in their order
+     "tensors": {"model.layers.0.self_attn.q_proj.weight":             names as in Hugging Face's layout
+         {"type": "Q4_1",                                              a key of `blocks.TYPES`
+          "shape": [576, 576],                                         [rows, columns]; [columns] of a vector
+          "file": 0, "offset": 124928, "bytes": 207360,                offset from the beginning of the file
+          "heads": 9}}}                                                0 where rows are stored in our order
+
+With `heads`, each head's rows stand as llama.cpp rotates them, dimensions i and i + head_dim / 2 side by side, and
+`GgufPart` puts rows in our order: whole rows move, and no block crosses a row.
+
+`GgufPart.read(name, dtype)` dequantizes and rounds once. `GgufPart.read_stored(name)` returns the bytes, uint8 [rows,
+bytes of a row], rows in our order; `blocks.unpack(type, bytes)` makes `Codes` of them:
+
+    value[row, column] = scale[row, column // group] * code[row, column] + offset[row, column // group]
+
+Codes are int8, scales and offsets float32. In every type the product is exact in float32: only the sum rounds, so that
+a fused multiply-add gives the same bits as two operations.
+"""

@@ -1,0 +1,156 @@
+"""The types of a GGUF tensor: blocks of numbers, and what their bytes mean.
+
+Source: ggml's ggml-common.h; the package `gguf` is the oracle of the tests.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Quantized rows: int8 codes [rows, columns], float32 scales [rows, columns / group], and such offsets or None."""
+
+    codes: NDArray[np.int8]
+    scale: Floats
+    offset: Floats | None = None
+
+    @property
+    def group(self) -> int:
+        """Numbers that share a scale."""
+        return int(self.codes.shape[1] // self.scale.shape[1])
+
+    def values(self) -> Floats:
+        """Dequantizes: scale * code + offset, float32 [rows, columns]."""
+        grouped = self.codes.reshape(*self.scale.shape, self.group).astype(np.float32)
+        grouped *= self.scale[..., None]
+        if self.offset is not None:
+            grouped += self.offset[..., None]
+        return grouped.reshape(self.codes.shape)
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A type of a tensor: `numbers` and `bytes` of a block, and its decoder; floats have a dtype instead.
+
+    decode: maps uint8 [blocks, bytes] to codes with one row a block.
+    """
+
+    name: str
+    numbers: int
+    bytes: int
+    dtype: torch.dtype | None = None
+    decode: Callable[[Bytes], Codes] | None = None
+
+
+def unpack(kind: BlockType, stored: Bytes) -> Codes:
+    """Decodes uint8 [rows, bytes of a row] of a quantized type."""
+    assert kind.decode is not None
+    rows = len(stored)
+    found = kind.decode(stored.reshape(-1, kind.bytes))
+    offset = None if found.offset is None else found.offset.reshape(rows, -1)
+    return Codes(found.codes.reshape(rows, -1), found.scale.reshape(rows, -1), offset)
+
+
+def dequantize(kind: BlockType, stored: Bytes) -> torch.Tensor:
+    """Returns [rows, columns]: float32, or the type's own dtype where it is one of floats."""
+    if kind.dtype is not None:
+        return torch.from_numpy(np.ascontiguousarray(stored)).view(kind.dtype)
+    return torch.from_numpy(unpack(kind, stored).values())
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """Reads the half-precision number at a byte of each block, [blocks, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """Splits bytes [..., n] into low nibbles, then high ones, [..., 2n]."""
+    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+
+
+def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
+    """Reads 32 bits at a byte of each block as bit 4 of 32 codes."""
+    return np.unpackbits(blocks[:, at : at + 4], axis=-1, bitorder="little") * np.uint8(16)
+
+
+def _q4_0(blocks: Bytes) -> Codes:
+    return Codes(_nibbles(blocks[:, 2:]).view(np.int8) - np.int8(8), _half(blocks, 0))
+
+
+def _q4_1(blocks: Bytes) -> Codes:
+    return Codes(_nibbles(blocks[:, 4:]).view(np.int8), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q5_0(blocks: Bytes) -> Codes:
+    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    return Codes(codes.view(np.int8) - np.int8(16), _half(blocks, 0))
+
+
+def _q5_1(blocks: Bytes) -> Codes:
+    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
+    return Codes(codes.view(np.int8), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q8_0(blocks: Bytes) -> Codes:
+    return Codes(np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _half(blocks, 0))
+
+
+def _k_scales(packed: Bytes) -> tuple[Floats, Floats]:
+    """Reads eight scales and eight minima of 6 bits each out of 12 bytes."""
+    low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=-1)
+    minima = np.concatenate([middle & 63, (high >> 4) | ((middle >> 6) << 4)], axis=-1)
+    return scales.astype(np.float32), minima.astype(np.float32)
+
+
+def _k_codes(blocks: Bytes, at: int, codes: Bytes) -> Codes:
+    """Puts codes under the scales and minima that begin a block; `at`: the byte after them."""
+    scales, minima = _k_scales(blocks[:, 4:at])
+    return Codes(codes.view(np.int8), _half(blocks, 0) * scales, -(_half(blocks, 2) * minima))
+
+
+def _q4_k(blocks: Bytes) -> Codes:
+    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256)
+    return _k_codes(blocks, 16, codes)
+
+
+def _q5_k(blocks: Bytes) -> Codes:
+    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    bits = np.unpackbits(blocks[:, 16:48, None], axis=-1, bitorder="little").transpose(0, 2, 1)
+    return _k_codes(blocks, 16, (low | bits * np.uint8(16)).reshape(-1, 256))
+
+
+def _q6_k(blocks: Bytes) -> Codes:
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
+    codes = low.reshape(-1, 256) | (high.reshape(-1, 256) << 4)
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    return Codes(codes.view(np.int8) - np.int8(32), _half(blocks, 208) * scales)
+
+
+TYPES = {
+    kind.name: kind
+    for kind in (
+        BlockType("F32", 1, 4, torch.float32),
+        BlockType("F16", 1, 2, torch.float16),
+        BlockType("BF16", 1, 2, torch.bfloat16),
+        BlockType("Q4_0", 32, 18, decode=_q4_0),
+        BlockType("Q4_1", 32, 20, decode=_q4_1),
+        BlockType("Q5_0", 32, 22, decode=_q5_0),
+        BlockType("Q5_1", 32, 24, decode=_q5_1),
+        BlockType("Q8_0", 32, 34, decode=_q8_0),
+        BlockType("Q4_K", 256, 144, decode=_q4_k),
+        BlockType("Q5_K", 256, 176, decode=_q5_k),
+        BlockType("Q6_K", 256, 210, decode=_q6_k),
+    )
+}
+"""The types that are served."""

@@ -1,0 +1,110 @@
+"""The table of a converted model's tensors, and the parts of the GGUF model that hold their data."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.checkpoint.gguf.blocks import TYPES, BlockType, Bytes, dequantize
+from engine.checkpoint.json_fields import JsonFields, parse_object
+from text.model_file import open_regular, read_regular
+from wire.errors import ModelError
+
+TABLE_FILE = "tensors.json"
+VERSION = 1
+MAX_TABLE_BYTES = 1 << 25
+_STEP_VALUES = 1 << 22
+"""Numbers that are dequantized at once."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """The place of a tensor: `offset` from the file's beginning, `heads` whose rows are stored in pairs, 0 for none."""
+
+    kind: BlockType
+    shape: tuple[int, ...]
+    offset: int
+    heads: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of values before they are rounded to another."""
+        return self.kind.dtype or torch.float32
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[-1] // self.kind.numbers * self.kind.bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape[:-1]) * self.row_bytes
+
+    def to_object(self, file: int) -> dict[str, Any]:
+        """Makes the tensor's row of the table."""
+        sizes = {"file": file, "offset": self.offset, "bytes": self.num_bytes, "heads": self.heads}
+        return {"type": self.kind.name, "shape": list(self.shape), **sizes}
+
+
+class GgufPart:
+    """A GGUF file of a model, with the tensors that the table places in it."""
+
+    def __init__(self, path: Path, entries: Mapping[str, StoredTensor]) -> None:
+        self.path = path
+        self.entries = entries
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Reads, dequantizes and rounds a tensor, a few rows at a time. ModelError if the file has been cut."""
+        entry, stored = self.entries[name], self.read_stored(name)
+        values = torch.empty(entry.shape, dtype=dtype).view(len(stored), -1)
+        step = max(1, _STEP_VALUES // entry.shape[-1])
+        for start in range(0, len(stored), step):
+            values[start : start + step] = dequantize(entry.kind, stored[start : start + step])
+        return values.view(entry.shape)
+
+    def read_stored(self, name: str) -> Bytes:
+        """Reads a tensor's bytes, uint8 [rows, bytes of a row], with rows in our order; a vector is one row."""
+        entry = self.entries[name]
+        raw = np.empty(entry.num_bytes, np.uint8)
+        with BufferedReader(open_regular(self.path)) as file:
+            file.seek(entry.offset)
+            if file.readinto(raw.data) != len(raw):
+                raise ModelError(f"{self.path.name} ended while {name[:64]} was being read")
+        if not entry.heads:
+            return raw.reshape(-1, entry.row_bytes)
+        pairs = raw.reshape(entry.heads, -1, 2, entry.num_bytes // entry.shape[0])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1, entry.row_bytes)
+
+
+def write_table(folder: Path, parts: list[GgufPart]) -> None:
+    """Writes the table of all parts into a folder."""
+    tensors = {name: entry.to_object(index) for index, part in enumerate(parts) for name, entry in part.entries.items()}
+    files = [{"path": str(part.path), "bytes": part.path.stat().st_size} for part in parts]
+    (folder / TABLE_FILE).write_text(json.dumps({"version": VERSION, "files": files, "tensors": tensors}))
+
+
+def read_table(folder: Path) -> dict[str, GgufPart]:
+    """Reads which part has which tensor. Raises ModelError for a damaged table, and parts that are gone or changed."""
+    table = JsonFields(parse_object(read_regular(folder / TABLE_FILE, MAX_TABLE_BYTES), TABLE_FILE), TABLE_FILE)
+    table.count("version", most=VERSION, least=VERSION)
+    try:
+        sizes = {Path(file["path"]): file["bytes"] for file in table.raw("files")}
+        entries: list[dict[str, StoredTensor]] = [{} for _ in sizes]
+        for name, row in table.section("tensors").items():
+            entries[row["file"]][name] = StoredTensor(
+                TYPES[row["type"]], tuple(row["shape"]), row["offset"], row["heads"]
+            )
+    except (KeyError, TypeError, IndexError) as error:
+        raise ModelError(f"{TABLE_FILE}: malformed", folder=str(folder)) from error
+    for path, num_bytes in sizes.items():
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size != num_bytes:
+                raise ModelError(f"{path.name} has changed since its folder was made: start again", folder=str(folder))
+    parts = [GgufPart(path, found) for path, found in zip(sizes, entries, strict=True)]
+    return {name: part for part in parts for name in part.entries}
