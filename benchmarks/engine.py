@@ -35,7 +35,7 @@ from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
-from wire.ids import NamespaceRoot, RequestId
+from wire.ids import AttemptId, NamespaceRoot
 from wire.layout import KV_DTYPES, KVLayout
 from wire.sampling import SamplingParams
 
@@ -126,7 +126,7 @@ def decoding_core(model: Model, num_sequences: int, prompt_len: int, num_tokens:
     for number in range(num_sequences):
         prompt = tuple((number * 7 + place * place) % model.vocab_size for place in range(prompt_len))
         root = NamespaceRoot(number.to_bytes(32, "big"))
-        core.add(EngineRequest(RequestId(str(number)), root, prompt, sampling, (ChoiceSoFar(0),)))
+        core.add(EngineRequest(AttemptId(str(number)), root, prompt, sampling, (ChoiceSoFar(0),)))
     while core.stats().generated_tokens < num_sequences:
         core.step()
     while core.stats().num_waiting or core.stats().computed_prompt_tokens < num_sequences * prompt_len:

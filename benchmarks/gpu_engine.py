@@ -24,7 +24,7 @@ from kernels.backend import Heads
 from kernels.triton_backend import TritonBackend
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
-from wire.ids import NamespaceRoot, RequestId
+from wire.ids import AttemptId, NamespaceRoot
 from wire.sampling import SamplingParams
 
 ROOT = NamespaceRoot(bytes(32))
@@ -123,11 +123,11 @@ class Load:
         self.core = EngineCore(model, pool, ContinuousBatcher(max_step_tokens=8192, max_running=256), NoStore())
         self._num = 0
 
-    def add(self, prompt_len: int, num_tokens: int) -> RequestId:
+    def add(self, prompt_len: int, num_tokens: int) -> AttemptId:
         self._num += 1
         prompt = torch.randint(1000, (prompt_len,)).tolist()
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        name = RequestId(f"{self._num}")
+        name = AttemptId(f"{self._num}")
         self.core.add(EngineRequest(name, ROOT, tuple(prompt), sampling, (ChoiceSoFar(0),)))
         return name
 

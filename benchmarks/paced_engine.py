@@ -4,7 +4,7 @@ import time
 
 from engine.events import ChoiceId, EngineStats, Fetched, Finished, Scheduled, Started, StepOutput, TierTokens
 from engine.request import EngineRequest
-from wire.ids import RequestId
+from wire.ids import AttemptId
 from wire.sampling import FinishReason
 from wire.tier import BlockCounts
 
@@ -17,19 +17,19 @@ class PacedEngine:
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        self._positions: dict[RequestId, int] = {}
-        self._requests: dict[RequestId, EngineRequest] = {}
+        self._positions: dict[AttemptId, int] = {}
+        self._requests: dict[AttemptId, EngineRequest] = {}
 
     @property
     def can_step(self) -> bool:
         return bool(self._requests)
 
     def add(self, request: EngineRequest) -> None:
-        self._requests[request.request_id] = request
+        self._requests[request.attempt_id] = request
 
-    def abort(self, request_id: RequestId) -> None:
-        self._requests.pop(request_id, None)
-        self._positions.pop(request_id, None)
+    def abort(self, attempt_id: AttemptId) -> None:
+        self._requests.pop(attempt_id, None)
+        self._positions.pop(attempt_id, None)
 
     def step(self) -> StepOutput:
         output = StepOutput()
@@ -46,14 +46,14 @@ class PacedEngine:
         return []
 
     def _turn(self, request: EngineRequest, output: StepOutput) -> None:
-        request_id = request.request_id
-        if request_id not in self._positions:
-            output.before += (Scheduled(request_id, 0), Fetched(request_id, 0, TierTokens()), Started(request_id, 0))
-        position = self._positions.get(request_id, 0)
-        self._positions[request_id] = position + 1
-        output.choices.append(ChoiceId(request_id, 0))
+        attempt_id = request.attempt_id
+        if attempt_id not in self._positions:
+            output.before += (Scheduled(attempt_id, 0), Fetched(attempt_id, 0, TierTokens()), Started(attempt_id, 0))
+        position = self._positions.get(attempt_id, 0)
+        self._positions[attempt_id] = position + 1
+        output.choices.append(ChoiceId(attempt_id, 0))
         output.positions.append(position)
         output.token_ids.append(_TOKEN)
         if position + 1 == request.sampling.max_tokens:
-            self.abort(request_id)
-            output.after.append(Finished(request_id, 0, FinishReason.LENGTH))
+            self.abort(attempt_id)
+            output.after.append(Finished(attempt_id, 0, FinishReason.LENGTH))

@@ -92,22 +92,22 @@ class Baton:
     def generate(self, prompts: Sequence[list[int]], num_tokens: int, log: TokenLog) -> None:
         from engine.events import Failed
         from engine.request import ChoiceSoFar, EngineRequest
-        from wire.ids import NamespaceRoot, RequestId
+        from wire.ids import AttemptId, NamespaceRoot
         from wire.sampling import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         root = NamespaceRoot(bytes(32))
         self._num_asked += 1
-        numbers = {RequestId(f"{self._num_asked}-{number}"): number for number in range(len(prompts))}
+        numbers = {AttemptId(f"{self._num_asked}-{number}"): number for number in range(len(prompts))}
         log.start()
-        for request_id, prompt in zip(numbers, prompts, strict=True):
-            self._core.add(EngineRequest(request_id, root, tuple(prompt), sampling, (ChoiceSoFar(0),)))
+        for attempt_id, prompt in zip(numbers, prompts, strict=True):
+            self._core.add(EngineRequest(attempt_id, root, tuple(prompt), sampling, (ChoiceSoFar(0),)))
         while self._core.has_requests:
             output = self._core.step()
             for event in output.after:
                 if isinstance(event, Failed):
                     raise event.error
-            log.add_step(zip((numbers[one.request_id] for one in output.choices), output.token_ids, strict=True))
+            log.add_step(zip((numbers[one.attempt_id] for one in output.choices), output.token_ids, strict=True))
 
 
 class Vllm:
@@ -148,11 +148,11 @@ class Vllm:
         self._num_asked += 1
         numbers = {f"{self._num_asked}-{number}": number for number in range(len(prompts))}
         log.start()
-        for request_id, prompt in zip(numbers, prompts, strict=True):
-            engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt), sampling)
+        for attempt_id, prompt in zip(numbers, prompts, strict=True):
+            engine.add_request(attempt_id, TokensPrompt(prompt_token_ids=prompt), sampling)
         while engine.has_unfinished_requests():
             outputs = engine.step()
-            log.add_step((numbers[one.request_id], token) for one in outputs for token in one.outputs[0].token_ids)
+            log.add_step((numbers[one.attempt_id], token) for one in outputs for token in one.outputs[0].token_ids)
 
 
 class LlamaCpp:
@@ -276,13 +276,13 @@ class Transformers:
             self._manager.start()
         log.start()
         asked = self._manager.add_requests(prompts, max_new_tokens=num_tokens, record_timestamps=True)
-        waiting = {request_id: number for number, request_id in enumerate(asked)}
+        waiting = {attempt_id: number for number, attempt_id in enumerate(asked)}
         while waiting:
             result = self._manager.get_result(timeout=1)
             if result is not None and result.error is not None:
                 raise RuntimeError(result.error)
             if result is not None and result.is_finished():
-                log.add(waiting.pop(result.request_id), list(result.generated_tokens), result.timestamps)
+                log.add(waiting.pop(result.attempt_id), list(result.generated_tokens), result.timestamps)
             if not self._manager.is_running():
                 raise RuntimeError("continuous batching has stopped")
 

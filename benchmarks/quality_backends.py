@@ -19,7 +19,7 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from kernels.backend import KVPages
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
-from wire.ids import NamespaceRoot, RequestId
+from wire.ids import AttemptId, NamespaceRoot
 from wire.kv_policy import Dropping
 from wire.sampling import SamplingParams
 
@@ -119,7 +119,7 @@ class EngineBackend:
         while self.core.has_requests:
             output = self.step()
             for choice, token_id in zip(output.choices, output.token_ids, strict=True):
-                answers[choice.request_id].append(token_id)
+                answers[choice.attempt_id].append(token_id)
         return [_until_end(answer, frozenset(self._model.eos_token_ids)) for answer in answers.values()]
 
     def log_likelihood(self, text: CutText) -> float:
@@ -131,14 +131,14 @@ class EngineBackend:
         rows = torch.stack([kept[position] for position in range(first, first + len(text.given_ids) - 1)])
         return _log_likelihood(rows.cpu(), text.given_ids[1:])
 
-    def begin(self, text: CutText, max_tokens: int, *, ignore_eos: bool = False) -> RequestId:
+    def begin(self, text: CutText, max_tokens: int, *, ignore_eos: bool = False) -> AttemptId:
         """Queues a request for a greedy continuation."""
         max_output = len(text.given_ids) + max_tokens
         sampling = SamplingParams(temperature=0.0, max_tokens=max_output, ignore_eos=ignore_eos)
-        request_id, choice = RequestId(str(next(_numbers))), ChoiceSoFar(0, text.given_ids)
-        request = EngineRequest(request_id, _ROOT, text.prompt_ids, sampling, (choice,), dropping=self._dropping)
+        attempt_id, choice = AttemptId(str(next(_numbers))), ChoiceSoFar(0, text.given_ids)
+        request = EngineRequest(attempt_id, _ROOT, text.prompt_ids, sampling, (choice,), dropping=self._dropping)
         self.core.add(request)
-        return request_id
+        return attempt_id
 
     def step(self) -> StepOutput:
         """Runs a step. Raises the error of a request that failed."""

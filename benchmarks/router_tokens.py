@@ -24,7 +24,6 @@ from router.workers.local_transport import LocalTransport
 from tests.harness.fake_cluster import CONFIG
 from tests.harness.fake_worker import FakeWorker
 from text.byte_tokenizer import ByteTokenizer
-from wire.convert import attempt_of
 from wire.ids import AttemptId, WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
@@ -47,8 +46,8 @@ class SteppingLine:
         self._changed = asyncio.Event()
 
     def take(self, request: worker_pb2.ConnectRequest) -> None:
-        self._positions.update((attempt_of(begin.id), 0) for begin in request.begins)
-        for attempt in map(attempt_of, request.aborts):
+        self._positions.update((AttemptId(begin.id), 0) for begin in request.begins)
+        for attempt in map(AttemptId, request.aborts):
             self._positions.pop(attempt, None)
         for ask in request.asks:
             self._news.answers.add(number=ask.number, info=self._worker.info_now)
@@ -61,8 +60,7 @@ class SteppingLine:
     def step(self) -> int:
         """Makes the message of a step; returns how many tokens it has."""
         for attempt, position in self._positions.items():
-            update = self._news.updates.add()
-            update.id.request_id, update.id.attempt = attempt
+            update = self._news.updates.add(id=attempt)
             update.choices.add(first_position=position, token_ids=[_TOKEN])
             self._positions[attempt] = position + 1
         self._changed.set()

@@ -37,7 +37,7 @@ from engine.speculation.speculator import NgramProposer, Speculator
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from text.tokenizer import Tokenizer
-from wire.ids import NamespaceRoot, RequestId
+from wire.ids import AttemptId, NamespaceRoot
 from wire.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,15 +86,15 @@ class Contender:
         core = EngineCore(self._model, pool, batcher, NoStore(), self._speculators[load.name])
         outputs: dict[str, list[int]] = {}
         for number, prompt in enumerate(load.prompts):
-            request_id = RequestId(str(number))
-            outputs[request_id] = []
-            core.add(EngineRequest(request_id, NamespaceRoot(bytes(32)), tuple(prompt), load.sampling))
+            attempt_id = AttemptId(str(number))
+            outputs[attempt_id] = []
+            core.add(EngineRequest(attempt_id, NamespaceRoot(bytes(32)), tuple(prompt), load.sampling))
         before = 0
         began_s = time.perf_counter()
         while core.has_requests:
             output = core.step()
             for choice, token_id in zip(output.choices, output.token_ids, strict=True):
-                outputs[choice.request_id].append(token_id)
+                outputs[choice.attempt_id].append(token_id)
             if not before and all(outputs.values()):
                 before, began_s = sum(map(len, outputs.values())), time.perf_counter()
         seconds = time.perf_counter() - began_s

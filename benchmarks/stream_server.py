@@ -42,7 +42,7 @@ from tests.harness.one_worker import LAYOUT, PROMPT, VOCAB_SIZE, Node, greedy
 from tests.router.worker_server import served
 from text.byte_tokenizer import ByteTokenizer
 from wire.errors import Overloaded
-from wire.ids import NamespaceRoot, RequestId, WorkerId
+from wire.ids import AttemptId, NamespaceRoot, WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from wire.pb.worker_pb2 import WorkerInfo
@@ -66,11 +66,11 @@ class BareApi(InferenceServicer):
         self._interval_s = interval_s
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
-        request_id = "0" * 24
+        attempt_id = "0" * 24
         async for number in beats(self._interval_s, request.sampling_params.max_tokens):
             chunk = pb.Chunk(index=0, token_ids=[ord("a")] * number, text="a" * number)
-            yield pb.GenerateResponse(request_id=request_id, chunk=chunk)
-        yield pb.GenerateResponse(request_id=request_id, complete=pb.Complete())
+            yield pb.GenerateResponse(request_id=attempt_id, chunk=chunk)
+        yield pb.GenerateResponse(request_id=attempt_id, complete=pb.Complete())
 
 
 async def _refuse(_messages: Any, context: Any) -> None:
@@ -144,8 +144,8 @@ async def _engine(interval_s: str, num_requests: str, num_tokens: str) -> None:
     """Turns the engine of `_worker` through so many requests, and prints its processor time in place of an address."""
     engine = PacedEngine(float(interval_s))
     for number in range(int(num_requests)):
-        request_id = RequestId(f"{number}/1")
-        engine.add(EngineRequest(request_id, NamespaceRoot(bytes(32)), PROMPT, greedy(int(num_tokens))))
+        attempt_id = AttemptId(f"{number}/1")
+        engine.add(EngineRequest(attempt_id, NamespaceRoot(bytes(32)), PROMPT, greedy(int(num_tokens))))
     began_s = time.process_time()
     await asyncio.to_thread(_step_to_the_end, engine)
     await _serve(str(time.process_time() - began_s))

@@ -112,7 +112,7 @@ def decode(backend: EngineBackend, texts: Sequence[CutText], num_steps: int) -> 
     num_known = sum(len(text.token_ids) for text in texts)
     while len(started) < len(texts):
         output = backend.step()
-        started.update(choice.request_id for choice in output.choices)
+        started.update(choice.attempt_id for choice in output.choices)
         num_known += len(output.token_ids)
     began_s = time.perf_counter()
     num_tokens = sum(len(backend.step().token_ids) for _ in range(num_steps))

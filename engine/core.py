@@ -44,7 +44,7 @@ from kv_store.device_pool import DevicePool
 from kv_store.transfers import Transfers
 from wire import errors
 from wire.errors import BatonError, RequestExists
-from wire.ids import RequestId
+from wire.ids import AttemptId
 from wire.sampling import Logprobs
 
 MAX_SCORED_TOKENS = 512
@@ -74,7 +74,7 @@ class EngineCore:
         self._runner = Runner(model, pool.kv, self._cache, self._rows, chooser)
         self._speculator = speculator or Speculator()
         self._roster = Roster()
-        self._num_held: dict[RequestId, int] = {}
+        self._num_held: dict[AttemptId, int] = {}
         self._events: list[Event] = []
         self._is_stalled = False
         self._num = Counter[str]()
@@ -94,22 +94,22 @@ class EngineCore:
         self._roster.add(request, self.model)
         self._is_stalled = False
 
-    def abort(self, request_id: RequestId) -> None:
+    def abort(self, attempt_id: AttemptId) -> None:
         """Ends a request without a further event, except Abandoned. Does nothing if there is none."""
-        self._close(request_id)
+        self._close(attempt_id)
         self._is_stalled = False
 
-    def end(self, request_id: RequestId, index: int) -> bool:
+    def end(self, attempt_id: AttemptId, index: int) -> bool:
         """Ends a choice without an event, and goes on with the others; returns whether it ran.
 
         A hand-off's choices are left: they end with their first token.
         """
-        choices = (one for one in self._roster.siblings(request_id) if one.choice.index == index)
+        choices = (one for one in self._roster.siblings(attempt_id) if one.choice.index == index)
         sequence = next(choices, None)
         if sequence is None or isinstance(sequence.request, HandOff):
             return False
         self._end(sequence)
-        self._close_if_over(request_id)
+        self._close_if_over(attempt_id)
         self._is_stalled = False
         return True
 
@@ -163,8 +163,8 @@ class EngineCore:
         return problems
 
     def _check(self, request: EngineRequest) -> None:
-        if request.request_id in self._roster:
-            raise RequestExists("a request of this id is running", request_id=request.request_id)
+        if request.attempt_id in self._roster:
+            raise RequestExists("a request of this id is running", attempt_id=request.attempt_id)
         request.require_runnable(self.model.vocab_size, self.model.max_context_len)
         require_storable(request, self.pool.layout, self.pool.ledger.num_pages)
 
@@ -179,13 +179,13 @@ class EngineCore:
         return len(finished)
 
     def _note_published(self, sequence: Sequence, num_held: int) -> None:
-        request_id = sequence.request.request_id
+        attempt_id = sequence.request.attempt_id
         if sequence.phase is Phase.HANDING_OFF:
             self._end(sequence)
-            self._num_held[request_id] = num_held
-            self._close_if_over(request_id)
-        elif request_id not in self._roster:
-            self._events.append(Abandoned(request_id))
+            self._num_held[attempt_id] = num_held
+            self._close_if_over(attempt_id)
+        elif attempt_id not in self._roster:
+            self._events.append(Abandoned(attempt_id))
 
     def _decode_all(self) -> Work | None:
         """Gives each sequence its next token, as batchers would; None if one does not decode, or pages are too few."""
@@ -210,7 +210,7 @@ class EngineCore:
         for sequence in map(self._roster.__getitem__, handles):
             if sequence.gate is not gate:
                 sequence.gate = gate
-                self._events.append(HeldUp(sequence.choice.request_id, sequence.choice.index, gate))
+                self._events.append(HeldUp(sequence.choice.attempt_id, sequence.choice.index, gate))
 
     def _carry_out(self, plan: Plan) -> Work | None:
         """Carries out a plan up to the run; chunks of one token come first, as the runner wants them."""
@@ -219,9 +219,9 @@ class EngineCore:
         decoding, chunks = self._make_room(plan)
         for handle in plan.admit:
             choice = self._roster[handle].choice
-            if not self._cache.admit(self._roster[handle], self._roster.siblings(choice.request_id)):
+            if not self._cache.admit(self._roster[handle], self._roster.siblings(choice.attempt_id)):
                 break
-            self._events.append(Scheduled(choice.request_id, choice.index))
+            self._events.append(Scheduled(choice.attempt_id, choice.index))
         if len(decoding) < len(self._rows):
             self._rows.bring_first(decoding)
         work = Work(slice(0, len(decoding)), sorted(chunks, key=lambda chunk: chunk.num_tokens > 1))
@@ -242,12 +242,12 @@ class EngineCore:
                 continue
             if not sequence.has_started:
                 sequence.has_started = True
-                self._events.append(Started(sequence.choice.request_id, sequence.choice.index))
+                self._events.append(Started(sequence.choice.attempt_id, sequence.choice.index))
             if sequence.phase is Phase.DECODE:
                 self._rows.put(sequence)
                 decoding.append(sequence)
             else:
-                siblings = self._roster.siblings(sequence.choice.request_id)
+                siblings = self._roster.siblings(sequence.choice.attempt_id)
                 chunks.append(Chunk.of(sequence, num_tokens, siblings))
         return decoding, chunks
 
@@ -256,7 +256,7 @@ class EngineCore:
         self._cache.set_aside(sequence)
         sequence.phase = Phase.WAITING
         self._num["preempted"] += 1
-        self._events.append(Preempted(sequence.choice.request_id, sequence.choice.index))
+        self._events.append(Preempted(sequence.choice.attempt_id, sequence.choice.index))
 
     def _apply(self, work: Work, gains: Gains, output: StepOutput) -> None:
         """Applies a run to rows, sequences and pages, in an order in which each step has what it needs.
@@ -303,7 +303,7 @@ class EngineCore:
         try:
             self._runner.drop(sequence)
         except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
-            self._fail(sequence, errors.report(failure, request_id=sequence.request.request_id))
+            self._fail(sequence, errors.report(failure, attempt_id=sequence.request.attempt_id))
         else:
             self._rows.drop(sequence)
 
@@ -311,7 +311,7 @@ class EngineCore:
         for sequence, logprobs in scores.items():
             if sequence.phase is not Phase.ENDED:
                 choice = sequence.choice
-                self._events.append(Scored(choice.request_id, choice.index, sequence.num_scored, logprobs))
+                self._events.append(Scored(choice.attempt_id, choice.index, sequence.num_scored, logprobs))
                 sequence.num_scored += len(logprobs)
 
     def _emit(self, gains: Gains, output: StepOutput) -> list[Sequence]:
@@ -349,45 +349,45 @@ class EngineCore:
         for sequence in ending:
             choice, (reason, stop_token_id) = sequence.choice, sequence.end
             self._end(sequence)
-            self._events.append(Finished(choice.request_id, choice.index, reason, stop_token_id))
-            self._close_if_over(choice.request_id)
+            self._events.append(Finished(choice.attempt_id, choice.index, reason, stop_token_id))
+            self._close_if_over(choice.attempt_id)
 
     def _go_on(self, sequence: Sequence) -> None:
         """Goes on with a sequence that has computed all known tokens and gained a further one."""
         if isinstance(sequence.request, HandOff):
             self._hand_off(sequence)
-            self._close_if_over(sequence.choice.request_id)
+            self._close_if_over(sequence.choice.attempt_id)
         elif sequence.phase is not Phase.WAITING:
             sequence.begin_run(sequence.num_computed)
 
     def _hand_off(self, sequence: Sequence) -> None:
         """Hands off a sequence after its first token; the first sibling to do so publishes the prompt for all."""
-        request_id = sequence.request.request_id
-        if request_id in self._num_held:
+        attempt_id = sequence.request.attempt_id
+        if attempt_id in self._num_held:
             self._end(sequence)
         else:
-            self._num_held[request_id] = 0
+            self._num_held[attempt_id] = 0
             sequence.phase = Phase.HANDING_OFF
             self._roster.retire(sequence)
             self._cache.hand_off(sequence)
 
-    def _close_if_over(self, request_id: RequestId) -> None:
-        if any(self._roster.siblings(request_id)):
+    def _close_if_over(self, attempt_id: AttemptId) -> None:
+        if any(self._roster.siblings(attempt_id)):
             return
-        if request_id in self._num_held:
-            self._events.append(HandedOff(request_id, self._num_held[request_id]))
-        self._close(request_id)
+        if attempt_id in self._num_held:
+            self._events.append(HandedOff(attempt_id, self._num_held[attempt_id]))
+        self._close(attempt_id)
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
         """Ends the request of a sequence that failed, unless a sibling's failure has ended it."""
         if sequence.phase is not Phase.ENDED:
             self._cache.withdraw(sequence)
-            self._close(sequence.choice.request_id)
-            self._events.append(Failed(sequence.choice.request_id, error))
+            self._close(sequence.choice.attempt_id)
+            self._events.append(Failed(sequence.choice.attempt_id, error))
 
-    def _close(self, request_id: RequestId) -> None:
-        self._num_held.pop(request_id, None)
-        for sequence in self._roster.remove(request_id):
+    def _close(self, attempt_id: AttemptId) -> None:
+        self._num_held.pop(attempt_id, None)
+        for sequence in self._roster.remove(attempt_id):
             self._end(sequence)
 
     def _leave_rows(self, sequence: Sequence) -> None:

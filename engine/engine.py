@@ -25,7 +25,7 @@ from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from text.incremental import IncrementalText, Piece
 from text.tokenizer import Tokenizer
-from wire.ids import NamespaceRoot, RequestId
+from wire.ids import AttemptId, NamespaceRoot
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.sampling import FinishReason, SamplingParams
 
@@ -91,22 +91,22 @@ class Engine:
     ) -> list[Completion]:
         """Answers all prompts, text or token ids. Raises as `EngineCore.add`, or the error of a failed request."""
         runs = [_Run(self.tokenizer, prompt, sampling or SamplingParams(), self._dropping) for prompt in prompts]
-        by_id = {run.request.request_id: run for run in runs}
+        by_id = {run.request.attempt_id: run for run in runs}
         try:
             for run in runs:
                 self.core.add(run.request)
             while self.core.has_requests:
                 output = self.core.step()
                 for choice, token_id in zip(output.choices, output.token_ids, strict=True):
-                    by_id[choice.request_id].gain(choice.index, token_id)
+                    by_id[choice.attempt_id].gain(choice.index, token_id)
                 for event in output.events:
-                    by_id[event.request_id].take(event)
+                    by_id[event.attempt_id].take(event)
                 for run in runs:
                     if run.is_done:
-                        self.core.abort(run.request.request_id)
+                        self.core.abort(run.request.attempt_id)
         finally:
-            for request_id in by_id:
-                self.core.abort(request_id)
+            for attempt_id in by_id:
+                self.core.abort(attempt_id)
         return [Completion(run.request.prompt_ids, tuple(run.outputs)) for run in runs]
 
 
@@ -118,8 +118,8 @@ class _Run:
     ) -> None:
         prompt_ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         choices = tuple(ChoiceSoFar(index) for index in range(sampling.n))
-        request_id = RequestId(secrets.token_hex(8))
-        self.request = EngineRequest(request_id, _ROOT, prompt_ids, sampling, choices, dropping=dropping)
+        attempt_id = AttemptId(secrets.token_hex(8))
+        self.request = EngineRequest(attempt_id, _ROOT, prompt_ids, sampling, choices, dropping=dropping)
         self.outputs = [ChoiceOutput() for _ in choices]
         decoding = tokenizer if sampling.skip_special_tokens else tokenizer.spelling(tokenizer.special_tokens)
         settings = sampling.stop, sampling.min_tokens, sampling.include_stop_str_in_output

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.schedule.batcher import Gate
 from wire.errors import BatonError
-from wire.ids import RequestId
+from wire.ids import AttemptId
 from wire.sampling import FinishReason, Logprobs
 from wire.tier import BlockCounts
 
@@ -29,7 +29,7 @@ class TierTokens:
 class ChoiceId:
     """A choice of a request; a sequence has one and the same from step to step."""
 
-    request_id: RequestId
+    attempt_id: AttemptId
     index: int
 
 
@@ -37,7 +37,7 @@ class ChoiceId:
 class ChoiceEvent:
     """An event of one choice of a request."""
 
-    request_id: RequestId
+    attempt_id: AttemptId
     choice: int
 
 
@@ -101,7 +101,7 @@ class HandedOff:
     `num_held` may be less than the prompt's blocks where the store had no room; the rest will be recomputed.
     """
 
-    request_id: RequestId
+    attempt_id: AttemptId
     num_held: int
 
 
@@ -112,14 +112,14 @@ class Abandoned:
     The only event of a request after its end.
     """
 
-    request_id: RequestId
+    attempt_id: AttemptId
 
 
 @dataclass(frozen=True)
 class Failed:
     """The request ended with an error; its pages are free. Other requests are not touched."""
 
-    request_id: RequestId
+    attempt_id: AttemptId
     error: BatonError
 
 

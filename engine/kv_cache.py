@@ -191,7 +191,7 @@ class KVCache:
         names = kv.names(sequence.tokens, num_prompt, kv.table.num_dropped)
         places = kv.window.needed(len(names), num_prompt)
         pages = [kv.table[place : place + 1][0] for place in places]
-        publish = Publish([names[place] for place in places], pages, sequence.request.request_id)
+        publish = Publish([names[place] for place in places], pages, sequence.request.attempt_id)
         self._waiting[publish] = sequence, None
         self._begin(publish)
         self._publish_delayed(sequence)
@@ -270,7 +270,7 @@ class KVCache:
         sequence.kv.begin(BlockTable(pages, behind, prefix.num_dropped))
         sequence.begin_run(min(end * self._layout.block_size, prefix.num_stored) + prefix.num_dropped)
         tiers[behind.start : behind.stop] = tiers[behind.stop : behind.stop + 1] * len(behind)
-        return Fetched(sequence.choice.request_id, sequence.choice.index, self._prompt_tokens(sequence, tiers[:end]))
+        return Fetched(sequence.choice.attempt_id, sequence.choice.index, self._prompt_tokens(sequence, tiers[:end]))
 
     def _prompt_tokens(self, sequence: Sequence, tiers: Seq[Tier]) -> TierTokens:
         """Counts prompt tokens by the tier of their block, up to num_computed or the prompt's end.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from wire.errors import InvalidRequest
-from wire.ids import NamespaceRoot, RequestId
+from wire.ids import AttemptId, NamespaceRoot
 from wire.keys import PublicPart
 from wire.kv_policy import Dropping
 from wire.sampling import SamplingParams
@@ -30,7 +30,7 @@ class EngineRequest:
     the partly filled last one included, and holds them for the request.
     """
 
-    request_id: RequestId
+    attempt_id: AttemptId
     root: NamespaceRoot
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams

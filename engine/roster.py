@@ -7,7 +7,7 @@ from engine.model.batch import Model
 from engine.request import EngineRequest
 from engine.schedule.batcher import Candidate, Phase
 from engine.sequence import Sequence
-from wire.ids import RequestId
+from wire.ids import AttemptId
 
 
 class Roster:
@@ -18,12 +18,12 @@ class Roster:
     """
 
     def __init__(self) -> None:
-        self._by_request: dict[RequestId, list[Sequence]] = {}
+        self._by_request: dict[AttemptId, list[Sequence]] = {}
         self._by_handle: dict[int, Sequence] = {}
         self._handles = count()
 
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._by_request
+    def __contains__(self, attempt_id: AttemptId) -> bool:
+        return attempt_id in self._by_request
 
     def __getitem__(self, handle: int) -> Sequence:
         return self._by_handle[handle]
@@ -54,20 +54,20 @@ class Roster:
 
     def add(self, request: EngineRequest, model: Model) -> None:
         sequences = [Sequence(next(self._handles), request, choice, model) for choice in request.choices]
-        self._by_request[request.request_id] = sequences
+        self._by_request[request.attempt_id] = sequences
         self._by_handle |= {sequence.handle: sequence for sequence in sequences}
 
-    def siblings(self, request_id: RequestId) -> Iterator[Sequence]:
+    def siblings(self, attempt_id: AttemptId) -> Iterator[Sequence]:
         """Yields a request's sequences that have not ended; none for an unknown request."""
-        return (one for one in self._by_request.get(request_id, ()) if one.phase is not Phase.ENDED)
+        return (one for one in self._by_request.get(attempt_id, ()) if one.phase is not Phase.ENDED)
 
     def retire(self, sequence: Sequence) -> None:
         """Forgets the handle of a sequence that neither waits nor runs any more. A second call does nothing."""
         self._by_handle.pop(sequence.handle, None)
 
-    def remove(self, request_id: RequestId) -> list[Sequence]:
+    def remove(self, attempt_id: AttemptId) -> list[Sequence]:
         """Takes a request out and returns its sequences, for the caller to retire."""
-        return self._by_request.pop(request_id, [])
+        return self._by_request.pop(attempt_id, [])
 
     def _leader(self, sequence: Sequence) -> Sequence:
-        return next(self.siblings(sequence.request.request_id))
+        return next(self.siblings(sequence.request.attempt_id))

@@ -123,7 +123,7 @@ class Runner:
             return self._sampled_from(work, self.launch(work))
         except Exception as failure:  # as above
             sequence = work.chunks[0].sequence if work.chunks else self._rows.sequences[work.rows.start]
-            error = errors.report(failure, request_id=sequence.request.request_id)
+            error = errors.report(failure, attempt_id=sequence.request.attempt_id)
             sampled = self._sampled(work)
             return Gains(sampled, np.full(len(sampled), -1), failed={sequence: error})
 

@@ -41,7 +41,7 @@ class Sequence:
     def __init__(self, handle: int, request: EngineRequest, choice: ChoiceSoFar, model: Model) -> None:
         self.handle = handle
         self.request = request
-        self.choice = ChoiceId(request.request_id, choice.index)
+        self.choice = ChoiceId(request.attempt_id, choice.index)
         self.output_ids = list(choice.output_ids)
         self.num_prompt = request.num_prompt
         self.ending = Ending.of(request, model)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from wire.directory import DirectoryStatus
-from wire.ids import PageId, RequestId
+from wire.ids import AttemptId, PageId
 from wire.keys import BlockName
 from wire.tier import ColdStatus, Tier
 
@@ -39,7 +39,7 @@ class BlockStore(Protocol):
         starts: for each name the first of the names that it needs, ascending. sources: as of `fetch`.
         """
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         """Copies pages into the host tier where they are missing; with `hold`, keeps them for that request.
 
         Returns how many of the blocks are in the host tier now, of whichever writer.
@@ -48,10 +48,10 @@ class BlockStore(Protocol):
     def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
         """Makes blocks unfindable in every tier, and on the nodes of these block ports."""
 
-    def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
+    def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         """Prolongs the holds of requests; returns the requests that have none, or none any more."""
 
-    def release_holds(self, request_ids: Sequence[RequestId]) -> None:
+    def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         """Ends the holds of requests."""
 
     def status(self) -> StoreStatus: ...

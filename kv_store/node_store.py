@@ -25,7 +25,7 @@ from kv_store.promotion import Promotion
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from wire.directory import Block, DirectoryStatus, Entry, Hold, Lease
 from wire.errors import ConfigError, StoreError
-from wire.ids import PageId, RequestId
+from wire.ids import AttemptId, PageId
 from wire.keys import BlockName
 from wire.layout import KVLayout
 from wire.tier import Tier
@@ -86,7 +86,7 @@ class NodeStore:
     def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
         return self._or_else(slice(0, 0), lambda: self._longest(names, starts, sources))
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         return self._or_else(0, lambda: self._publish(names, pages, hold))
 
     def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
@@ -95,11 +95,11 @@ class NodeStore:
         for source in self._far.sources(sources):
             source.delete(keys)
 
-    def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
-        return self._or_else([], lambda: self._directory.renew(request_ids, HOLD_TTL_S))
+    def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
+        return self._or_else([], lambda: self._directory.renew(attempt_ids, HOLD_TTL_S))
 
-    def release_holds(self, request_ids: Sequence[RequestId]) -> None:
-        self._or_else(0, lambda: self._directory.release_holds(request_ids))
+    def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
+        self._or_else(0, lambda: self._directory.release_holds(attempt_ids))
 
     def status(self) -> StoreStatus:
         ask: Callable[[], DirectoryStatus | None] = self._directory.status
@@ -138,9 +138,9 @@ class NodeStore:
                 end = place
         return slice(starts[end - 1] if end else 0, end)
 
-    def _publish(self, names: Sequence[BlockName], pages: Sequence[PageId], request_id: RequestId | None) -> int:
+    def _publish(self, names: Sequence[BlockName], pages: Sequence[PageId], attempt_id: AttemptId | None) -> int:
         self._attach()
-        hold = None if request_id is None else Hold(request_id, HOLD_TTL_S)
+        hold = None if attempt_id is None else Hold(attempt_id, HOLD_TTL_S)
         with self._writing():
             reservation = self._directory.reserve(self._me, names, hold)
             wanted = zip(names, pages, reservation.slots, strict=True)

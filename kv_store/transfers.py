@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from kv_store.block_store import BlockStore
-from wire.ids import PageId, RequestId
+from wire.ids import AttemptId, PageId
 from wire.keys import BlockName
 from wire.tier import Tier
 
@@ -62,7 +62,7 @@ class Fetch(Transfer):
 class Publish(Transfer):
     """An order to copy pages into the store, under a hold if a request is named."""
 
-    hold: RequestId | None = None
+    hold: AttemptId | None = None
 
     def run(self, store: BlockStore) -> "Done":
         return Done(self, num_held=store.publish(self.names, self.pages, self.hold))

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from wire.errors import BatonError, rebuild
-from wire.ids import AttemptId, RequestId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.sampling import FinishReason, Logprobs, SamplingParams
@@ -50,14 +49,6 @@ def tiers_to_pb(tokens: Mapping[str, int]) -> list[pb.TierTokens]:
 
 def tiers_from_pb(tokens: Iterable[pb.TierTokens]) -> dict[str, int]:
     return {one.tier: one.tokens for one in tokens}
-
-
-def attempt_to_pb(attempt: AttemptId) -> worker_pb2.AttemptId:
-    return worker_pb2.AttemptId(request_id=attempt.request_id, attempt=attempt.number)
-
-
-def attempt_of(message: worker_pb2.AttemptId) -> AttemptId:
-    return AttemptId(RequestId(message.request_id), message.attempt)
 
 
 def error_to_pb(error: BatonError) -> worker_pb2.Error:

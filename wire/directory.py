@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from wire.errors import WireError
-from wire.ids import PageId, RequestId
+from wire.ids import AttemptId, PageId
 from wire.keys import BlockName
 from wire.tier import BlockCounts, ColdStatus
 
@@ -28,7 +28,7 @@ ClientName = Annotated[str, "a name that a process gives to one of its writers o
 class Hold:
     """A claim of a request on blocks; it ends `ttl_s` after its last renewal."""
 
-    request_id: RequestId
+    attempt_id: AttemptId
     ttl_s: TtlS
 
 

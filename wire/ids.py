@@ -1,36 +1,44 @@
 """Identifiers. Distinct types, so that one is not passed for another."""
 
 import re
-from typing import NamedTuple, NewType
+from typing import NewType
 
-RequestId = NewType("RequestId", str)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
-WorkerId = NewType("WorkerId", str)
+_ATTEMPT_ID = re.compile(rf"({TENANT.pattern}/)?{REQUEST_ID.pattern}/[1-9][0-9]{{0,9}}")
 DEFAULT_TENANT = "default"
 
+RequestId = NewType("RequestId", str)
+"""A client's id of a request, of the form REQUEST_ID: unique among the open requests of one tenant."""
 
-def qualified(tenant: str, request_id: RequestId) -> RequestId:
-    """Returns a request's name behind the ports: ids are unique per tenant, and no client's id has a slash."""
-    return request_id if tenant == DEFAULT_TENANT else RequestId(f"{tenant}/{request_id}")
+QualifiedId = NewType("QualifiedId", str)
+"""A request's id in the router, unique over all tenants: `tenant/id`, or the id alone for the default tenant."""
+
+AttemptId = NewType("AttemptId", str)
+"""A try at a request, `QualifiedId/number`: the id on lines, in engines and in stores. No number is used twice."""
+
+WorkerId = NewType("WorkerId", str)
 
 
-def is_qualified(name: str) -> bool:
-    """Tells whether a text can be a request's name behind the ports."""
-    *tenants, request_id = name.split("/", 1)
-    return all(map(TENANT.fullmatch, tenants)) and REQUEST_ID.fullmatch(request_id) is not None
+def qualified(tenant: str, request_id: RequestId) -> QualifiedId:
+    return QualifiedId(request_id if tenant == DEFAULT_TENANT else f"{tenant}/{request_id}")
 
 
-class AttemptId(NamedTuple):
-    """A try at a request, by a number that its router uses once. Workers, engines and holds know its name."""
+def attempt_id(request: QualifiedId, number: int) -> AttemptId:
+    return AttemptId(f"{request}/{number}")
 
-    request_id: RequestId
-    number: int
 
-    @property
-    def name(self) -> RequestId:
-        """The id under which an engine and the store know the attempt; no client's id has a slash."""
-        return RequestId(f"{self.request_id}/{self.number}")
+def request_of(attempt: AttemptId) -> QualifiedId:
+    return QualifiedId(attempt.rpartition("/")[0])
+
+
+def number_of(attempt: AttemptId) -> int:
+    return int(attempt.rpartition("/")[2])
+
+
+def is_attempt_id(text: str) -> bool:
+    """Tells whether a router can have made an attempt's id."""
+    return _ATTEMPT_ID.fullmatch(text) is not None
 
 
 BlockKey = NewType("BlockKey", bytes)
@@ -42,5 +50,5 @@ NamespaceRoot = NewType("NamespaceRoot", bytes)
 PageId = NewType("PageId", int)
 """Index of a page in a device pool, or of a slot in an arena."""
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Of everything workers, routers and directories say to one another."""

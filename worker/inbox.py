@@ -9,7 +9,7 @@ from typing import Protocol
 
 from engine.core import EngineCore
 from wire.errors import BatonError
-from wire.ids import AttemptId, RequestId
+from wire.ids import AttemptId
 from worker.job import Job
 from worker.update import Update
 
@@ -26,11 +26,6 @@ class Call:
 
     id: AttemptId
     line: Listener
-
-    @property
-    def name(self) -> RequestId:
-        """The id of the attempt at the engine and in the store."""
-        return self.id.name
 
     def is_the_same_as(self, other: "Call") -> bool:
         """Compares attempts: True for one attempt that was begun twice on one line."""

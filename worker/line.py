@@ -10,7 +10,6 @@ from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
-from wire.convert import attempt_of, attempt_to_pb
 from wire.errors import BatonError, InvalidRequest
 from wire.ids import AttemptId
 from wire.pb import worker_pb2
@@ -66,7 +65,7 @@ class PartialBegin:
             begin = worker_pb2.Begin.FromString(bytes(self._data))
         except DecodeError as error:
             raise InvalidRequest("begin", "not the message that it claims to be") from error
-        if attempt_of(begin.id) != self.attempt:
+        if begin.id != self.attempt:
             raise InvalidRequest("begin", "its pieces are of another attempt")
         return begin
 
@@ -88,13 +87,13 @@ class WorkerLine:
         if self._is_closed:
             return
         for message in request.aborts:
-            self._abort(attempt_of(message))
+            self._abort(AttemptId(message))
         for ended in request.ended_choices:
-            self._orders.end_choice(self, attempt_of(ended.attempt), ended.index)
+            self._orders.end_choice(self, AttemptId(ended.attempt), ended.index)
         if request.renewals:
-            self._orders.renew(self, [attempt_of(message) for message in request.renewals])
+            self._orders.renew(self, list(map(AttemptId, request.renewals)))
         if request.releases:
-            self._orders.release([attempt_of(message) for message in request.releases])
+            self._orders.release(list(map(AttemptId, request.releases)))
         for ask in request.asks:
             self._orders.answer(self, ask)
         for begin in request.begins:
@@ -116,7 +115,7 @@ class WorkerLine:
 
     def send_ended_holds(self, attempts: list[AttemptId]) -> None:
         if attempts and not self._is_closed:
-            self._news.ended_holds.extend(map(attempt_to_pb, attempts))
+            self._news.ended_holds.extend(attempts)
             self._changed.set()
 
     async def next(self) -> worker_pb2.ConnectResponse | None:
@@ -166,14 +165,14 @@ class WorkerLine:
         self._orders.abort(self, attempt)
 
     def _begin(self, begin: worker_pb2.Begin) -> None:
-        attempt = attempt_of(begin.id)
+        attempt = AttemptId(begin.id)
         try:
             self._orders.begin(Call(attempt, self), begin)
         except BatonError as error:
             self.send(attempt, Update(end=End(error)))
 
     def _take_piece(self, piece: worker_pb2.Piece) -> None:
-        attempt = attempt_of(piece.id)
+        attempt = AttemptId(piece.id)
         if self._partial is None or self._partial.attempt != attempt:
             self._partial = PartialBegin(attempt)
         self._partial.add(piece.data)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from engine.core import EngineCore
 from engine.events import Abandoned, Event, Failed, Finished, StepOutput
 from wire.errors import BatonError, Unavailable
-from wire.ids import RequestId
+from wire.ids import AttemptId
 from wire.sampling import FinishReason
 from worker.inbox import Ask, Begin, Call, Command, EndChoice, Inbox, Withdraw
 from worker.job import Job
@@ -33,7 +33,7 @@ class Deliveries:
     """The outcome of a turn: an update for each call, and holds that are over."""
 
     updates: dict[Call, Update] = field(default_factory=dict)
-    released: list[RequestId] = field(default_factory=list)
+    released: list[AttemptId] = field(default_factory=list)
 
 
 class WorkerLoop:
@@ -65,7 +65,7 @@ class WorkerLoop:
         self._deliver = deliver
         self._on_broken = on_broken
         self._clock = clock
-        self._begun: dict[RequestId, Begin] = {}
+        self._begun: dict[AttemptId, Begin] = {}
         self._commands: deque[Command] = deque()
         self._deliveries = Deliveries()
         self._has_more_to_do = False
@@ -152,20 +152,20 @@ class WorkerLoop:
     def _obey(self, command: Command) -> None:
         match command:
             case Begin(call, job):
-                self._begun[call.name] = command
+                self._begun[call.id] = command
                 try:
                     self._engine.add(job.request)
                 except BatonError as error:
-                    self._note(command, job.take(Failed(call.name, error), self._clock()))
+                    self._note(command, job.take(Failed(call.id, error), self._clock()))
             case Withdraw(call, error):
-                begun = self._begun.get(call.name)
+                begun = self._begun.get(call.id)
                 if begun is not None and begun.call is call:
-                    self._engine.abort(call.name)
+                    self._engine.abort(call.id)
                     self._note(begun, begun.job.withdraw(error))
             case EndChoice(call, index):
-                begun = self._begun.get(call.name)
-                if begun is not None and begun.call is call and self._engine.end(call.name, index):
-                    self._tell(Finished(call.name, index, FinishReason.STOP), self._clock())
+                begun = self._begun.get(call.id)
+                if begun is not None and begun.call is call and self._engine.end(call.id, index):
+                    self._tell(Finished(call.id, index, FinishReason.STOP), self._clock())
             case Ask():
                 command.put_to(self._engine)
 
@@ -182,7 +182,7 @@ class WorkerLoop:
         for place, (choice, position, token_id) in enumerate(
             zip(output.choices, output.positions, output.token_ids, strict=True)
         ):
-            begun = self._begun.get(choice.request_id)
+            begun = self._begun.get(choice.attempt_id)
             if begun is not None:
                 logprobs = (output.logprobs[place],) if place in output.logprobs else ()
                 tokens = ChoiceTokens(choice.index, position, (token_id,), logprobs)
@@ -191,11 +191,11 @@ class WorkerLoop:
             self._tell(event, now_s)
 
     def _tell(self, event: Event, now_s: float) -> None:
-        begun = self._begun.get(event.request_id)
+        begun = self._begun.get(event.attempt_id)
         if begun is not None:
             self._note(begun, begun.job.take(event, now_s))
         elif isinstance(event, Abandoned):
-            self._deliveries.released.append(event.request_id)
+            self._deliveries.released.append(event.attempt_id)
 
     def _note(self, begun: Begin, update: Update) -> None:
         """Joins an update to its call's update for delivery."""
@@ -204,9 +204,9 @@ class WorkerLoop:
         call, updates = begun.call, self._deliveries.updates
         updates[call] = updates[call].followed_by(update) if call in updates else update
         if update.releases_hold:
-            self._deliveries.released.append(call.name)
+            self._deliveries.released.append(call.id)
         if update.end is not None:
-            del self._begun[call.name]
+            del self._begun[call.id]
 
     def _hand_over(self) -> None:
         deliveries, self._deliveries = self._deliveries, Deliveries()
@@ -229,9 +229,9 @@ class WorkerLoop:
         problems = []
         for begun in list(self._begun.values()):
             try:
-                self._engine.abort(begun.call.name)
+                self._engine.abort(begun.call.id)
             except Exception:  # every caller has to be answered
-                log.exception("not taken out of the engine", extra={"request_id": begun.call.name})
+                log.exception("not taken out of the engine", extra={"attempt_id": begun.call.id})
                 problems.append("a request cannot be taken out of the engine")
             self._note(begun, begun.job.withdraw(error))
         return problems

@@ -9,8 +9,6 @@ from engine.events import EngineStats
 from engine.request import ChoiceSoFar, EngineRequest
 from kv_store.block_store import StoreStatus
 from wire.convert import (
-    attempt_of,
-    attempt_to_pb,
     error_to_pb,
     logprobs_to_pb,
     reason_to_pb,
@@ -18,7 +16,7 @@ from wire.convert import (
     tiers_to_pb,
 )
 from wire.errors import ConfigError, InvalidRequest
-from wire.ids import AttemptId, NamespaceRoot, is_qualified
+from wire.ids import AttemptId, NamespaceRoot, is_attempt_id
 from wire.keys import PublicPart
 from wire.kv_policy import Dropping, parse_kv_policy
 from wire.pb import inference_pb2, worker_pb2
@@ -35,14 +33,13 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
 
     Raises InvalidRequest for a field out of its range, which no router sends.
     """
-    _require(is_qualified(message.id.request_id), "request_id", "not an id that a router gives")
-    _require(message.id.attempt, "attempt", "must be at least 1")
+    _require(is_attempt_id(message.id), "id", "not an id that a router gives")
     _require(len(message.namespace_root) == ROOT_BYTES, "namespace_root", f"must be {ROOT_BYTES} bytes")
     _require(len(message.block_addresses) <= MAX_SOURCES, "block_addresses", f"must be at most {MAX_SOURCES}")
     _require(0 < message.time_left_s < math.inf, "time_left_s", "must be above 0 and finite")
     choices = tuple(ChoiceSoFar(choice.index, tuple(choice.output.ids)) for choice in message.choices)
     request = cls(
-        attempt_of(message.id).name,
+        AttemptId(message.id),
         NamespaceRoot(message.namespace_root),
         tuple(message.prompt.ids),
         sampling_from_pb(message.sampling_params),
@@ -66,7 +63,7 @@ def _public_part(message: worker_pb2.Begin) -> PublicPart | None:
 
 def update_to_pb(attempt: AttemptId, update: Update, worker_id: str) -> worker_pb2.Update:
     message = worker_pb2.Update(
-        id=attempt_to_pb(attempt),
+        id=attempt,
         choices=[_choice_to_pb(choice) for choice in update.choices],
         num_held_blocks=update.num_held,
     )

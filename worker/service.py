@@ -10,7 +10,7 @@ from kv_store.block_store import BlockStore
 from wire import errors
 from wire.convert import error_to_pb
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, Unavailable, Unsupported, WorkerLeaving
-from wire.ids import AttemptId, RequestId
+from wire.ids import AttemptId, QualifiedId, number_of, request_of
 from wire.pb import worker_pb2
 from wire.pools import WorkerState
 from worker.engine_watch import EngineWatch
@@ -55,7 +55,7 @@ class WorkerService:
         self._behaviour = behaviour
         self._store = AsyncStore(store)
         self._lines: set[WorkerLine] = set()
-        self._calls: dict[RequestId, tuple[Call, asyncio.TimerHandle]] = {}
+        self._calls: dict[QualifiedId, tuple[Call, asyncio.TimerHandle]] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._is_draining = False
@@ -112,8 +112,8 @@ class WorkerService:
         request = request_from_pb(begin, self._behaviour.request_class, self.info.vocab_size)
         if self.state is not WorkerState.READY:
             refusal = WorkerLeaving if self.state is WorkerState.DRAINING else Unavailable
-            raise refusal(f"the worker is {self.state.value}", request_id=call.id.request_id)
-        earlier = self._call_of(call.id.request_id)
+            raise refusal(f"the worker is {self.state.value}", attempt_id=call.id)
+        earlier = self._call_of(call.id)
         if earlier is not None and earlier.is_the_same_as(call):
             return
         self._oust(earlier, call)
@@ -126,24 +126,23 @@ class WorkerService:
 
     def abort(self, line: WorkerLine, attempt: AttemptId) -> None:
         """Ends an attempt of this line. Does nothing if there is none."""
-        call = self._call_of(attempt.request_id)
+        call = self._call_of(attempt)
         if call is not None and call.id == attempt and call.line is line:
-            self._end(call, Cancelled("the router has aborted it", request_id=attempt.request_id))
+            self._end(call, Cancelled("the router has aborted it", attempt_id=attempt))
 
     def end_choice(self, line: WorkerLine, attempt: AttemptId, index: int) -> None:
         """Ends a choice of an attempt of this line. Does nothing if there is none."""
-        call = self._call_of(attempt.request_id)
+        call = self._call_of(attempt)
         if call is not None and call.id == attempt and call.line is line:
             self._loop.end_choice(call, index)
 
     def renew(self, line: WorkerLine, attempts: list[AttemptId]) -> None:
         """Lets the holds of these attempts live on; the line hears of holds that have ended."""
-        by_name = {attempt.name: attempt for attempt in attempts}
-        self._store.renew_soon(list(by_name), lambda ended: line.send_ended_holds([by_name[name] for name in ended]))
+        self._store.renew_soon(attempts, line.send_ended_holds)
 
     def release(self, attempts: list[AttemptId]) -> None:
         """Ends the holds of these attempts."""
-        self._store.release_soon([attempt.name for attempt in attempts])
+        self._store.release_soon(attempts)
 
     def answer(self, line: WorkerLine, ask: worker_pb2.Ask) -> None:
         """Answers a question on the line, in a task of its own."""
@@ -154,7 +153,7 @@ class WorkerService:
         self._lines.discard(line)
         for call, _ in tuple(self._calls.values()):
             if call.line is line:
-                self._end(call, Cancelled("the line to the router has ended", request_id=call.id.request_id))
+                self._end(call, Cancelled("the line to the router has ended", attempt_id=call.id))
 
     async def drain(self, grace_s: float) -> int:
         """Refuses new attempts, waits for running ones, and after the grace ends the rest with WorkerLeaving.
@@ -186,13 +185,12 @@ class WorkerService:
     def _oust(self, earlier: Call | None, call: Call) -> None:
         if earlier is None:
             return
-        request_id = call.id.request_id
-        if earlier.line is call.line and earlier.id.number > call.id.number:
-            raise RequestExists("a later attempt at the request is running", request_id=request_id)
-        self._end(earlier, Cancelled("another attempt took its place", request_id=request_id))
+        if earlier.line is call.line and number_of(earlier.id) > number_of(call.id):
+            raise RequestExists("a later attempt at the request is running", attempt_id=call.id)
+        self._end(earlier, Cancelled("another attempt took its place", attempt_id=earlier.id))
 
-    def _call_of(self, request_id: RequestId) -> Call | None:
-        call, _ = self._calls.get(request_id, (None, None))
+    def _call_of(self, attempt: AttemptId) -> Call | None:
+        call, _ = self._calls.get(request_of(attempt), (None, None))
         return call
 
     def _end(self, call: Call, error: BatonError) -> None:
@@ -201,14 +199,14 @@ class WorkerService:
         self._loop.withdraw(call, error)
 
     def _remember(self, call: Call, time_left_s: float) -> None:
-        out_of_time = DeadlineExceeded("the request's deadline has passed", request_id=call.id.request_id)
+        out_of_time = DeadlineExceeded("the request's deadline has passed", attempt_id=call.id)
         life_s = min(time_left_s, MAX_REQUEST_S)
         timer = asyncio.get_running_loop().call_later(life_s, self._end, call, out_of_time)
-        self._calls[call.id.request_id] = call, timer
+        self._calls[request_of(call.id)] = call, timer
         self._is_idle.clear()
 
     def _forget(self, call: Call) -> None:
-        _, timer = self._calls.pop(call.id.request_id)
+        _, timer = self._calls.pop(request_of(call.id))
         timer.cancel()
         if not self._calls:
             self._is_idle.set()
@@ -239,7 +237,7 @@ class WorkerService:
         log.critical("the engine's thread has not finished a step for %s s: it is given up", self.watch.silent_s)
         self._loop.abandon()
         for call, _ in tuple(self._calls.values()):
-            self._end(call, Unavailable("the worker's engine hangs", request_id=call.id.request_id))
+            self._end(call, Unavailable("the worker's engine hangs", attempt_id=call.id))
         self._on_broken()
 
     async def _check_engine(self) -> list[str]:
@@ -258,7 +256,7 @@ class WorkerService:
 
     def _apply(self, deliveries: Deliveries) -> None:
         for call, update in deliveries.updates.items():
-            if self._call_of(call.id.request_id) is call:
+            if self._call_of(call.id) is call:
                 if update.end is not None:
                     self._forget(call)
                 call.line.send(call.id, update)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from kv_store.block_store import BlockStore, StoreStatus
 from wire.errors import StoreError
-from wire.ids import RequestId
+from wire.ids import AttemptId
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ class AsyncStore:
         """Lists the problems in the books of the host tier."""
         return await self._call(self._store.check)
 
-    def renew_soon(self, names: Sequence[RequestId], on_ended: Callable[[list[RequestId]], None]) -> None:
+    def renew_soon(self, names: Sequence[AttemptId], on_ended: Callable[[list[AttemptId]], None]) -> None:
         """Renews the holds of these attempts, in the background, and tells of attempts that have none.
 
         Logs a failure: a later renewal may save them.
         """
         self._begin(lambda: self._store.renew(names), on_ended, "renewed")
 
-    def release_soon(self, names: Sequence[RequestId]) -> None:
+    def release_soon(self, names: Sequence[AttemptId]) -> None:
         """Ends the holds of these attempts, in the background. Logs a failure: they run out then."""
         self._begin(lambda: self._store.release_holds(names), lambda _: None, "released")
 

@@ -15,7 +15,7 @@ from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.batcher import Batcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
-from wire.ids import NamespaceRoot, RequestId
+from wire.ids import AttemptId, NamespaceRoot
 from wire.sampling import SamplingParams
 
 BLOCK_SIZE = 16
@@ -52,8 +52,8 @@ def add(core: EngineCore, asked: Sequence[Asked]) -> None:
     """Queues requests."""
     for one in asked:
         sampling = SamplingParams(temperature=0.0, max_tokens=one.output_len, ignore_eos=True)
-        request_id = RequestId(str(next(_numbers)))
-        core.add(EngineRequest(request_id, _ROOT, one.prompt, sampling, (ChoiceSoFar(0),)))
+        attempt_id = AttemptId(str(next(_numbers)))
+        core.add(EngineRequest(attempt_id, _ROOT, one.prompt, sampling, (ChoiceSoFar(0),)))
 
 
 def run(core: EngineCore, asked: Sequence[Asked]) -> int:

@@ -13,7 +13,7 @@ from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
-from wire.ids import NamespaceRoot, PageId, RequestId
+from wire.ids import AttemptId, NamespaceRoot, PageId
 from wire.kv_policy import Dropping, Rule
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams
@@ -131,7 +131,7 @@ def _held_blocks(layout: KVLayout, context_len: int, dropping: Dropping | None =
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     prompt_ids = (1,) * (context_len - 8)
-    core.add(EngineRequest(RequestId("0"), NamespaceRoot(bytes(32)), prompt_ids, sampling, dropping=dropping))
+    core.add(EngineRequest(AttemptId("0"), NamespaceRoot(bytes(32)), prompt_ids, sampling, dropping=dropping))
     held = 0
     while core.has_requests:
         counts = core.pool.ledger.counts()

@@ -297,7 +297,7 @@ class Speculator:
         for sequence, length, num_new in zip(rows.sequences, drafts.lengths.tolist(), gained, strict=False):
             if length > 1:
                 self._draft_lens[sequence].learn(length - 1, num_new - 1)
-                events.append(Drafted(sequence.choice.request_id, sequence.choice.index, length - 1, num_new - 1))
+                events.append(Drafted(sequence.choice.attempt_id, sequence.choice.index, length - 1, num_new - 1))
                 self.num_accepted += num_new - 1
         self.num_drafts += len(events)
         self.num_guessed += len(drafts)

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from kv_store.ledger import Ledger
 from wire.directory import Hold
-from wire.ids import PageId, RequestId
+from wire.ids import AttemptId, PageId
 from wire.keys import BlockName
 
 K = TypeVar("K")
@@ -122,7 +122,7 @@ class Holds:
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
         self._ledger = ledger
-        self._held: Expiring[RequestId, _Held] = Expiring(clock)
+        self._held: Expiring[AttemptId, _Held] = Expiring(clock)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -134,40 +134,40 @@ class Holds:
 
     def keep(self, hold: Hold, slots: Iterable[PageId]) -> None:
         """Adds slots to a request's hold, and prolongs it."""
-        held = self._held.get(hold.request_id) or _Held()
+        held = self._held.get(hold.attempt_id) or _Held()
         for slot in slots:
             if slot not in held.slots:
                 self._ledger.acquire(slot)
                 held.slots[slot] = None
         if held.slots:
-            self._held.put(hold.request_id, held, hold.ttl_s)
+            self._held.put(hold.attempt_id, held, hold.ttl_s)
 
-    def move(self, request_id: RequestId) -> list[PageId]:
+    def move(self, attempt_id: AttemptId) -> list[PageId]:
         """Notes that a request's hold is to end once its blocks are elsewhere; returns its slots."""
-        held = self._held.get(request_id) or _Held()
+        held = self._held.get(attempt_id) or _Held()
         held.to_move = list(held.slots)
         return list(held.slots)
 
-    def end_if_moved(self, request_id: RequestId, is_safe: Callable[[PageId], bool]) -> None:
+    def end_if_moved(self, attempt_id: AttemptId, is_safe: Callable[[PageId], bool]) -> None:
         """Ends a hold that is to move, if all its slots are safe to lose by now."""
-        held = self._held.get(request_id)
+        held = self._held.get(attempt_id)
         if held is None or held.to_move is None:
             return
         while held.to_move and is_safe(held.to_move[-1]):
             held.to_move.pop()
         if not held.to_move:
-            self.release(request_id)
+            self.release(attempt_id)
 
-    def renew(self, request_id: RequestId, ttl_s: float) -> bool:
+    def renew(self, attempt_id: AttemptId, ttl_s: float) -> bool:
         """Prolongs a request's hold; False if there is none."""
-        held = self._held.get(request_id)
+        held = self._held.get(attempt_id)
         if held is not None:
-            self._held.put(request_id, held, ttl_s)
+            self._held.put(attempt_id, held, ttl_s)
         return held is not None
 
-    def release(self, request_id: RequestId) -> bool:
+    def release(self, attempt_id: AttemptId) -> bool:
         """Ends a request's hold; False if there is none."""
-        held = self._held.pop(request_id)
+        held = self._held.pop(attempt_id)
         self._let_go(held or _Held())
         return held is not None
 

@@ -24,7 +24,7 @@ from kv_store.node.claims import Holds, Leases, Reservations
 from kv_store.node.copies import Copies
 from kv_store.node.directory_port import DirectoryPort
 from wire.directory import Block, DirectoryInfo, DirectoryStatus, Entry, Hold, Lease, Reservation
-from wire.ids import BlockKey, PageId, RequestId
+from wire.ids import AttemptId, BlockKey, PageId
 from wire.keys import BlockName
 from wire.tier import COLD_TIERS, ColdStatus, Tier, Write
 
@@ -155,15 +155,15 @@ class Directory(DirectoryPort):
         return self._withdraw(self._find(keys))
 
     @_exclusive
-    def renew(self, request_ids: Sequence[RequestId], ttl_s: float) -> list[RequestId]:
+    def renew(self, attempt_ids: Sequence[AttemptId], ttl_s: float) -> list[AttemptId]:
         tiers = self._tiers_up
-        for request_id in request_ids:
-            self._holds.end_if_moved(request_id, lambda slot: self._copies.is_safe(slot, tiers))
-        return [request_id for request_id in request_ids if not self._holds.renew(request_id, ttl_s)]
+        for attempt_id in attempt_ids:
+            self._holds.end_if_moved(attempt_id, lambda slot: self._copies.is_safe(slot, tiers))
+        return [attempt_id for attempt_id in attempt_ids if not self._holds.renew(attempt_id, ttl_s)]
 
     @_exclusive
-    def release_holds(self, request_ids: Sequence[RequestId]) -> int:
-        return sum([self._holds.release(request_id) for request_id in request_ids])
+    def release_holds(self, attempt_ids: Sequence[AttemptId]) -> int:
+        return sum([self._holds.release(attempt_id) for attempt_id in attempt_ids])
 
     @_exclusive
     def cold_candidates(self, tier: Tier, max_blocks: int, ttl_s: float) -> ColdBatch:
@@ -256,7 +256,7 @@ class Directory(DirectoryPort):
         if hold is not None:
             self._holds.keep(hold, slots)
             if self._tiers_up and self._ledger.counts().published > self._max_held:
-                self._copies.want(self._holds.move(hold.request_id), self._tiers_up[0])
+                self._copies.want(self._holds.move(hold.attempt_id), self._tiers_up[0])
 
     @property
     def _tiers_up(self) -> list[Tier]:

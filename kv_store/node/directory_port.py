@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from kv_store.node.codec import ServiceCodec
 from wire.directory import Block, ClientName, DirectoryInfo, DirectoryStatus, Hold, Lease, Reservation, TtlS
 from wire.errors import StoreError
-from wire.ids import BlockKey, RequestId
+from wire.ids import AttemptId, BlockKey
 from wire.keys import BlockName
 from wire.tier import Tier
 
@@ -93,14 +93,14 @@ class DirectoryPort:
         """Makes blocks unfindable, whatever their bytes, and counts them."""
 
     @_carried
-    def renew(self, request_ids: Sequence[RequestId], ttl_s: TtlS, /) -> list[RequestId]:
+    def renew(self, attempt_ids: Sequence[AttemptId], ttl_s: TtlS, /) -> list[AttemptId]:
         """Prolongs the holds of requests, and lists the requests that hold no block.
 
         A hold that was taken while holds had a quarter of the arena ends here, once all its blocks are in cold tiers.
         """
 
     @_carried
-    def release_holds(self, request_ids: Sequence[RequestId], /) -> int:
+    def release_holds(self, attempt_ids: Sequence[AttemptId], /) -> int:
         """Ends the holds of requests, and counts the requests that held a block."""
 
     @_carried

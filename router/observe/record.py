@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from wire.errors import BatonError
-from wire.ids import RequestId, WorkerId
+from wire.ids import QualifiedId, WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.tier import Tier
 
@@ -43,7 +43,7 @@ class RequestSummary:
 class RequestRecord:
     """A request that is over. `outcome`: its gRPC status; `ttft_s`: from arrival to first token, None without one."""
 
-    request_id: RequestId
+    request_id: QualifiedId
     outcome: str
     summary: RequestSummary
     ttft_s: float | None

@@ -2,7 +2,7 @@
 
 from router.config import AdmissionBounds
 from wire.errors import Overloaded, RequestExists, reached
-from wire.ids import RequestId
+from wire.ids import QualifiedId
 
 
 class Admission:
@@ -10,9 +10,9 @@ class Admission:
 
     def __init__(self, bounds: AdmissionBounds) -> None:
         self._bounds = bounds
-        self._queued_bytes: dict[RequestId, int] = {}
+        self._queued_bytes: dict[QualifiedId, int] = {}
         self._num_queued_bytes = 0
-        self._running: set[RequestId] = set()
+        self._running: set[QualifiedId] = set()
 
     @property
     def retry_after_s(self) -> float:
@@ -33,7 +33,7 @@ class Admission:
         max_queued = self._bounds.max_queued_requests
         self._require(self.num_queued + 1, max_queued, "requests are queued", "router.max_queued_requests")
 
-    def admit(self, request_id: RequestId, num_bytes: int) -> None:
+    def admit(self, request_id: QualifiedId, num_bytes: int) -> None:
         """Raises RequestExists if the id is taken, Overloaded if a bound is reached."""
         if request_id in self._queued_bytes or request_id in self._running:
             raise RequestExists("a request of that id is running", request_id=request_id)
@@ -43,13 +43,13 @@ class Admission:
         self._queued_bytes[request_id] = num_bytes
         self._num_queued_bytes += num_bytes
 
-    def started(self, request_id: RequestId) -> None:
+    def started(self, request_id: QualifiedId) -> None:
         """The request has its first token."""
         if request_id in self._queued_bytes:
             self._num_queued_bytes -= self._queued_bytes.pop(request_id)
             self._running.add(request_id)
 
-    def leave(self, request_id: RequestId) -> None:
+    def leave(self, request_id: QualifiedId) -> None:
         """The request is over."""
         self._num_queued_bytes -= self._queued_bytes.pop(request_id, 0)
         self._running.discard(request_id)

@@ -20,7 +20,7 @@ from router.requests.validator import Limits, ValidPrompt, encode, require_known
 from text.codec import TextCodec
 from wire import errors
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, Unavailable
-from wire.ids import REQUEST_ID, NamespaceRoot, RequestId, WorkerId, qualified
+from wire.ids import REQUEST_ID, NamespaceRoot, QualifiedId, RequestId, WorkerId, qualified
 from wire.limit import Limit
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import ANYONE, Key
@@ -46,8 +46,8 @@ class OpenRequest:
         order: Order,
         services: Services,
         outbox: Outbox,
-        on_first_token: Callable[[RequestId], None],
-        on_end: Callable[[RequestId, int], None],
+        on_first_token: Callable[[QualifiedId], None],
+        on_end: Callable[[QualifiedId, int], None],
     ) -> None:
         """on_first_token, on_end: called with the request's name, the latter once, with its tokens."""
         self.outbox = outbox
@@ -134,7 +134,7 @@ class Dispatcher:
         self._quotas = Quotas(admission.retry_after_s)
         self._bounds = bounds
         self._limits = limits
-        self._open: dict[RequestId, OpenRequest] = {}
+        self._open: dict[QualifiedId, OpenRequest] = {}
         self._tokenizing = Limit(MAX_TOKENIZING, "texts are being tokenized")
 
     @property
@@ -246,7 +246,7 @@ class Dispatcher:
         self._open[name] = opened
         return opened
 
-    def _leave(self, caller: Key, name: RequestId, num_tokens: int) -> None:
+    def _leave(self, caller: Key, name: QualifiedId, num_tokens: int) -> None:
         self._admission.leave(name)
         self._quotas.leave(caller, num_tokens, asyncio.get_running_loop().time())
         del self._open[name]

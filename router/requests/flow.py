@@ -34,7 +34,7 @@ from router.workers.members import Member
 from router.workers.membership import PROBE_TIMEOUT_S
 from text.chat import Chat, NoRenderer, Renderer
 from text.codec import TextCodec
-from wire.convert import attempt_to_pb, sampling_to_pb, tiers_from_pb, tiers_to_pb
+from wire.convert import sampling_to_pb, tiers_from_pb, tiers_to_pb
 from wire.errors import (
     AttemptsExhausted,
     BatonError,
@@ -46,7 +46,7 @@ from wire.errors import (
     WorkerLeaving,
     reached,
 )
-from wire.ids import AttemptId, NamespaceRoot, RequestId, WorkerId
+from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import WorkerState
@@ -91,13 +91,13 @@ class Services:
 class Order:
     """A request that was let in. `root` is its tenant's; times are of the event loop's clock.
 
-    name: the request id as it is known behind the ports, which tells the tenant.
+    name: the request id, unique over all tenants.
 
     life_s: the deadline as the client gave it, or the longest there is. deadline_s: a moment before it is over.
     """
 
     request_id: RequestId
-    name: RequestId
+    name: QualifiedId
     valid: ValidRequest
     limits: Limits
     root: NamespaceRoot
@@ -138,7 +138,7 @@ class Flow:
         self._loop = asyncio.get_running_loop()
         self._attempts = Attempts()
         self._is_alone = False
-        self._attempt_id = AttemptId(order.name, 0)
+        self._attempt_id = attempt_id(order.name, 0)
         self._prepared: Prepared | None = None
         self._answer: Answer | None = None
         self._prompt_answer: PromptAnswer | None = None
@@ -191,7 +191,7 @@ class Flow:
 
     async def _attempt(self) -> None:
         """Goes through prefill and decode; leaves prefill out where a token is out or decode is done sooner."""
-        self._attempt_id = AttemptId(self._order.name, next(self._services.attempt_numbers))
+        self._attempt_id = attempt_id(self._order.name, next(self._services.attempt_numbers))
         self._has_read_cache = False
         if not self.answer.num_tokens:
             self._prefill_worker = self._cached = None
@@ -262,7 +262,7 @@ class Flow:
     def _begin(self, member: Member) -> worker_pb2.Begin:
         public = self.prepared.public
         return worker_pb2.Begin(
-            id=attempt_to_pb(self._attempt_id),
+            id=self._attempt_id,
             namespace_root=self._order.root,
             prompt=pb.TokenIds(ids=self.prepared.prompt_ids),
             sampling_params=sampling_to_pb(self.prepared.sampling),

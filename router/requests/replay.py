@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from wire.errors import BatonError, Cancelled, RequestExists, Unavailable, WireError, WorkerLeaving
-from wire.ids import BlockKey, RequestId
+from wire.ids import BlockKey, QualifiedId
 
 MAX_ATTEMPTS = 3
 MIN_PROGRESS = 16
@@ -78,13 +78,13 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[RequestId, asyncio.Event] = OrderedDict()
+        self._turns: OrderedDict[QualifiedId, asyncio.Event] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._turns)
 
     @asynccontextmanager
-    async def alone(self, request_id: RequestId) -> AsyncIterator[None]:
+    async def alone(self, request_id: QualifiedId) -> AsyncIterator[None]:
         """Waits for the request's turn, which lasts until `clear` or the end of the context."""
         turn = self._turns.setdefault(request_id, asyncio.Event())
         self._let_first_go()
@@ -94,7 +94,7 @@ class Suspects:
         finally:
             self.clear(request_id)
 
-    def clear(self, request_id: RequestId) -> None:
+    def clear(self, request_id: QualifiedId) -> None:
         """Ends a request's turn, or its wait for one: its attempt leads somewhere. May be called for any, any time."""
         self._turns.pop(request_id, None)
         self._let_first_go()

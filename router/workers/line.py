@@ -13,7 +13,7 @@ from copy import copy
 from typing import Any, Protocol
 
 from wire import errors
-from wire.convert import attempt_of, attempt_to_pb, error_from_pb
+from wire.convert import error_from_pb
 from wire.errors import BatonError, DeadlineExceeded, Unavailable
 from wire.ids import AttemptId
 from wire.pb import worker_pb2
@@ -53,30 +53,30 @@ class Outgoing:
         self._changed = asyncio.Event()
 
     def begin(self, begin: worker_pb2.Begin) -> None:
-        self._begins[attempt_of(begin.id)] = begin
+        self._begins[AttemptId(begin.id)] = begin
         self._changed.set()
 
     def abort(self, attempt: AttemptId) -> None:
         """Withdraws a Begin that waits here; the worker hears only of one that it may have."""
         if self._begins.pop(attempt, None) is None:
-            self._short.aborts.append(attempt_to_pb(attempt))
-        if self._pieces and attempt_of(self._pieces[0].id) == attempt:
+            self._short.aborts.append(attempt)
+        if self._pieces and self._pieces[0].id == attempt:
             self._pieces.clear()
         self._changed.set()
 
     def end_choices(self, attempt: AttemptId, indices: Iterable[int]) -> None:
-        ended = (worker_pb2.ChoiceId(attempt=attempt_to_pb(attempt), index=index) for index in indices)
+        ended = (worker_pb2.ChoiceId(attempt=attempt, index=index) for index in indices)
         self._short.ended_choices.extend(ended)
         self._changed.set()
 
     def renew(self, attempts: Sequence[AttemptId]) -> None:
         """Takes the place of a renewal that waits."""
         del self._short.renewals[:]
-        self._short.renewals.extend(attempt_to_pb(attempt) for attempt in attempts)
+        self._short.renewals.extend(attempts)
         self._changed.set()
 
     def release(self, attempt: AttemptId) -> None:
-        self._short.releases.append(attempt_to_pb(attempt))
+        self._short.releases.append(attempt)
         self._changed.set()
 
     def ask(self, ask: worker_pb2.Ask) -> None:
@@ -141,7 +141,7 @@ class Line:
         Raises the worker's error, or Unavailable with the line's end. The worker aborts what it has not ended then.
         """
         self._require_open()
-        attempt_id = attempt_of(begin.id)
+        attempt_id = AttemptId(begin.id)
         attempt = self._attempts[attempt_id] = _Attempt(take)
         self._outgoing.begin(begin)
         try:
@@ -222,14 +222,14 @@ class Line:
                     self._deliver(update)
                 for answer in response.answers:
                     self._answer(answer)
-                self._ended_holds += map(attempt_of, response.ended_holds)
+                self._ended_holds += map(AttemptId, response.ended_holds)
             self._end(Unavailable("the worker has closed the line"))
         except Exception as error:
             self._end(_reason_of(error))
 
     def _deliver(self, update: worker_pb2.Update) -> None:
         """Hands an update to its attempt; drops one of an attempt that is over."""
-        attempt = self._attempts.get(attempt_of(update.id))
+        attempt = self._attempts.get(AttemptId(update.id))
         if attempt is not None:
             attempt.take(update)
 

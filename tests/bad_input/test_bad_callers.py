@@ -86,7 +86,7 @@ def begin(
     attempt: int = 1,
 ) -> worker_pb2.Begin:
     return worker_pb2.Begin(
-        id=worker_pb2.AttemptId(request_id="r", attempt=attempt),
+        id=f"r/{attempt}",
         namespace_root=bytes(32),
         prompt=inference_pb2.TokenIds(ids=prompt),
         sampling_params=sampling_to_pb(sampling),
@@ -117,7 +117,7 @@ WRONG = {
     "a token of the output beyond the vocabulary": begin(outputs=((301,),)),
     "more than the context": begin(sampling=replace(GREEDY, max_tokens=1 << 40)),
     "a root of other length": spoilt(namespace_root=b"abc"),
-    "attempt 0": begin(attempt=0),
+    "number 0": begin(attempt=0),
     "choice 77 of one": spoilt(choices=[worker_pb2.ChoiceSoFar(index=77)]),
     "n of 2^31 - 1": begin(sampling=replace(GREEDY, n=2**31 - 1)),
     "a temperature that is no number": begin(sampling=replace(GREEDY, temperature=math.nan)),
@@ -158,24 +158,24 @@ async def test_what_would_upset_an_engine_is_refused(ports: Ports, worker: str, 
 
 
 async def test_a_line_outlives_the_attempts_that_it_refuses(ports: Ports) -> None:
-    good = spoilt(id=worker_pb2.AttemptId(request_id="good", attempt=2))
+    good = spoilt(id="good/2")
     orders = worker_pb2.ConnectRequest(begins=[*WRONG.values(), good])
     async with asyncio.timeout(MAX_CALL_S):
         connect = await line_to(ports, "d0")
         await connect.write(orders.SerializeToString())
-        ends: dict[int, worker_pb2.End] = {}
-        while not {1, 2} <= set(ends):
+        ends: dict[str, worker_pb2.End] = {}
+        while not {"r/1", "good/2"} <= set(ends):
             response = worker_pb2.ConnectResponse.FromString(cast(bytes, await connect.read()))
-            ends |= {one.id.attempt: one.end for one in response.updates if one.HasField("end")}
+            ends |= {one.id: one.end for one in response.updates if one.HasField("end")}
     connect.cancel()
-    assert type(error_from_pb(ends[1].error)) is InvalidRequest
-    assert not ends[2].HasField("error")
+    assert type(error_from_pb(ends["r/1"].error)) is InvalidRequest
+    assert not ends["good/2"].HasField("error")
     await ports.require_unharmed()
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"], ids=["no message", "an id that is not UTF-8"])
 async def test_a_begin_in_pieces_that_make_no_message_is_refused(ports: Ports, data: bytes) -> None:
-    piece = worker_pb2.Piece(id=worker_pb2.AttemptId(request_id="r", attempt=1), data=data, last=True)
+    piece = worker_pb2.Piece(id="r/1", data=data, last=True)
     end = await end_of(ports, "d0", worker_pb2.ConnectRequest(piece=piece))
     assert type(error_from_pb(end.error)) is InvalidRequest
     await ports.require_unharmed()
@@ -194,7 +194,7 @@ async def test_bytes_that_are_no_order_end_the_line_and_what_was_begun_on_it(por
 
 
 async def test_releasing_holds_that_are_not_there_does_nothing(ports: Ports) -> None:
-    attempts = [worker_pb2.AttemptId(request_id=name) for name in ("nobody's", "", "x" * 10_000)]
+    attempts = ("nobody's", "", "x" * 10_000)
     orders = worker_pb2.ConnectRequest(renewals=attempts, releases=attempts, aborts=attempts, begins=[begin()])
     assert not (await end_of(ports, "d0", orders)).HasField("error")
     await ports.require_unharmed()

@@ -15,7 +15,7 @@ from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.engines import ROOT, Node, drive, gained, make_core, request, serve
 from wire.errors import InvalidRequest, RequestExists
-from wire.ids import RequestId
+from wire.ids import AttemptId
 from wire.keys import NameChain
 from wire.layout import KVLayout
 from wire.sampling import FinishReason, SamplingParams
@@ -60,7 +60,7 @@ def test_tells_once_what_a_request_waits_for(model: HashModel, num_blocks: int, 
     core.add(first)
     core.add(second)
     events = [event for _ in range(30) for event in core.step().events]
-    assert [event for event in events if isinstance(event, HeldUp)] == [HeldUp(second.request_id, 0, gate)]
+    assert [event for event in events if isinstance(event, HeldUp)] == [HeldUp(second.attempt_id, 0, gate)]
     assert not core.has_requests
 
 
@@ -95,7 +95,7 @@ def test_preempted_sequences_give_their_pages_to_older_ones(model: HashModel) ->
     for one in requests:
         core.add(one)
     preempted = [event for _ in range(60) for event in core.step().events if isinstance(event, Preempted)]
-    assert {event.request_id for event in preempted} == {requests[1].request_id}
+    assert {event.attempt_id for event in preempted} == {requests[1].attempt_id}
 
 
 @pytest.mark.parametrize("num_prompt", [1000, 992, 5, 1])
@@ -108,7 +108,7 @@ def test_choices_share_one_run_of_the_prompt_and_differ(model: HashModel, num_pr
     assert [run.fetched[index] for index in range(1, 4)] == [TierTokens({"device": num_prompt})] * 3
     assert len({tuple(output) for output in run.outputs.values()}) == 4
     for index, output in run.outputs.items():
-        asked = EngineRequest(RequestId("r"), ROOT, run.request.prompt_ids, sampling, (ChoiceSoFar(index),))
+        asked = EngineRequest(AttemptId("r"), ROOT, run.request.prompt_ids, sampling, (ChoiceSoFar(index),))
         assert drive(make_core(model), [asked])[0].outputs[index] == output
 
 
@@ -134,7 +134,7 @@ def test_choices_that_find_no_page_wait_with_their_first_token(model: HashModel)
 
 def test_goes_on_from_emitted_tokens(model: HashModel) -> None:
     emitted = model.oracle(PROMPT, 20)
-    asked = EngineRequest(RequestId("r"), ROOT, PROMPT, greedy(40), (ChoiceSoFar(0, tuple(emitted)),))
+    asked = EngineRequest(AttemptId("r"), ROOT, PROMPT, greedy(40), (ChoiceSoFar(0, tuple(emitted)),))
     assert drive(make_core(model), [asked])[0].outputs[0] == model.oracle(PROMPT, 40)
 
 
@@ -145,7 +145,7 @@ def test_abort_frees_everything_at_every_step(model: HashModel) -> None:
         core.add(asked)
         for _ in range(num_steps):
             core.step()
-        core.abort(asked.request_id)
+        core.abort(asked.attempt_id)
         assert not core.step().is_news
         assert core.check() == []
         assert not core.has_requests
@@ -161,8 +161,8 @@ def test_ending_a_choice_at_every_step_leaves_its_siblings_alone(model: HashMode
         outputs: dict[int, list[int]] = {0: [], 1: [], 2: []}
         for step in range(60):
             if step == num_steps:
-                core.end(asked.request_id, 0)
-                assert not core.end(asked.request_id, 0)
+                core.end(asked.attempt_id, 0)
+                assert not core.end(asked.attempt_id, 0)
                 num_left = len(outputs[0])
             for choice, _, token_id in gained(core.step()):
                 outputs[choice.index].append(token_id)
@@ -179,10 +179,10 @@ def test_aborting_one_leaves_the_others_alone(model: HashModel) -> None:
     core.add(kept)
     for _ in range(5):
         core.step()
-    core.abort(doomed.request_id)
-    core.abort(doomed.request_id)
+    core.abort(doomed.attempt_id)
+    core.abort(doomed.attempt_id)
     events = [event for _ in range(30) for event in core.step().events]
-    assert {event.request_id for event in events} == {kept.request_id}
+    assert {event.attempt_id for event in events} == {kept.attempt_id}
     assert isinstance(events[-1], Finished)
 
 
@@ -254,8 +254,8 @@ def test_logits_that_are_no_numbers_end_their_request_only() -> None:
     core.add(bad)
     core.add(good)
     events = [event for _ in range(20) for event in core.step().events]
-    assert [event.request_id for event in events if isinstance(event, Failed)] == [bad.request_id]
-    assert [event.request_id for event in events if isinstance(event, Finished)] == [good.request_id]
+    assert [event.attempt_id for event in events if isinstance(event, Failed)] == [bad.attempt_id]
+    assert [event.attempt_id for event in events if isinstance(event, Finished)] == [good.attempt_id]
     assert core.stats().blocks.cached == (len(PROMPT) + 4) // 16, "blocks of the failed request must not be found"
     assert core.check() == []
 
@@ -280,7 +280,7 @@ def test_a_request_that_cannot_be_run_fails_alone() -> None:
     core.add(bad)
     outputs = [core.step() for _ in range(20)]
     failed = [event for output in outputs for event in output.after if isinstance(event, Failed)]
-    assert [event.request_id for event in failed] == [bad.request_id]
+    assert [event.attempt_id for event in failed] == [bad.attempt_id]
     assert [token for output in outputs for token in output.token_ids] == model.oracle(range(10), 5)
     assert core.check() == []
 
@@ -316,7 +316,7 @@ def test_a_model_that_does_not_run_at_all_is_no_requests_fault(num_blocks: int) 
     model.num_failures = 100
     with pytest.raises(RuntimeError, match="no such kernel"):
         core.step()
-    core.abort(asked.request_id)
+    core.abort(asked.attempt_id)
     assert core.check() == []
 
 

@@ -269,12 +269,12 @@ def test_a_fault_while_tokens_are_weighed_fails_that_request_alone(dropping: Dro
         core.add(one)
     while core.has_requests:
         output = core.step()
-        failed += [event.request_id for event in (*output.before, *output.after) if isinstance(event, Failed)]
+        failed += [event.attempt_id for event in (*output.before, *output.after) if isinstance(event, Failed)]
         for choice, token in zip(output.choices, output.token_ids, strict=True):
-            outputs[choice.request_id].append(token)
-    assert failed == [requests[2].request_id]
+            outputs[choice.attempt_id].append(token)
+    assert failed == [requests[2].attempt_id]
     for one in requests[:2]:
-        assert outputs[one.request_id] == tokens(make_core(HashModel(LAYOUT, VOCAB_SIZE)), one.prompt_ids, one.dropping)
+        assert outputs[one.attempt_id] == tokens(make_core(HashModel(LAYOUT, VOCAB_SIZE)), one.prompt_ids, one.dropping)
     assert core.check() == []
 
 

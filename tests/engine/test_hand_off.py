@@ -8,12 +8,12 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Done, Fetch, NoStore
 from tests.harness.engines import ROOT, Node, make_core, prefill
-from wire.ids import RequestId
+from wire.ids import AttemptId
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
-ID = RequestId("request")
+ID = AttemptId("request")
 
 
 class HeldBack(NoStore):
@@ -36,10 +36,10 @@ def model() -> HashModel:
     return HashModel(LAYOUT, 997)
 
 
-def hand_off(num_prompt: int, n: int, request_id: RequestId = ID) -> HandOff:
+def hand_off(num_prompt: int, n: int, attempt_id: AttemptId = ID) -> HandOff:
     choices = tuple(ChoiceSoFar(index) for index in range(n))
-    prompt = tuple(range(len(request_id), len(request_id) + num_prompt))
-    return HandOff(request_id, ROOT, prompt, SamplingParams(temperature=0.0, max_tokens=8, n=n), choices)
+    prompt = tuple(range(len(attempt_id), len(attempt_id) + num_prompt))
+    return HandOff(attempt_id, ROOT, prompt, SamplingParams(temperature=0.0, max_tokens=8, n=n), choices)
 
 
 def run(core: EngineCore, num_steps: int = 30) -> StepOutput:
@@ -64,8 +64,8 @@ def test_choices_of_a_prompt_as_large_as_the_pool_find_its_pages(model: HashMode
 def test_prompts_that_fill_the_pool_do_not_wait_for_each_others_pages(model: HashModel) -> None:
     core = make_core(model, num_blocks=14)
     for name in ("first", "other one"):
-        core.add(hand_off(100, n=2, request_id=RequestId(name)))
-    assert sorted(event.request_id for event in run(core).events if isinstance(event, HandedOff)) == [
+        core.add(hand_off(100, n=2, attempt_id=AttemptId(name)))
+    assert sorted(event.attempt_id for event in run(core).events if isinstance(event, HandedOff)) == [
         "first",
         "other one",
     ]
@@ -80,7 +80,7 @@ def test_what_an_aborted_request_published_does_not_end_its_next_attempt(model: 
     transfers.may_end = True
     core.add(hand_off(100, n=1))
     output = run(core)
-    assert [choice.request_id for choice in output.choices] == [ID]
+    assert [choice.attempt_id for choice in output.choices] == [ID]
     assert [event for event in output.events if isinstance(event, HandedOff)] == [HandedOff(ID, 0)]
 
 

@@ -54,10 +54,10 @@ def test_sequences_that_go_leave_their_open_blocks(model: Decoder) -> None:
     for _ in range(4):
         core.step()
     assert core.pool.num_open == 3
-    core.abort(requests[0].request_id)
+    core.abort(requests[0].attempt_id)
     assert core.pool.num_open == 2
     for one in requests[1:]:
-        core.abort(one.request_id)
+        core.abort(one.attempt_id)
     assert (core.pool.num_open, core.check()) == (0, [])
 
 

@@ -13,7 +13,7 @@ from engine.work import NO_ROWS, Chunk, Gains, Work
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.harness.engines import ROOT
-from wire.ids import RequestId
+from wire.ids import AttemptId
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams
 
@@ -37,7 +37,7 @@ class Bench:
 
     def make(self, prompt: tuple[int, ...], output: tuple[int, ...], sampling: SamplingParams = GREEDY) -> Sequence:
         self._num_made += 1
-        request = EngineRequest(RequestId(str(self._num_made)), ROOT, prompt, sampling)
+        request = EngineRequest(AttemptId(str(self._num_made)), ROOT, prompt, sampling)
         sequence = Sequence(self._num_made, request, ChoiceSoFar(0, output), self.model)
         sequence.begin_run(0)
         assert self.cache.grow(sequence, sequence.num_known)

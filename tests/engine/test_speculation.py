@@ -71,7 +71,7 @@ def told(core: EngineCore, requests: Seq[EngineRequest]) -> Told:
     while core.has_requests:
         output = core.step()
         for place, (choice, position, token_id) in enumerate(gained(output)):
-            tokens = outputs.setdefault((choice.request_id, choice.index), [])
+            tokens = outputs.setdefault((choice.attempt_id, choice.index), [])
             assert position == len(tokens)
             tokens.append((token_id, output.logprobs.get(place)))
         assert not any(isinstance(event, Failed) for event in output.after)
@@ -226,7 +226,7 @@ def test_no_drafts_where_a_step_is_full() -> None:
         core.step()
     assert core.stats().num_drafts == 0
     for one in asked[4:]:
-        core.abort(one.request_id)
+        core.abort(one.attempt_id)
     for _ in range(3):
         assert len(core.step().token_ids) <= MAX_ROWS
     assert core.stats().num_accepted_tokens > 4
@@ -238,7 +238,7 @@ def test_what_is_kept_of_a_sequence_goes_with_it() -> None:
     asked = [request((9, number, *PROMPT), greedy(60)) for number in range(4)]
     drive(core, asked)
     assert core.stats().num_preemptions > 0
-    assert {one.request.request_id for one in proposer.forgotten} == {one.request_id for one in asked}
+    assert {one.request.attempt_id for one in proposer.forgotten} == {one.attempt_id for one in asked}
     assert len(proposer.forgotten) > len(asked), "a preempted sequence is forgotten, too"
 
 

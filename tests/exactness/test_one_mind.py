@@ -25,7 +25,7 @@ from tests.harness.engines import Node, Run, make_core, prefill, request, rest_o
 from tests.harness.oracle_proposer import oracle_drafts
 from tests.kernels.backends import ISAS, make_backend
 from tests.pairs import RUNS_ALL, covering
-from wire.ids import RequestId
+from wire.ids import AttemptId
 from wire.sampling import Logprobs, SamplingParams
 
 pytestmark = pytest.mark.pairs
@@ -67,14 +67,14 @@ class Crowd:
     """Requests on one engine, each added at a step of its own; their tokens, each with its log-probabilities."""
 
     core: EngineCore
-    outputs: dict[RequestId, Tokens] = field(default_factory=dict)
+    outputs: dict[AttemptId, Tokens] = field(default_factory=dict)
     num_preempted: int = 0
     num_found: int = 0
 
     def run(self, requests: Sequence[EngineRequest], steps: Sequence[int] = ()) -> list[Tokens]:
         late = dict(zip(requests, steps or [0] * len(requests), strict=True))
         for one in requests:
-            self.outputs[one.request_id] = []
+            self.outputs[one.attempt_id] = []
         for step in self._steps(late):
             for one in [one for one, at in late.items() if at <= step]:
                 del late[one]
@@ -84,8 +84,8 @@ class Crowd:
             self.num_preempted += sum(isinstance(event, Preempted) for event in output.before)
             self.num_found += sum(one.tokens.num_found for one in output.before if isinstance(one, Fetched))
             for place, (choice, token_id) in enumerate(zip(output.choices, output.token_ids, strict=True)):
-                self.outputs[choice.request_id].append((token_id, output.logprobs.get(place)))
-        return [self.outputs[one.request_id] for one in requests]
+                self.outputs[choice.attempt_id].append((token_id, output.logprobs.get(place)))
+        return [self.outputs[one.attempt_id] for one in requests]
 
     def _steps(self, late: dict[EngineRequest, int]) -> Iterator[int]:
         step = 0

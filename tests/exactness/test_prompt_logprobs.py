@@ -18,7 +18,7 @@ from kernels.cpu.library import best_isa
 from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.harness.engines import Node, make_core, request
 from tests.kernels.backends import make_backend
-from wire.ids import RequestId
+from wire.ids import AttemptId
 from wire.sampling import Logprobs, SamplingParams
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=3)
@@ -45,23 +45,23 @@ def scored(length: int, num_scored: int = 1) -> EngineRequest:
 
 def handed_off(length: int) -> HandOff:
     one = scored(length)
-    return HandOff(one.request_id, one.root, one.prompt_ids, one.sampling, one.choices, num_scored=1)
+    return HandOff(one.attempt_id, one.root, one.prompt_ids, one.sampling, one.choices, num_scored=1)
 
 
-class Scores(dict[RequestId, list[Logprobs]]):
+class Scores(dict[AttemptId, list[Logprobs]]):
     """The scores of requests that run together on an engine, and what became of them."""
 
     def __init__(self, core: EngineCore, requests: Sequence[EngineRequest]) -> None:
-        super().__init__({one.request_id: [] for one in requests})
-        starts = {one.request_id: one.num_scored for one in requests}
+        super().__init__({one.attempt_id: [] for one in requests})
+        starts = {one.attempt_id: one.num_scored for one in requests}
         self.num_found = self.num_preempted = self.num_parts = 0
         for one in requests:
             core.add(one)
         while core.has_requests:
             for event in core.step().events:
                 if isinstance(event, Scored):
-                    assert event.first_position == starts[event.request_id] + len(self[event.request_id])
-                    self[event.request_id] += event.logprobs
+                    assert event.first_position == starts[event.attempt_id] + len(self[event.attempt_id])
+                    self[event.attempt_id] += event.logprobs
                     self.num_parts += 1
                 elif isinstance(event, Fetched):
                     self.num_found += event.tokens.num_found
@@ -100,8 +100,8 @@ def test_in_a_batch_in_chunks(model: Decoder, alone: list[list[Logprobs]], chunk
     others = [request(prompt(length + 3), replace(SAMPLING, max_tokens=30)) for length in LENGTHS]
     requests = [scored(length) for length in LENGTHS]
     found = Scores(make_core(model, batcher=batcher), [*others, *requests])
-    assert [found[one.request_id] for one in requests] == alone
-    assert all(found[one.request_id] == [] for one in others)
+    assert [found[one.attempt_id] for one in requests] == alone
+    assert all(found[one.attempt_id] == [] for one in others)
 
 
 def test_a_step_scores_a_bounded_number(

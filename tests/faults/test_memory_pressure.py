@@ -40,7 +40,7 @@ def arrivals(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     add = engine.add
 
     def note(request: EngineRequest) -> None:
-        order.append(int(request.request_id.partition("/")[0]))
+        order.append(int(request.attempt_id.partition("/")[0]))
         add(request)
 
     monkeypatch.setattr(engine, "add", note)

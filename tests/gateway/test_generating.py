@@ -15,7 +15,7 @@ from gateway.generation import Generation
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
 from tests.harness.fake_cluster import WAIT_S, until
 from wire.errors import Overloaded
-from wire.ids import RequestId
+from wire.ids import AttemptId, RequestId, request_of
 from wire.limit import Limit
 
 PROMPT = "hello, world"
@@ -270,7 +270,7 @@ async def test_ids_of_further_prompts_meet_no_id_of_a_client(gateway: LocalGatew
     given = ["multi-1", "multi", "a" * 64]
     asking = [asyncio.create_task(gateway.post(COMPLETIONS, body, x_request_id=one)) for one in given]
     await until(lambda: len(worker.decodes) == 6)
-    ids = {begin.id.request_id for begin in worker.decodes}
+    ids = {request_of(AttemptId(begin.id)) for begin in worker.decodes}
     assert len(ids) == 6
     assert ids > set(given)
     assert {one[:8] for one in ids - set(given)} == {"multi-1-", "aaaaaaaa"}

@@ -18,7 +18,7 @@ from kv_store.node.directory import Directory
 from kv_store.node_store import NodeStore
 from kv_store.tiers.cold_tier import ColdTier
 from kv_store.transfers import InlineTransfers, NoStore, Transfers
-from wire.ids import NamespaceRoot, RequestId
+from wire.ids import AttemptId, NamespaceRoot
 from wire.sampling import SamplingParams
 
 ROOT = NamespaceRoot(b"r" * 32)
@@ -63,7 +63,7 @@ class Node:
 
     def release(self, runs: Sequence[Run]) -> None:
         """Ends the holds of handed-over requests, as a decode worker does once it has their blocks."""
-        self.directory.release_holds([run.request.request_id for run in runs])
+        self.directory.release_holds([run.request.attempt_id for run in runs])
 
     def write_all_cold(self) -> None:
         """Writes every block that nobody uses to the cold tier."""
@@ -93,7 +93,7 @@ def gained(output: StepOutput) -> list[tuple[ChoiceId, int, int]]:
 def drive(core: EngineCore, requests: Sequence[EngineRequest]) -> list[Run]:
     """Runs requests together to their end; the books are checked after every step."""
     runs = {
-        request.request_id: Run(request, {one.index: list(one.output_ids) for one in request.choices})
+        request.attempt_id: Run(request, {one.index: list(one.output_ids) for one in request.choices})
         for request in requests
     }
     for request in requests:
@@ -101,10 +101,10 @@ def drive(core: EngineCore, requests: Sequence[EngineRequest]) -> list[Run]:
     while core.has_requests:
         output = core.step()
         for choice, position, token_id in gained(output):
-            assert position == len(runs[choice.request_id].outputs[choice.index])
-            runs[choice.request_id].outputs[choice.index].append(token_id)
+            assert position == len(runs[choice.attempt_id].outputs[choice.index])
+            runs[choice.attempt_id].outputs[choice.index].append(token_id)
         for event in output.events:
-            runs[event.request_id].take(event)
+            runs[event.attempt_id].take(event)
         assert core.check() == []
     core.step()
     assert core.check() == []
@@ -125,7 +125,7 @@ def serve(core: EngineCore, prompt_ids: Sequence[int], sampling: SamplingParams)
 def prefill(core: EngineCore, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Run]:
     """The prefill half of requests: one token per choice, the prompts' blocks published."""
     asked = [request(prompt_ids, sampling) for prompt_ids in prompts]
-    return drive(core, [HandOff(one.request_id, one.root, one.prompt_ids, one.sampling, one.choices) for one in asked])
+    return drive(core, [HandOff(one.attempt_id, one.root, one.prompt_ids, one.sampling, one.choices) for one in asked])
 
 
 def resume(core: EngineCore, runs: Sequence[Run]) -> list[Run]:
@@ -139,8 +139,8 @@ def rest_of(run: Run) -> EngineRequest:
     choices = tuple(
         ChoiceSoFar(index, tuple(output)) for index, output in run.outputs.items() if index not in run.ended
     )
-    return EngineRequest(asked.request_id, asked.root, asked.prompt_ids, asked.sampling, choices)
+    return EngineRequest(asked.attempt_id, asked.root, asked.prompt_ids, asked.sampling, choices)
 
 
-def _next_id() -> RequestId:
-    return RequestId(f"request-{next(_request_numbers)}")
+def _next_id() -> AttemptId:
+    return AttemptId(f"request-{next(_request_numbers)}")

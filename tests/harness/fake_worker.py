@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from wire.convert import attempt_of, attempt_to_pb, error_to_pb, tiers_to_pb
+from wire.convert import error_to_pb, tiers_to_pb
 from wire.errors import BatonError, DeadlineExceeded
 from wire.ids import PROTOCOL_VERSION, AttemptId, WorkerId
 from wire.layout import KVLayout
@@ -177,13 +177,13 @@ class FakeLine:
         self._changed = asyncio.Event()
 
     def take(self, request: worker_pb2.ConnectRequest) -> None:
-        for attempt in map(attempt_of, request.aborts):
+        for attempt in map(AttemptId, request.aborts):
             if attempt in self._tasks:
                 self._tasks[attempt].cancel()
         if request.renewals:
-            self._worker.renewed.append([one.request_id for one in request.renewals])
-        self._worker.released.extend(one.request_id for one in request.releases)
-        self._worker.ended_choices.extend((attempt_of(one.attempt), one.index) for one in request.ended_choices)
+            self._worker.renewed.append(list(request.renewals))
+        self._worker.released.extend(request.releases)
+        self._worker.ended_choices.extend((AttemptId(one.attempt), one.index) for one in request.ended_choices)
         for ask in request.asks:
             task = asyncio.create_task(self._answer(ask))
             self._asked.add(task)
@@ -198,7 +198,7 @@ class FakeLine:
 
     def begin(self, begin: worker_pb2.Begin) -> None:
         """Serves an attempt, until its end or its abort."""
-        self._tasks[attempt_of(begin.id)] = asyncio.create_task(self._serve(begin))
+        self._tasks[AttemptId(begin.id)] = asyncio.create_task(self._serve(begin))
 
     def say(self, update: worker_pb2.Update) -> None:
         """Sends an update, with its address."""
@@ -207,7 +207,7 @@ class FakeLine:
 
     def say_ended(self, hold: AttemptId) -> None:
         """Tells that a hold has ended."""
-        self._news.ended_holds.append(attempt_to_pb(hold))
+        self._news.ended_holds.append(hold)
         self._changed.set()
 
     async def next(self) -> worker_pb2.ConnectResponse | None:
@@ -237,10 +237,10 @@ class FakeLine:
             self._send(begin, _failed(error))
         finally:
             self._worker.open_calls -= 1
-            del self._tasks[attempt_of(begin.id)]
+            del self._tasks[AttemptId(begin.id)]
 
     def _send(self, begin: worker_pb2.Begin, update: worker_pb2.Update) -> None:
-        update.id.CopyFrom(begin.id)
+        update.id = begin.id
         self.say(update)
 
     async def _answer(self, ask: worker_pb2.Ask) -> None:

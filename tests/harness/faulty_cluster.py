@@ -17,7 +17,7 @@ from tests.harness.fragments import FragmentTokenizer
 from tests.harness.local_cluster import LocalCluster, Parts, Sizes
 from tests.harness.mortal_transport import MortalTransport
 from wire.directory import Block, Hold
-from wire.ids import DEFAULT_TENANT, NamespaceRoot, RequestId
+from wire.ids import DEFAULT_TENANT, AttemptId, NamespaceRoot
 from wire.keys import BlockName, cover
 from wire.pb import inference_pb2 as pb
 from wire.pools import Role
@@ -99,7 +99,7 @@ class FaultyCluster(LocalCluster):
         names = cover(
             root, range(self.arena.num_slots * self._plain_model.layout.block_size), self._plain_model.layout.block_size
         )
-        hold = Hold(RequestId("nobody's"), HOLD_TTL_S)
+        hold = Hold(AttemptId("nobody's"), HOLD_TTL_S)
         slots = self.directory.reserve("nobody", names, hold).slots
         given = [(slot, name) for slot, name in zip(slots, names, strict=True) if slot is not None]
         for slot, _ in given:

@@ -15,8 +15,9 @@ from kv_store.node.directory import Directory
 from router.workers.line import Line
 from router.workers.local_transport import Faults, LocalTransport
 from tests.harness.assembled_worker import local_worker
-from wire.convert import attempt_of, sampling_to_pb, status_of
+from wire.convert import sampling_to_pb, status_of
 from wire.errors import Unavailable
+from wire.ids import AttemptId, number_of
 from wire.layout import KVLayout
 from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
@@ -71,7 +72,7 @@ class Attempt:
 
     def __init__(self, line: Line, begin: worker_pb2.Begin) -> None:
         self._line = line
-        self._id = attempt_of(begin.id)
+        self._id = AttemptId(begin.id)
         self.updates: list[worker_pb2.Update] = []
         self._arrived = asyncio.Event()
         self._running = asyncio.create_task(line.run(begin, self._take))
@@ -212,7 +213,7 @@ def begin_of(
 ) -> worker_pb2.Begin:
     """An attempt at a request of one choice, which has no output yet."""
     return worker_pb2.Begin(
-        id=worker_pb2.AttemptId(request_id=request_id, attempt=attempt),
+        id=f"{request_id}/{attempt}",
         namespace_root=bytes(32),
         prompt=inference_pb2.TokenIds(ids=prompt),
         sampling_params=sampling_to_pb(sampling or greedy(40)),
@@ -235,4 +236,4 @@ def prompt_source(updates: Iterable[worker_pb2.Update]) -> worker_pb2.PromptSour
 
 
 def attempts_of(updates: Iterable[worker_pb2.Update]) -> set[int]:
-    return {attempt_of(update.id).number for update in updates}
+    return {number_of(AttemptId(update.id)) for update in updates}

@@ -3,9 +3,9 @@
 from typing import Any
 
 from tests.harness.fake_worker import FakeLine, FakeWorker
-from wire.convert import attempt_of, error_to_pb, tiers_to_pb
+from wire.convert import error_to_pb, tiers_to_pb
 from wire.errors import BatonError
-from wire.ids import AttemptId, WorkerId
+from wire.ids import AttemptId, WorkerId, request_of
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import Role
@@ -33,8 +33,8 @@ class ScriptedWorker(FakeWorker):
     def begun(self, begin: worker_pb2.Begin, line: "ScriptedLine") -> None:
         """Notes an attempt that a router has begun on a line."""
         self.begins.append(begin)
-        self._lines[attempt_of(begin.id)] = line
-        self._open.add(attempt_of(begin.id))
+        self._lines[AttemptId(begin.id)] = line
+        self._open.add(AttemptId(begin.id))
         self.open_calls = len(self._open)
 
     def ended(self, attempt: AttemptId) -> None:
@@ -60,8 +60,8 @@ class ScriptedWorker(FakeWorker):
 
         prompt: tokens by tier. error: the attempt ends with it.
         """
-        begun = self.begins_of(request_id or self.begins[-1].id.request_id)[number - 1]
-        attempt = attempt_of(begun.id)
+        begun = self.begins_of(request_id or request_of(AttemptId(self.begins[-1].id)))[number - 1]
+        attempt = AttemptId(begun.id)
         update = worker_pb2.Update(id=begun.id, choices=choices)
         if prompt is not None:
             update.prompt.cached_tokens.extend(tiers_to_pb(prompt))
@@ -77,7 +77,7 @@ class ScriptedWorker(FakeWorker):
         return attempt in self._open
 
     def begins_of(self, request_id: str) -> list[worker_pb2.Begin]:
-        return [begin for begin in self.begins if begin.id.request_id == request_id]
+        return [begin for begin in self.begins if request_of(AttemptId(begin.id)) == request_id]
 
 
 class ScriptedLine(FakeLine):
@@ -88,10 +88,10 @@ class ScriptedLine(FakeLine):
         self._script = worker
 
     def take(self, request: worker_pb2.ConnectRequest) -> None:
-        self._script.aborts.extend(map(attempt_of, request.aborts))
-        for attempt in map(attempt_of, request.aborts):
+        self._script.aborts.extend(map(AttemptId, request.aborts))
+        for attempt in map(AttemptId, request.aborts):
             self._script.ended(attempt)
-        self._script.releases.extend(map(attempt_of, request.releases))
+        self._script.releases.extend(map(AttemptId, request.releases))
         if not self._script.answers:
             request.ClearField("asks")
         super().take(request)

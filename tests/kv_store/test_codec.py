@@ -12,7 +12,7 @@ from kv_store.node import codec
 from kv_store.node.codec import LENGTH, Refused, ServiceCodec, body_len
 from wire.directory import Hold, TtlS
 from wire.errors import WireError
-from wire.ids import RequestId
+from wire.ids import AttemptId
 
 Name = NewType("Name", str)
 
@@ -198,7 +198,7 @@ def test_messages_are_bounded_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf"), 1e9])
 def test_a_time_to_live_is_positive_and_bounded(ttl_s: float) -> None:
-    good = (Hold(RequestId("q"), 1.25), 2.5)
+    good = (Hold(AttemptId("q"), 1.25), 2.5)
     data = call_body("hold", *good)
     assert tuple(CODEC.decode_call(data).arguments) == good
     for known in good[1], 1.25:

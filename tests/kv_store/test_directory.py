@@ -13,12 +13,12 @@ from kv_store.node.directory_server import DirectoryServer
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import committed, names_of
 from wire.directory import Block, Entry, Hold
-from wire.ids import BlockKey, NamespaceRoot, PageId, RequestId
+from wire.ids import AttemptId, BlockKey, NamespaceRoot, PageId
 from wire.keys import BlockName, cover, digest_of
 from wire.tier import COLD_TIERS, ColdStatus, Tier, Write
 
 NUM_SLOTS = 8
-REQUEST = RequestId("request")
+REQUEST = AttemptId("request")
 ROOT_A, ROOT_B = NamespaceRoot(b"a" * 32), NamespaceRoot(b"b" * 32)
 
 
@@ -42,8 +42,8 @@ def keys(names: list[BlockName]) -> list[BlockKey]:
     return [name.key for name in names]
 
 
-def hold(request_id: str = "request", ttl_s: float = 10.0) -> Hold:
-    return Hold(RequestId(request_id), ttl_s)
+def hold(attempt_id: str = "request", ttl_s: float = 10.0) -> Hold:
+    return Hold(AttemptId(attempt_id), ttl_s)
 
 
 @pytest.fixture(params=["direct", "socket"])
@@ -208,7 +208,7 @@ def test_a_hold_keeps_what_is_there_and_what_is_written_for_it(served: Served) -
     assert served.port.status().counts.published == 3
     served.publish(names_of(4 * NUM_SLOTS, first=1000))
     assert served.found(names) == [True] * 3
-    assert served.port.release_holds([RequestId("request"), RequestId("nobody")]) == 1
+    assert served.port.release_holds([AttemptId("request"), AttemptId("nobody")]) == 1
     assert (served.port.status().num_holds, served.port.status().counts.published) == (0, 0)
     served.publish(names_of(4 * NUM_SLOTS, first=2000))
     assert served.found(names) == [False] * 3
@@ -227,12 +227,12 @@ def test_a_hold_ends_unless_it_is_renewed(served: Served) -> None:
     served.publish(names, hold("kept"))
     assert served.port.reserve("another", names, hold("left")).num_resident == 2
     served.clock.now += 9.0
-    assert served.port.renew([RequestId("kept"), RequestId("nobody")], 10.0) == [RequestId("nobody")]
+    assert served.port.renew([AttemptId("kept"), AttemptId("nobody")], 10.0) == [AttemptId("nobody")]
     served.clock.now += 1.0
     assert served.port.status().num_holds == 1
     assert served.port.status().counts.published == 2
     served.clock.now += 9.0
-    assert served.port.renew([RequestId("kept")], 10.0) == [RequestId("kept")]
+    assert served.port.renew([AttemptId("kept")], 10.0) == [AttemptId("kept")]
     assert served.port.status().counts.published == 0
 
 
@@ -292,7 +292,7 @@ def test_a_request_holds_a_block_once(served: Served) -> None:
     names = names_of(4)
     served.publish(names, hold())
     served.port.reserve("another", names, hold())
-    served.port.release_holds([RequestId("request")])
+    served.port.release_holds([AttemptId("request")])
     assert served.port.status().counts.published == 0
 
 
@@ -324,7 +324,7 @@ def test_a_corrupt_block_that_is_held_and_read_is_free_when_both_end(served: Ser
     lease = served.port.lease("reader", keys(names), 5.0)
     served.port.withdraw([bad])
     assert served.port.status().counts.owned == 1
-    served.port.release_holds([RequestId("request")])
+    served.port.release_holds([AttemptId("request")])
     assert served.port.status().counts.draining == 1
     served.port.release(lease.lease_id)
     assert served.port.status().counts.free == NUM_SLOTS
@@ -432,12 +432,12 @@ def test_blocks_that_are_read_outside_of_a_hand_off_are_offered_to_a_tier_that_g
     names = names_of(15)
     served.publish(names)
     assert written_next(directory, Tier.REDIS) == []
-    directory.reserve("other", names, Hold(RequestId("a"), 5.0))
+    directory.reserve("other", names, Hold(AttemptId("a"), 5.0))
     directory.release(directory.lease("decode", keys(names), 1.0).lease_id)
     assert written_next(directory, Tier.REDIS) == [], "that was the hand-off"
     directory.release(directory.lease("decode", keys(names[2:3]), 1.0).lease_id)
     assert written_next(directory, Tier.REDIS) == keys(names[2:3]), "of a second request"
-    directory.release_holds([RequestId("a")])
+    directory.release_holds([AttemptId("a")])
     directory.release(directory.lease("prefill", keys(names[1:]), 1.0).lease_id)
     assert written_next(directory, Tier.REDIS) == keys([names[2], names[1]])
     directory.mark_cold(Tier.REDIS, keys(names[1:3]))

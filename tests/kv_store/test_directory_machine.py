@@ -10,14 +10,14 @@ from kv_store.node.directory import Directory
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import names_of
 from wire.directory import Block, Hold
-from wire.ids import BlockKey, PageId, RequestId
+from wire.ids import AttemptId, BlockKey, PageId
 from wire.keys import BlockName
 from wire.tier import COLD_TIERS, Tier, Write
 
 NUM_SLOTS = 6
 NAMES = [*names_of(14), *names_of(14, first=1000)]
 writers = st.sampled_from(["one", "other", "third"])
-holders = st.sampled_from([RequestId("a"), RequestId("b")])
+holders = st.sampled_from([AttemptId("a"), AttemptId("b")])
 ranges = st.tuples(st.integers(0, len(NAMES) - 1), st.integers(1, 4))
 
 
@@ -39,7 +39,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.directory = Directory(NUM_SLOTS, self.clock, high_water=0.5, writes={Tier.REDIS: write})
 
     @rule(writer=writers, part=ranges, holder=st.none() | holders)
-    def reserve(self, writer: str, part: tuple[int, int], holder: RequestId | None) -> None:
+    def reserve(self, writer: str, part: tuple[int, int], holder: AttemptId | None) -> None:
         names = NAMES[part[0] : part[0] + part[1]]
         hold = None if holder is None else Hold(holder, 3.0)
         self.writing.pop(writer, None)
@@ -50,7 +50,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.arena[slot] = name.key
 
     @rule(writer=writers, holder=st.none() | holders, num_blocks=st.integers(0, 4))
-    def commit(self, writer: str, holder: RequestId | None, num_blocks: int) -> None:
+    def commit(self, writer: str, holder: AttemptId | None, num_blocks: int) -> None:
         written = self.writing.get(writer, [])
         blocks = [Block(slot, name, name.key[:16]) for slot, name in written[:num_blocks]]
         hold = None if holder is None else Hold(holder, 3.0)
@@ -91,7 +91,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert self.directory.mark_cold(tier, [block.name.key for block in batch.blocks]) == len(batch.blocks)
 
     @rule(holder=holders)
-    def release_hold(self, holder: RequestId) -> None:
+    def release_hold(self, holder: AttemptId) -> None:
         self.directory.release_holds([holder])
 
     @rule(slot=st.integers(0, NUM_SLOTS - 1), name=st.sampled_from(NAMES))

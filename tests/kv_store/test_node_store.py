@@ -24,14 +24,14 @@ from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, names_of, payload_of, put_one
 from tests.kv_store.pools import filled_pool, page_of, pages_from
 from wire.errors import ConfigError
-from wire.ids import BlockKey, PageId, RequestId
+from wire.ids import AttemptId, BlockKey, PageId
 from wire.keys import BlockName
 from wire.layout import KVLayout
 from wire.tier import Tier
 
 NUM_SLOTS = 16
 FIRST_FETCHED = 40
-REQUEST = RequestId("request")
+REQUEST = AttemptId("request")
 
 
 class Node:
@@ -48,7 +48,7 @@ class Node:
         arena, port = self.connect()
         return NodeStore(LAYOUT, arena, port, [] if self.cold is None else [self.cold], pool)
 
-    def publish(self, names: list[BlockName], hold: RequestId | None = None) -> NodeStore:
+    def publish(self, names: list[BlockName], hold: AttemptId | None = None) -> NodeStore:
         """By a store of its own."""
         store = self.store(filled_pool(names))
         published = store.publish(names, pages_from(0, len(names)), hold)
@@ -228,7 +228,7 @@ def test_without_room_publishing_does_what_it_can(node: Node) -> None:
     node.publish(names_of(4 * (NUM_SLOTS - 2), first=1000), REQUEST)
     names = names_of(16)
     store = node.store(filled_pool(names))
-    assert store.publish(names, pages_from(0, 4), RequestId("other")) == 2
+    assert store.publish(names, pages_from(0, 4), AttemptId("other")) == 2
     assert node.fetch(names) == [Tier.HOST] * 2
 
 

@@ -17,12 +17,12 @@ from kv_store.transfers import (
 )
 from tests.kv_store.names import names_of
 from tests.kv_store.pools import pages_from
-from wire.ids import PageId, RequestId
+from wire.ids import AttemptId, PageId
 from wire.keys import BlockName
 from wire.tier import Tier
 
 NAMES, PAGES = names_of(8), pages_from(0, 2)
-REQUEST = RequestId("request")
+REQUEST = AttemptId("request")
 WAIT_S = 20.0
 FETCH, PUBLISH, WITHDRAW = Fetch(NAMES, PAGES), Publish(NAMES, PAGES, REQUEST), Withdraw(NAMES)
 
@@ -47,7 +47,7 @@ class FakeStore:
     def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
         return slice(starts[-1], len(names))
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         self._work("publish", names, pages, hold)
         return len(names)
 
@@ -60,10 +60,10 @@ class FakeStore:
         if self.error is not None:
             raise self.error
 
-    def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
+    def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         return []
 
-    def release_holds(self, request_ids: Sequence[RequestId]) -> None: ...
+    def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None: ...
 
     def status(self) -> StoreStatus:
         return StoreStatus(None, [], 0)

@@ -5,9 +5,9 @@ import pytest
 from router.config import AdmissionBounds
 from router.requests.admission import Admission
 from wire.errors import Overloaded, RequestExists
-from wire.ids import RequestId
+from wire.ids import QualifiedId
 
-A, B, C, D = (RequestId(name) for name in "abcd")
+A, B, C, D = (QualifiedId(name) for name in "abcd")
 
 
 def test_requests_are_queued_until_their_first_token() -> None:

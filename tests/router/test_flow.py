@@ -19,7 +19,7 @@ from router.requests.replay import MAX_ATTEMPTS, MIN_PROGRESS
 from router.requests.validator import Prepared
 from tests.harness.fake_cluster import CONFIG, FakeCluster, request, running, until
 from tests.harness.scripted_worker import ScriptedWorker, chunk, so_far, tokens
-from wire.convert import attempt_of, tiers_to_pb
+from wire.convert import tiers_to_pb
 from wire.errors import (
     AttemptsExhausted,
     BatonError,
@@ -32,7 +32,7 @@ from wire.errors import (
     WireError,
     WorkerLeaving,
 )
-from wire.ids import AttemptId, BlockKey, RequestId, WorkerId
+from wire.ids import AttemptId, BlockKey, WorkerId, number_of, request_of
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import Role
@@ -169,7 +169,7 @@ async def test_a_request_from_beginning_to_end(stage: Stage) -> None:
     assert (decode.prompt, decode.namespace_root) == (begin.prompt, begin.namespace_root)
     assert (stage.releases, len(serving())) == ([], 1)
     stage["d0"].say(prompt={"host": 12})
-    await until(lambda: stage.releases == [attempt_of(begin.id)])
+    await until(lambda: stage.releases == [AttemptId(begin.id)])
     stage["d0"].say(tokens("bc", 1))
     await client.has("abc")
     stage["d0"].say(tokens("d", 3, finish_reason=LENGTH))
@@ -194,7 +194,7 @@ async def test_the_end_at_the_first_token(stage: Stage) -> None:
     begin = await stage.begun("p0")
     stage["p0"].say(tokens("a", 0, finish_reason=STOP, stop_token_id=97), prompt={}, ends=True)
     assert (await client.completed()).choices[0].stop_token_id == 97
-    await until(lambda: stage.releases == [attempt_of(begin.id)])
+    await until(lambda: stage.releases == [AttemptId(begin.id)])
     assert stage["d0"].begins == []
 
 
@@ -234,8 +234,8 @@ async def test_a_lost_prefill_worker_is_followed_by_another(stage: Stage, error:
     with stage.busy("p0"):
         stage["p0"].say(error=error)
         second = await stage.begun("p1")
-    assert second.id.attempt > first.id.attempt
-    assert attempt_of(first.id) in stage.releases
+    assert number_of(AttemptId(second.id)) > number_of(AttemptId(first.id))
+    assert AttemptId(first.id) in stage.releases
     stage["p1"].say(tokens("a", 0, finish_reason=LENGTH), ends=True)
     assert (await client.completed()).timeline.prefill_worker == "p1"
     assert stage["p0"].aborts == [], "its worker has ended it"
@@ -320,7 +320,7 @@ async def test_a_request_under_a_former_id_gets_nothing_of_what_the_former_one_i
     stage["d0"].say(tokens("B", 1, finish_reason=LENGTH), ends=True)
     await second.completed()
     assert second.text == "AB"
-    assert len(set(map(attempt_of, (begin.id for begin in stage["d0"].begins)))) == 2
+    assert len(set(map(AttemptId, (begin.id for begin in stage["d0"].begins)))) == 2
 
 
 async def test_tokens_that_do_not_follow_end_the_attempt(stage: Stage) -> None:
@@ -329,7 +329,7 @@ async def test_tokens_that_do_not_follow_end_the_attempt(stage: Stage) -> None:
     with stage.busy("d0"):
         stage["d0"].say(tokens("b", 1), tokens("d", 3))
         assert list((await stage.begun("d1")).choices) == [so_far("ab")]
-    await until(lambda: stage["d0"].aborts == [attempt_of(begin.id)])
+    await until(lambda: stage["d0"].aborts == [AttemptId(begin.id)])
     stage["d1"].say(tokens("", 2, finish_reason=LENGTH), ends=True)
     await client.completed()
 
@@ -421,10 +421,10 @@ async def test_a_choice_that_a_stop_string_ends_is_ended_at_its_worker(stage: St
     begin = await stage.begun("d0")
     stage["d0"].say(tokens("yz", 1, index=1), tokens("d", 1, index=2, finish_reason=LENGTH), prompt={"host": 12})
     await until(lambda: bool(stage["d0"].ended_choices))
-    assert stage["d0"].ended_choices == [(attempt_of(begin.id), 1)]
+    assert stage["d0"].ended_choices == [(AttemptId(begin.id), 1)]
     stage["d0"].say(tokens("yz", 1), ends=True)
     assert [one.stop_string for one in (await client.completed()).choices] == ["yz", "yz", ""]
-    assert stage["d0"].ended_choices == [(attempt_of(begin.id), 1)]
+    assert stage["d0"].ended_choices == [(AttemptId(begin.id), 1)]
 
 
 async def test_a_stop_string_across_workers_ends_the_attempt_at_the_last(stage: Stage) -> None:
@@ -473,7 +473,7 @@ async def lose(worker: ScriptedWorker, request_id: str, error: BatonError = LOST
 
 def is_open(worker: ScriptedWorker, request_id: str) -> bool:
     begins = worker.begins_of(request_id)
-    return bool(begins) and worker.has_open(attempt_of(begins[-1].id))
+    return bool(begins) and worker.has_open(AttemptId(begins[-1].id))
 
 
 async def test_what_may_be_the_last_attempt_waits_while_another_is_tried_alone() -> None:
@@ -548,7 +548,7 @@ async def test_a_request_whose_outbox_is_full_ends_alone(ends: bool) -> None:
     config = replace(CONFIG, streams=replace(CONFIG.streams, max_buffered_tokens=2))
     async with stage_of("d0", config=config) as stage:
         unread, other = await two_on_one_line(stage, n=3)
-        first = stage["d0"].begins[0].id.request_id
+        first = request_of(AttemptId(stage["d0"].begins[0].id))
         endings: dict[str, Any] = {"finish_reason": LENGTH} if ends else {}
         gained = [tokens("a", 0, index=index, **endings) for index in range(3)]
         stage["d0"].say(*gained, request_id=first, ends=ends)
@@ -574,7 +574,7 @@ async def test_a_bug_in_what_becomes_of_an_update_ends_its_request_alone(
     monkeypatch.setattr(Answer, "accept", stumble)
     async with stage_of("d0") as stage:
         unread, other = await two_on_one_line(stage)
-        stage["d0"].say(tokens("!", 0), request_id=stage["d0"].begins[0].id.request_id, ends=ends)
+        stage["d0"].say(tokens("!", 0), request_id=request_of(AttemptId(stage["d0"].begins[0].id)), ends=ends)
         stage["d0"].say(tokens("b", 0, finish_reason=LENGTH), request_id="other", ends=True)
         await other.completed()
         error = await Client(unread).failed()
@@ -619,7 +619,7 @@ async def waiting_for_the_tokenizer(stage: Stage, monkeypatch: pytest.MonkeyPatc
 @asynccontextmanager
 async def waiting_for_room(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
     holds, keys = stage.cluster.router.holds, [BlockKey(number.to_bytes(32, "big")) for number in range(600)]
-    async with holds.hold(AttemptId(RequestId("of another"), 1), keys, ""):
+    async with holds.hold(AttemptId("of another/1"), keys, ""):
         client = stage.open()
         await until(lambda: holds.budgets[""].num_waiting)
         yield client

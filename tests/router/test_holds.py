@@ -15,7 +15,7 @@ from tests.harness.fake_cluster import until
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT
 from tests.harness.scripted_worker import ScriptedWorker
 from wire.errors import Unavailable
-from wire.ids import AttemptId, BlockKey, RequestId, WorkerId
+from wire.ids import AttemptId, BlockKey, WorkerId
 from wire.pools import Role, Worker, WorkerState
 
 
@@ -24,7 +24,7 @@ def keys(*numbers: int) -> Sequence[BlockKey]:
 
 
 def attempt(name: str, number: int = 1) -> AttemptId:
-    return AttemptId(RequestId(name), number)
+    return AttemptId(f"{name}/{number}")
 
 
 A, B, C = map(attempt, "abc")
@@ -180,7 +180,7 @@ async def test_holds_are_renewed_from_the_answer_until_the_release(pair: Pair) -
         assert first.renewed == []
         hold.keep()
         await until(lambda: len(first.renewed) >= 2)
-        assert first.renewed[0] == ["a"]
+        assert first.renewed[0] == [A]
         hold.release()
         await until(lambda: first.releases)
         num_renewals = len(first.renewed)
@@ -197,9 +197,9 @@ async def test_a_hold_whose_blocks_have_moved_makes_room_and_is_renewed_no_more(
     tasks = [pair.begin(A, FIVE), pair.begin(B, keys(7))]
     await until(lambda: len(told.renewed) >= 2)
     assert pair.holds.budgets[""].num_waiting == 1
-    assert told.renewed[-1] == ["a"]
+    assert told.renewed[-1] == [A]
     told.line.say_ended(A)
-    await until(lambda: told.renewed[-1] == ["b"])
+    await until(lambda: told.renewed[-1] == [B])
     assert (pair.holds.budgets[""].num_waiting, pair.holds.budgets[""].num_blocks) == (0, 1)
     for task in tasks:
         task.cancel()

@@ -19,23 +19,22 @@ from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from tests.harness.scripted_worker import ScriptedWorker, tokens
 from tests.router.worker_server import served
 from tests.simulator import virtual_time
-from wire.convert import attempt_of, attempt_to_pb
 from wire.errors import BatonError, DeadlineExceeded, InvalidRequest, Unavailable, WireError, WorkerLeaving
-from wire.ids import AttemptId, BlockKey, RequestId, WorkerId
+from wire.ids import AttemptId, BlockKey, WorkerId
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from wire.pools import Role, Worker, WorkerState
 
 TOKEN = "the cluster's token"
 LEFT = WorkerLeaving("it is not needed any more")
-A, B, C = (AttemptId(RequestId(name), 1) for name in "abc")
+A, B, C = (AttemptId(f"{name}/1") for name in "abc")
 
 
 def begin(attempt: AttemptId, num_prompt: int = 12, time_left_s: float = 20.0) -> worker_pb2.Begin:
     """A Begin of six tokens, the first of which the client has."""
     prompt = b"hello, world" if num_prompt == 12 else [token * 7919 % 150_000 for token in range(num_prompt)]
     return worker_pb2.Begin(
-        id=attempt_to_pb(attempt),
+        id=attempt,
         prompt=pb.TokenIds(ids=prompt),
         sampling_params=pb.SamplingParams(seed=1, n=1, max_tokens=6),
         choices=[worker_pb2.ChoiceSoFar(index=0, output=pb.TokenIds(ids=expected(6)[:1]))],
@@ -140,7 +139,7 @@ async def test_orders_arrive_and_are_answered(pair: Pair) -> None:
     pair.line.release(A)
     pair.line.release(B)
     await until(lambda: len(pair.worker.released) == 2)
-    assert (pair.worker.renewed, pair.worker.released) == ([["a"]], ["a", "b"])
+    assert (pair.worker.renewed, pair.worker.released) == ([[A]], [A, B])
     assert pair.line.is_open
     assert (pair.line.num_attempts, pair.line.num_questions) == (0, 0)
 
@@ -208,7 +207,7 @@ async def test_an_old_attempt_is_heard_no_more(script: Script) -> None:
     call = asyncio.create_task(script.line.run(begin(A), first.take))
     await until(lambda: script.worker.open_calls)
     call.cancel()
-    again = asyncio.create_task(script.line.run(begin(AttemptId(A.request_id, 2)), second.take))
+    again = asyncio.create_task(script.line.run(begin(AttemptId("a/2")), second.take))
     await until(lambda: len(script.worker.begins) == 2)
     script.worker.say(tokens("z", 1), number=1)
     script.worker.say(number=1, ends=True, error=InvalidRequest("prompt", "is poison"))
@@ -387,7 +386,7 @@ async def renew_on_a_slow_line() -> None:
     worker = ScriptedWorker(WorkerId("w"), Role.DECODE)
     members = Members(FINGERPRINT, LAYOUT.encode())
     holds = Holds(members)
-    prompts = [begin(AttemptId(RequestId(f"r{number}"), 1), num_prompt=100_000) for number in range(50)]
+    prompts = [begin(AttemptId(f"r{number}/1"), num_prompt=100_000) for number in range(50)]
     async with line_to(LocalTransport(worker, Faults(bytes_per_s=1e6))) as line:
         members.add(Member(Worker(worker.worker_id, worker.role, "", WorkerState.READY), await line.info(5.0), line))
         holds.resize()
@@ -457,7 +456,7 @@ class TestOutgoing:
         outgoing.ask(worker_pb2.Ask(number=1, info=worker_pb2.GetInfo()))
         outgoing.abort(C)
         (message,) = written(outgoing)
-        assert [attempt_of(one) for one in (*message.renewals, *message.releases, *message.aborts)] == [B, C, C]
+        assert [AttemptId(one) for one in (*message.renewals, *message.releases, *message.aborts)] == [B, C, C]
         assert [ask.number for ask in message.asks] == [1]
         assert list(message.begins) == [begin(A)]
 
@@ -467,8 +466,8 @@ class TestOutgoing:
         for attempt in (B, A, C):
             outgoing.begin(begin(attempt, num_tokens))
         first, second = written(outgoing)
-        assert [attempt_of(begin.id) for begin in first.begins] == [B, A]
-        assert [attempt_of(begin.id) for begin in second.begins] == [C]
+        assert [AttemptId(begin.id) for begin in first.begins] == [B, A]
+        assert [AttemptId(begin.id) for begin in second.begins] == [C]
         assert first.ByteSize() <= MAX_PIECE_BYTES + 64
 
     def test_a_long_begin_goes_in_pieces_between_which_short_orders_pass(self) -> None:
@@ -479,8 +478,8 @@ class TestOutgoing:
         outgoing.renew([C])
         short, *pieces, last = written(outgoing)
         assert first is not None
-        assert [attempt_of(one) for one in short.renewals] == [C]
-        assert [attempt_of(begin.id) for begin in last.begins] == [B]
+        assert [AttemptId(one) for one in short.renewals] == [C]
+        assert [AttemptId(begin.id) for begin in last.begins] == [B]
         data = b"".join(request.piece.data for request in (first, *pieces))
         assert worker_pb2.Begin.FromString(data) == long_begin(A)
         assert [request.piece.last for request in pieces] == [*[False] * (len(pieces) - 1), True]
@@ -491,7 +490,7 @@ class TestOutgoing:
         for attempt in (A, B):
             outgoing.begin(begin(attempt))
         outgoing.abort(A)
-        assert [attempt_of(begin.id) for request in written(outgoing) for begin in request.begins] == [B]
+        assert [AttemptId(begin.id) for request in written(outgoing) for begin in request.begins] == [B]
 
     def test_an_abort_amid_the_pieces_takes_back_the_rest(self) -> None:
         outgoing = Outgoing()
@@ -500,15 +499,15 @@ class TestOutgoing:
         outgoing.next()
         outgoing.abort(A)
         short, *pieces = written(outgoing)
-        assert [attempt_of(one) for one in short.aborts] == [A]
-        assert {attempt_of(request.piece.id) for request in pieces} == {B}
+        assert [AttemptId(one) for one in short.aborts] == [A]
+        assert {AttemptId(request.piece.id) for request in pieces} == {B}
 
     def test_a_renewal_takes_the_place_of_one_that_waits(self) -> None:
         outgoing = Outgoing()
         outgoing.renew([A, B])
         outgoing.renew([B, C])
         (short,) = written(outgoing)
-        assert [attempt_of(one) for one in short.renewals] == [B, C]
+        assert [AttemptId(one) for one in short.renewals] == [B, C]
 
     async def test_a_writer_waits_for_an_order(self) -> None:
         outgoing = Outgoing()
@@ -516,4 +515,4 @@ class TestOutgoing:
         await asyncio.sleep(0)
         assert not taking.done()
         outgoing.release(A)
-        assert [attempt_of(one) for one in (await taking).releases] == [A]
+        assert [AttemptId(one) for one in (await taking).releases] == [A]

@@ -27,9 +27,9 @@ from wire.errors import (
     WireError,
     WorkerLeaving,
 )
-from wire.ids import BlockKey, RequestId
+from wire.ids import BlockKey, QualifiedId
 
-A, B, C = (RequestId(name) for name in "abc")
+A, B, C = (QualifiedId(name) for name in "abc")
 LOST = Unavailable("the worker is dead")
 LEFT = WorkerLeaving("it drains")
 
@@ -98,21 +98,21 @@ class Turns:
 
     def __init__(self) -> None:
         self.suspects = Suspects()
-        self.has_turn: set[RequestId] = set()
+        self.has_turn: set[QualifiedId] = set()
         self._ends = {request_id: asyncio.Event() for request_id in (A, B, C)}
-        self._tasks: dict[RequestId, asyncio.Task[None]] = {}
+        self._tasks: dict[QualifiedId, asyncio.Task[None]] = {}
 
-    async def ask(self, *request_ids: RequestId) -> None:
+    async def ask(self, *request_ids: QualifiedId) -> None:
         for request_id in request_ids:
             self._tasks[request_id] = asyncio.create_task(self._be_alone(request_id))
         await self.settle()
 
-    async def end(self, request_id: RequestId) -> None:
+    async def end(self, request_id: QualifiedId) -> None:
         self._ends[request_id].set()
         await self._tasks[request_id]
         await self.settle()
 
-    async def cancel(self, request_id: RequestId) -> None:
+    async def cancel(self, request_id: QualifiedId) -> None:
         self._tasks[request_id].cancel()
         await asyncio.wait([self._tasks[request_id]])
         await self.settle()
@@ -121,7 +121,7 @@ class Turns:
         for _ in range(5):
             await asyncio.sleep(0)
 
-    async def _be_alone(self, request_id: RequestId) -> None:
+    async def _be_alone(self, request_id: QualifiedId) -> None:
         async with self.suspects.alone(request_id):
             self.has_turn.add(request_id)
             await self._ends[request_id].wait()

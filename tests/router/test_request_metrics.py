@@ -7,7 +7,7 @@ from router.observe.metrics import RequestMetrics, TokenTiming
 from router.observe.record import GATES, RequestRecord, RequestSummary, outcome_of
 from wire.convert import tiers_from_pb
 from wire.errors import InvalidRequest, Overloaded
-from wire.ids import RequestId, WorkerId
+from wire.ids import QualifiedId, WorkerId
 from wire.pb import inference_pb2 as pb
 
 
@@ -23,7 +23,7 @@ def record(
     timeline = pb.Timeline(total_ms=2000.0)
     for name, duration_ms in spans.items():
         timeline.spans.add(name=name, duration_ms=duration_ms)
-    return RequestRecord(RequestId("r-1"), outcome, summary, 0.5, timeline)
+    return RequestRecord(QualifiedId("r-1"), outcome, summary, 0.5, timeline)
 
 
 def test_tokens_are_timed_by_choice() -> None:

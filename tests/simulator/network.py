@@ -8,7 +8,6 @@ from contextvars import Context
 from typing import Any, cast
 
 from tests.simulator.virtual_time import Process
-from wire.convert import attempt_of
 from wire.errors import Unavailable
 from wire.pb import worker_pb2
 from worker.server import WorkerApi
@@ -131,7 +130,7 @@ class Connection:
         while (message := await self._next_request()) is not None:
             request = worker_pb2.ConnectRequest.FromString(message)
             for begin in request.begins:
-                self._note("begin", attempt_of(begin.id).name)
+                self._note("begin", begin.id)
             yield request
 
     async def _next_request(self) -> bytes | None:
@@ -144,7 +143,7 @@ class Connection:
         """Sends a message of the worker."""
         for update in response.updates:
             what = "end" if update.HasField("end") else ""
-            self._note("update", f"{attempt_of(update.id).name} {_tokens_of(update)} {what}".rstrip())
+            self._note("update", f"{update.id} {_tokens_of(update)} {what}".rstrip())
         await self.to_router.send(response.SerializeToString())
 
 

@@ -17,7 +17,7 @@ from tests.simulator.invariants import Watch
 from tests.simulator.virtual_time import Process
 from wire.directory import Block, ClientName, DirectoryInfo, Hold, Lease, Reservation
 from wire.errors import StoreError
-from wire.ids import BlockKey, RequestId
+from wire.ids import AttemptId, BlockKey
 from wire.layout import KVLayout
 
 WRITE_EVERY_S = 0.1
@@ -77,7 +77,7 @@ class Node:
         if self._memory is not None:
             self._memory[:] = bytes(len(self._memory))
         block_bytes = self._layout.block_bytes
-        self._held: dict[RequestId, tuple[set[BlockKey], float]] = {}
+        self._held: dict[AttemptId, tuple[set[BlockKey], float]] = {}
         self._num_epochs += 1
         self._memory = mmap.mmap(-1, block_bytes * self._num_slots)
         self.path = f"{self.name}/{self._num_epochs}"
@@ -125,8 +125,8 @@ class Node:
         """Carries out a call, and sees to what it says of slots in use."""
         watch, process = self._watch, caller.process.name
         if method == "release_holds":
-            for request_id in arguments[0]:
-                self._held.pop(request_id, None)
+            for attempt_id in arguments[0]:
+                self._held.pop(attempt_id, None)
         if method in ("reserve", "abandon"):
             watch.end(("writer", arguments[0]))
         if method == "release":
@@ -157,20 +157,20 @@ class Node:
 
     def _note_hold(self, hold: Hold, keys: Sequence[BlockKey]) -> None:
         found = {key for key, is_there in zip(keys, self.directory.exists(keys), strict=True) if is_there}
-        self._held[hold.request_id] = (
-            self._held.get(hold.request_id, (set(), 0))[0] | found,
+        self._held[hold.attempt_id] = (
+            self._held.get(hold.attempt_id, (set(), 0))[0] | found,
             self.clock() + hold.ttl_s,
         )
 
-    def _check_renewed(self, asked: Sequence[RequestId], ended: Sequence[RequestId], ttl_s: float) -> None:
+    def _check_renewed(self, asked: Sequence[AttemptId], ended: Sequence[AttemptId], ttl_s: float) -> None:
         """I11: when a hold ends before its time, the cold tier has had all blocks of it that are still found."""
-        for request_id in filter(self._held.__contains__, asked):
-            keys, end_s = self._held[request_id]
+        for attempt_id in filter(self._held.__contains__, asked):
+            keys, end_s = self._held[attempt_id]
             there = {key for key in keys if self.directory.exists([key]) == [True]}
-            if request_id not in ended:
-                self._held[request_id] = (keys, max(end_s, self.clock() + ttl_s))
+            if attempt_id not in ended:
+                self._held[attempt_id] = (keys, max(end_s, self.clock() + ttl_s))
             elif self.clock() < end_s and not there <= self._written:
-                self._watch.violated("I11", f"the hold of {request_id} has ended, and its blocks have no copy")
+                self._watch.violated("I11", f"the hold of {attempt_id} has ended, and its blocks have no copy")
 
     def _check_commit(self, blocks: Sequence[Block]) -> None:
         """I3: what can be found from now on is there, and is what it should be."""

@@ -10,7 +10,7 @@ from wire.pb import worker_pb2
 
 SAMPLING = pb.SamplingParams(temperature=0.0, max_tokens=40, min_tokens=3, seed=7, n=2, stop=["a c"])
 PROMPT = pb.TokenIds(ids=[1, 2, 300])
-ATTEMPT = worker_pb2.AttemptId(request_id="r-1", attempt=2)
+ATTEMPT = "r-1/2"
 BEGIN = worker_pb2.Begin(
     id=ATTEMPT,
     namespace_root=b"root",
@@ -69,13 +69,13 @@ SOURCE = worker_pb2.PromptSource(cached_tokens=tiers_to_pb({"device": 16, "host"
 SPAN = pb.Span(name="decode.queue", worker="d-0", start_ms=1.0, duration_ms=2.0, counts={"tokens": 2})
 WRITTEN: list[tuple[str, Message]] = [
     (
-        "0a070a03722d3110021204726f6f741a060a040102ac0222120d00000000282830033807680272036120632a07080112030a"
-        "010931000000000000f83f",
+        "0a05722d312f321204726f6f741a060a040102ac0222120d00000000282830033807680272036120632a07080112030a0109"
+        "31000000000000f83f",
         BEGIN,
     ),
     (
-        "0a070a03722d31100212070a03722d3110021a070a03722d311002220408011200220608021a0208012a090a070a03722d31"
-        "100232110a070a03722d3110021204706172741801",
+        "0a05722d312f321205722d312f321a05722d312f32220408011200220608021a0208012a070a05722d312f32320f0a05722d"
+        "312f321204706172741801",
         worker_pb2.ConnectRequest(
             aborts=[ATTEMPT],
             renewals=[ATTEMPT],
@@ -89,10 +89,10 @@ WRITTEN: list[tuple[str, Message]] = [
         ),
     ),
     (
-        "0a070a03722d3110021227080110011a020a0b2210080a15000000bf1a07080a15000000bf2207080b15000080be2802300b"
-        "1a180a0a0a0664657669636510100a080a04686f73741020100320072a590a310a0c6465636f64652e71756575651203642d"
-        "3019000000000000f03f2100000000000000402a0a0a06746f6b656e73100212240a0943414e43454c4c45441204676f6e65"
-        "1a110a0a726571756573745f69641203722d31",
+        "0a05722d312f321227080110011a020a0b2210080a15000000bf1a07080a15000000bf2207080b15000080be2802300b1a18"
+        "0a0a0a0664657669636510100a080a04686f73741020100320072a590a310a0c6465636f64652e71756575651203642d3019"
+        "000000000000f03f2100000000000000402a0a0a06746f6b656e73100212240a0943414e43454c4c45441204676f6e651a11"
+        "0a0a726571756573745f69641203722d31",
         worker_pb2.Update(
             id=ATTEMPT,
             choices=[TOKENS],
@@ -102,8 +102,8 @@ WRITTEN: list[tuple[str, Message]] = [
         ),
     ),
     (
-        "0a090a070a03722d3110021209080112050a03642d30120908021a050a03642d301228080322240a0943414e43454c4c4544"
-        "1204676f6e651a110a0a726571756573745f69641203722d31",
+        "0a070a05722d312f321209080112050a03642d30120908021a050a03642d301228080322240a0943414e43454c4c45441204"
+        "676f6e651a110a0a726571756573745f69641203722d31",
         worker_pb2.ConnectResponse(
             updates=[worker_pb2.Update(id=ATTEMPT)],
             answers=[
@@ -127,9 +127,9 @@ BY_TYPE = [pytest.param(bytes.fromhex(text), message, id=type(message).__name__)
 
 
 @pytest.mark.parametrize(("written", "message"), BY_TYPE)
-def test_version_2_reads_as_it_was_meant(written: bytes, message: Message) -> None:
+def test_version_3_reads_as_it_was_meant(written: bytes, message: Message) -> None:
     """Whoever changes this speaks another language: then wire.ids.PROTOCOL_VERSION grows, and these bytes with it."""
-    assert PROTOCOL_VERSION == 2
+    assert PROTOCOL_VERSION == 3
     assert type(message).FromString(written) == message
     assert message.SerializeToString(deterministic=True) == written
 

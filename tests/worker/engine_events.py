@@ -19,12 +19,12 @@ from engine.events import (
 )
 from engine.schedule.batcher import Gate
 from wire.errors import BatonError, Cancelled
-from wire.ids import RequestId
+from wire.ids import AttemptId
 from wire.sampling import FinishReason
 from worker.job import Job
 from worker.update import NOTHING_NEW, ChoiceTokens, End, Update
 
-ID = RequestId("request")
+ID = AttemptId("request")
 TIERS = TierTokens({"device": 16, "host": 20}, computed=4)
 
 

@@ -2,12 +2,12 @@ import pytest
 
 from engine.events import Event, Fetched, HeldUp, Preempted, Scheduled, Started, TierTokens
 from engine.schedule.batcher import Gate
-from wire.ids import RequestId
+from wire.ids import AttemptId
 from wire.pools import Role
 from worker.job import PromptProgress
 from worker.stopwatch import Phase, Stopwatch
 
-ID = RequestId("request")
+ID = AttemptId("request")
 FOUND = TierTokens({"device": 16, "host": 20})
 LACKING = TierTokens({"device": 16}, computed=24)
 

@@ -3,9 +3,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from wire.convert import attempt_of, attempt_to_pb, error_from_pb
+from wire.convert import error_from_pb
 from wire.errors import Cancelled, InvalidRequest, RequestExists
-from wire.ids import AttemptId, RequestId
+from wire.ids import AttemptId
 from wire.pb import inference_pb2, worker_pb2
 from wire.sampling import Logprobs
 from worker import line as line_module
@@ -13,7 +13,7 @@ from worker.inbox import Call
 from worker.line import WorkerLine
 from worker.update import ChoiceTokens, End, PromptScores, Update
 
-A, B = (AttemptId(RequestId(name), 1) for name in "ab")
+A, B = (AttemptId(f"{name}/1") for name in "ab")
 TIMEOUT_S = 20.0
 Order = tuple[str, object]
 
@@ -66,7 +66,7 @@ def update(position: int, num_tokens: int = 1) -> Update:
 
 def begin(attempt: AttemptId, prompt_len: int = 3) -> worker_pb2.Begin:
     return worker_pb2.Begin(
-        id=attempt_to_pb(attempt), prompt=inference_pb2.TokenIds(ids=[(1 << 20) + one for one in range(prompt_len)])
+        id=attempt, prompt=inference_pb2.TokenIds(ids=[(1 << 20) + one for one in range(prompt_len)])
     )
 
 
@@ -75,9 +75,7 @@ def pieces(attempt: AttemptId, data: bytes, num_pieces: int) -> list[worker_pb2.
     size = -(-len(data) // num_pieces)
     parts = [data[start : start + size] for start in range(0, len(data), size)]
     return [
-        worker_pb2.ConnectRequest(
-            piece=worker_pb2.Piece(id=attempt_to_pb(attempt), data=part, last=number == len(parts))
-        )
+        worker_pb2.ConnectRequest(piece=worker_pb2.Piece(id=attempt, data=part, last=number == len(parts)))
         for number, part in enumerate(parts, start=1)
     ]
 
@@ -97,11 +95,11 @@ async def read(line: WorkerLine) -> worker_pb2.ConnectResponse:
 async def read_tokens(line: WorkerLine) -> list[tuple[AttemptId, int, list[int]]]:
     """Of each update of the next message: its attempt, the first position and the tokens of its one choice."""
     updates = (await read(line)).updates
-    return [(attempt_of(one.id), one.choices[0].first_position, list(one.choices[0].token_ids)) for one in updates]
+    return [(AttemptId(one.id), one.choices[0].first_position, list(one.choices[0].token_ids)) for one in updates]
 
 
 async def read_errors(line: WorkerLine) -> list[tuple[AttemptId, type[Exception]]]:
-    return [(attempt_of(one.id), type(error_from_pb(one.end.error))) for one in (await read(line)).updates]
+    return [(AttemptId(one.id), type(error_from_pb(one.end.error))) for one in (await read(line)).updates]
 
 
 async def test_what_is_not_sent_joins_to_one_update_of_each_attempt(line: WorkerLine) -> None:
@@ -125,7 +123,7 @@ async def test_waits_for_news(line: WorkerLine) -> None:
     line.send(A, update(0))
     response = await reading
     assert response is not None
-    assert [attempt_of(one.id) for one in response.updates] == [A]
+    assert [AttemptId(one.id) for one in response.updates] == [A]
 
 
 async def test_answers_go_with_the_news(line: WorkerLine) -> None:
@@ -140,7 +138,7 @@ async def test_a_message_has_about_so_many_tokens_and_the_rest_follows(
     line: WorkerLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(line_module, "MAX_MESSAGE_TOKENS", 10)
-    attempts = [AttemptId(RequestId(str(number)), 1) for number in range(5)]
+    attempts = [AttemptId(f"{number}/1") for number in range(5)]
     for attempt in attempts:
         line.send(attempt, update(0, num_tokens=6))
     line.send_answer(worker_pb2.Answer(number=1))
@@ -178,10 +176,10 @@ async def test_closing_wakes_the_reader(line: WorkerLine) -> None:
 def test_orders_of_a_message_are_carried_out_in_order(line: WorkerLine, worker: Worker) -> None:
     line.take(
         worker_pb2.ConnectRequest(
-            aborts=[attempt_to_pb(A), attempt_to_pb(B)],
-            renewals=[attempt_to_pb(A), attempt_to_pb(B)],
-            ended_choices=[worker_pb2.ChoiceId(attempt=attempt_to_pb(A), index=2)],
-            releases=[attempt_to_pb(B)],
+            aborts=[A, B],
+            renewals=[A, B],
+            ended_choices=[worker_pb2.ChoiceId(attempt=A, index=2)],
+            releases=[B],
             asks=[worker_pb2.Ask(number=1), worker_pb2.Ask(number=2)],
             begins=[begin(A)],
         )
@@ -203,14 +201,14 @@ async def test_an_attempt_that_cannot_begin_ends_alone(line: WorkerLine, worker:
     worker.refusal = RequestExists("it runs")
     line.take(worker_pb2.ConnectRequest(begins=[begin(A)]))
     told, ended = (await read(line)).updates
-    assert (attempt_of(told.id), told.HasField("end")) == (B, False)
-    assert (attempt_of(ended.id), type(error_from_pb(ended.end.error))) == (A, RequestExists)
+    assert (AttemptId(told.id), told.HasField("end")) == (B, False)
+    assert (AttemptId(ended.id), type(error_from_pb(ended.end.error))) == (A, RequestExists)
 
 
 async def test_an_abort_takes_back_what_is_not_sent(line: WorkerLine, worker: Worker) -> None:
     line.send(A, update(0))
     line.send(B, update(0))
-    line.take(worker_pb2.ConnectRequest(aborts=[attempt_to_pb(A)]))
+    line.take(worker_pb2.ConnectRequest(aborts=[A]))
     assert await read_tokens(line) == [(B, 0, [0])]
     assert worker.orders == [("abort", A)]
 
@@ -223,21 +221,21 @@ def test_a_long_begin_comes_in_pieces(line: WorkerLine, worker: Worker, num_piec
 
 def test_short_orders_pass_between_the_pieces(line: WorkerLine, worker: Worker) -> None:
     first, last = pieces(A, begin(A, prompt_len=1000).SerializeToString(), 2)
-    between = worker_pb2.ConnectRequest(aborts=[attempt_to_pb(B)], renewals=[attempt_to_pb(B)])
+    between = worker_pb2.ConnectRequest(aborts=[B], renewals=[B])
     take_all(line, [first, between, last])
     assert worker.orders == [("abort", B), ("renew", [B]), ("begin", (A, 1000))]
 
 
 async def test_an_abort_between_the_pieces_ends_them(line: WorkerLine, worker: Worker) -> None:
     first, second, _ = pieces(A, begin(A, prompt_len=1000).SerializeToString(), 3)
-    abort = worker_pb2.ConnectRequest(aborts=[attempt_to_pb(A)])
+    abort = worker_pb2.ConnectRequest(aborts=[A])
     take_all(line, [first, second, abort, *pieces(B, begin(B, prompt_len=500).SerializeToString(), 2)])
     assert worker.orders == [("abort", A), ("begin", (B, 500))]
 
 
 async def test_an_aborted_begin_is_not_made_whole(line: WorkerLine, worker: Worker) -> None:
     first, last = pieces(A, begin(A, prompt_len=1000).SerializeToString(), 2)
-    take_all(line, [first, worker_pb2.ConnectRequest(aborts=[attempt_to_pb(A)]), last])
+    take_all(line, [first, worker_pb2.ConnectRequest(aborts=[A]), last])
     assert worker.orders == [("abort", A)]
 
 
@@ -284,7 +282,7 @@ async def test_a_long_update_goes_in_parts(line: WorkerLine) -> None:
     line.send(A, Update(end=End()))
     line.send(B, update(7))
     parts = [(await read(line)).updates for _ in range(3)]
-    assert [[attempt_of(one.id) for one in part] for part in parts] == [[A], [A], [A, B]]
+    assert [[AttemptId(one.id) for one in part] for part in parts] == [[A], [A], [A, B]]
     told = [part[0] for part in parts]
     assert [one.scores.first_position for one in told] == [1, 1 + line_module.MAX_UPDATE_TOKENS, 0]
     assert [len(one.scores.logprobs) for one in told] == [line_module.MAX_UPDATE_TOKENS, 5, 0]

@@ -16,7 +16,7 @@ from tests.harness.fake_clock import FakeClock
 from tests.harness.one_worker import LAYOUT, PROMPT, VOCAB_SIZE, greedy
 from tests.worker.engine_events import end_of, outputs
 from wire.errors import Cancelled, InvalidRequest, Unavailable
-from wire.ids import AttemptId, RequestId
+from wire.ids import AttemptId
 from worker.inbox import Call, Command, Inbox
 from worker.loop import MAX_FAILED_STEPS, MAX_IDLE_S, Deliveries, WorkerLoop
 from worker.update import Update
@@ -71,8 +71,8 @@ class Driver:
         self._changed = threading.Condition()
 
     def begin(self, name: str, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT) -> Call:
-        call = Call(AttemptId(RequestId(name), 1), Line())
-        request = EngineRequest(call.name, ROOT, prompt, greedy(max_tokens), (ChoiceSoFar(0),))
+        call = Call(AttemptId(f"{name}/1"), Line())
+        request = EngineRequest(call.id, ROOT, prompt, greedy(max_tokens), (ChoiceSoFar(0),))
         self.loop.begin(call, DecodeJob(request, self.clock(), LAYOUT.block_size))
         return call
 

@@ -11,7 +11,7 @@ from tests.harness.one_worker import PROMPT, VOCAB_SIZE, begin_of, greedy
 from wire.convert import tiers_to_pb
 from wire.directory import DirectoryStatus
 from wire.errors import Cancelled, InvalidRequest
-from wire.ids import AttemptId, RequestId
+from wire.ids import AttemptId
 from wire.pb import inference_pb2, worker_pb2
 from wire.sampling import FinishReason, Logprobs
 from wire.tier import BlockCounts, ColdStatus, Tier
@@ -19,7 +19,7 @@ from worker.messages import request_from_pb, status_to_pb, update_to_pb
 from worker.stopwatch import Span
 from worker.update import ChoiceTokens, End, Update
 
-ATTEMPT = AttemptId(RequestId("r"), 3)
+ATTEMPT = AttemptId("r/3")
 COUNTS = BlockCounts(free=1, owned=2, published=3, cached=4, draining=5, total=15)
 STATS = EngineStats(
     blocks=COUNTS,
@@ -55,7 +55,7 @@ def test_a_request_has_the_choices_with_what_was_emitted() -> None:
 def test_an_engine_knows_each_attempt_by_its_own_name() -> None:
     request = request_from_pb(begin_of(request_id="r", attempt=3), HandOff, VOCAB_SIZE)
     assert isinstance(request, HandOff)
-    assert request.request_id == "r/3"
+    assert request.attempt_id == "r/3"
 
 
 def spoilt(message: worker_pb2.Begin, **fields: Any) -> worker_pb2.Begin:
@@ -80,8 +80,10 @@ def of_choices(*indices: int, n: int = 4) -> worker_pb2.Begin:
 
 NO_NUMBERS = (math.nan, math.inf, -math.inf)
 OUT_OF_RANGE: dict[str, tuple[worker_pb2.Begin, ...]] = {
-    "request_id": tuple(begin_of(request_id=text) for text in ("", "A/1", "a/b/1", "/1", "r" * 65, "a b", "\0", "é")),
-    "attempt": (begin_of(attempt=0),),
+    "id": (
+        *(begin_of(request_id=text) for text in ("", "A/1", "a/b/1", "/1", "r" * 65, "a b", "\0", "é")),
+        *(spoilt(begin_of(), id=text) for text in ("r", "r/0", "r/01", "r/-1", "r/1/", "r/12345678901", "r/x")),
+    ),
     "namespace_root": tuple(spoilt(begin_of(), namespace_root=bytes(size)) for size in (0, 31, 33)),
     "time_left_s": tuple(begin_of(time_left_s=value) for value in (0.0, -1.0, *NO_NUMBERS)),
     "prompt": (begin_of(prompt=()), begin_of(prompt=(1, VOCAB_SIZE)), begin_of(outputs=[(2**32 - 1,)])),
@@ -126,14 +128,14 @@ def test_every_field_of_an_attempt_has_a_range() -> None:
     """But for booleans, and a prompt's and an attempt's parts, which the table names by themselves."""
     fields = [*worker_pb2.Begin.DESCRIPTOR.fields_by_name, *inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name]
     booleans = {"ignore_eos", "computes_all", "echo", "skip_special_tokens", "include_stop_str_in_output"}
-    assert set(fields) - {"id", "sampling_params"} - booleans == set(OUT_OF_RANGE) - {"request_id", "attempt"}
+    assert set(fields) - {"sampling_params"} - booleans == set(OUT_OF_RANGE)
 
 
 def test_tokens_come_with_their_logprobs_and_the_stop_token() -> None:
     update = Update((ChoiceTokens(1, 4, (7, 8), LOGPROBS, FinishReason.STOP, 8),))
     message = update_to_pb(ATTEMPT, update, "decode-0")
     (choice,) = message.choices
-    assert (message.id.request_id, message.id.attempt) == ("r", 3)
+    assert message.id == "r/3"
     assert (choice.index, choice.first_position, list(choice.token_ids)) == (1, 4, [7, 8])
     assert [(one.token_id, one.logprob, one.top[1].logprob) for one in choice.logprobs] == [
         (7, -0.5, -1),
@@ -169,7 +171,7 @@ def test_an_update_tells_where_the_prompt_came_from_and_where_its_time_went() ->
     message = update_to_pb(ATTEMPT, Update(prompt=tiers, num_held=7, end=End(spans=spans)), "prefill-0")
     span = inference_pb2.Span(name="prefill.queue", worker="prefill-0", duration_ms=1.5, counts={"preemptions": 1})
     assert message == worker_pb2.Update(
-        id=worker_pb2.AttemptId(request_id="r", attempt=3),
+        id="r/3",
         prompt=worker_pb2.PromptSource(
             cached_tokens=tiers_to_pb({"device": 16, "host": 32, "redis": 48}), computed_tokens=4
         ),

@@ -32,7 +32,7 @@ from tests.harness.one_worker import (
 from wire import rpc
 from wire.convert import status_of
 from wire.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable
-from wire.ids import AttemptId, RequestId
+from wire.ids import AttemptId
 from wire.pb import worker_pb2
 from wire.pb.worker_pb2_grpc import WorkerStub
 from wire.pools import Role
@@ -315,7 +315,7 @@ async def test_an_order_at_which_the_worker_fails_ends_its_line_alone(
     await kept.first()
     monkeypatch.setattr(decode.service, "renew", lambda _: 1 // 0)
     call = await connect(channel)
-    await call.write(worker_pb2.ConnectRequest(renewals=[worker_pb2.AttemptId(request_id="r", attempt=1)]))
+    await call.write(worker_pb2.ConnectRequest(renewals=["r/1"]))
     with pytest.raises(grpc.aio.AioRpcError):
         await call.read()
     assert tokens_of(await kept.end()) == ORACLE.oracle(PROMPT, 40)
@@ -357,8 +357,8 @@ async def test_a_stopped_server_ends_its_lines(server: WorkerServer, line: Line,
 
 async def test_releases_arrive(line: Line, decode: Worker) -> None:
     """Over gRPC as in the process: an attempt at another worker of the node may hold what this one is told of."""
-    line.release(AttemptId(RequestId("r"), 1))
-    line.renew([AttemptId(RequestId("r"), 1)])
+    line.release(AttemptId("r/1"))
+    line.renew([AttemptId("r/1")])
     assert (await line.status(check=True, timeout_s=TIMEOUT_S)).state == "ready"
 
 

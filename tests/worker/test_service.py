@@ -20,7 +20,7 @@ from tests.harness.one_worker import (
     serving,
     tokens_of,
 )
-from wire.convert import attempt_to_pb, error_from_pb, tiers_from_pb, tiers_to_pb
+from wire.convert import error_from_pb, tiers_from_pb, tiers_to_pb
 from wire.errors import (
     BatonError,
     Cancelled,
@@ -31,7 +31,7 @@ from wire.errors import (
     Unsupported,
     WorkerLeaving,
 )
-from wire.ids import AttemptId, RequestId
+from wire.ids import AttemptId
 from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
 from wire.sampling import SamplingParams
@@ -39,7 +39,7 @@ from worker.config import MIN_SILENCE_S
 from worker.line import WorkerLine
 
 ORACLE = HashModel(LAYOUT, VOCAB_SIZE)
-ATTEMPT = AttemptId(RequestId("r"), 1)
+ATTEMPT = AttemptId("r/1")
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ async def test_a_router_that_reads_nothing_holds_up_no_step_and_finds_one_update
         line.take(worker_pb2.ConnectRequest(begins=[begin_of(request_id=str(number), sampling=greedy(200))]))
     assert (await decode.at_rest()).generated_tokens == 4 * 200
     updates = await read(line)
-    assert sorted(update.id.request_id for update in updates) == ["0", "1", "2", "3"]
+    assert sorted(update.id for update in updates) == ["0/1", "1/1", "2/1", "3/1"]
     for update in updates:
         assert tokens_of([update]) == ORACLE.oracle(PROMPT, 200)
         assert update.HasField("end")
@@ -184,7 +184,7 @@ async def test_only_the_line_of_an_attempt_may_abort_it(decode: Worker) -> None:
     decode.model.may_go.clear()
     attempt = decode.caller.begin(begin_of())
     await decode.at_work()
-    decode.service.connect().take(worker_pb2.ConnectRequest(aborts=[attempt_to_pb(ATTEMPT)]))
+    decode.service.connect().take(worker_pb2.ConnectRequest(aborts=[ATTEMPT]))
     decode.model.may_go.set()
     assert tokens_of(await attempt.end()) == ORACLE.oracle(PROMPT, 40)
 
@@ -393,8 +393,8 @@ async def test_requests_that_outlast_the_grace_go_back_to_the_router(decode: Wor
         pytest.param(begin_of(sampling=greedy(1 << 20)), "max_tokens", id="longer than the context"),
         pytest.param(begin_of(outputs=()), "choices", id="no choices"),
         pytest.param(begin_of(outputs=((),) * 17), "choices", id="too many choices"),
-        pytest.param(begin_of(request_id=""), "request_id", id="no id"),
-        pytest.param(worker_pb2.Begin(id=attempt_to_pb(ATTEMPT)), "namespace_root", id="no root"),
+        pytest.param(begin_of(request_id=""), "id", id="no id"),
+        pytest.param(worker_pb2.Begin(id=ATTEMPT), "namespace_root", id="no root"),
     ],
 )
 async def test_refuses_what_would_upset_the_engine(prefill: Worker, begin: worker_pb2.Begin, param: str) -> None:
@@ -406,7 +406,7 @@ async def test_refuses_what_would_upset_the_engine(prefill: Worker, begin: worke
 
 async def test_renewed_holds_are_kept_and_released_ones_are_not(prefill: Worker) -> None:
     await prefill.caller.prefill(begin_of())
-    other = AttemptId(ATTEMPT.request_id, 99)
+    other = AttemptId("r/99")
     prefill.caller.line.renew([ATTEMPT, other])
     assert await prefill.num_holds() == 1
     while not (ended := prefill.caller.line.take_ended_holds()):  # noqa: ASYNC110
@@ -422,7 +422,7 @@ async def test_a_late_release_of_an_attempt_leaves_the_hold_of_the_next_one(pref
     assert await prefill.num_holds() == 2
     prefill.service.release([ATTEMPT])
     assert await prefill.num_holds() == 1
-    prefill.service.release([AttemptId(RequestId("r"), 2)])
+    prefill.service.release([AttemptId("r/2")])
     await prefill.at_rest()
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from kv_store.block_store import StoreStatus
 from wire.errors import StoreError
-from wire.ids import PageId, RequestId
+from wire.ids import AttemptId, PageId
 from wire.keys import BlockName
 from wire.tier import Tier
 from worker import store as store_module
 from worker.store import AsyncStore
 
-ID = RequestId("r")
+ID = AttemptId("r")
 
 
 class SlowStore:
@@ -20,7 +20,7 @@ class SlowStore:
 
     def __init__(self) -> None:
         self.may_answer = threading.Event()
-        self.released: list[RequestId] = []
+        self.released: list[AttemptId] = []
 
     def fence(self) -> None: ...
 
@@ -30,17 +30,17 @@ class SlowStore:
     def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
         return slice(0, 0)
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: RequestId | None) -> int:
+    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         return 0
 
     def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None: ...
 
-    def renew(self, request_ids: Sequence[RequestId]) -> list[RequestId]:
+    def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         return []
 
-    def release_holds(self, request_ids: Sequence[RequestId]) -> None:
+    def release_holds(self, attempt_ids: Sequence[AttemptId]) -> None:
         assert self.may_answer.wait(20.0)
-        self.released += request_ids
+        self.released += attempt_ids
 
     def status(self) -> StoreStatus:
         assert self.may_answer.wait(20.0)

@@ -1,12 +1,12 @@
 import pytest
 
 from engine.events import Finished, TierTokens
-from wire.ids import RequestId
+from wire.ids import AttemptId
 from wire.sampling import FinishReason, Logprobs
 from worker.stopwatch import Span
 from worker.update import NOTHING_NEW, ChoiceTokens, End, PromptScores, Update
 
-ID = RequestId("r")
+ID = AttemptId("r")
 END = End(spans=(Span("prefill.queue", 1, 2),))
 LOGPROBS = Logprobs(-0.5, ((7, -0.5), (8, -1.0)))
 

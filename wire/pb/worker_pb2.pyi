@@ -17,15 +17,15 @@ class ConnectRequest(_message.Message):
     PIECE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
     ENDED_CHOICES_FIELD_NUMBER: _ClassVar[int]
-    aborts: _containers.RepeatedCompositeFieldContainer[AttemptId]
-    renewals: _containers.RepeatedCompositeFieldContainer[AttemptId]
-    releases: _containers.RepeatedCompositeFieldContainer[AttemptId]
+    aborts: _containers.RepeatedScalarFieldContainer[str]
+    renewals: _containers.RepeatedScalarFieldContainer[str]
+    releases: _containers.RepeatedScalarFieldContainer[str]
     asks: _containers.RepeatedCompositeFieldContainer[Ask]
     begins: _containers.RepeatedCompositeFieldContainer[Begin]
     piece: Piece
     proof: bytes
     ended_choices: _containers.RepeatedCompositeFieldContainer[ChoiceId]
-    def __init__(self, aborts: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., renewals: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., proof: _Optional[bytes] = ..., ended_choices: _Optional[_Iterable[_Union[ChoiceId, _Mapping]]] = ...) -> None: ...
+    def __init__(self, aborts: _Optional[_Iterable[str]] = ..., renewals: _Optional[_Iterable[str]] = ..., releases: _Optional[_Iterable[str]] = ..., asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ..., begins: _Optional[_Iterable[_Union[Begin, _Mapping]]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., proof: _Optional[bytes] = ..., ended_choices: _Optional[_Iterable[_Union[ChoiceId, _Mapping]]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("updates", "answers", "ended_holds")
@@ -34,24 +34,16 @@ class ConnectResponse(_message.Message):
     ENDED_HOLDS_FIELD_NUMBER: _ClassVar[int]
     updates: _containers.RepeatedCompositeFieldContainer[Update]
     answers: _containers.RepeatedCompositeFieldContainer[Answer]
-    ended_holds: _containers.RepeatedCompositeFieldContainer[AttemptId]
-    def __init__(self, updates: _Optional[_Iterable[_Union[Update, _Mapping]]] = ..., answers: _Optional[_Iterable[_Union[Answer, _Mapping]]] = ..., ended_holds: _Optional[_Iterable[_Union[AttemptId, _Mapping]]] = ...) -> None: ...
-
-class AttemptId(_message.Message):
-    __slots__ = ("request_id", "attempt")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    ended_holds: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, updates: _Optional[_Iterable[_Union[Update, _Mapping]]] = ..., answers: _Optional[_Iterable[_Union[Answer, _Mapping]]] = ..., ended_holds: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ChoiceId(_message.Message):
     __slots__ = ("attempt", "index")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
-    attempt: AttemptId
+    attempt: str
     index: int
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("id", "namespace_root", "prompt", "sampling_params", "choices", "time_left_s", "block_addresses", "computes_all", "public_root", "num_public_blocks", "num_scored", "kv_policy")
@@ -67,7 +59,7 @@ class Begin(_message.Message):
     NUM_PUBLIC_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SCORED_FIELD_NUMBER: _ClassVar[int]
     KV_POLICY_FIELD_NUMBER: _ClassVar[int]
-    id: AttemptId
+    id: str
     namespace_root: bytes
     prompt: _inference_pb2.TokenIds
     sampling_params: _inference_pb2.SamplingParams
@@ -79,7 +71,7 @@ class Begin(_message.Message):
     num_public_blocks: int
     num_scored: int
     kv_policy: str
-    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceSoFar, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ..., public_root: _Optional[bytes] = ..., num_public_blocks: _Optional[int] = ..., num_scored: _Optional[int] = ..., kv_policy: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., namespace_root: _Optional[bytes] = ..., prompt: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceSoFar, _Mapping]]] = ..., time_left_s: _Optional[float] = ..., block_addresses: _Optional[_Iterable[str]] = ..., computes_all: _Optional[bool] = ..., public_root: _Optional[bytes] = ..., num_public_blocks: _Optional[int] = ..., num_scored: _Optional[int] = ..., kv_policy: _Optional[str] = ...) -> None: ...
 
 class ChoiceSoFar(_message.Message):
     __slots__ = ("index", "output")
@@ -94,10 +86,10 @@ class Piece(_message.Message):
     ID_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
-    id: AttemptId
+    id: str
     data: bytes
     last: bool
-    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., data: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., data: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class Update(_message.Message):
     __slots__ = ("id", "choices", "prompt", "num_held_blocks", "end", "scores")
@@ -107,13 +99,13 @@ class Update(_message.Message):
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
-    id: AttemptId
+    id: str
     choices: _containers.RepeatedCompositeFieldContainer[ChoiceTokens]
     prompt: PromptSource
     num_held_blocks: int
     end: End
     scores: PromptScores
-    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., prompt: _Optional[_Union[PromptSource, _Mapping]] = ..., num_held_blocks: _Optional[int] = ..., end: _Optional[_Union[End, _Mapping]] = ..., scores: _Optional[_Union[PromptScores, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., prompt: _Optional[_Union[PromptSource, _Mapping]] = ..., num_held_blocks: _Optional[int] = ..., end: _Optional[_Union[End, _Mapping]] = ..., scores: _Optional[_Union[PromptScores, _Mapping]] = ...) -> None: ...
 
 class PromptScores(_message.Message):
     __slots__ = ("first_position", "logprobs")

@@ -23,7 +23,7 @@ from tests.kv_store.names import LAYOUT, committed, got_one, names_of
 from tests.kv_store.pools import filled_pool, pages_from
 from wire.directory import Hold
 from wire.errors import ConfigError, Unavailable
-from wire.ids import NamespaceRoot, RequestId
+from wire.ids import AttemptId, NamespaceRoot
 from wire.keys import BlockName, cover
 from wire.settings import to_json
 from wire.tier import ColdSettings, Tier, Write
@@ -279,11 +279,11 @@ async def test_a_node_that_drains_waits_for_its_holds(config: NodeConfig) -> Non
     await node.start()
     client = DirectoryClient(config.store.directory_path)
     names = names_of(12)
-    hold = Hold(RequestId("r"), 60.0)
+    hold = Hold(AttemptId("r"), 60.0)
     client.commit("w", committed(client.reserve("w", names, hold).slots, names), hold)
     assert json.loads(await node.drain(0)) == {"unfetched": 1, "unwritten": 0}
     draining = asyncio.create_task(node.drain(20))
-    client.release_holds([RequestId("r")])
+    client.release_holds([AttemptId("r")])
     assert json.loads(await draining) == {"unfetched": 0, "unwritten": 0}
     client.close()
     await node.stop()
