@@ -1,6 +1,7 @@
 """A benchmark's figures in a file, beside the command and the machine that they came from."""
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -21,7 +22,7 @@ def write_result(
     table: rows of another one, to stand above it; the first is its head.
     """
     machine = MachineState.measure()
-    command = f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     above = [*_rows(table[:1]), "|---" * len(table[0]) + "|", *_rows(table[1:]), ""] if table else []
     rows = ["| figure | value |", "|---|---|", *_rows(list(figures.items()))]
