@@ -18,6 +18,7 @@ from wire.errors import ConfigError
 from wire.kv_policy import Sinks, parse_kv_policy
 from wire.layout import KV_DTYPES
 from wire.pools import PoolSizes, Role
+from wire.rpc import MAX_MESSAGE_BYTES
 from wire.settings import from_object
 from wire.tier import Write
 from wire.trust.certificates import TlsFiles
@@ -228,7 +229,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **{f"router.{each}_port": (0, 65535) for each in ("grpc", "metrics")},
     "http.port": (0, 65535),
     "http.gateways": (1, 16),
-    "router.max_queued_bytes": (MIB, 1 << 40),
+    "router.max_queued_bytes": (MAX_MESSAGE_BYTES, 1 << 40),
     **{f"router.max_{each}": (1, 1 << 20) for each in ("connections", "open_requests", "queued_requests")},
     "router.max_buffered_tokens": (1, 1 << 20),
     "router.decode_slowdown": (1, 1e9),
@@ -326,8 +327,12 @@ class ClusterConfig:
     def _require_ports(self) -> None:
         port = self.router.metrics_port
         _require(isinstance(port, int) or port == "off", "router.metrics_port", "a port or `off`", str(port)[:16])
-        is_other = port == 0 or port != self.router.grpc_port
-        _require(is_other, "router.metrics_port", "another port than router.grpc_port", port)
+        _require(
+            port in (0, "off") or port != self.router.grpc_port,
+            "router.metrics_port",
+            "another port than router.grpc_port",
+            port,
+        )
         http = self.http.port
         _require(not isinstance(http, str) or http == "off", "http.port", "a port or `off`", str(http)[:16])
         is_other = http in (None, 0) or http not in (port, self.router.grpc_port)

@@ -9,6 +9,7 @@ import pytest
 from deploy.plan.byte_size import format_bytes, parse_bytes
 from deploy.plan.config import MAX_FILE_BYTES, ClusterConfig
 from wire.errors import ConfigError
+from wire.rpc import MAX_MESSAGE_BYTES
 
 EXAMPLE = Path("deploy/baton.example.toml")
 
@@ -87,6 +88,10 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[router]\ngrpc_port = 70000", "router.grpc_port must be between"),
         ("[router]\nmax_buffered_tokens = 0", "router.max_buffered_tokens must be between"),
         ("[router]\nmax_stall_s = 0", "router.max_stall_s must be between"),
+        (
+            "[router]\nmax_queued_bytes = '1MiB'",  # a longer message would be refused for ever
+            f"router.max_queued_bytes must be between {MAX_MESSAGE_BYTES} and {1 << 40}, not {1 << 20}",
+        ),
         ("[batch]\nmax_running = 0", "batch.max_running must be positive"),
         ("[batch]\nmax_running = 4000", "batch.max_step_tokens must be at least"),
         ("[speculation]\nproposer = 'oracle'", "speculation.proposer must be one of off, ngram"),
