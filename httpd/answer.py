@@ -101,8 +101,8 @@ class Answer:
 
 def head_of(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     """Writes the head of an answer, with the time of day."""
-    lines = [b"HTTP/1.1 %d %b" % (status, HTTPStatus(status).phrase.encode()), b"date: " + _date(int(time.time()))]
-    return b"\r\n".join([*lines, *(b"%b: %b" % one for one in headers), b"", b""])
+    first = b"HTTP/1.1 %d %b\r\ndate: %b\r\n" % (status, HTTPStatus(status).phrase.encode(), _date(int(time.time())))
+    return b"".join([first, *(b"%b: %b\r\n" % one for one in headers), b"\r\n"])
 
 
 @lru_cache(1)

@@ -18,7 +18,7 @@ MAX_IDLE_S = 30.0
 MAX_STALL_S = 30.0
 """How long a reader may leave a piece of an answer waiting."""
 PROBE_EVERY_S = 1.0
-"""How often a client that has closed its writing half is asked whether it still reads."""
+"""How often a client whose end would not be read is asked whether it is still there."""
 PIECE_BYTES = 64 << 10
 """Of an answer, sent at a time."""
 MAX_BODY_BYTES = 64 << 10
@@ -97,8 +97,7 @@ class Connection(asyncio.BufferedProtocol):
         self._writable.set()
         if self._answer is not None:
             self._clear_deadline()
-            if self._has_eof:
-                self._probe()
+            self._probe()
 
     def shut_down(self) -> None:
         """Closes at once, or after the answer that is under way."""
@@ -132,6 +131,8 @@ class Connection(asyncio.BufferedProtocol):
     def _set_reading(self) -> None:
         if self._is_delayed or self._reader.num_body_bytes > MAX_BODY_BYTES:
             self._transport.pause_reading()
+            if self._answer is not None and self._writable.is_set():
+                self._end_after(PROBE_EVERY_S, self._probe)
         elif not self._has_eof:
             self._transport.resume_reading()
 
@@ -181,8 +182,9 @@ class Connection(asyncio.BufferedProtocol):
             await self._writable.wait()
 
     def _probe(self) -> None:
-        """Sends what clients pass over: the kernel of one that has gone breaks the connection off."""
-        if self._answer is not None and self._writable.is_set():
+        """Sends a response that clients skip, while nothing is read: the kernel of a lost client resets."""
+        is_deaf = self._has_eof or self._reader.num_body_bytes > MAX_BODY_BYTES
+        if self._answer is not None and self._writable.is_set() and is_deaf:
             if not self._answer.has_begun and self._answer.incoming.scope["http_version"] != "1.0":
                 self._transport.write(CONTINUE)
             self._end_after(PROBE_EVERY_S, self._probe)
@@ -213,9 +215,12 @@ class Connection(asyncio.BufferedProtocol):
         self._has_ended = True
         if self._has_eof or not self._transport.can_write_eof():
             self._close()
-        else:
+            return
+        self._end_after(MAX_STALL_S, self._transport.abort)
+        try:
             self._transport.write_eof()
-            self._end_after(MAX_STALL_S, self._transport.abort)
+        except OSError:  # the client has gone, unread
+            self._transport.abort()
 
     def _close(self) -> None:
         self._transport.close()

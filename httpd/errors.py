@@ -43,8 +43,8 @@ def envelope(error: BatonError) -> bytes:
     status = error.status.http
     kind = _TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
     param = error.ids.get("param", "")
-    told = {"message": error.message, "type": kind, "param": _PARAMS.get(param, param) or None, "code": code}
-    return json.dumps({"error": told}).encode()
+    described = {"message": error.message, "type": kind, "param": _PARAMS.get(param, param) or None, "code": code}
+    return json.dumps({"error": described}).encode()
 
 
 def headers(error: BatonError) -> list[tuple[bytes, bytes]]:

@@ -50,17 +50,15 @@ class HttpServer:
 
     async def _serve(self, listener: socket.socket) -> str:
         context = None if self._tls is None else self._tls.server_context()
-        handshake_s = None if context is None else MAX_HEAD_S
         self._server = await asyncio.get_running_loop().create_server(
             lambda: Connection(self._port),
             sock=listener,
             ssl=context,
             backlog=MAX_ACCEPTED,
-            ssl_handshake_timeout=handshake_s,
+            ssl_handshake_timeout=None if context is None else MAX_HEAD_S,
         )
         listener.listen(BACKLOG)  # asyncio has asked for its own
-        host, port = listener.getsockname()
-        return f"{host}:{port}"
+        return "{}:{}".format(*listener.getsockname())
 
     async def stop(self) -> None:
         """Closes port and connections; answers under way have STOP_GRACE_S to end."""

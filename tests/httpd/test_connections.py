@@ -46,6 +46,8 @@ class App:
             assert (await receive())["type"] == "http.disconnect"
             self.left += 1
             return
+        if path == "/slow":
+            await asyncio.sleep(0.2)
         if path == "/stream":
             await self._stream(receive, send)
             return
@@ -324,6 +326,30 @@ async def test_a_client_that_goes_is_noticed(served: Served, path: bytes) -> Non
     await until(lambda: served.app.num_requests)
     client.writer.close()
     await until(lambda: served.app.left)
+
+
+async def test_a_client_that_goes_is_noticed_behind_a_large_body(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("httpd.connection.PROBE_EVERY_S", 0.02)
+    behind = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 400000\r\n\r\n" + bytes(400_000)
+    client = await served.connect(GET.replace(b"/a", b"/wait") + behind)
+    await until(lambda: served.app.num_requests)
+    client.writer.transport.abort()
+    await until(lambda: served.app.left)
+    await served.require_unharmed()
+
+
+async def test_a_large_body_behind_a_request_is_answered(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("httpd.connection.PROBE_EVERY_S", 0.02)
+    behind = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 400000\r\n\r\n" + bytes(400_000)
+    client = await served.connect(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n" + behind)
+    statuses = [await client.status()]
+    while statuses[-1] == 100:  # what the client is asked by
+        statuses.append(await client.status())
+    assert len(statuses) > 1
+    assert [statuses[-1], await client.status()] == [200, 200]
+    assert len(served.app.body) == 400_000
 
 
 async def test_requests_in_one_write_are_answered_in_turn(served: Served) -> None:
