@@ -1,6 +1,6 @@
 """The clients of the public service: `Client` for threads, `AsyncClient` for asyncio."""
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from copy import copy
 from typing import Any, Unpack
@@ -20,13 +20,11 @@ from baton.request import (
     make_tokenize_request,
     typed_errors,
 )
-from baton.results import Chunk, Completion, Draft, Model, Tokens, read_models
+from baton.results import Chunk, Completion, Draft, Model, PromptPart, Tokens, read_models
 from wire.errors import Unavailable
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceStub
 from wire.rpc import CHANNEL_OPTIONS
-
-_SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 class _Answer:
@@ -58,7 +56,9 @@ class Stream(_Answer, AbstractContextManager["Stream"]):
     def __iter__(self) -> Iterator[Chunk]:
         with typed_errors(self._timeout_s):
             for response in self._call:
-                yield from self._draft.accept(response)
+                piece = self._draft.accept(response)
+                if piece is not None and not isinstance(piece, PromptPart):
+                    yield piece
         self._draft.require_completion()
 
     def __exit__(self, *_: object) -> None:
@@ -109,16 +109,18 @@ class Client(AbstractContextManager["Client"]):
 
     def tokenize(self, prompt: str | Sequence[Message]) -> Tokens:
         """Returns the tokens of a text, or of messages as the model's template renders them. Raises BatonError."""
-        request = make_tokenize_request(prompt)
         with typed_errors(self._timeout_s):
-            answer = self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata)
+            answer = self._stub.Tokenize(
+                make_tokenize_request(prompt), timeout=self._timeout_s, metadata=self._metadata
+            )
         return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens. Raises BatonError."""
-        request = make_detokenize_request(token_ids)
         with typed_errors(self._timeout_s):
-            answer = self._stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata)
+            answer = self._stub.Detokenize(
+                make_detokenize_request(token_ids), timeout=self._timeout_s, metadata=self._metadata
+            )
         return str(answer.text)
 
     def list_models(self) -> tuple[Model, ...]:
@@ -139,11 +141,16 @@ class Client(AbstractContextManager["Client"]):
 class AsyncStream(_Answer, AbstractAsyncContextManager["AsyncStream"]):
     """An answer under way. Leaving the `async with` block early, or cancelling the reading task, ends the request."""
 
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return (piece async for piece in self.pieces() if not isinstance(piece, PromptPart))
+
+    async def pieces(self) -> AsyncGenerator[Chunk, None]:
+        """Yields the parts of the prompt, then the chunks, as they come. Raises BatonError."""
         with typed_errors(self._timeout_s):
             async for response in self._call:
-                for chunk in self._draft.accept(response):
-                    yield chunk
+                piece = self._draft.accept(response)
+                if piece is not None:
+                    yield piece
         self._draft.require_completion()
 
     async def __aexit__(self, *_: object) -> None:
@@ -192,16 +199,18 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
 
     async def tokenize(self, prompt: str | Sequence[Message]) -> Tokens:
         """Returns the tokens of a text, or of messages as the model's template renders them. Raises BatonError."""
-        request = make_tokenize_request(prompt)
         with typed_errors(self._timeout_s):
-            answer = await self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata)
+            answer = await self._stub.Tokenize(
+                make_tokenize_request(prompt), timeout=self._timeout_s, metadata=self._metadata
+            )
         return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens. Raises BatonError."""
-        request = make_detokenize_request(token_ids)
         with typed_errors(self._timeout_s):
-            answer = await self._stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata)
+            answer = await self._stub.Detokenize(
+                make_detokenize_request(token_ids), timeout=self._timeout_s, metadata=self._metadata
+            )
         return str(answer.text)
 
     async def list_models(self) -> tuple[Model, ...]:
@@ -219,7 +228,7 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
 
     async def require_ready(self) -> None:
         """Raises BatonError unless the router serves. Wants no key."""
-        request = health_pb2.HealthCheckRequest(service=_SERVICE)
+        request = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_by_name["Inference"].full_name)
         with typed_errors(self._timeout_s):
             answer = await health_pb2_grpc.HealthStub(self._channel).Check(request, timeout=self._timeout_s)
         if answer.status != health_pb2.HealthCheckResponse.SERVING:

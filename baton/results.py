@@ -35,6 +35,10 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...]
 
 
+class PromptPart(Chunk):
+    """A part of the prompt, for all choices, where its echo or its log-probabilities were asked for."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """An answer of a request's n. `matched_stop` is the stop string or the stop token's id that ended it."""
@@ -123,7 +127,7 @@ class Draft:
     """A completion in the making; grows with each response, by little more than the bytes of its tokens."""
 
     def __init__(self) -> None:
-        self.prompt: list[Chunk] = []
+        self.prompt: list[PromptPart] = []
         self._choices: defaultdict[int, _ChoiceDraft] = defaultdict(_ChoiceDraft)
         self._completion: Completion | None = None
 
@@ -138,32 +142,22 @@ class Draft:
         self.prompt.clear()
         self._choices.clear()
 
-    def accept(self, response: pb.GenerateResponse) -> tuple[Chunk, ...]:
-        """Adds a response; returns its chunk, if it is part of the answer."""
+    def accept(self, response: pb.GenerateResponse) -> Chunk | None:
+        """Adds a response; returns its chunk or its part of the prompt, None for the last response."""
         event = response.WhichOneof("event")
-        if event == "chunk":
-            chunk = _read_chunk(response.request_id, response.chunk)
-            self._choices[chunk.index].add(chunk)
-            return (chunk,)
-        if event == "prompt":
-            part = response.prompt
-            ids = tuple(one.token_id for one in part.tokens)
-            self.prompt.append(Chunk(response.request_id, 0, part.text, ids, _read_logprobs(part.tokens)))
-        else:
+        if event == "complete":
             self._completion = self._complete(response.request_id, response.complete)
-        return ()
+            return None
+        if event == "prompt":
+            self.prompt.append(_read_part(response.request_id, response.prompt))
+            return self.prompt[-1]
+        chunk = _read_chunk(response.request_id, response.chunk)
+        self._choices[chunk.index].add(chunk)
+        return chunk
 
     def _complete(self, request_id: str, complete: pb.Complete) -> Completion:
         choices = tuple(self._choice(choice) for choice in complete.choices)
-        read = complete.usage
-        usage = Usage(
-            read.prompt_tokens,
-            read.completion_tokens,
-            tiers_from_pb(read.cached_tokens),
-            read.guessed_tokens,
-            read.accepted_tokens,
-        )
-        timeline = _read_timeline(complete.timeline)
+        usage, timeline = _read_usage(complete.usage), _read_timeline(complete.timeline)
         return Completion(request_id, choices, usage, complete.seed, timeline, tuple(self.prompt))
 
     def _choice(self, choice: pb.Choice) -> Choice:
@@ -200,11 +194,17 @@ def read_models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
 
 
 def _read_chunk(request_id: str, chunk: pb.Chunk) -> Chunk:
-    logprobs = _read_logprobs(chunk.logprobs) if chunk.logprobs else ()
-    return Chunk(request_id, chunk.index, chunk.text, tuple(chunk.token_ids), logprobs)
+    return Chunk(request_id, chunk.index, chunk.text, tuple(chunk.token_ids), _read_logprobs(chunk.logprobs))
+
+
+def _read_part(request_id: str, part: pb.PromptPart) -> PromptPart:
+    ids = tuple(one.token_id for one in part.tokens)
+    return PromptPart(request_id, 0, part.text, ids, _read_logprobs(part.tokens))
 
 
 def _read_logprobs(logprobs: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    if not logprobs:
+        return ()
     return tuple(
         TokenLogprobs(
             token.logprob if token.HasField("logprob") else math.nan,
@@ -213,6 +213,16 @@ def _read_logprobs(logprobs: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs,
             tuple(other.token for other in token.top),
         )
         for token in logprobs
+    )
+
+
+def _read_usage(usage: pb.Usage) -> Usage:
+    return Usage(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        tiers_from_pb(usage.cached_tokens),
+        usage.guessed_tokens,
+        usage.accepted_tokens,
     )
 
 

@@ -19,12 +19,12 @@ from gateway import fields, openapi
 from gateway.chat import ChatDialect
 from gateway.completions import CompletionsDialect
 from gateway.exchange import ClientGone, Events, Pieces, Receive, Reply, Request, Scope, Send
-from gateway.generation import MAX_ENTRIES, Dialect, Generation, answer, events
+from gateway.generation import Dialect, Generation, answer, events
 from gateway.metrics import Metrics
 from httpd.errors import HttpError
 from wire import errors
 from wire.errors import BatonError, InvalidRequest, ModelNotFound, Unavailable
-from wire.limit import Limit, Pace
+from wire.limit import Limit, Pace, Share
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust import key_ring
 from wire.trust.key_ring import KeyRing
@@ -35,9 +35,8 @@ PARSED_BYTES_PER_S = 16 << 20
 """Larger bodies are parsed at this pace, one at a time: streams go on between them."""
 MAX_READING_BYTES = 64 * MAX_MESSAGE_BYTES
 """Of all bodies on their way together. What has not come yet counts for nothing."""
-MAX_WAITING = 64
-"""Requests that wait for room for their answers; each may have as many bytes as a message."""
-MAX_TURN_S = 60.0
+MAX_ANSWER_BYTES = 512 << 20
+"""Of all whole answers together, until each is sent. One has at most as many as are free beside it."""
 READY_TIMEOUT_S = 2.0
 OWNER = "baton"
 HEALTH, READY, METRICS = "/health", "/ready", "/metrics"
@@ -64,8 +63,7 @@ class Gateway:
         self._pace = Pace(SMALL_BYTES, PARSED_BYTES_PER_S)
         self.reading = Limit(MAX_READING_BYTES, "bytes of bodies may be on their way")
         self._model: Model | None = None
-        told = "entries may be in answers at a time"
-        self.entry_limit = Limit(MAX_ENTRIES, told, max_waiting=MAX_WAITING, max_wait_s=MAX_TURN_S)
+        self.answering = Limit(MAX_ANSWER_BYTES, "bytes may be in answers that are not streamed")
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._list_models),
             "/v1/completions": ("POST", partial(self._generate, CompletionsDialect)),
@@ -151,8 +149,7 @@ class Gateway:
         generation.require_bounded()
         if is_streamed:
             return events(generation, dialect, client)
-        await request.held.enter_async_context(self.entry_limit.taken(generation.num_entries))
-        return await answer(generation, dialect, client)
+        return await answer(generation, dialect, client, request.held.enter_context(Share(self.answering)))
 
     async def _tokenize(self, request: Request) -> bytes:
         client, taken = self._client(request), fields.take(request.body, fields.TOKENIZE)
@@ -216,7 +213,7 @@ class Gateway:
 
 
 async def _answer(handler: Handler, request: Request, reply: Reply) -> None:
-    async with request.held:
+    with request.held:
         answered = await handler(request)
         if isinstance(answered, bytes | list):
             await reply.whole([answered] if isinstance(answered, bytes) else answered)

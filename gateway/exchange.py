@@ -4,7 +4,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from http import HTTPStatus
 from typing import Any
 
@@ -21,6 +21,9 @@ MAX_BODY_S = 10.0
 """How long a body may take to come."""
 SENT_BYTES = 64 << 10
 """Of an answer at a time, about: other streams go on before the next."""
+MIN_SENT_BYTES_PER_S = 1 << 20
+"""A client takes a whole answer at this pace at least, after GRACE_S."""
+GRACE_S = 30.0
 _JSON = re.compile(r"application/json\s*(;.*)?", re.IGNORECASE)
 
 Scope = MutableMapping[str, Any]
@@ -36,7 +39,7 @@ class ClientGone(Cancelled):
 
 
 class Request:
-    """A request: its head, and its body once it is asked for. held: places in limits, until the answer is sent."""
+    """A request: its head, and its body once it is asked for. held: shares of limits, until the answer is sent."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.method: str = scope["method"]
@@ -50,7 +53,7 @@ class Request:
         self.num_bytes = 0
         self.body: dict[str, Any] = {}
         self._body = b""
-        self.held = AsyncExitStack()
+        self.held = ExitStack()
 
     def header(self, name: str) -> str | None:
         """Returns the first header of that name."""
@@ -127,8 +130,14 @@ class Reply:
         self._send = send
 
     async def whole(self, pieces: Pieces) -> None:
+        """Sends a whole answer. Raises ClientGone for a client that takes it more slowly than it may."""
         kind = b"text/plain; version=0.0.4" if self._request.path == "/metrics" else b"application/json"
-        await self._put(HTTPStatus.OK, kind, pieces)
+        max_s = GRACE_S + sum(map(len, pieces)) / MIN_SENT_BYTES_PER_S
+        try:
+            async with asyncio.timeout(max_s):
+                await self._put(HTTPStatus.OK, kind, pieces)
+        except TimeoutError as error:
+            raise ClientGone(f"the client has not taken its answer within {max_s:.0f} s") from error
 
     async def stream(self, first: bytes, pieces: Events) -> None:
         """Sends events. A failure among them is the last one, and the connection is closed without an end."""

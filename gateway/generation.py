@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -12,15 +12,18 @@ from typing import Any, Protocol
 from baton import AsyncClient, Chunk, Completion
 from baton.client import AsyncStream
 from baton.request import Options, Prompt
-from baton.results import Choice, TokenLogprobs
+from baton.results import Choice, PromptPart, TokenLogprobs
 from gateway.fields import Read
 from wire.errors import InvalidRequest
+from wire.limit import Share
 from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN
 
 MAX_ENTRIES = 1 << 22
-"""Of an answer, and of whole answers at a time: echoed tokens, and log-probabilities, of likeliest tokens too."""
+"""Of an answer: echoed tokens, and log-probabilities, of likeliest tokens too."""
 MAX_SLICE_ENTRIES = 512
 """Of an answer, made at a time: other streams go on between two slices."""
+ITEM_BYTES = 64
+"""Of memory for each text of JSON that waits in a whole answer, beside the text itself."""
 MAX_ID_START = 40
 """Characters of a client's id in the ids of its further prompts."""
 DONE = b"data: [DONE]\n\n"
@@ -109,14 +112,17 @@ class ChoiceJson:
         return [*pieces, b"}}" if self.lists else b"}"]
 
 
-async def answer(generation: Generation, dialect: Dialect, client: AsyncClient) -> list[bytes]:
-    """Returns the whole answer in pieces. Raises BatonError; a prompt that fails ends the others."""
+async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, room: Share) -> list[bytes]:
+    """Returns the whole answer in pieces, whose bytes it takes of `room` as they come.
+
+    Raises BatonError; a prompt that fails ends the others.
+    """
     drafts = [ChoiceJson() for _ in range(len(generation.prompts) * generation.num_choices)]
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(stream) for stream in generation.open(client)]
         slices = await stack.enter_async_context(aclosing(_slices(generation, streams)))
         async for numbers, chunk in slices:
-            _add(chunk.text, dialect.logprobs(chunk, numbers), [drafts[number] for number in numbers])
+            room.take(_add(chunk.text, dialect.logprobs(chunk, numbers), [drafts[number] for number in numbers]))
     pieces = [json.dumps(_head(generation, dialect, dialect.object_name))[:-1].encode(), b', "choices": [']
     for number, choice in enumerate(_choices(streams)):
         described = dialect.choice(choice, "".join(drafts[number].text), number)
@@ -171,14 +177,15 @@ def _choices(streams: Sequence[AsyncStream]) -> Iterator[Choice]:
     return (choice for stream in streams for choice in stream.completion.choices)
 
 
-def _add(text: str, logprobs: dict[str, list[Any]] | None, drafts: Sequence[ChoiceJson]) -> None:
-    """Adds a gain to choices that share it; all of them have one text of its JSON."""
+def _add(text: str, logprobs: dict[str, list[Any]] | None, drafts: Sequence[ChoiceJson]) -> int:
+    """Adds a gain to choices that share it; all of them have one text of its JSON. Returns its bytes."""
     items = {name: json.dumps(values)[1:-1].encode() for name, values in (logprobs or {}).items()}
     for draft in drafts:
         draft.text.append(text)
         for name, item in items.items():
             known = draft.lists.setdefault(name, [])
             known += [b", ", item] if known else [item]
+    return len(drafts) * len(text) + sum(ITEM_BYTES + len(item) for item in items.values())
 
 
 async def _slices(
@@ -186,37 +193,33 @@ async def _slices(
 ) -> AsyncGenerator[tuple[Sequence[int], Chunk], None]:
     """Yields chunks in slices, each with the numbers of the choices whose gain it is: all of a prompt's at its parts.
 
-    The streams forget what came. Raises BatonError.
+    The streams forget what came; other streams go on after each MAX_SLICE_ENTRIES. Raises BatonError.
     """
-    num_choices, untold = generation.num_choices, set(range(len(streams)))
+    num_choices, num_made = generation.num_choices, 0
     async with aclosing(_gained(streams)) as gained:
         async for place, chunk in gained:
-            first = place * num_choices
-            if place in untold:
-                untold.remove(place)
-                async for part in _cut(streams[place].prompt):
-                    yield range(first, first + num_choices), part
             streams[place].forget()
-            async for part in _cut((chunk,)):
-                yield (first + chunk.index,), part
-    for place in untold:  # a stop string left nothing of these answers
-        async for part in _cut(streams[place].prompt):
-            yield range(place * num_choices, (place + 1) * num_choices), part
+            first = place * num_choices
+            is_prompt = isinstance(chunk, PromptPart)
+            numbers = range(first, first + num_choices) if is_prompt else (first + chunk.index,)
+            for part in _cut(chunk):
+                if num_made >= MAX_SLICE_ENTRIES:
+                    num_made = 0
+                    await asyncio.sleep(0)
+                num_made += len(part.logprobs) * _entries_a_token(part)
+                yield numbers, part
 
 
-async def _cut(chunks: Iterable[Chunk]) -> AsyncGenerator[Chunk, None]:
-    """Yields chunks in slices of MAX_SLICE_ENTRIES, or of a token; the first slice of a chunk has its text."""
-    num_made = 0
-    for chunk in chunks:
-        num_entries = 1 + len(chunk.logprobs[-1].top) if chunk.logprobs else 1
-        num_tokens = max(1, MAX_SLICE_ENTRIES // num_entries)
-        for start in range(0, max(1, len(chunk.logprobs)), num_tokens):
-            if num_made >= MAX_SLICE_ENTRIES:
-                num_made = 0
-                await asyncio.sleep(0)
-            logprobs = chunk.logprobs[start : start + num_tokens]
-            num_made += num_entries * len(logprobs)
-            yield chunk if len(logprobs) == len(chunk.logprobs) else _slice(chunk, start, logprobs)
+def _cut(chunk: Chunk) -> Iterator[Chunk]:
+    """Yields a chunk in slices of MAX_SLICE_ENTRIES, or of a token; the first has its text."""
+    num_tokens = max(1, MAX_SLICE_ENTRIES // _entries_a_token(chunk))
+    for start in range(0, max(1, len(chunk.logprobs)), num_tokens):
+        logprobs = chunk.logprobs[start : start + num_tokens]
+        yield chunk if len(logprobs) == len(chunk.logprobs) else _slice(chunk, start, logprobs)
+
+
+def _entries_a_token(chunk: Chunk) -> int:
+    return 1 + len(chunk.logprobs[-1].top) if chunk.logprobs else 1
 
 
 def _slice(chunk: Chunk, start: int, logprobs: tuple[TokenLogprobs, ...]) -> Chunk:
@@ -227,7 +230,7 @@ def _slice(chunk: Chunk, start: int, logprobs: tuple[TokenLogprobs, ...]) -> Chu
 async def _gained(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Yields the chunks of all streams as they come, each with the place of its stream. Raises BatonError."""
     if len(streams) == 1:
-        async for chunk in streams[0]:
+        async for chunk in streams[0].pieces():
             yield 0, chunk
         return
     queue: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue(1)
@@ -251,7 +254,7 @@ async def _pass_on(
     stream: AsyncStream, place: int, queue: "asyncio.Queue[tuple[int, Chunk] | Exception | None]"
 ) -> None:
     try:
-        async for chunk in stream:
+        async for chunk in stream.pieces():
             await queue.put((place, chunk))
         await queue.put(None)
     except Exception as error:

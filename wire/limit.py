@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 
 from wire.errors import FIXED, Overloaded, reached
 
@@ -12,62 +12,61 @@ RETRY_AFTER_S = 1.0
 class Limit:
     """A bound on the units in use at once: requests, or, by weight, bytes or tokens. Belongs to one event loop.
 
-    A taker beyond it is refused, or waits: the first come first, `max_waiting` at most, `max_wait_s` each. A refusal
-    is Overloaded, and names the bound as `reached` does. A weight of 0 is always taken at once; a weight over
-    `max_units` never. A taker that is cancelled, or waits in vain, has taken nothing.
+    A refusal is Overloaded, and names the bound as `reached` does. A weight of 0 is always taken.
     """
 
-    def __init__(
-        self, max_units: int, what: str, setting: str = FIXED, max_waiting: int = 0, max_wait_s: float = 0.0
-    ) -> None:
+    def __init__(self, max_units: int, what: str, setting: str = FIXED) -> None:
         self.num_used = 0
         self._max_units = max_units
-        self._max_waiting = max_waiting
-        self._max_wait_s = max_wait_s
-        waiting = f"; up to {max_waiting:,} wait for it, {max_wait_s:g} s each" if max_waiting else ""
-        self._refusal = reached(max_units, what, setting) + waiting
-        self._num_waiting = 0
-        self._turn = asyncio.Lock()
-        self._released = asyncio.Event()
+        self._refusal = reached(max_units, what, setting)
+
+    @property
+    def num_free(self) -> int:
+        return self._max_units - self.num_used
 
     def take(self, weight: int = 1) -> None:
-        """Takes units without waiting. Raises Overloaded where there is no room, or others wait for it."""
-        if weight and (self._num_waiting or not self._has_room(weight)):
-            raise Overloaded(self._refusal, RETRY_AFTER_S)
+        """Takes units. Raises Overloaded where there is no room."""
+        if weight and weight > self.num_free:
+            raise self.refusal()
         self.num_used += weight
 
     def release(self, weight: int = 1) -> None:
         """Gives taken units back."""
         self.num_used -= weight
-        self._released.set()
+
+    def refusal(self) -> Overloaded:
+        """Makes the error of a taker without room."""
+        return Overloaded(self._refusal, RETRY_AFTER_S)
 
     @asynccontextmanager
     async def taken(self, weight: int = 1) -> AsyncIterator[None]:
-        """Has units taken within the context, and waits for them where takers may. Raises Overloaded."""
-        await self._wait(weight)
+        """Has units taken within the context. Raises Overloaded."""
+        self.take(weight)
         try:
             yield
         finally:
             self.release(weight)
 
-    async def _wait(self, weight: int) -> None:
-        if not weight or self._num_waiting >= self._max_waiting:
-            self.take(weight)
-            return
-        self._num_waiting += 1
-        try:
-            async with asyncio.timeout(self._max_wait_s), self._turn:
-                while not self._has_room(weight):
-                    self._released.clear()
-                    await self._released.wait()
-                self.num_used += weight
-        except TimeoutError as error:
-            raise Overloaded(self._refusal, RETRY_AFTER_S) from error
-        finally:
-            self._num_waiting -= 1
 
-    def _has_room(self, weight: int) -> bool:
-        return self.num_used + weight <= self._max_units
+class Share(AbstractContextManager["Share"]):
+    """The units of one holder, taken as it grows, and given back together at the end of the context.
+
+    A share is at most as large as the free rest of its limit: however many large ones there are, small ones find room.
+    """
+
+    def __init__(self, limit: Limit) -> None:
+        self.num_taken = 0
+        self._limit = limit
+
+    def take(self, weight: int) -> None:
+        """Takes more units. Raises Overloaded."""
+        if weight and self.num_taken + weight > self._limit.num_free - weight:
+            raise self._limit.refusal()
+        self._limit.take(weight)
+        self.num_taken += weight
+
+    def __exit__(self, *_: object) -> None:
+        self._limit.release(self.num_taken)
 
 
 class Pace:

@@ -8,7 +8,8 @@ def test_a_draft_keeps_the_text_and_no_chunk() -> None:
     draft, chunks = Draft(), weakref.WeakSet[Chunk]()
     for number in range(100):
         chunk = pb.Chunk(index=number % 2, text=f"{number}\r\n", token_ids=[number, 1 << 31])
-        [gained] = draft.accept(pb.GenerateResponse(request_id="r", chunk=chunk))
+        gained = draft.accept(pb.GenerateResponse(request_id="r", chunk=chunk))
+        assert gained is not None
         chunks.add(gained)
         assert (gained.text, gained.token_ids) == (chunk.text, (number, 1 << 31))
     del gained

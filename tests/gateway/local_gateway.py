@@ -118,12 +118,16 @@ class Answer:
 
 
 class LocalDoor:
-    """The application before a router. `gone` makes the clients of all later requests go."""
+    """The application before a router. `gone` makes the clients of all later requests go.
+
+    pause_s: of clients after each piece of an answer.
+    """
 
     def __init__(self, router: Router, keys: KeyList) -> None:
         self.client = LocalClient(router)
         self.app = Gateway([self.client], KeyRing(keys), Metrics())
         self.gone = asyncio.Event()
+        self.pause_s = 0.0
 
     async def get(self, path: str) -> Answer:
         return await self.send("GET", path, b"", {})
@@ -157,6 +161,8 @@ class LocalDoor:
                 return
             answer.body += message["body"]
             answer.is_whole = not message["more_body"]
+            if self.pause_s:
+                await asyncio.sleep(self.pause_s)
 
         async with asyncio.timeout(WAIT_S):
             await self.app(scope, receive, take)

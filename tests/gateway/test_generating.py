@@ -4,19 +4,20 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 
-from baton.request import Message
-from gateway import app as app_module
-from gateway import completions, exchange, generation
+from baton.client import AsyncStream
+from baton.request import Message, Options
+from gateway import app, completions, exchange, generation
+from gateway.completions import CompletionsDialect
 from gateway.generation import Generation
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
 from tests.harness.fake_cluster import WAIT_S, until
-from wire.errors import Overloaded
 from wire.ids import AttemptId, RequestId, request_of
-from wire.limit import Limit
+from wire.limit import Limit, Share
 
 PROMPT = "hello, world"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -192,48 +193,85 @@ async def test_an_echo_has_bounds(gateway: LocalGateway) -> None:
     assert (await gateway.post(COMPLETIONS, {**body, "max_tokens": 0})).error["param"] == "max_tokens"
 
 
-async def test_whole_echoes_with_logprobs_take_turns(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = 3 * (len(PROMPT) + 2)
-    limit = Limit(bound, "entries", max_waiting=12, max_wait_s=WAIT_S)
-    monkeypatch.setattr(gateway.app, "entry_limit", limit)
-    under_way: list[int] = []
-    sums: list[int] = []
-
-    async def watched(asked: Generation, *parts: Any) -> list[bytes]:
-        under_way.append(asked.num_entries)
-        sums.append(sum(under_way))
-        answered = await generation.answer(asked, *parts)
-        under_way.remove(asked.num_entries)
-        return answered
-
-    monkeypatch.setattr(app_module, "answer", watched)
-    body = {"prompt": PROMPT, "max_tokens": 2, "echo": True, "logprobs": 0}
-    asked = [body, {**body, "prompt": [PROMPT, PROMPT]}, {**body, "n": 3}, body]
-    answers = await asyncio.gather(*(gateway.post(COMPLETIONS, one) for one in asked * 3))
-    assert {answer.status for answer in answers} == {200}
-    assert len(sums) == 12
-    assert max(sums) == bound
+ECHO = {"prompt": PROMPT, "max_tokens": 2, "echo": True, "logprobs": 0}
 
 
-async def test_as_large_an_answer_as_may_be_is_alone(gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = Limit(len(PROMPT) + 2, "entries", max_waiting=1, max_wait_s=0.01)
-    monkeypatch.setattr(gateway.app, "entry_limit", limit)
-    body = {"prompt": PROMPT, "max_tokens": 2, "echo": True, "logprobs": 0}
-    async with limit.taken(len(PROMPT) + 1):
-        for other in (body, {**body, "logprobs": None}, {**body, "echo": False}):
-            assert (await gateway.post(COMPLETIONS, other)).status == 429
-        for other in ({"prompt": PROMPT, "max_tokens": 2}, {**body, "stream": True}):
+async def test_a_long_answer_takes_no_room_before_its_tokens_come(gateway: LocalGateway) -> None:
+    worker = gateway.cluster.workers["d0"]
+    worker.may_go.clear()
+    asking = asyncio.create_task(gateway.post(COMPLETIONS, {**ECHO, "max_tokens": 900}))
+    await until(lambda: worker.decodes)
+    await until(lambda: gateway.app.answering.num_used)
+    assert gateway.app.answering.num_used < 200 * len(PROMPT)
+    worker.may_go.set()
+    assert (await asking).status == 200
+    assert gateway.app.answering.num_used == 0
+
+
+async def test_a_large_answer_under_way_leaves_room_for_others(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = Limit(40_000, "bytes may be held")
+    monkeypatch.setattr(gateway.app, "answering", limit)
+    with Share(limit) as large:
+        large.take(20_000)
+        for other in (ECHO, {**ECHO, "n": 3}, {**ECHO, "logprobs": None}, {**ECHO, "stream": True}):
             assert (await gateway.post(COMPLETIONS, other)).status == 200
-    assert (await gateway.post(COMPLETIONS, body)).status == 200
-    assert limit.num_used == 0
+        assert limit.num_used == 20_000
 
 
-async def test_an_answer_that_is_refused_is_told_the_limit(gateway: LocalGateway) -> None:
-    gateway.app.entry_limit.take(generation.MAX_ENTRIES)
-    with pytest.raises(Overloaded) as refused:
-        gateway.app.entry_limit.take()
-    told = "4,194,304 entries may be in answers at a time, the limit (fixed); up to 64 wait for it, 60 s each"
-    assert refused.value.message == told
+async def test_an_answer_that_grows_out_of_its_room_is_refused_and_told_the_limit(gateway: LocalGateway) -> None:
+    held = app.MAX_ANSWER_BYTES - 30_000
+    gateway.app.answering.take(held)
+    for worker in gateway.cluster.workers.values():
+        worker.num_logprobs = 1
+    body = {**ECHO, "max_tokens": 900, "logprobs": 1}
+    refused = await gateway.post(COMPLETIONS, body)
+    assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+    assert refused.error["message"] == "536,870,912 bytes may be in answers that are not streamed, the limit (fixed)"
+    assert gateway.app.answering.num_used == held
+    await until(lambda: not gateway.cluster.router.dispatcher.num_running)
+    assert (await gateway.post(COMPLETIONS, {**body, "stream": True})).status == 200
+
+
+async def test_a_slow_reader_holds_its_answer_for_a_bounded_time(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "GRACE_S", 0.05)
+    monkeypatch.setattr(exchange, "SENT_BYTES", 100)
+    gateway.pause_s = 0.02
+    slow = await gateway.post(COMPLETIONS, {**ECHO, "n": 16})
+    assert (slow.status, slow.is_whole) == (200, False)
+    assert 0 < len(slow.body) < int(slow.headers["content-length"])
+    assert gateway.app.answering.num_used == 0
+    monkeypatch.setattr(exchange, "MIN_SENT_BYTES_PER_S", 1000)
+    assert (await gateway.post(COMPLETIONS, ECHO)).is_whole
+
+
+async def test_parts_of_a_prompt_are_streamed_as_they_come(
+    gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, ask, streams, kept = gateway.cluster.workers["p0"], gateway.client.stream, list[AsyncStream](), list[int]()
+    worker.may_go.clear()
+
+    def noted(prompt: Any, **options: Any) -> AsyncStream:
+        streams.append(ask(prompt, **options))
+        return streams[-1]
+
+    monkeypatch.setattr(gateway.client, "stream", noted)
+    options: Options = {"max_tokens": 2, "echo": True, "logprobs": 0, "prompt_logprobs": 0}
+    asked = Generation("a", "fake", [PROMPT], options, usage=False)
+    async with (
+        asyncio.timeout(WAIT_S),
+        aclosing(generation.events(asked, CompletionsDialect(), gateway.client)) as told,
+    ):
+        first = json.loads((await anext(told))[6:])
+        assert first["choices"][0]["text"] == PROMPT
+        worker.may_go.set()
+        async for _ in told:
+            kept.append(len(streams[0].prompt))
+    assert len(kept) > 3
+    assert max(kept) == 0
 
 
 async def test_a_stop_string_may_be_part_of_the_text(gateway: LocalGateway) -> None:
@@ -413,13 +451,14 @@ async def test_an_answer_has_its_place_until_it_is_sent(gateway: LocalGateway, m
 
     def noted(pieces: list[bytes]) -> Iterator[bytes]:
         for piece in joined(pieces):
-            held.append(gateway.app.entry_limit.num_used)
+            held.append(gateway.app.answering.num_used)
             yield piece
 
     monkeypatch.setattr(exchange, "joined", noted)
-    assert (await gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "logprobs": 0})).status == 200
-    assert held == [4]
-    assert gateway.app.entry_limit.num_used == 0
+    answer = await gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "logprobs": 0})
+    assert (answer.status, len(held)) == (200, 1)
+    assert held[0] > len(json.dumps(answer.json["choices"][0]["logprobs"])) / 2
+    assert gateway.app.answering.num_used == 0
 
 
 async def test_an_echo_is_whole_where_a_stop_string_leaves_nothing_of_its_answer(gateway: LocalGateway) -> None:
