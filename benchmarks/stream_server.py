@@ -38,7 +38,8 @@ from router.workers.controller_port import LocalController
 from router.workers.grpc_transport import GrpcTransport
 from tests.harness.assembled_worker import TOKEN
 from tests.harness.fake_cluster import CONFIG
-from tests.harness.one_worker import LAYOUT, PROMPT, VOCAB_SIZE, Node, greedy
+from tests.harness.known_model import LAYOUT
+from tests.harness.one_worker import PROMPT, VOCAB_SIZE, greedy, timeless_node
 from tests.router.worker_server import served
 from text.byte_tokenizer import ByteTokenizer
 from wire.errors import Overloaded
@@ -127,7 +128,7 @@ async def _gateway(address: str) -> None:
 
 async def _worker(interval_s: str) -> None:
     """Serves a decode worker on an engine that only keeps time."""
-    node = Node()
+    node = timeless_node()
     store = NodeStore(LAYOUT, node.arena, node.directory, [], DevicePool(LAYOUT, 1, torch.device("cpu")))
     engine: Any = PacedEngine(float(interval_s))
     info = WorkerInfo(worker_id="decode-0", role="decode", vocab_size=VOCAB_SIZE)

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +28,7 @@ PACKAGE_TO_TESTS = {
     "deploy": ("deploy",),
     "engine": ("engine", "exactness"),
     "gateway": ("gateway",),
+    "httpd": ("httpd", "gateway"),
     "kernels": ("kernels", "exactness"),
     "kv_store": ("kv_store", "local_cluster", "faults"),
     "prefill_worker": ("prefill_worker", "local_cluster"),
@@ -51,6 +53,14 @@ SWAPPED: dict[type[ast.cmpop], str] = {
     ast.NotIn: "in",
 }
 RELEASES = ("cancel", "close", "discard", "end", "free", "leave", "release", "remove", "unpin", "verify", "withdraw")
+
+
+class Outcome(Enum):
+    """What the tests say of a fault. NOT_ENDED: the fault hangs a test, or the machine is too busy; a look tells."""
+
+    FOUND = "found"
+    MISSED = "MISSED"
+    NOT_ENDED = "not ended"
 
 
 @dataclass(frozen=True)
@@ -170,31 +180,38 @@ def _faults_in(package: str) -> Iterator[Fault]:
             yield from Places(path, (ROOT / path).read_bytes()).faults
 
 
-def tests_of(fault: Fault) -> list[str]:
-    """Returns the tests of a fault's package, beginning with those named like its file."""
+def tests_of(fault: Fault) -> list[list[str]]:
+    """Returns the tests of a fault's package in stages: those named like its file, then folder by folder."""
     package, name = fault.path.split("/")[0], Path(fault.path).stem
     folders = [f"tests/{one}" for one in PACKAGE_TO_TESTS[package] if (ROOT / "tests" / one).is_dir()]
-    own = [str(path.relative_to(ROOT)) for path in (ROOT / folders[0]).rglob(f"test_*{name}*.py")]
-    return [*sorted(own), *folders]
+    own = sorted(str(path.relative_to(ROOT)) for path in (ROOT / folders[0]).rglob(f"test_*{name}*.py"))
+    return [own, *([one] for one in folders)] if own else [[one] for one in folders]
 
 
-def is_found(fault: Fault, tree: Path, tests: Sequence[str]) -> tuple[bool, str]:
-    """Runs tests over a tree with the fault; returns whether they fail, and the first that does."""
+def outcome_of(fault: Fault, tree: Path, stages: Sequence[Sequence[str]]) -> tuple[Outcome, str]:
+    """Runs stages of tests over a tree with the fault until one fails; returns the first test that does."""
     path = tree / fault.path
     whole = path.read_bytes()
     path.write_bytes(fault.plant(whole))
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
     try:
-        done = subprocess.run(
-            command, cwd=tree, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return True, f"not within {TIMEOUT_S:.0f} s"
+        for tests in stages:
+            done = subprocess.run(
+                [*command, *tests], cwd=tree, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            )
+            if done.returncode != 0:
+                lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                return Outcome.FOUND, lines[0].split(" - ")[0] if lines else done.stdout[-200:].strip()
+    except subprocess.TimeoutExpired as error:
+        return Outcome.NOT_ENDED, f"not within {TIMEOUT_S:.0f} s; last: {_last_line(error.stdout)}"
     finally:
         path.write_bytes(whole)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return done.returncode != 0, lines[0].split(" - ")[0] if lines else done.stdout[-200:].strip()
+    return Outcome.MISSED, _last_line(done.stdout.encode())
+
+
+def _last_line(output: bytes | None) -> str:
+    return (output or b"").decode(errors="replace").strip().rpartition("\n")[2][-200:]
 
 
 def main() -> int:
@@ -217,13 +234,11 @@ def main() -> int:
             if options.show:
                 print(f"{number:3} {fault}")
                 continue
-            found, by = is_found(fault, Path(folder), options.tests or tests_of(fault))
-            print(
-                f"{number:3} {'found' if found else 'MISSED'} {time.monotonic() - began_s:4.0f} s {fault}\n    {by}",
-                flush=True,
-            )
-            survivors += [] if found else [number]
-    print(f"{len(chosen)} faults, {len(survivors)} missed: {','.join(map(str, survivors))}")
+            stages = [options.tests] if options.tests else tests_of(fault)
+            outcome, by = outcome_of(fault, Path(folder), stages)
+            print(f"{number:3} {outcome.value} {time.monotonic() - began_s:4.0f} s {fault}\n    {by}", flush=True)
+            survivors += [] if outcome is Outcome.FOUND else [number]
+    print(f"{len(chosen)} faults, {len(survivors)} not found: {','.join(map(str, survivors))}")
     return min(len(survivors), 1)
 
 

@@ -11,9 +11,10 @@ import grpc.aio
 from engine.model.hash_model import HashModel
 from router.ports.server import RouterServer
 from tests.bad_input.refusal import Refusal, refused
-from tests.faults.rest import at_rest, until
+from tests.faults.rest import at_rest
 from tests.harness.answer import ChoiceAnswer, Reader, ask
 from tests.harness.assembled_worker import TOKEN
+from tests.harness.cluster import until
 from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.local_cluster import Sizes
 from wire.layout import KVLayout

@@ -10,8 +10,9 @@ import pytest
 from router.config import AdmissionBounds, StreamBounds
 from tests.bad_input.ports import GOOD, MODEL, PROMPT, SIZES, GenerateCall, serving
 from tests.bad_input.refusal import Refusal, refusal_of, refused
-from tests.faults.rest import at_rest, until
+from tests.faults.rest import at_rest
 from tests.harness.answer import ask
+from tests.harness.cluster import until
 
 ANOTHER_PROMPT = tuple(range(100, 140))
 NUM_CALLS = 200
@@ -48,7 +49,7 @@ async def test_without_workers_a_request_waits_and_is_told_so() -> None:
 
 @pytest.mark.parametrize("time_left_s", [None, TEN_YEARS_S], ids=["no deadline", "ten years"])
 async def test_a_deadline_is_at_most_the_servers_own(time_left_s: float | None) -> None:
-    async with serving(replace(SIZES, streams=StreamBounds(max_deadline_s=0.3))) as ports:
+    async with serving(replace(SIZES, streams=StreamBounds(max_deadline_s=1.0))) as ports:
         ports.cluster.models["d0"].pause()
         refusal = await refused(ports.generate(GOOD, time_left_s))
         assert (refusal.code, refusal.reason) == ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")

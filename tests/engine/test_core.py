@@ -13,7 +13,8 @@ from engine.schedule.batcher import Candidate, Gate, Pages, Plan
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
-from tests.harness.engines import ROOT, Node, drive, gained, make_core, request, serve
+from tests.harness.engines import ROOT, drive, gained, make_core, request, serve
+from tests.harness.node import Node
 from wire.errors import InvalidRequest, RequestExists
 from wire.ids import AttemptId
 from wire.keys import NameChain
@@ -323,7 +324,7 @@ def test_a_model_that_does_not_run_at_all_is_no_requests_fault(num_blocks: int) 
 def test_blocks_that_led_to_no_number_are_found_nowhere() -> None:
     """Neither on the device nor in the tiers of the store, to which they went before it showed."""
     cold = MemoryTier(LAYOUT)
-    node = Node(Poisoned(LAYOUT, 997), cold=cold)
+    node = Node(LAYOUT, cold=cold)
     core = make_core(Poisoned(LAYOUT, 997), node, batcher=ContinuousBatcher(max_step_tokens=16, max_running=4))
     bad = request((*range(100, 148), 13), greedy(5))
     core.add(bad)

@@ -24,7 +24,8 @@ from kernels.cpu.library import best_isa
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.harness.checkpoints import VOCAB_SIZE
-from tests.harness.engines import Node, drive, make_core, request
+from tests.harness.engines import drive, make_core, request
+from tests.harness.node import Node
 from tests.kernels.backends import make_backend
 from wire.errors import InvalidRequest
 from wire.kv_policy import Dropping, Rule
@@ -219,7 +220,7 @@ def test_the_same_text_in_full_never_reads_what_was_computed_beside_dropped_toke
 ) -> None:
     """A turn with drops, then its text as a prompt, on the device and from the store: token by token as if alone."""
     for is_on_device in (True, False):
-        node = Node(model)
+        node = Node(model.layout)
         core = make_core(model, node)
         turn = (*prompt(200), *tokens(core, prompt(200), dropping), 7, 8, 9)
         run = drive(core if is_on_device else make_core(model, node), [asked(turn, None)])[0]

@@ -10,7 +10,8 @@ from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.transfers import InlineTransfers, Publish, Transfer
-from tests.harness.engines import ROOT, Node, Run, drive, make_core, request
+from tests.harness.engines import ROOT, Run, drive, make_core, release, request
+from tests.harness.node import Node
 from wire.ids import BlockKey
 from wire.keys import NameChain
 from wire.kv_policy import Dropping, Rule
@@ -62,7 +63,7 @@ def names_plain() -> list[BlockKey]:
 @pytest.mark.parametrize("dropping", [SNAPKV, H2O], ids=str)
 def test_a_hand_off_is_as_one_engine(dropping: Dropping, num_choices: int) -> None:
     sampling = replace(GREEDY, temperature=1.0, seed=5, n=num_choices)
-    node = Node(MODEL)
+    node = Node(MODEL.layout)
     run = handed_off(node, dropping, sampling)
     core = make_core(MODEL, node)
     [resumed] = drive(core, [rest_of(run)])
@@ -85,7 +86,7 @@ def test_what_is_kept_goes_first_and_is_held_the_rest_follows(monkeypatch: pytes
         begin(transfers, transfer)
 
     monkeypatch.setattr(InlineTransfers, "begin", note)
-    node = Node(MODEL)
+    node = Node(MODEL.layout)
     handed_off(node, SNAPKV)
     assert begun == [(NUM_KEPT, True), (NUM_FULL, False)]
     assert all(node.directory.exists([*names_kept(), *names_plain()]))
@@ -100,9 +101,9 @@ def lose(node: Node, lost: Sequence[BlockKey]) -> None:
 @pytest.mark.parametrize("has_prompt", [True, False])
 def test_what_is_lost_is_chosen_again(num_emitted: int, is_lost: list[int], has_prompt: bool) -> None:
     """Kept blocks, or the prompt's as well: the tokens stay those of one engine, wherever the choice had come to."""
-    node, expected = Node(MODEL), alone(SNAPKV)[0]
+    node, expected = Node(MODEL.layout), alone(SNAPKV)[0]
     run = handed_off(node, SNAPKV)
-    node.release([run])
+    release(node, [run])
     lose(node, [names_kept()[place] for place in is_lost])
     if not has_prompt:
         lose(node, names_plain())
@@ -117,7 +118,7 @@ def test_what_is_lost_is_chosen_again(num_emitted: int, is_lost: list[int], has_
 
 def test_the_next_attempt_finds_what_was_filled_behind_kept_blocks() -> None:
     """After a worker is lost, its successor finds the blocks of the tokens that it had emitted."""
-    node = Node(MODEL)
+    node = Node(MODEL.layout)
     run = handed_off(node, SNAPKV)
     [first] = drive(make_core(MODEL, node), [rest_of(run)])
     chain = NameChain(ROOT, 16)
@@ -135,17 +136,17 @@ def test_the_next_attempt_finds_what_was_filled_behind_kept_blocks() -> None:
 
 def test_kept_blocks_come_from_a_cold_tier() -> None:
     cold = MemoryTier(LAYOUT)
-    node = Node(MODEL, cold=cold)
+    node = Node(MODEL.layout, cold=cold)
     run = handed_off(node, SNAPKV)
-    node.release([run])
+    release(node, [run])
     node.write_all_cold()
-    [resumed] = drive(make_core(MODEL, Node(MODEL, cold=cold)), [rest_of(run)])
+    [resumed] = drive(make_core(MODEL, Node(MODEL.layout, cold=cold)), [rest_of(run)])
     assert resumed.outputs == alone(SNAPKV)
     assert resumed.fetched[0].num_found == len(PROMPT)
 
 
 def test_policies_share_no_kept_block_but_the_prompts() -> None:
-    node = Node(MODEL)
+    node = Node(MODEL.layout)
     drive(make_core(MODEL, node), [asked(SNAPKV)])
     other = Dropping(Rule.SNAPKV, 50, "%")
     [run] = drive(make_core(MODEL, node), [asked(other)])
@@ -154,14 +155,14 @@ def test_policies_share_no_kept_block_but_the_prompts() -> None:
 
 
 def test_a_prompt_that_ends_at_its_first_token_leaves_its_blocks() -> None:
-    node = Node(MODEL)
+    node = Node(MODEL.layout)
     handed_off(node, SNAPKV, replace(GREEDY, max_tokens=1))
     assert all(node.directory.exists(names_plain()))
 
 
 def test_an_aborted_prompt_leaves_no_page_behind() -> None:
     for num_steps in range(1, 8):
-        core = make_core(MODEL, Node(MODEL))
+        core = make_core(MODEL, Node(MODEL.layout))
         one = asked(SNAPKV)
         core.add(HandOff(one.attempt_id, ROOT, PROMPT, GREEDY, dropping=SNAPKV))
         events = [event for _ in range(num_steps) for event in core.step().events]

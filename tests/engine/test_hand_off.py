@@ -7,7 +7,8 @@ from engine.request import ChoiceSoFar, HandOff
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import Done, Fetch, NoStore
-from tests.harness.engines import ROOT, Node, make_core, prefill
+from tests.harness.engines import ROOT, make_core, prefill
+from tests.harness.node import Node
 from wire.ids import AttemptId
 from wire.layout import KVLayout
 from wire.sampling import SamplingParams
@@ -115,7 +116,7 @@ def test_a_step_that_failed_reports_nothing_later(model: HashModel, monkeypatch:
 def test_a_prompt_is_handed_off_though_its_first_choice_ends_with_its_first_token(
     model: HashModel, num_prompt: int
 ) -> None:
-    node = Node(model)
+    node = Node(model.layout)
     prompt = range(num_prompt)
     first = prefill(make_core(model), [prompt], SamplingParams(n=2, seed=1))[0].outputs
     assert first[0] != first[1]

@@ -11,7 +11,8 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
 from tests.engine.test_decoder import Checkpoints
-from tests.harness.engines import Node, drive, make_core, prefill, request, rest_of
+from tests.harness.engines import drive, make_core, prefill, request, rest_of
+from tests.harness.node import Node
 from wire.errors import ConfigError
 from wire.sampling import SamplingParams
 
@@ -62,7 +63,7 @@ def test_sequences_that_go_leave_their_open_blocks(model: Decoder) -> None:
 
 
 def test_choices_compute_the_unfilled_block_of_their_prompt_each(model: Decoder, expected: list[list[int]]) -> None:
-    node = Node(model)
+    node = Node(model.layout)
     asked = replace(GREEDY, n=3)
     assert [*drive(make_core(model, node), [request(PROMPTS[0], asked)])[0].outputs.values()] == [expected[0]] * 3
     runs = prefill(make_core(model, node), [PROMPTS[0]], asked)

@@ -29,7 +29,8 @@ from engine.speculation.speculator import (
 )
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
-from tests.harness.engines import Node, drive, gained, make_core, prefill, request, resume, serve
+from tests.harness.engines import drive, gained, make_core, prefill, release, request, resume, serve
+from tests.harness.node import Node
 from tests.harness.oracle_proposer import OracleProposer, oracle_drafts
 from wire.layout import KVLayout
 from wire.sampling import FinishReason, Logprobs, SamplingParams
@@ -113,7 +114,7 @@ def test_after_a_hand_off_and_from_each_tier(guessing: Callable[[], Speculator])
     prompts = [tuple(random.Random(number).choices(range(4), k=50 + number)) for number in range(4)]
     expected = [serve(make_core(FEW), prompt, sampling).outputs for prompt in prompts]
     cold = MemoryTier(LAYOUT)
-    node = Node(FEW, cold=cold)
+    node = Node(FEW.layout, cold=cold)
     first = make_core(FEW, node)
     held = []
     for core in (first, first, make_core(FEW, node)):  # computed, hit on the device, hit in the arena
@@ -122,9 +123,9 @@ def test_after_a_hand_off_and_from_each_tier(guessing: Callable[[], Speculator])
         assert [run.outputs for run in resume(decode, handed)] == expected
         assert decode.stats().num_accepted_tokens > 0
         held += handed
-    node.release(held)
+    release(node, held)
     node.write_all_cold()
-    restarted = Node(FEW, cold=cold)
+    restarted = Node(FEW.layout, cold=cold)
     handed = prefill(make_core(FEW, restarted), prompts, sampling)
     assert {*handed[0].fetched[0].found} == {"redis"}
     decode = make_core(FEW, restarted, speculator=guessing())
@@ -134,7 +135,7 @@ def test_after_a_hand_off_and_from_each_tier(guessing: Callable[[], Speculator])
 
 def test_blocks_that_decode_filled_with_guesses_are_right() -> None:
     """Another engine goes on from them with other tokens than a spoilt block would give."""
-    node = Node(MODEL)
+    node = Node(MODEL.layout)
     outputs = {PROMPT: [MODEL.oracle(PROMPT, 70)]}
     first = serve(make_core(MODEL, node, speculator=oracle_drafts(outputs, 0.3)), PROMPT, greedy(70))
     prompt = (*PROMPT, *first.outputs[0], 7)

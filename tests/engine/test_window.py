@@ -19,7 +19,8 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import NgramProposer, Speculator
 from kernels.backend import KVPages
 from kv_store.tiers.memory_tier import MemoryTier
-from tests.harness.engines import ROOT, Node, drive, make_core, prefill, request, rest_of, resume, serve
+from tests.harness.engines import ROOT, drive, make_core, prefill, request, rest_of, resume, serve
+from tests.harness.node import Node
 from tests.pairs import RUNS_ALL
 from wire.errors import InvalidRequest
 from wire.ids import BlockKey
@@ -100,7 +101,7 @@ def test_choices_share_a_prompt(model: HashModel) -> None:
 
 @pytest.mark.parametrize("is_on_device", [True, False])
 def test_a_hit_needs_nothing_before_the_window(model: HashModel, is_on_device: bool) -> None:
-    node = Node(model)
+    node = Node(model.layout)
     core = make_core(model, node)
     serve(core, PROMPT, GREEDY)
     forget(core, node, range(Window(model.layout).num_sink_blocks, 8))
@@ -111,7 +112,7 @@ def test_a_hit_needs_nothing_before_the_window(model: HashModel, is_on_device: b
 
 def serve_without(model: HashModel, lost: int, is_on_device: bool) -> tuple[EngineCore, Node]:
     """Serves the prompt, loses a block of it, and serves it again: the blocks before that one are found."""
-    node = Node(model)
+    node = Node(model.layout)
     core = make_core(model, node)
     serve(core, PROMPT, GREEDY)
     forget(core, node, range(lost, lost + 1))
@@ -141,7 +142,7 @@ def test_no_hit_without_a_block_of_the_sinks(is_on_device: bool, lost: int) -> N
 
 def test_sinks_come_from_the_store_for_a_window_on_the_device() -> None:
     model = HashModel(replace(LAYOUT, num_sinks=20), 997)
-    node = Node(model)
+    node = Node(model.layout)
     core = make_core(model, node)
     serve(core, PROMPT, GREEDY)
     for key in keys()[:8]:
@@ -157,7 +158,7 @@ def test_sinks_come_from_the_store_for_a_window_on_the_device() -> None:
 def test_sinks_outlive_what_follows_them() -> None:
     """An arena much smaller than the answer still has the sinks, and the latest blocks, for the next turn."""
     model = HashModel(replace(LAYOUT, num_sinks=20), 997)
-    node = Node(model, num_slots=24)
+    node = Node(model.layout, num_slots=24)
     output = serve(make_core(model, node, num_blocks=8), PROMPT, replace(GREEDY, max_tokens=1000)).outputs[0]
     run = serve(make_core(model, node), (*PROMPT, *output), GREEDY)
     assert run.fetched[0].num_found == 1199 // 16 * 16
@@ -165,7 +166,7 @@ def test_sinks_outlive_what_follows_them() -> None:
 
 
 def test_a_window_is_partly_on_the_device_and_partly_in_the_store(model: HashModel) -> None:
-    node = Node(model)
+    node = Node(model.layout)
     first, second = make_core(model, node), make_core(model, node)
     serve(first, PROMPT[:176], GREEDY)
     serve(second, PROMPT, GREEDY)
@@ -180,11 +181,11 @@ def test_holes_in_a_cold_tier(model: HashModel) -> None:
     """Whatever is lost, tokens stay; the longest position whose window is there is what is found."""
     for lost in ([0, 1, 2, 3], [11], [5, 10], [3, 8, 11], [2, 5, 8, 11], list(range(12))):
         cold = MemoryTier(LAYOUT)
-        node = Node(model, cold=cold)
+        node = Node(model.layout, cold=cold)
         serve(make_core(model, node), PROMPT, GREEDY)
         node.write_all_cold()
         cold.delete([keys()[place] for place in lost])
-        run = serve(make_core(model, Node(model, cold=cold)), PROMPT, GREEDY)
+        run = serve(make_core(model, Node(model.layout, cold=cold)), PROMPT, GREEDY)
         assert run.outputs[0] == model.oracle(PROMPT, 30)
         sinks = range(Window(model.layout).num_sink_blocks)
         needed = [{*sinks[:end], *range(max(0, end * 16 - 49) // 16, end)} for end in range(13)]
@@ -193,7 +194,7 @@ def test_holes_in_a_cold_tier(model: HashModel) -> None:
 
 
 def test_a_hand_off_holds_the_window_only(model: HashModel) -> None:
-    node = Node(model, num_slots=20)
+    node = Node(model.layout, num_slots=20)
     runs = prefill(make_core(model, node), [PROMPT], GREEDY)
     assert node.directory.status().num_holds == 1
     assert {block.name.key for block in node.directory.blocks()} >= {*keys()}
@@ -207,7 +208,7 @@ def test_a_hand_off_holds_the_window_only(model: HashModel) -> None:
 
 
 def test_preempted_and_resumed_elsewhere(model: HashModel, num_needed: int) -> None:
-    node = Node(model)
+    node = Node(model.layout)
     runs = prefill(make_core(model, node), [(number, *PROMPT) for number in range(6)], GREEDY)
     core = make_core(model, node, num_blocks=2 * num_needed + 1)
     outputs = [run.outputs[0] for run in drive(core, [rest_of(run) for run in runs])]
@@ -216,7 +217,7 @@ def test_preempted_and_resumed_elsewhere(model: HashModel, num_needed: int) -> N
 
 def test_a_failed_request_leaves_nothing_behind(model: HashModel) -> None:
     """Blocks that a sequence has left behind its window are withdrawn with the rest."""
-    node = Node(model)
+    node = Node(model.layout)
     core = make_core(Spoilt(model.layout, 997), node, 64, ContinuousBatcher(max_step_tokens=32, max_running=4))
     core.add(request(PROMPT, GREEDY))
     events = [event for _ in range(20) for event in core.step().events]
@@ -245,7 +246,7 @@ def test_any_window_any_pool(seed: int) -> None:
     num_sinks = draw.choice([0, 0, 1, block_size, block_size + 1, 40])
     layout = replace(LAYOUT, block_size=block_size, window=window, num_sinks=min(num_sinks, window - 1))
     model = HashModel(layout, draw.choice([3, 997]), max_context_len=512)
-    node = Node(model, draw.choice([8, 40, 300])) if draw.random() < 0.8 else None
+    node = Node(model.layout, draw.choice([8, 40, 300])) if draw.random() < 0.8 else None
     most = Window(layout).most_needed
     assert most is not None
     cores = [

@@ -21,7 +21,8 @@ from engine.speculation.speculator import NgramProposer, Proposer, Speculator
 from kernels.cpu.library import best_isa
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.harness.engines import Node, Run, make_core, prefill, request, rest_of
+from tests.harness.engines import Run, make_core, prefill, release, request, rest_of
+from tests.harness.node import Node
 from tests.harness.oracle_proposer import oracle_drafts
 from tests.kernels.backends import ISAS, make_backend
 from tests.pairs import RUNS_ALL, covering
@@ -119,7 +120,7 @@ class Mix:
 
     def run(self, model: Decoder, proposer: Proposer | None = None) -> tuple[Crowd, list[Tokens]]:
         """Serves the requests on an engine of their own; returns it and their tokens. proposer: else n-grams."""
-        node, requests = Node(model), [request(prompt(index), params) for index, params in self.keys]
+        node, requests = Node(model.layout), [request(prompt(index), params) for index, params in self.keys]
         Crowd(make_core(model, node, 512)).run([request(prompt(key[0]), key[1]) for key in self.keys[: self.num_seen]])
         batcher = ContinuousBatcher(max_step_tokens=self.chunk_len + 16, max_running=16)
         speculator = Speculator(proposer or NgramProposer(), self.max_draft_len) if self.max_draft_len else None
@@ -217,13 +218,13 @@ def test_with_a_draft_model(model: Decoder, alone: Alone, draft: Decoder, num_pa
 def test_with_a_draft_model_from_each_tier(model: Decoder, alone: Alone, draft: Decoder) -> None:
     """Handed over once prefill computed the prompts, and found them on its device, in the arena, in the cold tier."""
     cold, prompts = MemoryTier(model.layout), [prompt(index) for index in range(7)]
-    node = Node(model, cold=cold)
+    node = Node(model.layout, cold=cold)
     first, runs = make_core(model, node, 512), list[Run]()
     for core, tier in ((first, None), (first, "device"), (make_core(model, node, 512), "host"), (None, "redis")):
         if core is None:
-            node.release(runs)
+            release(node, runs)
             node.write_all_cold()
-            node = Node(model, cold=cold)
+            node = Node(model.layout, cold=cold)
             core = make_core(model, node, 512)
         handed = prefill(core, prompts, GREEDY)
         assert {*handed[-1].fetched[0].found} == ({tier} if tier else set())
@@ -250,19 +251,19 @@ def test_hit_in_each_tier(model: Decoder, alone: Alone) -> None:
     """On the device, in the arena, in the cold tier; in chunks of other lengths than those that filled the blocks."""
     keys, requests = asked(range(16))
     cold = MemoryTier(model.layout)
-    node = Node(model, cold=cold)
+    node = Node(model.layout, cold=cold)
     first = make_core(model, node, 512, ContinuousBatcher(max_step_tokens=160, max_running=128))
     expected = [alone[key] for key in keys]
     assert Crowd(first).run(requests) == expected
     assert Crowd(first).run(asked(range(16))[1]) == expected
     assert Crowd(make_core(model, node, 512)).run(asked(range(16))[1]) == expected
     node.write_all_cold()
-    assert Crowd(make_core(model, Node(model, cold=cold), 512)).run(asked(range(16))[1]) == expected
+    assert Crowd(make_core(model, Node(model.layout, cold=cold), 512)).run(asked(range(16))[1]) == expected
 
 
 def test_handed_over_and_taken_over(model: Decoder, alone: Alone) -> None:
     """To a decode engine after the first token, and again, in the middle, to one that has to compute everything."""
-    node = Node(model)
+    node = Node(model.layout)
     runs = prefill(make_core(model, node, 512), [prompt(index) for index in range(16)], GREEDY)
     outputs = Crowd(make_core(model, node, 512)).run([rest_of(run) for run in runs])
     expected = [alone[index, GREEDY] for index in range(16)]

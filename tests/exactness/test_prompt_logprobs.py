@@ -16,7 +16,8 @@ from engine.request import EngineRequest, HandOff
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from kernels.cpu.library import best_isa
 from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.harness.engines import Node, make_core, request
+from tests.harness.engines import make_core, request
+from tests.harness.node import Node
 from tests.kernels.backends import make_backend
 from wire.ids import AttemptId
 from wire.sampling import Logprobs, SamplingParams
@@ -124,7 +125,7 @@ def test_preempted(model: Decoder, alone: list[list[Logprobs]]) -> None:
 
 def test_blocks_of_the_prompt_are_not_read_but_published(model: Decoder, alone: list[list[Logprobs]]) -> None:
     """Behind scores that are known already the prompt is read again, up to the token before the next one."""
-    node = Node(model)
+    node = Node(model.layout)
     found = Scores(make_core(model, node), [handed_off(length) for length in LENGTHS])
     assert (found.lists, found.num_found) == (alone, 0)
     core = make_core(model, node)
@@ -138,4 +139,4 @@ def test_blocks_of_the_prompt_are_not_read_but_published(model: Decoder, alone: 
 
 def test_choices_share_the_scores_of_their_prompt(model: Decoder, alone: list[list[Logprobs]]) -> None:
     one = replace(request(prompt(64), replace(SAMPLING, n=3)), num_scored=1)
-    assert Scores(make_core(model, Node(model)), [one]).lists == [alone[4]]
+    assert Scores(make_core(model, Node(model.layout)), [one]).lists == [alone[4]]

@@ -13,7 +13,8 @@ from engine.model.decoder import Decoder
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.checkpoints import ARCHITECTURES, SINKS, Continuation, choose_prompt, make_checkpoint
-from tests.harness.engines import Node, Run, drive, make_core, prefill, request, rest_of, resume, serve
+from tests.harness.engines import Run, drive, make_core, prefill, release, request, rest_of, resume, serve
+from tests.harness.node import Node
 from tests.kv_store.names import MAC_KEY
 from wire.keys import namespace_root
 from wire.sampling import SamplingParams
@@ -60,7 +61,7 @@ def test_co_located_alone_and_in_a_batch_of_sixteen(model: Decoder, expected: li
 
 def test_handed_over_then_hit_in_each_tier(model: Decoder, expected: list[Continuation]) -> None:
     cold = MemoryTier(model.layout)
-    node = Node(model, cold=cold)
+    node = Node(model.layout, cold=cold)
     first, decode = make_core(model, node), make_core(model, node)
     handed = prefill(first, [one.prompt_ids for one in expected], GREEDY)
     assert_exact(resume(decode, handed), expected)
@@ -74,10 +75,10 @@ def test_handed_over_then_hit_in_each_tier(model: Decoder, expected: list[Contin
     assert all(run.fetched[0] == hits("host", run) for run in in_host)
     assert_exact(resume(make_core(model, node), in_host), expected)
 
-    node.release([*handed, *again, *in_host])
+    release(node, [*handed, *again, *in_host])
     assert node.directory.check() == []
     node.write_all_cold()
-    restarted = Node(model, cold=cold)
+    restarted = Node(model.layout, cold=cold)
     in_redis = prefill(make_core(model, restarted), [one.prompt_ids for one in expected], GREEDY)
     assert all(run.fetched[0] == hits("redis", run) for run in in_redis)
     assert_exact(resume(make_core(model, restarted), in_redis), expected)
@@ -89,12 +90,12 @@ def test_found_in_files_by_a_cluster_that_starts_anew(
     """As after a stop and a start on one folder, with one secret."""
     for is_again in (False, True):
         cold = FilesTier(str(tmp_path), model.layout, MAC_KEY, timeout_s=30.0, max_bytes=1 << 30)
-        node = Node(model, cold=cold)
+        node = Node(model.layout, cold=cold)
         handed = prefill(make_core(model, node), [one.prompt_ids for one in expected], GREEDY)
         if is_again:
             assert all(run.fetched[0] == hits("files", run) for run in handed)
         assert_exact(resume(make_core(model, node), handed), expected)
-        node.release(handed)
+        release(node, handed)
         node.write_all_cold()
         cold.close()
 
@@ -107,7 +108,7 @@ def hits(tier: str, run: Run) -> TierTokens:
 
 
 def test_preempted_again_and_again(model: Decoder, expected: list[Continuation]) -> None:
-    for node in (None, Node(model)):
+    for node in (None, Node(model.layout)):
         core = make_core(model, node, num_blocks=60 if model.layout.window is None else 12)
         asked = [request(one.prompt_ids, GREEDY) for one in expected * 2]
         assert_exact(drive(core, asked), expected * 2)
@@ -119,7 +120,7 @@ def test_four_seeded_samples_every_way(model: Decoder, expected: list[Continuati
     alone = serve(make_core(model), prompt, SAMPLED).outputs
     assert len({tuple(output) for output in alone.values()}) == 4
     cold = MemoryTier(model.layout)
-    node = Node(model, cold=cold)
+    node = Node(model.layout, cold=cold)
     first = make_core(model, node)
     held = []
     for core in (first, first, make_core(model, node)):  # computed, hit on the device, hit in the arena
@@ -128,9 +129,9 @@ def test_four_seeded_samples_every_way(model: Decoder, expected: list[Continuati
         assert resume(decode, handed)[0].outputs == alone
         assert decode.stats().computed_prompt_tokens == 0
         held += handed
-    node.release(held)
+    release(node, held)
     node.write_all_cold()
-    restarted = Node(model, cold=cold)
+    restarted = Node(model.layout, cold=cold)
     handed = prefill(make_core(model, restarted), [prompt], SAMPLED)
     assert handed[0].fetched[0] == hits("redis", handed[0])
     assert resume(make_core(model, restarted), handed)[0].outputs == alone
@@ -148,7 +149,7 @@ def test_kv_under_sinks_is_none_of_the_full_cache(tmp_path: Path) -> None:
         model = Decoder.load(folder, None, torch.device("cpu"), 16, kv_policy=kv_policy)
         root = namespace_root(MAC_KEY, "tenant", b"model", model.layout.encode(), "", "")
         with closing(FilesTier(files, model.layout, MAC_KEY, timeout_s=30.0, max_bytes=1 << 30)) as cold:
-            node = Node(model, cold=cold)
+            node = Node(model.layout, cold=cold)
             [run] = drive(make_core(model, node), [replace(request(expected.prompt_ids, GREEDY), root=root)])
             node.write_all_cold()
         assert_exact([run], [expected])
@@ -163,7 +164,7 @@ def test_a_spoilt_block_shows(model: Decoder, expected: list[Continuation], spoi
     Two blocks that only trade places would change nothing: keys carry their positions.
     """
     continuation = expected[LENGTHS.index(100)]
-    node = Node(model)
+    node = Node(model.layout)
     handed = prefill(make_core(model, node), [continuation.prompt_ids], GREEDY)
     decode = make_core(model, node)
     decode.add(rest_of(handed[0]))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from engine.model.hash_model import HashModel
-from tests.faults.rest import until
 from tests.harness.answer import ask
+from tests.harness.cluster import until
 from tests.harness.faulty_cluster import FaultyCluster
 
 

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator
 
 from kv_store.frame import checksum_of
 from kv_store.node_store import HOLD_TTL_S
+from tests.harness.cluster import WAIT_S
 from tests.harness.faulty_cluster import FaultyCluster
 from wire.ids import BlockKey, PageId
 from worker.assembly import Assembly
-
-MAX_WAIT_S = 10.0
 
 
 async def at_rest(cluster: FaultyCluster) -> None:
@@ -21,16 +20,9 @@ async def at_rest(cluster: FaultyCluster) -> None:
     await _no_more(lambda: [*_in_router(cluster), *_in_workers(cluster), *_in_flight(cluster)])
     cluster.clock.now += HOLD_TTL_S
     await _no_more(lambda: [*_in_arena(cluster), *_contents(cluster)])
-    async with asyncio.timeout(MAX_WAIT_S):
+    async with asyncio.timeout(WAIT_S):
         while await _in_status(cluster):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Lets the others run until the condition holds; TimeoutError if it never does."""
-    async with asyncio.timeout(MAX_WAIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 async def _in_status(cluster: FaultyCluster) -> list[str]:
@@ -40,7 +32,7 @@ async def _in_status(cluster: FaultyCluster) -> list[str]:
 
 async def _no_more(problems: Callable[[], list[str]]) -> None:
     try:
-        async with asyncio.timeout(MAX_WAIT_S):
+        async with asyncio.timeout(WAIT_S):
             while problems():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
     except TimeoutError:

@@ -11,9 +11,10 @@ import pytest
 from kv_store.tiers.redis_tier import RedisTier
 from router.workers import grpc_transport
 from tests.faults.remote_cluster import remote_cluster
-from tests.faults.rest import at_rest, until
+from tests.faults.rest import at_rest
 from tests.faults.toxic_proxy import Line, toxic_proxy
 from tests.harness.answer import Reader, ask
+from tests.harness.cluster import until
 from tests.harness.known_model import MODEL, prompt_of
 from tests.harness.redis_process import RedisProcess
 from tests.kv_store.names import LAYOUT as REDIS_LAYOUT

@@ -3,8 +3,9 @@
 import pytest
 
 from kv_store.frame import checksum_of
-from tests.faults.rest import at_rest, until
+from tests.faults.rest import at_rest
 from tests.harness.answer import Reader, ask
+from tests.harness.cluster import until
 from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.harness.faulty_model import SPOILT
 from tests.harness.known_model import LAYOUT, MODEL

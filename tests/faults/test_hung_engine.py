@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import pytest
 
 from router.workers.members import LONG_STEP_S
-from tests.faults.rest import at_rest, until
+from tests.faults.rest import at_rest
 from tests.harness.answer import ask
+from tests.harness.cluster import until
 from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.harness.known_model import MODEL, prompt_of
 from tests.harness.local_cluster import Sizes

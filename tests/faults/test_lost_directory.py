@@ -11,8 +11,9 @@ from kv_store.node.directory import Directory
 from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_server import DirectoryServer
 from tests.faults.load import Load, under_load
-from tests.faults.rest import at_rest, until
+from tests.faults.rest import at_rest
 from tests.harness.answer import ask
+from tests.harness.cluster import until
 from tests.harness.directory_gate import DirectoryGate
 from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import LAYOUT, MODEL

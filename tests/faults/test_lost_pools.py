@@ -5,8 +5,9 @@ import time
 import pytest
 
 from router.config import StreamBounds
-from tests.faults.rest import at_rest, until
+from tests.faults.rest import at_rest
 from tests.harness.answer import Reader, ask
+from tests.harness.cluster import until
 from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.harness.faulty_model import FaultyModel
 from tests.harness.known_model import MODEL, prompt_of

@@ -7,8 +7,9 @@ import pytest
 from engine.core import EngineCore
 from engine.request import EngineRequest
 from kv_store.node.cold_writer import ColdWriter
-from tests.faults.rest import at_rest, until
+from tests.faults.rest import at_rest
 from tests.harness.answer import ask
+from tests.harness.cluster import until
 from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.harness.known_model import MODEL
 from tests.harness.local_cluster import Sizes

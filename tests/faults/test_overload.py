@@ -10,8 +10,9 @@ from contextlib import suppress
 import pytest
 
 from router.config import AdmissionBounds, StreamBounds
-from tests.faults.rest import at_rest, until
+from tests.faults.rest import at_rest
 from tests.harness.answer import Reader, ask
+from tests.harness.cluster import until
 from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
 from tests.harness.known_model import MODEL
 from tests.harness.local_cluster import Sizes

@@ -25,7 +25,8 @@ from router.config import RouterConfig
 from router.ports.interceptors import credentials_of
 from router.requests.dispatch import OpenRequest
 from router.router import Router
-from tests.harness.fake_cluster import CONFIG, WAIT_S, FakeCluster, running
+from tests.harness.cluster import WAIT_S
+from tests.harness.fake_cluster import CONFIG, FakeCluster, running
 from wire.errors import Cancelled
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import NO_KEYS, KeyList, KeyRing, Scope

@@ -16,7 +16,8 @@ from gateway import exchange
 from gateway.app import Gateway
 from gateway.metrics import Metrics
 from tests.gateway.local_gateway import LocalClient, LocalGateway, serving
-from tests.harness.fake_cluster import CONFIG, until
+from tests.harness.cluster import until
+from tests.harness.fake_cluster import CONFIG
 from wire.errors import Overloaded, Unavailable
 from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust.key_ring import KeyRing

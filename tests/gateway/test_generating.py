@@ -15,7 +15,7 @@ from gateway import app, completions, exchange, generation
 from gateway.completions import CompletionsDialect
 from gateway.generation import Generation
 from tests.gateway.local_gateway import Answer, LocalGateway, serving
-from tests.harness.fake_cluster import WAIT_S, until
+from tests.harness.cluster import WAIT_S, until
 from wire.ids import AttemptId, RequestId, request_of
 from wire.limit import Limit, Share
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import metrics
 from gateway.metrics import MAX_AGE_S, Metrics
-from tests.harness.fake_cluster import until
+from tests.harness.cluster import until
 
 
 async def answered(gateway: Metrics) -> dict[str, float]:

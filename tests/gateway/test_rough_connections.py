@@ -11,7 +11,7 @@ import pytest
 
 from httpd.server import HttpServer
 from tests.gateway.local_gateway import LocalGateway, serving
-from tests.harness.fake_cluster import WAIT_S, until
+from tests.harness.cluster import WAIT_S, until
 
 BOUND_S = 0.2
 ENDS_WITHIN_S = 3.0

@@ -10,7 +10,8 @@ from engine.model.decoder import Decoder
 from kv_store.node.arena import Arena
 from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
-from tests.harness.engines import Node, drive, make_core, prefill, request, resume
+from tests.harness.engines import drive, make_core, prefill, release, request, resume
+from tests.harness.node import Node
 from wire.ids import PageId
 from wire.sampling import SamplingParams
 
@@ -42,7 +43,7 @@ def test_float32_gives_the_tokens_of_transformers(folder: Path) -> None:
 def test_handed_over_through_the_arena(folder: Path, dtype: str) -> None:
     """Two decode engines that fetch the same blocks do the same: in half precision, too, where prefill may not."""
     model = Decoder.load(folder, dtype, DEVICE, 16)
-    node = Node(model)
+    node = Node(model.layout)
     handed = prefill(make_core(model, node), prompts(folder), GREEDY)
     outputs = []
     for _ in range(2):
@@ -57,12 +58,12 @@ def test_hits_in_host_and_cold_tier_change_nothing(folder: Path) -> None:
     model = Decoder.load(folder, "float32", DEVICE, 16)
     expected = [choose_prompt(folder, length).token_ids for length in LENGTHS]
     cold = MemoryTier(model.layout)
-    node = Node(model, cold=cold)
+    node = Node(model.layout, cold=cold)
     computed = prefill(make_core(model, node), prompts(folder), GREEDY)
     in_host = prefill(make_core(model, node), prompts(folder), GREEDY)
-    node.release([*computed, *in_host])
+    release(node, [*computed, *in_host])
     node.write_all_cold()
-    restarted = Node(model, cold=cold)
+    restarted = Node(model.layout, cold=cold)
     in_cold = prefill(make_core(model, restarted), prompts(folder), GREEDY)
     assert [run.fetched[0].found["host"] for run in in_host] == [run.fetched[0].found["redis"] for run in in_cold]
     for where, runs in ((node, in_host), (restarted, in_cold)):

@@ -12,12 +12,8 @@ from engine.schedule.batcher import Batcher
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import Speculator
 from kv_store.device_pool import DevicePool
-from kv_store.node.arena import Arena
-from kv_store.node.cold_writer import ColdWriter
-from kv_store.node.directory import Directory
-from kv_store.node_store import NodeStore
-from kv_store.tiers.cold_tier import ColdTier
-from kv_store.transfers import InlineTransfers, NoStore, Transfers
+from kv_store.transfers import NoStore
+from tests.harness.node import Node
 from wire.ids import AttemptId, NamespaceRoot
 from wire.sampling import SamplingParams
 
@@ -47,30 +43,9 @@ class Run:
             self.is_over = True
 
 
-class Node:
-    """The store of one node: arena, directory and, if given, a cold tier that outlives it."""
-
-    def __init__(self, model: Model, num_slots: int = 512, cold: ColdTier | None = None) -> None:
-        self.directory = Directory(num_slots, high_water=0.0)
-        self.arena = Arena.anonymous(model.layout.block_bytes, num_slots)
-        self.cold = cold
-        self._layout = model.layout
-
-    def transfers(self, pool: DevicePool) -> Transfers:
-        return InlineTransfers(
-            NodeStore(self._layout, self.arena, self.directory, [self.cold] if self.cold else [], pool)
-        )
-
-    def release(self, runs: Sequence[Run]) -> None:
-        """Ends the holds of handed-over requests, as a decode worker does once it has their blocks."""
-        self.directory.release_holds([run.request.attempt_id for run in runs])
-
-    def write_all_cold(self) -> None:
-        """Writes every block that nobody uses to the cold tier."""
-        assert self.cold is not None
-        writer = ColdWriter(self._layout, self.arena, self.directory, self.cold)
-        while writer.write_some():
-            pass
+def release(node: Node, runs: Sequence[Run]) -> None:
+    """Ends the holds of handed-over requests, as a decode worker does once it has their blocks."""
+    node.directory.release_holds([run.request.attempt_id for run in runs])
 
 
 def make_core(

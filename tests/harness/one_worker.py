@@ -10,23 +10,22 @@ import torch
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
-from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
 from router.workers.line import Line
 from router.workers.local_transport import Faults, LocalTransport
 from tests.harness.assembled_worker import local_worker
+from tests.harness.known_model import LAYOUT
+from tests.harness.node import Node
 from wire.convert import sampling_to_pb, status_of
 from wire.errors import Unavailable
 from wire.ids import AttemptId, number_of
-from wire.layout import KVLayout
 from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
 from wire.sampling import SamplingParams
-from worker.assembly import Assembly, Tiers
+from worker.assembly import Assembly
 from worker.engine_watch import MAX_SILENCE_S
 from worker.service import WorkerService
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 VOCAB_SIZE = 997
 POISON = (5, 6, 7)
 """A prompt after which logits are no numbers."""
@@ -55,16 +54,9 @@ class Model(HashModel):
         return logits
 
 
-class Node:
-    """The store that the workers of a test share. Its clock stands still: holds end by their release alone."""
-
-    def __init__(self, num_slots: int = 512) -> None:
-        self.directory = Directory(num_slots, clock=lambda: 0.0)
-        self.arena = Arena.anonymous(LAYOUT.block_bytes, num_slots)
-
-    @property
-    def tiers(self) -> Tiers:
-        return Tiers(self.arena, self.directory)
+def timeless_node(num_slots: int = 512) -> Node:
+    """Makes the store that the workers of a test share. Its clock stands still: holds end by their release alone."""
+    return Node(LAYOUT, num_slots, directory=Directory(num_slots, clock=lambda: 0.0))
 
 
 class Attempt:

@@ -15,7 +15,7 @@ from httpd.connection import Connection
 from httpd.port import MAX_HEADS_A_TURN
 from httpd.request_reader import MAX_PIPELINED
 from httpd.server import HttpServer
-from tests.harness.fake_cluster import WAIT_S, until
+from tests.harness.cluster import WAIT_S, until
 from wire.errors import ConfigError
 
 KERNELS_OPTIONS = (

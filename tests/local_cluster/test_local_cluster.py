@@ -9,7 +9,7 @@ from engine.model.hash_model import HashModel
 from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.tiers.files_tier import FilesTier
-from tests.harness.fake_cluster import Output
+from tests.harness.cluster import Output
 from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
 from tests.kv_store.names import MAC_KEY
 from wire.convert import status_of, tiers_from_pb

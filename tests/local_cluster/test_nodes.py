@@ -13,7 +13,7 @@ from kv_store.node.directory import Directory
 from kv_store.tiers.cold_tier import BlockSource
 from tests.faults.toxic_proxy import Line, toxic_proxy
 from tests.harness.assembled_worker import TOKEN
-from tests.harness.fake_cluster import until
+from tests.harness.cluster import until
 from tests.harness.local_cluster import LocalCluster, Parts, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask, worker
 from wire.convert import tiers_from_pb

@@ -16,7 +16,7 @@ from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from router.observe.record import GATES
 from router.ports.server import MetricsServer
-from tests.harness.fake_cluster import until
+from tests.harness.cluster import until
 from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask
 from wire.errors import InvalidRequest

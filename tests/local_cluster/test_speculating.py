@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.model.hash_model import HashModel
-from tests.harness.fake_cluster import Output
+from tests.harness.cluster import Output
 from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
 from wire.convert import tiers_from_pb
 from wire.layout import KVLayout

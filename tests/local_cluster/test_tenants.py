@@ -11,7 +11,7 @@ from kv_store.node.directory import Directory
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
 from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
-from tests.harness.fake_cluster import collect, until
+from tests.harness.cluster import collect, until
 from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
 from tests.kv_store.names import MAC_KEY
 from tests.local_cluster.test_local_cluster import LAYOUT, MODEL, PROMPT, ask, at_rest

@@ -8,7 +8,8 @@ import pytest
 
 from router.config import AdmissionBounds, RouterConfig
 from router.requests.dispatch import LAST_WORD_S, MAX_TOKENIZING
-from tests.harness.fake_cluster import CONFIG, PROMPT, Output, collect, expected, request, running, until
+from tests.harness.cluster import Output, collect, until
+from tests.harness.fake_cluster import CONFIG, PROMPT, expected, request, running
 from tests.harness.fake_worker import FakeWorker
 from text.byte_tokenizer import ByteTokenizer
 from wire.convert import tiers_to_pb
@@ -218,7 +219,7 @@ async def test_a_workers_own_timer_is_told_as_the_deadline() -> None:
         for worker in cluster.workers.values():
             worker.refusal = late
         with pytest.raises(DeadlineExceeded, match=r"the deadline of 20 s passed at prefill\.call"):
-            await cluster.generate(request())
+            await cluster.generate(request(), 20.0)
 
 
 async def test_a_deadline_is_at_most_the_longest_life() -> None:

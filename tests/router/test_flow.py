@@ -17,7 +17,8 @@ from router.requests.dispatch import OpenRequest
 from router.requests.flow import MAX_TINY_LEN
 from router.requests.replay import MAX_ATTEMPTS, MIN_PROGRESS
 from router.requests.validator import Prepared
-from tests.harness.fake_cluster import CONFIG, FakeCluster, request, running, until
+from tests.harness.cluster import until
+from tests.harness.fake_cluster import CONFIG, FakeCluster, request, running
 from tests.harness.scripted_worker import ScriptedWorker, chunk, so_far, tokens
 from wire.convert import tiers_to_pb
 from wire.errors import (

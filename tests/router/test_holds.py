@@ -11,7 +11,7 @@ from router.workers.holds import LOOK_EVERY_S, HoldBudget, Holds
 from router.workers.line import Line
 from router.workers.local_transport import LocalTransport
 from router.workers.members import Member, Members
-from tests.harness.fake_cluster import until
+from tests.harness.cluster import until
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT
 from tests.harness.scripted_worker import ScriptedWorker
 from wire.errors import Unavailable

@@ -14,7 +14,8 @@ from router.workers.holds import Holds
 from router.workers.line import MAX_PIECE_BYTES, Line, Outgoing, Transport
 from router.workers.local_transport import Faults, LocalTransport
 from router.workers.members import Member, Members
-from tests.harness.fake_cluster import WAIT_S, expected, until
+from tests.harness.cluster import WAIT_S, until
+from tests.harness.fake_cluster import expected
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from tests.harness.scripted_worker import ScriptedWorker, tokens
 from tests.router.worker_server import served

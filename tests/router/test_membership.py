@@ -10,7 +10,7 @@ from router.workers.line import Line
 from router.workers.local_transport import Faults, LocalTransport
 from router.workers.members import Member, Members
 from router.workers.membership import Membership
-from tests.harness.fake_cluster import until
+from tests.harness.cluster import until
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
 from wire.errors import PairRefused, Unavailable, WorkerLeaving, WorkerNotFound
 from wire.ids import PROTOCOL_VERSION, WorkerId

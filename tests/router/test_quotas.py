@@ -6,7 +6,8 @@ import grpc
 import pytest
 
 from router.requests.quotas import Quotas
-from tests.harness.fake_cluster import CONFIG, request, until
+from tests.harness.cluster import until
+from tests.harness.fake_cluster import CONFIG, request
 from tests.router.test_keys import shows
 from tests.router.test_router_api import failure_of, read, retry_delay_s, serving
 from wire.errors import Overloaded

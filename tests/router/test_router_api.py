@@ -21,7 +21,8 @@ from router.ports.arrivals import MAX_ARRIVING, reserved_names
 from router.ports.operator import Addresses
 from router.ports.server import RouterServer
 from router.requests.validator import ValidRequest, validate
-from tests.harness.fake_cluster import CONFIG, WAIT_S, FakeCluster, expected, request, until
+from tests.harness.cluster import WAIT_S, until
+from tests.harness.fake_cluster import CONFIG, FakeCluster, expected, request
 from text.byte_tokenizer import ByteTokenizer
 from text.chat import Chat, NoRenderer
 from wire.convert import status_of, tiers_from_pb

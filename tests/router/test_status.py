@@ -6,7 +6,8 @@ import pytest
 
 from router.observe.status import _summed, changes
 from router.workers.members import LONG_STEP_S
-from tests.harness.fake_cluster import WAIT_S, FakeCluster, request, running, until
+from tests.harness.cluster import WAIT_S, until
+from tests.harness.fake_cluster import FakeCluster, request, running
 from wire.errors import DeadlineExceeded
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb

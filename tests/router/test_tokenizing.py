@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from router.requests.tokenizing import ENTRY_BYTES, MAX_SHORT_LEN, PieceCache, TokenizerThreads
 from router.requests.validator import encode
-from tests.harness.fake_cluster import WAIT_S, until
+from tests.harness.cluster import WAIT_S, until
 from tests.text.backends import byte_level
 from text.byte_tokenizer import ByteTokenizer
 from text.chat import Chat, Message, PlainRenderer, Rendered

@@ -13,7 +13,8 @@ from engine.request import ChoiceSoFar, EngineRequest
 from kernels.backend import KVPages
 from tests.harness.engines import ROOT, make_core
 from tests.harness.fake_clock import FakeClock
-from tests.harness.one_worker import LAYOUT, PROMPT, VOCAB_SIZE, greedy
+from tests.harness.known_model import LAYOUT
+from tests.harness.one_worker import PROMPT, VOCAB_SIZE, greedy
 from tests.worker.engine_events import end_of, outputs
 from wire.errors import Cancelled, InvalidRequest, Unavailable
 from wire.ids import AttemptId

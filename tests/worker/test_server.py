@@ -16,17 +16,17 @@ from deploy.plan.authority import Authority
 from engine.model.hash_model import HashModel
 from router.workers.grpc_transport import GrpcTransport
 from router.workers.line import Line
+from tests.harness.known_model import LAYOUT
 from tests.harness.one_worker import (
-    LAYOUT,
     PROMPT,
     TIMEOUT_S,
     VOCAB_SIZE,
     Attempt,
-    Node,
     Worker,
     begin_of,
     greedy,
     serving,
+    timeless_node,
     tokens_of,
 )
 from wire import rpc
@@ -53,7 +53,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @pytest.fixture
 async def decode() -> AsyncIterator[Worker]:
-    async with serving(Role.DECODE, Node()) as worker:
+    async with serving(Role.DECODE, timeless_node()) as worker:
         yield worker
 
 

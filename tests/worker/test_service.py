@@ -4,20 +4,21 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from engine.model.hash_model import HashModel
+from tests.harness.known_model import LAYOUT
+from tests.harness.node import Node
 from tests.harness.one_worker import (
-    LAYOUT,
     POISON,
     PROMPT,
     TIMEOUT_S,
     VOCAB_SIZE,
     Caller,
-    Node,
     Worker,
     attempts_of,
     begin_of,
     greedy,
     prompt_source,
     serving,
+    timeless_node,
     tokens_of,
 )
 from wire.convert import error_from_pb, tiers_from_pb, tiers_to_pb
@@ -44,7 +45,7 @@ ATTEMPT = AttemptId("r/1")
 
 @pytest.fixture
 def node() -> Node:
-    return Node()
+    return timeless_node()
 
 
 @pytest.fixture
