@@ -58,7 +58,7 @@ from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.redis_tier import RedisTier
 from wire.directory import Block
-from wire.ids import BlockKey, NamespaceRoot, PageId
+from wire.ids import BlockKey, NamespaceRoot, PageId, SlotId
 from wire.keys import BlockName, cover
 from wire.layout import KVLayout
 from wire.trust.identity import Identity
@@ -87,7 +87,7 @@ class Blocks:
     def make(cls, num_blocks: int) -> "Blocks":
         names = cover(NamespaceRoot(bytes(32)), range(num_blocks * LAYOUT.block_size), LAYOUT.block_size)
         arena = Arena.anonymous(LAYOUT.block_bytes, num_blocks)
-        slots = [arena.slot(PageId(number)) for number in range(num_blocks)]
+        slots = [arena.slot(SlotId(number)) for number in range(num_blocks)]
         return cls(names, [memoryview(os.urandom(LAYOUT.payload_bytes)) for _ in names], slots)
 
     @property

@@ -37,7 +37,7 @@ class DevicePool:
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, num_open: int = DEFAULT_OPEN) -> None:
         self.layout = layout
-        self.ledger = Ledger(num_pages)
+        self.ledger = Ledger[PageId](num_pages)
         self._pages = _zeros(num_pages * layout.payload_bytes, device).view(num_pages, layout.payload_bytes)
         self._free_open = [*range(min(num_open, num_pages))] if layout.has_open_blocks else []
         self._page_to_open: dict[PageId, int] = {}

@@ -11,12 +11,13 @@ arena's slots alike.
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Generic, cast
 
-from kv_store.eviction_order import EvictionOrder, Worth
+from kv_store.eviction_order import EvictionOrder, Page, Worth
 from wire.errors import StoreError
-from wire.ids import BlockKey, PageId
+from wire.ids import BlockKey
 from wire.tier import BlockCounts
 
 
@@ -34,7 +35,7 @@ class PageState(Enum):
     DRAINING = "draining"
 
 
-class Ledger:
+class Ledger(Generic[Page]):
     """The books of `num_pages` pages. Not thread-safe.
 
     A page is used when it is published, when its last reference goes, and when it is touched. One with a parent is
@@ -43,28 +44,29 @@ class Ledger:
     before any other.
     """
 
-    def __init__(self, num_pages: int, order: type[EvictionOrder] = EvictionOrder) -> None:
+    def __init__(self, num_pages: int, order: type[EvictionOrder[Page]] = EvictionOrder) -> None:
         self.num_pages = num_pages
+        self.pages = cast(Sequence[Page], range(num_pages))
         self.num_evicted = 0
         self.max_owned: Mapping[int, int] = {}
         self._num_owned = Counter[int]()
-        self._key_to_page: dict[bytes, PageId] = {}
+        self._key_to_page: dict[bytes, Page] = {}
         self._keys: list[BlockKey | None] = [None] * num_pages
         self._parents: list[bytes | None] = [None] * num_pages
         self._references = array("i", bytes(4 * num_pages))
         self._transfers = array("i", bytes(4 * num_pages))
         self._worth = [Worth.ONLY_COPY] * num_pages
         self._num = Counter({PageState.FREE: num_pages})
-        self._free = [PageId(page) for page in reversed(range(num_pages))]
+        self._free = [*reversed(self.pages)]
         self._num_cached = Counter[Worth]()
-        self._order = order(num_pages, self._key_to_page.get)
+        self._order = order(self.pages, self._key_to_page.get)
 
     @property
     def num_allocatable(self) -> int:
         """Pages that `allocate` can give out now: free ones, and cached ones that no transfer touches."""
         return len(self._free) + len(self._order)
 
-    def allocate(self, num_pages: int) -> list[PageId]:
+    def allocate(self, num_pages: int) -> list[Page]:
         """Gives out pages with one reference each: free ones, then evicted ones. OutOfBlocks if there are fewer."""
         if num_pages > self.num_allocatable:
             raise OutOfBlocks(f"{num_pages} pages wanted, {self.num_allocatable} to be had")
@@ -76,13 +78,13 @@ class Ledger:
             self._change(page, self._references, 1)
         return pages
 
-    def acquire(self, page: PageId) -> None:
+    def acquire(self, page: Page) -> None:
         """Adds a reference to a page that is referenced or findable."""
         if self.state(page) in (PageState.FREE, PageState.DRAINING):
             raise ValueError(f"page {page} is {self.state(page).value}: nothing to share")
         self._change(page, self._references, 1)
 
-    def free(self, page: PageId) -> None:
+    def free(self, page: Page) -> None:
         """Takes a reference away. The last one leaves a page cached, draining or free."""
         if not self._references[page]:
             raise ValueError(f"page {page} has no reference to give back")
@@ -90,7 +92,7 @@ class Ledger:
 
     def publish(
         self,
-        page: PageId,
+        page: Page,
         key: BlockKey,
         worth: Worth = Worth.ONLY_COPY,
         parent: bytes | None = None,
@@ -118,7 +120,7 @@ class Ledger:
         self._settle(page, before)
         return True
 
-    def withdraw(self, page: PageId) -> None:
+    def withdraw(self, page: Page) -> None:
         """Makes a page unfindable. Does nothing if it is."""
         key, before = self._keys[page], self.state(page)
         if key is not None:
@@ -129,36 +131,36 @@ class Ledger:
             self._order.lost(page, key)
             self._parents[page] = None
 
-    def find(self, key: BlockKey) -> PageId | None:
+    def find(self, key: BlockKey) -> Page | None:
         """Finds the page of a key, without a reference and without counting a use."""
         return self._key_to_page.get(key)
 
-    def key_of(self, page: PageId) -> BlockKey | None:
+    def key_of(self, page: Page) -> BlockKey | None:
         return self._keys[page]
 
-    def parent_of(self, page: PageId) -> bytes | None:
+    def parent_of(self, page: Page) -> bytes | None:
         return self._parents[page]
 
-    def worth_of(self, page: PageId) -> Worth:
+    def worth_of(self, page: Page) -> Worth:
         return self._worth[page]
 
-    def begin_transfer(self, page: PageId) -> None:
+    def begin_transfer(self, page: Page) -> None:
         """Notes a copy to or from a page: even freed, the page is not given out before `end_transfer`."""
         if self.state(page) is PageState.FREE:
             raise ValueError(f"page {page} is free: nothing to transfer")
         self._change(page, self._transfers, 1)
 
-    def end_transfer(self, page: PageId) -> None:
+    def end_transfer(self, page: Page) -> None:
         """Ends a transfer of a page."""
         if not self._transfers[page]:
             raise ValueError(f"page {page} has no transfer to end")
         self._change(page, self._transfers, -1)
 
-    def touch(self, page: PageId) -> None:
+    def touch(self, page: Page) -> None:
         """Counts a use of a page and, once it goes, of its parent."""
         self._order.touch(page)
 
-    def revalue(self, page: PageId, worth: Worth) -> None:
+    def revalue(self, page: Page, worth: Worth) -> None:
         """Changes the worth of a findable page."""
         if self._order.has(page, self._worth[page]):
             self._order.remove(page, self._worth[page], self._parents[page])
@@ -168,7 +170,7 @@ class Ledger:
             self._num_cached[worth] += 1
         self._worth[page] = worth
 
-    def give(self, page: PageId, owner: int) -> None:
+    def give(self, page: Page, owner: int) -> None:
         """Gives a findable page to another owner."""
         is_idle = self._order.has(page, self._worth[page])
         if is_idle:
@@ -179,9 +181,9 @@ class Ledger:
         if is_idle:
             self._order.add(page, self._worth[page], self._parents[page])
 
-    def oldest(self, worth: Worth, num_pages: int) -> list[PageId]:
+    def oldest(self, worth: Worth, num_pages: int) -> list[Page]:
         """Lists the up to `num_pages` pages of a worth that are to be evicted first."""
-        pages: list[PageId] = []
+        pages: list[Page] = []
         while len(pages) < num_pages and (page := self._order.first(worth)) is not None:
             self._order.remove(page, worth, self._parents[page])  # its parent may be next
             pages.append(page)
@@ -192,13 +194,13 @@ class Ledger:
     def num_cached(self, worth: Worth) -> int:
         return self._num_cached[worth]
 
-    def num_references(self, page: PageId) -> int:
+    def num_references(self, page: Page) -> int:
         return self._references[page]
 
-    def num_transfers(self, page: PageId) -> int:
+    def num_transfers(self, page: Page) -> int:
         return self._transfers[page]
 
-    def state(self, page: PageId) -> PageState:
+    def state(self, page: Page) -> PageState:
         """Derives a page's state from its counts."""
         findable = self._keys[page] is not None
         if self._references[page]:
@@ -212,7 +214,7 @@ class Ledger:
 
     def check(self) -> list[str]:
         """Recounts the books page by page and lists their faults; an empty list is a clean bill."""
-        pages = [PageId(page) for page in range(self.num_pages)]
+        pages = self.pages
         states = {page: self.state(page) for page in pages}
         found = {state: sorted(page for page in pages if states[page] is state) for state in PageState}
         idle = {page for page in found[PageState.CACHED] if not self._transfers[page]}
@@ -231,16 +233,16 @@ class Ledger:
         problems = [problem for problem, holds in rules.items() if not holds]
         return problems + self._order.check(self._keys, self._parents)
 
-    def _next_victim(self) -> PageId | None:
+    def _next_victim(self) -> Page | None:
         over = (owner for owner, most in self.max_owned.items() if self._num_owned[owner] > most)
         return self._order.cheapest(over)
 
-    def _change(self, page: PageId, count: "array[int]", by: int) -> None:
+    def _change(self, page: Page, count: "array[int]", by: int) -> None:
         before = self.state(page)
         count[page] += by
         self._settle(page, before)
 
-    def _settle(self, page: PageId, before: PageState) -> None:
+    def _settle(self, page: Page, before: PageState) -> None:
         """Moves a page to where its state wants it."""
         after, worth = self.state(page), self._worth[page]
         if after is not before:
@@ -252,14 +254,14 @@ class Ledger:
         elif not is_idle and self._order.has(page, worth):
             self._order.remove(page, worth, self._parents[page])
 
-    def _leave(self, page: PageId, state: PageState) -> None:
+    def _leave(self, page: Page, state: PageState) -> None:
         self._num[state] -= 1
         if state is PageState.CACHED:
             self._num_cached[self._worth[page]] -= 1
         elif state is PageState.FREE:
             self._free.pop()  # which is the page: free ones leave in the order of `allocate`
 
-    def _enter(self, page: PageId, state: PageState) -> None:
+    def _enter(self, page: Page, state: PageState) -> None:
         self._num[state] += 1
         if state is PageState.CACHED:
             self._num_cached[self._worth[page]] += 1

@@ -25,7 +25,7 @@ from kv_store.promotion import Promotion
 from kv_store.tiers.cold_tier import BlockSource, ColdTier
 from wire.directory import Block, DirectoryStatus, Entry, Hold, Lease
 from wire.errors import ConfigError, StoreError
-from wire.ids import AttemptId, PageId
+from wire.ids import AttemptId, PageId, SlotId
 from wire.keys import BlockName
 from wire.layout import KVLayout
 from wire.tier import Tier
@@ -176,7 +176,7 @@ class NodeStore:
                 self._directory.abandon(self._me)
             raise
 
-    def _payload(self, slot: PageId | None) -> memoryview:
+    def _payload(self, slot: SlotId | None) -> memoryview:
         """Views the payload of a slot; of None, memory for one block at a time."""
         return self._scratch if slot is None else self._arena.slot(slot)[: self._layout.payload_bytes]
 
@@ -223,7 +223,7 @@ class NodeStore:
                 return
             yield Tier.HOST, self._payload(block.slot)
 
-    def _copy_out(self, wanted: Iterable[tuple[BlockName, PageId, PageId | None]]) -> list[Block]:
+    def _copy_out(self, wanted: Iterable[tuple[BlockName, PageId, SlotId | None]]) -> list[Block]:
         """Copies the pages that have a slot, as many at once as their pool does."""
         copies = ((name, page, slot) for name, page, slot in wanted if slot is not None)
         blocks: list[Block] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.tiers.cold_tier import BlockSource
 from wire.directory import Block
-from wire.ids import PageId
+from wire.ids import SlotId
 from wire.keys import BlockName
 from wire.tier import COLD_TIERS, Tier
 
@@ -18,7 +18,7 @@ class _FarBlock:
 
     name: BlockName
     source: BlockSource
-    slot: PageId | None
+    slot: SlotId | None
     payload: memoryview
 
 
@@ -35,7 +35,7 @@ class Promotion:
         writer: str,
         names: Sequence[BlockName],
         sources: Sequence[BlockSource],
-        payload: Callable[[PageId | None], memoryview],
+        payload: Callable[[SlotId | None], memoryview],
     ) -> None:
         self._directory = directory
         self._writer = writer

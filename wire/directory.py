@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from wire.errors import WireError
-from wire.ids import AttemptId, PageId
+from wire.ids import AttemptId, SlotId
 from wire.keys import BlockName
 from wire.tier import BlockCounts, ColdStatus
 
@@ -36,7 +36,7 @@ class Hold:
 class Block:
     """A slot, the block in it, and the xxh3-128 of its payload."""
 
-    slot: PageId
+    slot: SlotId
     name: BlockName
     checksum: bytes
 
@@ -45,7 +45,7 @@ class Block:
 class Entry:
     """The slot of a found block, and the xxh3-128 that its payload must have."""
 
-    slot: PageId
+    slot: SlotId
     checksum: bytes
 
 
@@ -63,7 +63,7 @@ class DirectoryInfo:
 class Reservation:
     """For each name a slot to write, or None if the block is there or no room is left; `num_resident` are there."""
 
-    slots: list[PageId | None]
+    slots: list[SlotId | None]
     num_resident: int
 
 

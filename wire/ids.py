@@ -48,7 +48,10 @@ NamespaceRoot = NewType("NamespaceRoot", bytes)
 """32 bytes: the root of all keys of one tenant, model, layout, adapter and policy."""
 
 PageId = NewType("PageId", int)
-"""Index of a page in a device pool, or of a slot in an arena."""
+"""Index of a page in a worker's device pool."""
+
+SlotId = NewType("SlotId", int)
+"""Index of a slot in a node's arena."""
 
 PROTOCOL_VERSION = 3
 """Of everything workers, routers and directories say to one another."""

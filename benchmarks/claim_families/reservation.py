@@ -112,7 +112,7 @@ class Paged:
     """Pages of a block each, planned by Baton's batcher and kept in its ledger."""
 
     def __init__(self, capacity: int) -> None:
-        self._ledger = Ledger(capacity // BLOCK_SIZE)
+        self._ledger = Ledger[PageId](capacity // BLOCK_SIZE)
         self._batcher = ContinuousBatcher(UNBOUNDED, UNBOUNDED)
 
     def step(self, waiting: list[Run], running: list[Run]) -> list[Run]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from wire.errors import ConfigError, StoreError
-from wire.ids import PageId
+from wire.ids import SlotId
 from wire.layout import PAGE_ALIGNMENT
 
 _MAGIC = b"BATONKV1"
@@ -117,11 +117,11 @@ class Arena:
         """Makes an arena without a file."""
         return cls(mmap.mmap(-1, _size(block_bytes, num_slots)), block_bytes, num_slots, None)
 
-    def slot(self, page: PageId) -> memoryview:
+    def slot(self, slot: SlotId) -> memoryview:
         """Views the `block_bytes` bytes of a slot. Not to be used after `close`."""
-        if not 0 <= page < self.num_slots:
-            raise StoreError(f"slot {page} of an arena of {self.num_slots}")
-        return self._view[page * self.block_bytes : (page + 1) * self.block_bytes]
+        if not 0 <= slot < self.num_slots:
+            raise StoreError(f"slot {slot} of an arena of {self.num_slots}")
+        return self._view[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
     def close(self) -> None:
         """Unmaps the arena, or leaves that to the last view of a slot that is still in use."""

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from kv_store.ledger import Ledger
 from wire.directory import Hold
-from wire.ids import AttemptId, PageId
+from wire.ids import AttemptId, SlotId
 from wire.keys import BlockName
 
 K = TypeVar("K")
@@ -61,13 +61,13 @@ class Expiring(Generic[K, V]):
 @dataclass(frozen=True)
 class _Reading:
     reader: str
-    slots: list[PageId]
+    slots: list[SlotId]
 
 
 class Leases:
     """Leases over a ledger's slots, by id."""
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
+    def __init__(self, ledger: Ledger[SlotId], clock: Callable[[], float]) -> None:
         self._ledger = ledger
         self._readings: Expiring[int, _Reading] = Expiring(clock)
         self._num_taken = 0
@@ -76,11 +76,11 @@ class Leases:
         return len(self._readings)
 
     @property
-    def transfers(self) -> Counter[PageId]:
+    def transfers(self) -> Counter[SlotId]:
         """Leases on each slot."""
         return Counter(slot for _, reading in self._readings.items() for slot in reading.slots)
 
-    def take(self, reader: str, slots: list[PageId], ttl_s: float) -> int:
+    def take(self, reader: str, slots: list[SlotId], ttl_s: float) -> int:
         """Takes a lease and returns its id. Ids are never used twice."""
         for slot in slots:
             self._ledger.begin_transfer(slot)
@@ -113,14 +113,14 @@ class Leases:
 class _Held:
     """The slots of a hold, in order, and the slots that are still to move if it is to end then."""
 
-    slots: dict[PageId, None] = field(default_factory=dict)
-    to_move: list[PageId] | None = None
+    slots: dict[SlotId, None] = field(default_factory=dict)
+    to_move: list[SlotId] | None = None
 
 
 class Holds:
     """Holds over a ledger's slots, by request."""
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
+    def __init__(self, ledger: Ledger[SlotId], clock: Callable[[], float]) -> None:
         self._ledger = ledger
         self._held: Expiring[AttemptId, _Held] = Expiring(clock)
 
@@ -128,11 +128,11 @@ class Holds:
         return len(self._held)
 
     @property
-    def references(self) -> Counter[PageId]:
+    def references(self) -> Counter[SlotId]:
         """Holds on each slot."""
         return Counter(slot for _, held in self._held.items() for slot in held.slots)
 
-    def keep(self, hold: Hold, slots: Iterable[PageId]) -> None:
+    def keep(self, hold: Hold, slots: Iterable[SlotId]) -> None:
         """Adds slots to a request's hold, and prolongs it."""
         held = self._held.get(hold.attempt_id) or _Held()
         for slot in slots:
@@ -142,13 +142,13 @@ class Holds:
         if held.slots:
             self._held.put(hold.attempt_id, held, hold.ttl_s)
 
-    def move(self, attempt_id: AttemptId) -> list[PageId]:
+    def move(self, attempt_id: AttemptId) -> list[SlotId]:
         """Notes that a request's hold is to end once its blocks are elsewhere; returns its slots."""
         held = self._held.get(attempt_id) or _Held()
         held.to_move = list(held.slots)
         return list(held.slots)
 
-    def end_if_moved(self, attempt_id: AttemptId, is_safe: Callable[[PageId], bool]) -> None:
+    def end_if_moved(self, attempt_id: AttemptId, is_safe: Callable[[SlotId], bool]) -> None:
         """Ends a hold that is to move, if all its slots are safe to lose by now."""
         held = self._held.get(attempt_id)
         if held is None or held.to_move is None:
@@ -183,16 +183,16 @@ class Holds:
 class Reservations:
     """Slots under writing, by writer. They never run out: only a writer, or its death, ends them."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger[SlotId]) -> None:
         self._ledger = ledger
-        self._writing: dict[str, dict[PageId, BlockName]] = {}
+        self._writing: dict[str, dict[SlotId, BlockName]] = {}
 
     @property
-    def transfers(self) -> Counter[PageId]:
+    def transfers(self) -> Counter[SlotId]:
         """Writers of each slot."""
         return Counter(slot for names in self._writing.values() for slot in names)
 
-    def take(self, writer: str, names: list[BlockName]) -> list[PageId]:
+    def take(self, writer: str, names: list[BlockName]) -> list[SlotId]:
         """Reserves a slot for each of the first of `names`, as many as can be had. The slots drain meanwhile."""
         slots = self._ledger.allocate(min(len(names), self._ledger.num_allocatable))
         for slot in slots:
@@ -201,11 +201,11 @@ class Reservations:
         self._writing.setdefault(writer, {}).update(zip(slots, names, strict=False))
         return slots
 
-    def name_of(self, writer: str, slot: PageId) -> BlockName | None:
+    def name_of(self, writer: str, slot: SlotId) -> BlockName | None:
         """Names the block that a writer writes to a slot; None if the slot is not reserved by it."""
         return self._writing.get(writer, {}).get(slot)
 
-    def end(self, writer: str, slot: PageId) -> None:
+    def end(self, writer: str, slot: SlotId) -> None:
         """Ends the reservation of one slot."""
         del self._writing[writer][slot]
         self._ledger.end_transfer(slot)

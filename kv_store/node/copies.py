@@ -6,7 +6,7 @@ from itertools import islice
 
 from kv_store.eviction_order import Worth
 from kv_store.ledger import Ledger
-from wire.ids import PageId
+from wire.ids import SlotId
 from wire.tier import COLD_TIERS, Tier, Write
 
 _FULL, _READ = 1, 2
@@ -20,19 +20,19 @@ class Copies:
     hold a block's only copy before blocks are demoted.
     """
 
-    def __init__(self, ledger: Ledger, writes: Mapping[Tier, Write], high_water: float) -> None:
+    def __init__(self, ledger: Ledger[SlotId], writes: Mapping[Tier, Write], high_water: float) -> None:
         self._ledger = ledger
         self._writes = writes
         self._num_wanted_lossless = ledger.num_pages - int(ledger.num_pages * high_water)
         self._flags = bytearray(ledger.num_pages)
-        self._to_write: dict[Tier, OrderedDict[PageId, None]] = {tier: OrderedDict() for tier in COLD_TIERS}
+        self._to_write: dict[Tier, OrderedDict[SlotId, None]] = {tier: OrderedDict() for tier in COLD_TIERS}
 
-    def begin(self, slot: PageId) -> None:
+    def begin(self, slot: SlotId) -> None:
         """Notes a new block."""
         self._flags[slot] = _FULL
         self._want(Write.ALL, slot)
 
-    def note_reads(self, slots: Iterable[PageId]) -> None:
+    def note_reads(self, slots: Iterable[SlotId]) -> None:
         """Notes that blocks are read; a block's first read while a hold keeps it is its hand-off, and no reuse."""
         for slot in slots:
             if self._flags[slot]:
@@ -40,7 +40,7 @@ class Copies:
                     self._want(Write.REUSED, slot)
                 self._flags[slot] |= _READ
 
-    def add(self, tier: Tier, slot: PageId) -> bool:
+    def add(self, tier: Tier, slot: SlotId) -> bool:
         """Notes a copy in a tier; False for a tail."""
         if not self._flags[slot]:
             return False
@@ -49,25 +49,25 @@ class Copies:
         self._ledger.revalue(slot, Worth.COPIED)
         return True
 
-    def want(self, slots: Iterable[PageId], tier: Tier) -> None:
+    def want(self, slots: Iterable[SlotId], tier: Tier) -> None:
         """Has blocks written to a tier, whatever its rule, but for blocks that a tier has or is to get."""
         for slot in slots:
             is_wanted = any(slot in waiting for waiting in self._to_write.values())
             if not is_wanted and not self.is_safe(slot, COLD_TIERS):
                 self._to_write[tier][slot] = None
 
-    def is_safe(self, slot: PageId, tiers: Sequence[Tier]) -> bool:
+    def is_safe(self, slot: SlotId, tiers: Sequence[Tier]) -> bool:
         """Tells whether one of these tiers has a block, or no tier is ever to have it."""
         return not self._flags[slot] or any(self._flags[slot] & _IN[tier] for tier in tiers)
 
-    def end(self, slot: PageId) -> None:
+    def end(self, slot: SlotId) -> None:
         """Forgets a block that is no longer found."""
         if self._flags[slot]:
             self._flags[slot] = 0
             for slots in self._to_write.values():
                 slots.pop(slot, None)
 
-    def wanted(self, tier: Tier, max_blocks: int) -> list[PageId]:
+    def wanted(self, tier: Tier, max_blocks: int) -> list[SlotId]:
         """Lists blocks to be written to a tier, the oldest first, at a cost that follows from `max_blocks` alone.
 
         Blocks that wait for it go to the end: one that cannot be written holds up no other.
@@ -88,13 +88,13 @@ class Copies:
 
     def check(self) -> list[str]:
         """Lists the faults of the books; an empty list is a clean bill."""
-        slots = {PageId(slot) for slot, flags in enumerate(self._flags) if flags}.union(*self._to_write.values())
+        slots = {slot for slot in self._ledger.pages if self._flags[slot]}.union(*self._to_write.values())
         return ["a block with copies is not found"] if any(self._ledger.key_of(slot) is None for slot in slots) else []
 
     def _rule_of(self, tier: Tier) -> Write:
         return self._writes.get(tier, Write.DEMOTED)
 
-    def _want(self, rule: Write, slot: PageId) -> None:
+    def _want(self, rule: Write, slot: SlotId) -> None:
         for tier, slots in self._to_write.items():
             if self._rule_of(tier) is rule and not self._flags[slot] & _IN[tier]:
                 slots[slot] = None

@@ -24,7 +24,7 @@ from kv_store.node.claims import Holds, Leases, Reservations
 from kv_store.node.copies import Copies
 from kv_store.node.directory_port import DirectoryPort
 from wire.directory import Block, DirectoryInfo, DirectoryStatus, Entry, Hold, Lease, Reservation
-from wire.ids import AttemptId, BlockKey, PageId
+from wire.ids import AttemptId, BlockKey, SlotId
 from wire.keys import BlockName
 from wire.tier import COLD_TIERS, ColdStatus, Tier, Write
 
@@ -68,7 +68,7 @@ class Directory(DirectoryPort):
         *,
         arena_path: str = "",
         block_bytes: int = 0,
-        order: type[EvictionOrder] = EvictionOrder,
+        order: type[EvictionOrder[SlotId]] = EvictionOrder,
         high_water: float = 0.75,
         writes: Mapping[Tier, Write] | None = None,
     ) -> None:
@@ -223,7 +223,7 @@ class Directory(DirectoryPort):
     def check(self) -> list[str]:
         writing, references = self._reservations.transfers, self._holds.references
         transfers = writing + self._leases.transfers
-        slots = [PageId(slot) for slot in range(self._info.num_slots)]
+        slots = self._ledger.pages
         rules = {
             "references differ from holds": all(
                 self._ledger.num_references(slot) == references[slot] for slot in slots
@@ -236,23 +236,22 @@ class Directory(DirectoryPort):
         }
         return self._ledger.check() + self._copies.check() + [problem for problem, holds in rules.items() if not holds]
 
-    def _find(self, keys: Iterable[BlockKey]) -> list[PageId]:
+    def _find(self, keys: Iterable[BlockKey]) -> list[SlotId]:
         return [slot for key in keys if (slot := self._ledger.find(key)) is not None]
 
-    def _withdraw(self, slots: Sequence[PageId]) -> int:
+    def _withdraw(self, slots: Sequence[SlotId]) -> int:
         for slot in slots:
             self._ledger.withdraw(slot)
             self._copies.end(slot)
         return len(slots)
 
     def _found(self) -> list[Block]:
-        slots = map(PageId, range(self._info.num_slots))
-        return [self._blocks.get(slot) for slot in slots if self._ledger.key_of(slot) is not None]
+        return [self._blocks.get(slot) for slot in self._ledger.pages if self._ledger.key_of(slot) is not None]
 
     def _is_found(self, block: Block) -> bool:
         return self._ledger.find(block.name.key) == block.slot and self._blocks.checksum(block.slot) == block.checksum
 
-    def _keep(self, hold: Hold | None, slots: list[PageId]) -> None:
+    def _keep(self, hold: Hold | None, slots: list[SlotId]) -> None:
         if hold is not None:
             self._holds.keep(hold, slots)
             if self._tiers_up and self._ledger.counts().published > self._max_held:
@@ -271,7 +270,7 @@ class Directory(DirectoryPort):
             if not block.name.is_tail:
                 self._copies.begin(block.slot)
 
-    def _touch(self, slots: Sequence[PageId]) -> None:
+    def _touch(self, slots: Sequence[SlotId]) -> None:
         for slot in reversed(slots):
             self._ledger.touch(slot)
 
@@ -284,7 +283,7 @@ class _Blocks:
 
     _PROOFS = struct.Struct("32s32s16s")
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger[SlotId]) -> None:
         self._ledger = ledger
         self._proofs = bytearray(ledger.num_pages * self._PROOFS.size)
 
@@ -292,7 +291,7 @@ class _Blocks:
         proofs = (block.name.tokens_digest, block.name.root_digest, block.checksum)
         self._PROOFS.pack_into(self._proofs, block.slot * self._PROOFS.size, *proofs)
 
-    def get(self, slot: PageId) -> Block:
+    def get(self, slot: SlotId) -> Block:
         """Returns the block of a slot that is found."""
         key, parent = self._ledger.key_of(slot), self._ledger.parent_of(slot)
         assert key is not None, "no block is found there"
@@ -301,6 +300,6 @@ class _Blocks:
         is_tail = self._ledger.worth_of(slot) is Worth.TAIL
         return Block(slot, BlockName(key, parent, tokens_digest, root_digest, is_tail), checksum)
 
-    def checksum(self, slot: PageId) -> bytes:
+    def checksum(self, slot: SlotId) -> bytes:
         end = (slot + 1) * self._PROOFS.size
         return bytes(self._proofs[end - CHECKSUM_BYTES : end])

@@ -7,7 +7,7 @@ from kv_store.frame import checksum_of
 from kv_store.node_store import HOLD_TTL_S
 from tests.harness.cluster import WAIT_S
 from tests.harness.faulty_cluster import FaultyCluster
-from wire.ids import BlockKey, PageId
+from wire.ids import BlockKey
 from worker.assembly import Assembly
 
 
@@ -95,10 +95,10 @@ def _blocks(cluster: FaultyCluster) -> Iterator[tuple[str, BlockKey, bytes]]:
             yield "arena", block.name.key, block.checksum
     for name, worker in _alive(cluster):
         pool = worker.engine.pool
-        for page in range(pool.ledger.num_pages):
-            key = pool.ledger.key_of(PageId(page))
+        for page in pool.ledger.pages:
+            key = pool.ledger.key_of(page)
             if key is not None:
-                yield name, key, checksum_of(pool.page_bytes(PageId(page)).numpy().data)
+                yield name, key, checksum_of(pool.page_bytes(page).numpy().data)
 
 
 def _alive(cluster: FaultyCluster) -> Iterator[tuple[str, Assembly]]:

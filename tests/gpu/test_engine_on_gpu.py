@@ -12,7 +12,7 @@ from kv_store.tiers.memory_tier import MemoryTier
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
 from tests.harness.engines import drive, make_core, prefill, release, request, resume
 from tests.harness.node import Node
-from wire.ids import PageId
+from wire.ids import SlotId
 from wire.sampling import SamplingParams
 
 if not torch.cuda.is_available():
@@ -76,12 +76,12 @@ def test_an_arena_that_cannot_be_pinned_leaves_the_device_as_it_was() -> None:
     first, second = (Arena(memory, 4096, 64, None) for _ in range(2))
     assert torch.zeros(3, device=DEVICE).sum() == 0
     second.close()
-    assert torch.frombuffer(first.slot(PageId(3)), dtype=torch.uint8).is_pinned()
+    assert torch.frombuffer(first.slot(SlotId(3)), dtype=torch.uint8).is_pinned()
     first.close()
 
 
 def test_arenas_that_were_not_closed_are_unpinned() -> None:
     for _ in range(3):
         arena = Arena.anonymous(1 << 20, 16)
-        assert torch.frombuffer(arena.slot(PageId(3)), dtype=torch.uint8).is_pinned()
+        assert torch.frombuffer(arena.slot(SlotId(3)), dtype=torch.uint8).is_pinned()
         del arena

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from kv_store.frame import MAC_KEY_BYTES, checksum_of
 from kv_store.tiers.cold_tier import ColdTier
 from wire.directory import Block
-from wire.ids import NamespaceRoot, PageId
+from wire.ids import NamespaceRoot, SlotId
 from wire.keys import BlockName, cover
 from wire.layout import KVLayout
 
@@ -37,7 +37,7 @@ def got_one(tier: ColdTier, name: BlockName) -> bool:
     return bool(checksums)
 
 
-def committed(slots: Sequence[PageId | None], names: Sequence[BlockName]) -> list[Block]:
+def committed(slots: Sequence[SlotId | None], names: Sequence[BlockName]) -> list[Block]:
     """What a writer commits for the slots it got."""
     return [
         Block(slot, name, checksum_of(memoryview(payload_of(name))))

@@ -15,7 +15,7 @@ from kv_store.node.directory import Directory
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.errors import ConfigError, StoreError
-from wire.ids import PageId
+from wire.ids import SlotId
 from wire.keys import BlockName
 
 BLOCK = LAYOUT.block_bytes
@@ -32,12 +32,12 @@ def test_each_process_that_maps_it_sees_the_writes_of_others(path: str) -> None:
     arena = Arena.create(path, BLOCK, 3)
     other = Arena.open(path)
     assert (other.block_bytes, other.num_slots) == (BLOCK, 3)
-    arena.slot(PageId(1))[:] = b"\x07" * BLOCK
-    assert other.slot(PageId(1)) == b"\x07" * BLOCK
-    assert not any(other.slot(PageId(0)))
-    assert not any(other.slot(PageId(2)))
-    other.slot(PageId(2))[-1] = 9
-    assert arena.slot(PageId(2))[-1] == 9
+    arena.slot(SlotId(1))[:] = b"\x07" * BLOCK
+    assert other.slot(SlotId(1)) == b"\x07" * BLOCK
+    assert not any(other.slot(SlotId(0)))
+    assert not any(other.slot(SlotId(2)))
+    other.slot(SlotId(2))[-1] = 9
+    assert arena.slot(SlotId(2))[-1] == 9
     for one in (arena, other):
         one.close()
 
@@ -48,21 +48,21 @@ def test_it_is_for_its_user_only_and_gone_when_unlinked(path: str) -> None:
     arena.unlink()
     arena.unlink()
     assert not os.path.exists(path)
-    arena.slot(PageId(0))[0] = 1
+    arena.slot(SlotId(0))[0] = 1
     arena.close()
 
 
 def test_what_is_discarded_takes_no_memory_though_others_map_it(path: str) -> None:
     arena = Arena.create(path, BLOCK, 200)
     other = Arena.open(path)
-    arena.slot(PageId(7))[:] = b"\x07" * BLOCK
+    arena.slot(SlotId(7))[:] = b"\x07" * BLOCK
     with open(path, "rb") as file:
         Arena.discard(path)
         assert os.fstat(file.fileno()).st_blocks == 0
-    assert not any(other.slot(PageId(7)))
+    assert not any(other.slot(SlotId(7)))
     later = Arena.create(path, BLOCK, 200)
-    other.slot(PageId(7))[:] = b"\x08" * BLOCK
-    assert not any(later.slot(PageId(7)))
+    other.slot(SlotId(7))[:] = b"\x08" * BLOCK
+    assert not any(later.slot(SlotId(7)))
     for one in (arena, other, later):
         one.close()
 
@@ -122,8 +122,8 @@ def test_one_that_cannot_be_pinned_is_used_all_the_same(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: out_of_memory))
     arena = Arena.anonymous(BLOCK, 2)
-    arena.slot(PageId(1))[:] = b"\x07" * BLOCK
-    assert arena.slot(PageId(1)) == b"\x07" * BLOCK
+    arena.slot(SlotId(1))[:] = b"\x07" * BLOCK
+    assert arena.slot(SlotId(1)) == b"\x07" * BLOCK
     arena.close()
     assert "could not be pinned" in caplog.text
     assert cleared
@@ -166,13 +166,13 @@ def test_an_arena_cut_short_is_refused(path: str) -> None:
 def test_a_slot_that_is_none_is_refused(slot: int) -> None:
     arena = Arena.anonymous(BLOCK, 2)
     with pytest.raises(StoreError):
-        arena.slot(PageId(slot))
+        arena.slot(SlotId(slot))
     arena.close()
 
 
 def test_closing_leaves_a_view_in_use_alone() -> None:
     arena = Arena.anonymous(BLOCK, 1)
-    view = arena.slot(PageId(0))
+    view = arena.slot(SlotId(0))
     arena.close()
     view[:] = b"\x01" * BLOCK
     assert view == b"\x01" * BLOCK

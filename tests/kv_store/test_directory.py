@@ -13,7 +13,7 @@ from kv_store.node.directory_server import DirectoryServer
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import committed, names_of
 from wire.directory import Block, Entry, Hold
-from wire.ids import AttemptId, BlockKey, NamespaceRoot, PageId
+from wire.ids import AttemptId, BlockKey, NamespaceRoot, SlotId
 from wire.keys import BlockName, cover, digest_of
 from wire.tier import COLD_TIERS, ColdStatus, Tier, Write
 
@@ -139,8 +139,8 @@ def test_only_the_writer_of_a_slot_commits_it_and_only_as_what_it_is_for(served:
     [block] = committed(served.port.reserve("writer", [name], None).slots, [name])
     assert served.port.commit("another", [block], None) == 0
     assert served.port.commit("writer", [replace(block, name=other)], None) == 0
-    assert served.port.commit("writer", [replace(block, slot=PageId((block.slot + 1) % NUM_SLOTS))], None) == 0
-    assert served.port.commit("writer", [replace(block, slot=PageId(-1)), replace(block, slot=PageId(99))], None) == 0
+    assert served.port.commit("writer", [replace(block, slot=SlotId((block.slot + 1) % NUM_SLOTS))], None) == 0
+    assert served.port.commit("writer", [replace(block, slot=SlotId(-1)), replace(block, slot=SlotId(99))], None) == 0
     assert served.found([name, other]) == [False, False]
     assert served.port.commit("writer", [block], None) == 1
 

@@ -10,7 +10,7 @@ from kv_store.node.directory import Directory
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import names_of
 from wire.directory import Block, Hold
-from wire.ids import AttemptId, BlockKey, PageId
+from wire.ids import AttemptId, BlockKey, SlotId
 from wire.keys import BlockName
 from wire.tier import COLD_TIERS, Tier, Write
 
@@ -28,9 +28,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = FakeClock()
         self.directory = Directory(NUM_SLOTS, self.clock, high_water=0.5)
-        self.arena: dict[PageId, BlockKey] = {}
-        self.writing: dict[str, list[tuple[PageId, BlockName]]] = {}
-        self.reading: dict[int, list[tuple[PageId, BlockKey]]] = {}
+        self.arena: dict[SlotId, BlockKey] = {}
+        self.writing: dict[str, list[tuple[SlotId, BlockName]]] = {}
+        self.reading: dict[int, list[tuple[SlotId, BlockKey]]] = {}
         self.ends: dict[int, float] = {}
 
     @initialize(write=st.sampled_from(Write))
@@ -96,7 +96,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, NUM_SLOTS - 1), name=st.sampled_from(NAMES))
     def withdraw(self, slot: int, name: BlockName) -> None:
-        self.directory.withdraw([Block(PageId(slot), name, name.key[:16])])
+        self.directory.withdraw([Block(SlotId(slot), name, name.key[:16])])
 
     @rule(step_s=st.sampled_from([0.5, 1.0, 4.0]))
     def wait(self, step_s: float) -> None:

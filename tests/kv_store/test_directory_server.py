@@ -23,7 +23,7 @@ from kv_store.node.directory_port import CALLS, GREETING, EpochChanged
 from kv_store.node.directory_server import DirectoryServer
 from tests.kv_store.names import LAYOUT, committed, names_of, payload_of
 from wire.errors import ConfigError, StoreError
-from wire.ids import PROTOCOL_VERSION, PageId
+from wire.ids import PROTOCOL_VERSION, SlotId
 
 NUM_SLOTS = 16
 WAIT_S = 20.0
@@ -45,7 +45,7 @@ class Node:
         self.arena.unlink()
 
     def holds(self, slot: int, payload: bytes) -> bool:
-        return bytes(self.arena.slot(PageId(slot))[: len(payload)]) == payload
+        return bytes(self.arena.slot(SlotId(slot))[: len(payload)]) == payload
 
 
 class WriterProcess:

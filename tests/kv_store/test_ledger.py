@@ -14,7 +14,7 @@ def key(number: int) -> BlockKey:
     return BlockKey(number.to_bytes(32, "little"))
 
 
-def cached(ledger: Ledger, number: int, worth: Worth = Worth.ONLY_COPY, parent: int | None = None) -> PageId:
+def cached(ledger: Ledger[PageId], number: int, worth: Worth = Worth.ONLY_COPY, parent: int | None = None) -> PageId:
     """A page that is cached under a key, as the most recently used one."""
     [page] = ledger.allocate(1)
     assert ledger.publish(page, key(number), worth, None if parent is None else key(parent))
@@ -23,7 +23,7 @@ def cached(ledger: Ledger, number: int, worth: Worth = Worth.ONLY_COPY, parent: 
 
 
 def test_a_page_goes_through_its_states() -> None:
-    ledger = Ledger(1)
+    ledger = Ledger[PageId](1)
     [page] = ledger.allocate(1)
     assert ledger.state(page) is PageState.OWNED
     ledger.publish(page, key(1))
@@ -39,7 +39,7 @@ def test_a_page_goes_through_its_states() -> None:
 
 
 def test_too_much_is_refused_and_changes_nothing() -> None:
-    ledger = Ledger(4)
+    ledger = Ledger[PageId](4)
     ledger.allocate(2)
     cached(ledger, 1)
     before = ledger.counts()
@@ -49,7 +49,7 @@ def test_too_much_is_refused_and_changes_nothing() -> None:
 
 
 def test_a_key_and_a_page_are_tied_once() -> None:
-    ledger = Ledger(2)
+    ledger = Ledger[PageId](2)
     page, other = ledger.allocate(2)
     assert ledger.publish(page, key(1))
     assert ledger.publish(page, key(1))
@@ -69,7 +69,7 @@ def test_a_key_and_a_page_are_tied_once() -> None:
 
 
 def test_free_pages_go_before_cached_ones() -> None:
-    ledger = Ledger(2)
+    ledger = Ledger[PageId](2)
     first = cached(ledger, 1)
     assert ledger.allocate(1) != [first]
     assert ledger.find(key(1)) == first
@@ -79,7 +79,7 @@ def test_free_pages_go_before_cached_ones() -> None:
 
 
 def test_the_least_recently_used_goes_first_and_a_prefixs_end_before_its_start() -> None:
-    ledger = Ledger(6)
+    ledger = Ledger[PageId](6)
     old, young = ledger.allocate(3), ledger.allocate(3)
     for number, page in enumerate((*old, *young)):
         ledger.publish(page, key(number))
@@ -91,7 +91,7 @@ def test_the_least_recently_used_goes_first_and_a_prefixs_end_before_its_start()
 
 
 def test_what_costs_less_to_lose_goes_first() -> None:
-    ledger = Ledger(5)
+    ledger = Ledger[PageId](5)
     only, copied, tail, later = (
         cached(ledger, number, worth)
         for number, worth in enumerate((Worth.ONLY_COPY, Worth.COPIED, Worth.TAIL, Worth.ONLY_COPY))
@@ -104,18 +104,18 @@ def test_what_costs_less_to_lose_goes_first() -> None:
 
 
 def test_a_use_without_a_reference_counts() -> None:
-    ledger = Ledger(2)
+    ledger = Ledger[PageId](2)
     one, other = cached(ledger, 1), cached(ledger, 2)
     ledger.touch(one)
     assert [*ledger.allocate(1), *ledger.allocate(1)] == [other, one]
 
 
-def evicted(ledger: Ledger, num_pages: int) -> list[PageId]:
+def evicted(ledger: Ledger[PageId], num_pages: int) -> list[PageId]:
     return [ledger.allocate(1)[0] for _ in range(num_pages)]
 
 
 def test_a_page_goes_after_its_children_and_counts_their_last_use_as_its_own() -> None:
-    ledger = Ledger(6)
+    ledger = Ledger[PageId](6)
     chain = [cached(ledger, 1), *(cached(ledger, number, parent=number - 1) for number in (2, 3))]
     other = cached(ledger, 4)
     fork = cached(ledger, 5, parent=1)
@@ -125,7 +125,7 @@ def test_a_page_goes_after_its_children_and_counts_their_last_use_as_its_own() -
 
 
 def test_a_page_that_is_in_use_lets_its_parent_go_and_counts_again_later() -> None:
-    ledger = Ledger(3)
+    ledger = Ledger[PageId](3)
     parent, other = cached(ledger, 1), cached(ledger, 2)
     child = cached(ledger, 3, parent=1)
     ledger.begin_transfer(child)
@@ -136,7 +136,7 @@ def test_a_page_that_is_in_use_lets_its_parent_go_and_counts_again_later() -> No
 
 
 def test_a_parent_that_comes_back_goes_after_the_children_that_stayed() -> None:
-    ledger = Ledger(3)
+    ledger = Ledger[PageId](3)
     child, last = cached(ledger, 2, parent=1), cached(ledger, 3)
     parent = cached(ledger, 1)
     ledger.touch(child)
@@ -148,7 +148,7 @@ def test_a_parent_that_comes_back_goes_after_the_children_that_stayed() -> None:
 
 
 def test_a_page_with_a_copy_does_not_wait_for_a_child_without_one() -> None:
-    ledger = Ledger(3)
+    ledger = Ledger[PageId](3)
     parent, child, other = cached(ledger, 1), cached(ledger, 2, parent=1), cached(ledger, 3)
     ledger.revalue(parent, Worth.COPIED)
     assert ledger.oldest(Worth.ONLY_COPY, 9) == [child, other]
@@ -158,14 +158,14 @@ def test_a_page_with_a_copy_does_not_wait_for_a_child_without_one() -> None:
 
 
 def test_pages_that_are_one_anothers_parents_can_be_had() -> None:
-    ledger = Ledger(3)
+    ledger = Ledger[PageId](3)
     pages = {cached(ledger, number, parent=parent) for number, parent in ((1, 2), (2, 1), (3, 3))}
     assert set(evicted(ledger, 3)) == pages
     assert ledger.check() == []
 
 
 def test_a_cached_page_with_a_transfer_is_not_given_out() -> None:
-    ledger = Ledger(2)
+    ledger = Ledger[PageId](2)
     busy, idle = cached(ledger, 1), cached(ledger, 2)
     ledger.begin_transfer(busy)
     assert ledger.num_allocatable == 1
@@ -178,7 +178,7 @@ def test_a_cached_page_with_a_transfer_is_not_given_out() -> None:
 
 
 def test_a_transfer_keeps_a_freed_page_draining() -> None:
-    ledger = Ledger(1)
+    ledger = Ledger[PageId](1)
     [page] = ledger.allocate(1)
     ledger.begin_transfer(page)
     ledger.begin_transfer(page)
@@ -190,7 +190,7 @@ def test_a_transfer_keeps_a_freed_page_draining() -> None:
 
 
 def test_a_second_page_under_a_key_stays_unfindable() -> None:
-    ledger = Ledger(2)
+    ledger = Ledger[PageId](2)
     first, second = ledger.allocate(2)
     assert ledger.publish(first, key(1))
     assert ledger.publish(first, key(1))
@@ -201,7 +201,7 @@ def test_a_second_page_under_a_key_stays_unfindable() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    ledger = Ledger(1)
+    ledger = Ledger[PageId](1)
     page = PageId(0)
     for wrong in (ledger.acquire, ledger.free, ledger.begin_transfer, ledger.end_transfer):
         with pytest.raises(ValueError, match="page 0"):
@@ -220,7 +220,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     [("_references", [1, 0]), ("_transfers", [0, -1]), ("_free", {}), ("_num", Counter({PageState.FREE: 1}))],
 )
 def test_wrong_books_are_found(name: str, value: object) -> None:
-    ledger = Ledger(2)
+    ledger = Ledger[PageId](2)
     cached(ledger, 1)
     assert ledger.check() == []
     setattr(ledger, name, value)
@@ -232,7 +232,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(6)
+        self.ledger = Ledger[PageId](6)
         self.references = Counter[PageId]()
         self.transfers = Counter[PageId]()
 

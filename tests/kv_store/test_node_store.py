@@ -24,7 +24,7 @@ from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, names_of, payload_of, put_one
 from tests.kv_store.pools import filled_pool, page_of, pages_from
 from wire.errors import ConfigError
-from wire.ids import AttemptId, BlockKey, PageId
+from wire.ids import AttemptId, BlockKey, PageId, SlotId
 from wire.keys import BlockName
 from wire.layout import KVLayout
 from wire.tier import Tier
@@ -412,7 +412,7 @@ def test_when_the_directory_is_gone_all_is_a_miss_and_after_its_restart_nothing_
         assert store.publish(names, pages_from(0, 2), REQUEST) == 2
         assert store.fetch(names, pages_from(8, 2)) == [Tier.HOST] * 2
         assert store.check() == []
-        assert bytes(service.arena.slot(PageId(0))[:8]) == payload_of(names[0])[:8]
+        assert bytes(service.arena.slot(SlotId(0))[:8]) == payload_of(names[0])[:8]
         assert store.status().num_failed == 3
         service.stop()
 

@@ -9,14 +9,14 @@ import sys
 
 from kv_store.node.directory_client import DirectoryClient
 from tests.kv_store.names import committed, names_of, payload_of
-from wire.ids import PageId
+from wire.ids import SlotId
 
 
 class Writer:
     def __init__(self, path: str, first: int, num_tokens: int) -> None:
         self.client = DirectoryClient(path, timeout_s=30.0)
         self.names = names_of(num_tokens, first)
-        self.slots: list[PageId | None] = []
+        self.slots: list[SlotId | None] = []
         self.info = self.client.info()
         with open(self.info.arena_path, "r+b") as file:
             self.memory = mmap.mmap(file.fileno(), 0)

@@ -13,7 +13,7 @@ from tests.harness.cluster import Output
 from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
 from tests.kv_store.names import MAC_KEY
 from wire.convert import status_of, tiers_from_pb
-from wire.ids import PageId, RequestId
+from wire.ids import RequestId, SlotId
 from wire.layout import KVLayout
 from wire.pb import cluster_pb2, worker_pb2
 from wire.pb import inference_pb2 as pb
@@ -171,7 +171,7 @@ async def test_blocks_spoilt_in_the_arena_are_computed_again() -> None:
         first = await cluster.generate(ask())
         await at_rest(cluster)
         for slot in range(0, 64, 2):
-            cluster.arena.slot(PageId(slot))[3] ^= 1
+            cluster.arena.slot(SlotId(slot))[3] ^= 1
         await cluster.enlist("p1", "d1")
         prompt = (*PROMPT, *first.token_ids[0])
         second = await cluster.generate(ask(prompt))

@@ -1,6 +1,7 @@
 """The invariants I1 to I11 over a simulated run, and the truth about every block that it may hold."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,10 +12,11 @@ import torch
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
+from kv_store.eviction_order import Page
 from kv_store.frame import checksum_of
 from kv_store.ledger import Ledger
 from wire.directory import Block
-from wire.ids import BlockKey, NamespaceRoot, PageId
+from wire.ids import BlockKey, NamespaceRoot
 from wire.keys import cover
 from wire.kv_policy import Sinks
 from wire.layout import KVLayout
@@ -43,7 +45,7 @@ class Violation:
 @dataclass(frozen=True)
 class _Use:
     place: object
-    pages: set[PageId]
+    pages: set[int]
     clock: Callable[[], float]
     end_s: float
 
@@ -83,15 +85,17 @@ class Watch:
         finally:
             self._place = None
 
-    def use(self, by: Hashable, place: object, pages: set[PageId], clock: Callable[[], float], end_s: float) -> None:
+    def use(
+        self, by: Hashable, place: object, pages: AbstractSet[int], clock: Callable[[], float], end_s: float
+    ) -> None:
         """Notes that pages are read or written until then, or until `end`."""
-        self._uses[by] = _Use(place, pages, clock, end_s)
+        self._uses[by] = _Use(place, {*pages}, clock, end_s)
 
     def is_over(self, by: Hashable) -> bool:
         """Whether the time of a use has run out."""
         return by not in self._uses or self._uses[by].is_over
 
-    def end(self, by: Hashable, pages: set[PageId] | None = None) -> None:
+    def end(self, by: Hashable, pages: AbstractSet[int] | None = None) -> None:
         """Ends a use, of all pages or of these."""
         if pages is None:
             self._uses.pop(by, None)
@@ -117,7 +121,7 @@ class Watch:
         """I2: sees that no ledger gives out a page that is in use."""
         allocate = Ledger.allocate
 
-        def checked(ledger: Ledger, num_pages: int) -> list[PageId]:
+        def checked(ledger: Ledger[Page], num_pages: int) -> list[Page]:
             pages, place = allocate(ledger, num_pages), self._place or ledger
             for by, use in self._uses.items():
                 if use.place is place and not use.is_over and not use.pages.isdisjoint(pages):

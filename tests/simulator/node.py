@@ -81,9 +81,12 @@ class Node:
         self._num_epochs += 1
         self._memory = mmap.mmap(-1, block_bytes * self._num_slots)
         self.path = f"{self.name}/{self._num_epochs}"
-        order = EvictionOrder if self._layout.window is None else StartFirst
         self.directory = Directory(
-            self._num_slots, self.clock, arena_path=self.path, block_bytes=block_bytes, order=order
+            self._num_slots,
+            self.clock,
+            arena_path=self.path,
+            block_bytes=block_bytes,
+            order=EvictionOrder if self._layout.window is None else StartFirst,
         )
         self.arena = self.map(self.path)
         self.writer = ColdWriter(self._layout, self.arena, self.directory, self._cold)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from kv_store import node_store
+from kv_store.eviction_order import Page
 from kv_store.frame import FrameSeal, checksum_of
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.copies import Copies
@@ -21,7 +22,6 @@ from tests.seeds import repeated_by, seeds
 from tests.simulate import report, shortest
 from tests.simulator.plan import NUM_KINDS, SINKS, WINDOW, draw_plan
 from tests.simulator.world import reference, simulate
-from wire.ids import PageId
 from wire.keys import BlockName
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
@@ -72,7 +72,7 @@ def unchecked_frame(seal: FrameSeal, name: BlockName, front: bytes, payload: mem
     return checksum_of(payload)
 
 
-def hasty_state(ledger: Ledger, page: PageId) -> PageState:
+def hasty_state(ledger: Ledger[Page], page: Page) -> PageState:
     state = STATE(ledger, page)
     return PageState.FREE if state is PageState.DRAINING else state
 

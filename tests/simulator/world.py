@@ -31,7 +31,7 @@ from tests.simulator.virtual_time import Died, VirtualLoop
 from tests.simulator.worker import SimWorker
 from wire import errors
 from wire.errors import BatonError, StoreError
-from wire.ids import DEFAULT_TENANT, BlockKey, PageId, WorkerId
+from wire.ids import DEFAULT_TENANT, BlockKey, WorkerId
 from wire.kv_policy import Sinks
 from wire.pools import Role, Worker, WorkerState
 
@@ -424,7 +424,7 @@ class World:
                     self.watch.judge(self.truth, f"a block of {node.name}", block.name.key, block.checksum)
         for worker in self.alive:
             pool = worker.parts.engine.pool
-            for page in map(PageId, range(pool.ledger.num_pages)):
+            for page in pool.ledger.pages:
                 if (key := pool.ledger.key_of(page)) is not None:
                     checksum = checksum_of(pool.page_bytes(page).numpy().data)
                     self.watch.judge(self.truth, f"a page of {worker.name}", key, checksum)
