@@ -29,9 +29,9 @@ from engine.events import (
     Started,
     StepOutput,
 )
+from engine.kv.cache import KVCache
 from engine.kv.dropping import HEAVIEST, Chooser
 from engine.kv.retention import require_storable
-from engine.kv_cache import KVCache
 from engine.model.batch import Model
 from engine.request import EngineRequest, HandOff
 from engine.roster import Roster

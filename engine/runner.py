@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from engine.decode_rows import DecodeRows, Ints
+from engine.kv.cache import KVCache
 from engine.kv.dropping import HEAVIEST, Chooser
 from engine.kv.retention import Weighed
-from engine.kv_cache import KVCache
 from engine.model.batch import Batch, Model, Watched
 from engine.model.sampler import Draw, likeliest, sample, score
 from engine.sequence import Sequence

@@ -3,39 +3,43 @@
 in   {"template", "memory_bytes"}, then any number of {"messages", "tools", "variables", "max_chars"}
 out  {}, then for each of these {"text"} or {"failure"}
 
-Each message is JSON behind its length in four bytes. Templates come from model folders and are programs: their memory
-and the processor time of each rendering are limited here; the wait for one is limited by the process that asks.
+Messages are JSON on a `multiprocessing.Connection`, which is stdin. Templates come from model folders and are programs:
+their memory and the processor time of each rendering are limited here; the process that asks limits its wait.
 """
 
 import json
+import os
 import resource
 import signal
-import struct
 import sys
-from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 MAX_CPU_S = 1.0
 MAX_FAILURE_CHARS = 100
-LENGTH = struct.Struct("<I")
 
 
 def main() -> None:
-    out, sys.stdout = sys.stdout.buffer, sys.stderr
-    given = read_message(sys.stdin.buffer)
-    if given is None:
-        return
+    with suppress(EOFError):
+        _serve(Connection(os.dup(0)))
+
+
+def _serve(line: Connection) -> None:
+    """Renders until the other side hangs up, which raises EOFError."""
+    given = json.loads(line.recv_bytes())
     render = _import_renderer()
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used_bytes + given["memory_bytes"],) * 2)
-    write_message(out, {})
-    while (asked := read_message(sys.stdin.buffer)) is not None:
+    line.send_bytes(b"{}")
+    while True:
+        asked = json.loads(line.recv_bytes())
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # SIGPROF ends a process
         answer = _answer(partial(render, chat_template=given["template"]), asked)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        write_message(out, answer)
+        line.send_bytes(json.dumps(answer).encode())
 
 
 def _import_renderer() -> Any:
@@ -62,20 +66,6 @@ def _answer(render: Any, asked: dict[str, Any]) -> dict[str, str]:
     if len(text) > asked["max_chars"]:
         return {"failure": f"the model's chat template makes more than {asked['max_chars']} characters of them"}
     return {"text": text}
-
-
-def read_message(stream: IO[bytes]) -> dict[str, Any] | None:
-    """Blocks for a message; None at the end of the stream."""
-    head = stream.read(LENGTH.size)
-    data = stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
-    return json.loads(data) if data else None
-
-
-def write_message(stream: IO[bytes], message: Mapping[str, Any]) -> None:
-    """Blocks until the stream has taken it. Raises OSError."""
-    data = json.dumps(message).encode()
-    stream.write(LENGTH.pack(len(data)) + data)
-    stream.flush()
 
 
 if __name__ == "__main__":

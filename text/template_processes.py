@@ -9,14 +9,13 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
 from text.chat import Chat
 from text.model_file import read_text
-from text.template_child import read_message, write_message
 from wire.errors import InvalidRequest, ModelError, Unavailable
 
 NUM_PROCESSES = 2
@@ -150,13 +149,12 @@ class _Child:
             self._kill()
         if self._process is None:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "text.template_child"],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
+            command, silent = [sys.executable, "-m", "text.template_child"], subprocess.DEVNULL
+            self._line, theirs = Pipe()
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, env=environment, stdin=theirs.fileno(), stdout=silent, stderr=silent
+                )
             if self._exchange(self._process, self._first, START_TIMEOUT_S) is None:
                 raise Unavailable("no process renders chat templates")
         return self._process
@@ -165,15 +163,13 @@ class _Child:
         self, process: "subprocess.Popen[bytes]", message: dict[str, Any], timeout_s: float
     ) -> dict[str, str] | None:
         """Returns the answer; None from a process that ended amid it. Ends one that is late, and raises Unavailable."""
-        assert process.stdin is not None
-        assert process.stdout is not None
         is_late = threading.Event()
         timer = threading.Timer(timeout_s, _end_late, [process, is_late])
         timer.start()
         try:
-            write_message(process.stdin, message)
-            answer = read_message(process.stdout)
-        except (OSError, ValueError):  # of JSON that was cut off
+            self._line.send_bytes(json.dumps(message).encode())
+            answer: dict[str, str] | None = json.loads(self._line.recv_bytes())
+        except (OSError, EOFError):
             answer = None
         finally:
             timer.cancel()
@@ -186,8 +182,8 @@ class _Child:
     def _kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            with suppress(BrokenPipeError), self._process:
-                pass  # leaving closes the pipes, and waits
+            self._process.wait()
+            self._line.close()
             self._process = None
 
 

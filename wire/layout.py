@@ -102,10 +102,13 @@ class KVLayout:
         try:
             layout = cls(**dict(msgpack.unpackb(data)))
             sizes = [layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size]
-            is_one = layout.dtype in _ITEM_BITS and layout.quantization in QUANTIZATIONS
             sizes += [] if layout.window is None else [layout.window]
             sizes += [layout.num_sinks] if layout.num_sinks or type(layout.num_sinks) is not int else []
-            is_one = is_one and layout.num_sinks < (layout.window or 1)
+            is_one = (
+                layout.dtype in _ITEM_BITS
+                and layout.quantization in QUANTIZATIONS
+                and layout.num_sinks < (layout.window or 1)
+            )
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise WireError("not a KV layout") from error
         if not is_one or any(type(size) is not int or size < 1 for size in sizes) or not _is_whole(layout):

@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import threading
+from asyncio import StreamReader, StreamWriter
 from contextlib import suppress
 
 from kv_store.node.codec import LENGTH, Call, Refused, body_len
@@ -23,7 +24,6 @@ from wire.ids import PROTOCOL_VERSION
 _HELLO_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5.0
 _THREAD_TIMEOUT_S = 5.0
-_ACCEPT_PAUSE_S = 0.1
 _BACKLOG = 128
 
 log = logging.getLogger(__name__)
@@ -36,13 +36,12 @@ class DirectoryServer:
         self._directory = directory
         self._path = path
         self._newest: dict[tuple[PeerProcess, str], int] = {}
-        self._conversations: dict[asyncio.Task[None], socket.socket] = {}
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="directory", daemon=True)
 
     def start(self) -> None:
         """Returns when connections are accepted. ConfigError if another server is there, or the path is of no use."""
-        self._listener = _listen(self._path)
+        self._listener = _bound(self._path)
         self._thread.start()
         if not self._is_ready.wait(_THREAD_TIMEOUT_S):
             raise StoreError("the directory's server did not start")
@@ -54,66 +53,49 @@ class DirectoryServer:
             self._thread.join(_THREAD_TIMEOUT_S)
 
     async def _serve(self) -> None:
+        """Serves until `stop`; the end of the loop ends the conversations that are under way."""
         self._loop = asyncio.get_running_loop()
         self._is_stopping = asyncio.Event()
         self._peers = PeerProcesses(self._loop, self._forget)
-        self._loop.add_reader(self._listener, self._accept)
+        server = await asyncio.start_unix_server(self._accept, sock=self._listener, backlog=_BACKLOG)
         self._is_ready.set()
         await self._is_stopping.wait()
         with suppress(FileNotFoundError):
             os.unlink(self._path)
         self._loop.remove_reader(self._listener)
-        self._listener.close()
-        await self._hang_up()
+        await asyncio.sleep(0)  # for a connection just accepted: a closed server has no transport for it
+        server.close()
         self._peers.close()
 
-    def _accept(self) -> None:
+    def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
+        writer.transport.set_write_buffer_limits(0)  # `drain` waits until the process has all
+        task = self._loop.create_task(self._serve_one(reader, writer))
+        task.add_done_callback(lambda _: writer.close())
+
+    async def _serve_one(self, reader: StreamReader, writer: StreamWriter) -> None:
         try:
-            connection, _ = self._listener.accept()
-        except OSError as error:  # such as too many open files: a pause, as the listener stays readable
-            log.warning("a connection could not be accepted: %s", error)
-            self._loop.remove_reader(self._listener)
-            self._loop.call_later(_ACCEPT_PAUSE_S, self._accept_again)
-            return
-        connection.setblocking(False)
-        task = self._loop.create_task(self._serve_one(connection))
-        self._conversations[task] = connection
-        task.add_done_callback(lambda task: self._conversations.pop(task).close())
-
-    def _accept_again(self) -> None:
-        if not self._is_stopping.is_set():
-            self._loop.add_reader(self._listener, self._accept)
-
-    async def _hang_up(self) -> None:
-        for task in self._conversations:
-            task.cancel()
-        if self._conversations:
-            await asyncio.wait(self._conversations, timeout=_THREAD_TIMEOUT_S)
-
-    async def _serve_one(self, connection: socket.socket) -> None:
-        try:
-            await self._converse(self._peers.of(connection), connection)
-        except (OSError, TimeoutError) as error:
+            await self._converse(self._peers.of(writer.get_extra_info("socket")), reader, writer)
+        except (OSError, TimeoutError, EOFError) as error:
             log.debug("a connection has ended: %r", error)
         except WireError as error:
             log.warning("a connection was ended: %s", error)
         except Exception:
             log.exception("a connection was ended by a fault of the directory")
 
-    async def _converse(self, peer: PeerProcess, connection: socket.socket) -> None:
+    async def _converse(self, peer: PeerProcess, reader: StreamReader, writer: StreamWriter) -> None:
         async with asyncio.timeout(_HELLO_TIMEOUT_S):
-            version, client_id, number = GREETING.decode_call(await _receive(connection)).arguments
+            version, client_id, number = GREETING.decode_call(await _receive(reader)).arguments
         if version != PROTOCOL_VERSION:
-            await _send(connection, Refused(f"this directory speaks version {PROTOCOL_VERSION}"))
+            await _send(writer, Refused(f"this directory speaks version {PROTOCOL_VERSION}"))
             return
         client = (peer, client_id)
         self._newest[client] = max(number, self._newest.get(client, 0))
-        await _send(connection, self._directory.info())
+        await _send(writer, self._directory.info())
         while True:
-            call = CALLS.decode_call(await _receive(connection))
+            call = CALLS.decode_call(await _receive(reader))
             if not peer.is_alive or self._newest[client] != number:
                 return  # a call from before a death or a reconnect must not be done after it
-            await _send(connection, self._answer(peer, call))
+            await _send(writer, self._answer(peer, call))
 
     def _answer(self, peer: PeerProcess, call: Call) -> object:
         """Carries out a call, with the names that the process gives its writers and readers made its own."""
@@ -130,15 +112,14 @@ class DirectoryServer:
         self._newest = {client: number for client, number in self._newest.items() if client[0] is not peer}
 
 
-def _listen(path: str) -> socket.socket:
-    """Makes a listening socket that is never open to other users, in the place of a dead one."""
+def _bound(path: str) -> socket.socket:
+    """Makes a socket to listen on that is never open to other users, in the place of a dead one."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.setblocking(False)
     try:
         _remove_stale(path)
         listener.bind(path)
         os.chmod(path, 0o600)
-        listener.listen(_BACKLOG)
     except BaseException as error:
         listener.close()
         if isinstance(error, OSError):
@@ -156,21 +137,12 @@ def _remove_stale(path: str) -> None:
     os.unlink(path)
 
 
-async def _receive(connection: socket.socket) -> bytes:
-    return await _receive_exactly(connection, body_len(await _receive_exactly(connection, LENGTH.size)))
+async def _receive(reader: StreamReader) -> bytes:
+    return await reader.readexactly(body_len(await reader.readexactly(LENGTH.size)))
 
 
-async def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray(num_bytes)
-    rest = memoryview(data)
-    while rest:
-        num_received = await asyncio.get_running_loop().sock_recv_into(connection, rest)
-        if num_received == 0:
-            raise ConnectionError("the peer has hung up")
-        rest = rest[num_received:]
-    return bytes(data)
-
-
-async def _send(connection: socket.socket, answer: object) -> None:
-    async with asyncio.timeout(_SEND_TIMEOUT_S):
-        await asyncio.get_running_loop().sock_sendall(connection, CALLS.encode_answer(answer))
+async def _send(writer: StreamWriter, answer: object) -> None:
+    writer.write(CALLS.encode_answer(answer))
+    if writer.transport.get_write_buffer_size():
+        async with asyncio.timeout(_SEND_TIMEOUT_S):
+            await writer.drain()

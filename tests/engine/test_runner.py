@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from engine.decode_rows import DecodeRows
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.runner import Runner
