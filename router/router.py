@@ -6,17 +6,16 @@ from router.config import RouterConfig
 from router.observe.metrics import RequestMetrics
 from router.observe.status import StatusReader, StatusWatch
 from router.observe.worker_metrics import WorkerCollector
-from router.placement.placement import Placement
-from router.placement.prefix_map import PrefixMap
+from router.placement import Placement, PrefixMap
 from router.requests.admission import Admission
+from router.requests.attempt import Services
 from router.requests.dispatch import Dispatcher
-from router.requests.flow import Services
 from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
 from router.requests.replay import Quarantine, Suspects
 from router.requests.tokenizing import TokenizerThreads
 from router.requests.validator import Limits
 from router.workers.controller_port import ControllerPort
-from router.workers.holds import Holds
+from router.workers.holds import HoldBudgets
 from router.workers.line import Connect
 from router.workers.members import Members
 from router.workers.membership import Membership
@@ -47,7 +46,7 @@ class Router:
         self.keys = KeyRing(config.keys)
         self.metrics = RequestMetrics()
         self.members = Members(model.fingerprint, layout.encode())
-        self.holds = Holds(self.members)
+        self.holds = HoldBudgets(self.members)
         self._placement = Placement(
             self.members,
             PrefixMap(config.max_prefix_keys),

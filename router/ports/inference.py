@@ -8,14 +8,13 @@ import grpc.aio
 from grpc_status import rpc_status
 
 from router.config import ServedModel, StreamBounds
-from router.ports.interceptors import credentials_of
+from router.ports.interceptors import CALLER
 from router.requests.dispatch import Dispatcher, OpenRequest
 from wire.errors import Cancelled, Overloaded
 from wire.ids import RequestId
 from wire.pb import inference_pb2 as pb
 from wire.pb.inference_pb2_grpc import InferenceServicer
 from wire.rpc_status import to_status
-from wire.trust.key_ring import Key, KeyRing, Scope
 
 log = logging.getLogger(__name__)
 
@@ -24,17 +23,16 @@ _ABORT_TIMEOUT_S = 5.0
 
 
 class InferenceApi(InferenceServicer):
-    """Serves clients. The server's interceptor makes statuses of what it raises."""
+    """Serves the callers that KeyInterceptor lets in. The server's interceptor makes statuses of what it raises."""
 
-    def __init__(self, model: ServedModel, dispatcher: Dispatcher, bounds: StreamBounds, keys: KeyRing) -> None:
+    def __init__(self, model: ServedModel, dispatcher: Dispatcher, bounds: StreamBounds) -> None:
         self._model = model
         self._dispatcher = dispatcher
         self._max_stall_s = bounds.max_stall_s
-        self._keys = keys
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
         """Writes to its context: gRPC may drop a generator half-way, without its `finally`."""
-        opened = self._dispatcher.open(request, context.time_remaining(), self._caller(context))
+        opened = self._dispatcher.open(request, context.time_remaining(), CALLER.get())
         watch = asyncio.create_task(_watch_reader(opened, context, self._max_stall_s, asyncio.current_task()))
         try:
             async for response in opened.outbox:
@@ -44,7 +42,7 @@ class InferenceApi(InferenceServicer):
             opened.stop(Cancelled("the client went away"))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
-        await self._dispatcher.abort(RequestId(request.request_id), self._caller(context))
+        await self._dispatcher.abort(RequestId(request.request_id), CALLER.get())
         return pb.AbortResponse()
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: N802
@@ -60,14 +58,10 @@ class InferenceApi(InferenceServicer):
         return response
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
-        return await self._dispatcher.tokenize(request, self._caller(context))
+        return await self._dispatcher.tokenize(request, CALLER.get())
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
         return self._dispatcher.detokenize(request)
-
-    def _caller(self, context: Context) -> Key:
-        """Returns the key of a call that the interceptor has let in. Raises as `KeyRing.admit` does."""
-        return self._keys.admit(credentials_of(context.invocation_metadata()), Scope.GENERATE)
 
 
 async def _watch_reader(

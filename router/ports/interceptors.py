@@ -7,6 +7,7 @@ import hmac
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,13 @@ from wire.errors import BatonError
 from wire.limit import Pace
 from wire.rpc import TOKEN_METADATA, asks_for_health
 from wire.rpc_status import to_status
-from wire.trust.key_ring import KeyRing, Scope
+from wire.trust.key_ring import Key, KeyRing, Scope
 
 Metadata = Iterable[tuple[str, str | bytes]]
+
+
+CALLER: ContextVar[Key] = ContextVar("caller")
+"""The key of the running call; without a value for a call that no KeyInterceptor has let in, or that showed a token."""
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
@@ -40,7 +45,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         metadata = tuple(handler_call_details.invocation_metadata or ())
         if not asks_for_health(handler_call_details) and not self._has_token(metadata):
             try:
-                self._keys.admit(credentials_of(metadata), self._scope)
+                CALLER.set(self._keys.admit(credentials_of(metadata), self._scope))
             except BatonError as error:
                 return grpc.stream_unary_rpc_method_handler(partial(_refuse, _status_of(error)))
         return await continuation(handler_call_details)

@@ -64,7 +64,7 @@ class RouterServer:
             await self.stop()
             raise
         router, config = self._router, self._router.config
-        inference = InferenceApi(config.model, router.dispatcher, config.streams, router.keys)
+        inference = InferenceApi(config.model, router.dispatcher, config.streams)
         cluster = ClusterApi(router, addresses)
         add_InferenceServicer_to_server(inference, self._public)
         add_ClusterServicer_to_server(cluster, self._operator)

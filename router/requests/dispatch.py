@@ -9,10 +9,11 @@ from dataclasses import replace
 from functools import partial
 
 from router.config import StreamBounds
-from router.observe.record import OK, RequestRecord, outcome_of
+from router.observe.metrics import OK, RequestRecord, TokenTiming, outcome_of
 from router.requests.admission import Admission
-from router.requests.flow import Flow, Order, Services
-from router.requests.outbox import Outbox
+from router.requests.attempt import AdmittedRequest, Services
+from router.requests.flow import Flow
+from router.requests.outbox import Outbox, Reply
 from router.requests.public_prefixes import NO_PREFIXES
 from router.requests.quotas import Quotas
 from router.requests.tokenizing import PieceCache
@@ -43,25 +44,27 @@ class OpenRequest:
 
     def __init__(
         self,
-        order: Order,
+        request: AdmittedRequest,
         services: Services,
         outbox: Outbox,
         on_first_token: Callable[[QualifiedId], None],
         on_end: Callable[[QualifiedId, int], None],
     ) -> None:
-        """on_first_token, on_end: called with the request's name, the latter once, with its tokens."""
+        """on_first_token, on_end: called with the request's id, the latter once, with its tokens."""
         self.outbox = outbox
-        self.request_id = order.request_id
-        self._name = order.name
+        self.request_id = request.client_id
+        self._id = request.id
         self._metrics = services.metrics
         self._on_end = on_end
         self._reason: BatonError | None = None
         self._loop = asyncio.get_running_loop()
-        self._flow = Flow(order, services, outbox, lambda: on_first_token(order.name), self.stop)
-        self._task = asyncio.create_task(self._flow.serve())
+        self._timing = TokenTiming(services.metrics, request.arrived_s)
+        reply = Reply(request.client_id, outbox, self._timing, lambda: on_first_token(request.id), self.stop)
+        self._flow = Flow(request, services, reply)
+        self._task: asyncio.Task[pb.Complete] = asyncio.create_task(self._flow.serve())
         self._task.add_done_callback(self._ended)
-        self._life_s = order.life_s
-        self._deadline = self._loop.call_at(order.deadline_s, lambda: self.stop(self._out_of_time()))
+        self._life_s = request.life_s
+        self._deadline = self._loop.call_at(request.deadline_s, lambda: self.stop(self._out_of_time()))
 
     def stop(self, reason: BatonError) -> None:
         """Ends the request with this error, unless it has an end already."""
@@ -73,30 +76,29 @@ class OpenRequest:
         """Returns when the request is over, which is soon after `stop`: nothing is waited for on its way out."""
         await asyncio.wait([self._task])
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[pb.Complete]) -> None:
         self._deadline.cancel()
-        error, flow = self._error_of(task), self._flow
+        ended, flow = self._outcome_of(task), self._flow
         del self._flow  # it refers to this object: the two, and the text, would stay until garbage is looked for
         summary = flow.summary
-        self._on_end(self._name, summary.num_prompt_tokens + summary.num_output_tokens)
+        self._on_end(self._id, summary.num_prompt_tokens + summary.num_output_tokens)
         timeline = flow.timeline.finish(self._loop.time())
-        if error is None:
-            complete = flow.complete
-            complete.timeline.CopyFrom(timeline)
-            complete.timeline.prefill_worker = summary.prefill_worker or ""
-            complete.timeline.decode_worker = summary.decode_worker or ""
-            self.outbox.complete(pb.GenerateResponse(request_id=self.request_id, complete=complete))
+        if isinstance(ended, BatonError):
+            self.outbox.fail(ended)
         else:
-            self.outbox.fail(error)
-        outcome = OK if error is None else outcome_of(error)
-        record = RequestRecord(self._name, outcome, summary, flow.timing.ttft_s, timeline)
+            ended.timeline.CopyFrom(timeline)
+            ended.timeline.prefill_worker = summary.prefill_worker or ""
+            ended.timeline.decode_worker = summary.decode_worker or ""
+            self.outbox.complete(pb.GenerateResponse(request_id=self.request_id, complete=ended))
+        outcome = outcome_of(ended) if isinstance(ended, BatonError) else OK
+        record = RequestRecord(self._id, outcome, summary, self._timing.ttft_s, timeline)
         self._metrics.ended(record)
         log.info("request ended", extra=record.values)
 
-    def _error_of(self, task: asyncio.Task[None]) -> BatonError | None:
-        """Returns the error that a request ended with; None if it is whole. A bug of ours becomes an incident."""
+    def _outcome_of(self, task: asyncio.Task[pb.Complete]) -> pb.Complete | BatonError:
+        """Returns the last message, or the error that a request ended with. A bug of ours becomes an incident."""
         try:
-            task.result()  # unlike `exception`, this takes the frames of `Flow` out of the task
+            return task.result()  # unlike `exception`, this takes the frames of `Flow` out of the task
         except asyncio.CancelledError:
             return self._reason or Cancelled("the router is stopping")
         except DeadlineExceeded:  # by the worker's own timer
@@ -104,8 +106,7 @@ class OpenRequest:
         except BatonError as error:
             return error.with_traceback(None)
         except Exception as error:
-            return errors.report(error, request_id=self._name)
-        return None
+            return errors.report(error, request_id=self._id)
 
     def _out_of_time(self) -> DeadlineExceeded:
         at, life_s = self._flow.timeline.at, float(f"{self._life_s:.2g}")
@@ -201,7 +202,7 @@ class Dispatcher:
 
         Raises RequestNotFound, for a request of another tenant too.
         """
-        is_id = REQUEST_ID.fullmatch(request_id) is not None  # else it could be the name of another tenant's
+        is_id = REQUEST_ID.fullmatch(request_id) is not None  # else it could be another tenant's
         request = self._open.get(qualified(caller.tenant, request_id)) if is_id else None
         if request is None:
             raise RequestNotFound("no request of that id is running")
@@ -233,23 +234,23 @@ class Dispatcher:
         valid = validate(request, limits)
         require_may_fit(valid.prompt, self._services.codec, limits)
         request_id = valid.request_id or RequestId(secrets.token_hex(12))
-        name = qualified(caller.tenant, request_id)
+        qualified_id = qualified(caller.tenant, request_id)
         self._quotas.require_room(caller, now_s)
-        self._admission.admit(name, request.ByteSize())
+        self._admission.admit(qualified_id, request.ByteSize())
         max_s = self._bounds.max_deadline_s
         life_s = max_s if time_left_s is None else min(time_left_s, max_s)
         deadline_s = now_s + life_s - min(LAST_WORD_S, life_s / 10)
-        order = Order(request_id, name, valid, limits, root, now_s, life_s, deadline_s)
+        admitted = AdmittedRequest(qualified_id, request_id, valid, limits, root, now_s, life_s, deadline_s)
         outbox = Outbox(self._bounds.max_buffered_tokens)
-        opened = OpenRequest(order, services, outbox, self._admission.started, partial(self._leave, caller))
+        opened = OpenRequest(admitted, services, outbox, self._admission.started, partial(self._leave, caller))
         self._quotas.enter(caller, now_s)
-        self._open[name] = opened
+        self._open[qualified_id] = opened
         return opened
 
-    def _leave(self, caller: Key, name: QualifiedId, num_tokens: int) -> None:
-        self._admission.leave(name)
+    def _leave(self, caller: Key, request_id: QualifiedId, num_tokens: int) -> None:
+        self._admission.leave(request_id)
         self._quotas.leave(caller, num_tokens, asyncio.get_running_loop().time())
-        del self._open[name]
+        del self._open[request_id]
 
     @contextmanager
     def _refusals_counted(self) -> Iterator[None]:

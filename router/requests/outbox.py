@@ -2,7 +2,11 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
+from router.observe.metrics import TokenTiming
+from wire.errors import BatonError, Overloaded, reached
+from wire.ids import RequestId
 from wire.pb import inference_pb2 as pb
 
 
@@ -85,6 +89,42 @@ class Outbox:
         if self._error is not None:
             raise self._error
         raise StopAsyncIteration
+
+
+class Reply:
+    """The messages of an answer on their way to the client.
+
+    on_first_token: called before the first chunk is sent. stop: ends the request with an error.
+    """
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        outbox: Outbox,
+        timing: TokenTiming,
+        on_first_token: Callable[[], None],
+        stop: Callable[[BatonError], None],
+    ) -> None:
+        self.timing = timing
+        self._request_id = request_id
+        self._outbox = outbox
+        self._on_first_token = on_first_token
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, chunk: pb.Chunk) -> None:
+        if self.timing.first_token_s is None:
+            self._on_first_token()
+        self.timing.gained(chunk.index, len(chunk.token_ids), self._loop.time())
+        self._put(pb.GenerateResponse(request_id=self._request_id, chunk=chunk))
+
+    def send_prompt(self, part: pb.PromptPart) -> None:
+        self._put(pb.GenerateResponse(request_id=self._request_id, prompt=part))
+
+    def _put(self, response: pb.GenerateResponse) -> None:
+        if not self._outbox.put(response):
+            limit = "tokens wait for a client that reads more slowly than they come"
+            self._stop(Overloaded(reached(self._outbox.max_tokens, limit, "router.max_buffered_tokens")))
 
 
 def _weight(event: pb.GenerateResponse) -> int:

@@ -91,36 +91,18 @@ class HoldBudget:
         return granted
 
 
-class Hold:
-    """The blocks of one attempt in the arena of a node. Both methods may be called more than once."""
+class HoldBudgets:
+    """All holds of a router, with a budget for each node's arena.
 
-    def __init__(self, holds: "Holds", attempt: AttemptId, node_id: str) -> None:
-        self.node_id = node_id
-        self._holds = holds
-        self._attempt = attempt
-        self._is_over = False
-
-    def keep(self) -> None:
-        """Has the hold renewed from now on: prefill has answered."""
-        if not self._is_over:
-            self._holds.budgets[self.node_id].keep(self._attempt)
-
-    def release(self) -> None:
-        """Ends the hold: decode has fetched the blocks, or will not."""
-        if not self._is_over:
-            self._is_over = True
-            self._holds.end(self._attempt, self.node_id)
-
-
-class Holds:
-    """All holds of a router, with a budget a node. The workers of a node share its arena: one of them is told of a
-    release, and all of renewals, for a worker that hangs would let holds run out.
+    The workers of a node share its arena: a release goes to one of them, a renewal to all, for a worker that hangs
+    would let holds run out.
     """
 
     def __init__(self, members: Members, renew_every_s: float = RENEW_EVERY_S) -> None:
         self.budgets: defaultdict[str, HoldBudget] = defaultdict(HoldBudget)
         self._members = members
         self._renew_every_s = renew_every_s
+        self._nodes: dict[AttemptId, str] = {}
         self._turns: dict[AttemptId, asyncio.Future[None]] = {}
         self._renewing: asyncio.Task[None] | None = None
 
@@ -134,19 +116,29 @@ class Holds:
             await asyncio.gather(self._renewing, return_exceptions=True)
 
     @asynccontextmanager
-    async def hold(self, attempt: AttemptId, keys: Sequence[BlockKey], node_id: str) -> AsyncIterator[Hold]:
+    async def hold(self, attempt: AttemptId, keys: Sequence[BlockKey], node_id: str) -> AsyncIterator[None]:
         """Waits until a prefill that will hold `keys` may start on a node; the hold ends with the context."""
-        hold = Hold(self, attempt, node_id)
+        self._nodes[attempt] = node_id
         try:
             if not self.budgets[node_id].ask(attempt, keys):
                 self._turns[attempt] = asyncio.get_running_loop().create_future()
                 await self._turns[attempt]
-            yield hold
+            yield
         finally:
-            hold.release()
+            self.release(attempt)
 
-    def end(self, attempt: AttemptId, node_id: str) -> None:
-        """Ends the hold of an attempt, or its wait for one. A worker of the node hears of it, if there is one."""
+    def keep(self, attempt: AttemptId) -> None:
+        """Has an attempt's hold renewed from now on: prefill has answered."""
+        if attempt in self._nodes:
+            self.budgets[self._nodes[attempt]].keep(attempt)
+
+    def release(self, attempt: AttemptId) -> None:
+        """Ends the hold of an attempt, or its wait for one: decode has fetched the blocks, or will not.
+
+        A worker of the node hears of it. Does nothing for an attempt whose hold is over.
+        """
+        if (node_id := self._nodes.pop(attempt, None)) is None:
+            return
         was_waiting = self._turns.pop(attempt, None) is not None
         self._let_start(self.budgets[node_id].release(attempt))
         if not was_waiting:

@@ -12,8 +12,9 @@ from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
 from router.router import Router
 from router.workers.controller_port import LocalController
 from router.workers.line import Transport
-from router.workers.local_transport import Faults, LocalTransport, WorkerPort
+from router.workers.local_transport import WorkerPort
 from tests.harness.answer import Reader
+from tests.harness.faulty_transport import Faults, FaultyTransport
 from text.byte_tokenizer import ByteTokenizer
 from text.chat import PlainRenderer
 from text.codec import TextCodec
@@ -35,7 +36,7 @@ class Cluster(ABC, Generic[W]):
     ) -> None:
         self.port = LocalController(PoolSizes(0, 0))
         self.workers: dict[str, W] = {}
-        self.transports: dict[str, LocalTransport] = {}
+        self.transports: dict[str, FaultyTransport] = {}
         self.faults: dict[str, Faults] = {}
         self.router = Router(config, codec or ByteTokenizer(), self._connect, self.port, PlainRenderer(), prefixes)
 
@@ -74,7 +75,7 @@ class Cluster(ABC, Generic[W]):
 
     def _connect(self, address: str) -> Transport:
         faults = self.faults.setdefault(address, Faults())
-        self.transports[address] = LocalTransport(self._port(self.workers[address]), faults)
+        self.transports[address] = FaultyTransport(self._port(self.workers[address]), faults)
         return self.transports[address]
 
 

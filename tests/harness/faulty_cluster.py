@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from engine.model.batch import Model
 from kv_store.node_store import HOLD_TTL_S
 from router.workers.line import Transport
-from router.workers.local_transport import Faults, LocalTransport
 from tests.harness.answer import ChoiceAnswer, Reader
 from tests.harness.cold_gate import ColdGate
 from tests.harness.directory_gate import DirectoryGate
 from tests.harness.fake_clock import FakeClock
 from tests.harness.faulty_model import FaultyModel
+from tests.harness.faulty_transport import Faults, FaultyTransport
 from tests.harness.fragments import FragmentTokenizer
 from tests.harness.local_cluster import LocalCluster, Parts, Sizes
 from tests.harness.mortal_transport import MortalTransport
@@ -85,7 +85,7 @@ class FaultyCluster(LocalCluster):
     def disconnect(self, name: str) -> None:
         """The router loses a worker that lives on, and is not replaced."""
         self.listed.remove(name)
-        LocalTransport.kill(self.mortals[name])
+        FaultyTransport.kill(self.mortals[name])
 
     def poison(self, token: int) -> None:
         """From now on every worker dies at the step in which it meets this token."""

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 
-from router.workers.local_transport import Faults, LocalTransport
+from tests.harness.faulty_transport import Faults, FaultyTransport
 from wire.pb import inference_pb2 as pb
 from wire.pb import worker_pb2
 from worker.service import WorkerService
 
 
-class MortalTransport(LocalTransport):
+class MortalTransport(FaultyTransport):
     """`die_after`: so many tokens of the worker still come through, and at the next one it dies; None, never.
 
     `on_death` is called when the worker dies in any way but `close`.

@@ -12,8 +12,8 @@ from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from kv_store.node.directory import Directory
 from router.workers.line import Line
-from router.workers.local_transport import Faults, LocalTransport
 from tests.harness.assembled_worker import local_worker
+from tests.harness.faulty_transport import Faults, FaultyTransport
 from tests.harness.known_model import LAYOUT
 from tests.harness.node import Node
 from wire.convert import sampling_to_pb, status_of
@@ -97,7 +97,7 @@ class Caller:
     """A router's line to a worker. Belongs to the running event loop."""
 
     def __init__(self, service: WorkerService, faults: Faults | None = None) -> None:
-        self.transport = LocalTransport(service, faults)
+        self.transport = FaultyTransport(service, faults)
         self.line = Line(self.transport)
 
     def begin(self, begin: worker_pb2.Begin) -> Attempt:

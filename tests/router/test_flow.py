@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from router.config import RouterConfig
-from router.requests import flow, validator
+from router.requests import attempt, validator
 from router.requests.answer import Answer
 from router.requests.dispatch import OpenRequest
 from router.requests.flow import MAX_TINY_LEN
@@ -519,7 +519,7 @@ async def test_a_request_that_waits_to_be_tried_alone_keeps_nothing_from_others(
 
 
 async def test_the_last_attempt_is_not_spent_on_a_worker_that_is_dead_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(attempt, "PROBE_TIMEOUT_S", 0.05)
     async with stage_of("d0", "d1", "d2", "d3") as stage:
         for name in ("d0", "d1", "d2"):
             stage[name].answers = False

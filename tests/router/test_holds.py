@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.workers.holds import LOOK_EVERY_S, HoldBudget, Holds
+from router.workers.holds import LOOK_EVERY_S, HoldBudget, HoldBudgets
 from router.workers.line import Line
 from router.workers.local_transport import LocalTransport
 from router.workers.members import Member, Members
@@ -138,7 +138,7 @@ class Pair:
     def __init__(self) -> None:
         self.members = Members(FINGERPRINT, LAYOUT.encode())
         self.workers = [ScriptedWorker(WorkerId(f"d{index}"), Role.DECODE, num_arena_blocks=8) for index in range(2)]
-        self.holds = Holds(self.members, renew_every_s=0.01)
+        self.holds = HoldBudgets(self.members, renew_every_s=0.01)
 
     async def join(self) -> None:
         for worker in self.workers:
@@ -157,8 +157,8 @@ class Pair:
         """Holds in a task of its own, until that is cancelled."""
 
         async def be_held() -> None:
-            async with self.holds.hold(attempt, keys, "") as hold:
-                hold.keep()
+            async with self.holds.hold(attempt, keys, ""):
+                self.holds.keep(attempt)
                 await asyncio.Event().wait()
 
         return asyncio.create_task(be_held())
@@ -175,19 +175,19 @@ async def pair() -> AsyncIterator[Pair]:
 
 async def test_holds_are_renewed_from_the_answer_until_the_release(pair: Pair) -> None:
     first = pair.workers[0]
-    async with pair.holds.hold(A, FIVE, "") as hold:
+    async with pair.holds.hold(A, FIVE, ""):
         await asyncio.sleep(0.03)
         assert first.renewed == []
-        hold.keep()
+        pair.holds.keep(A)
         await until(lambda: len(first.renewed) >= 2)
         assert first.renewed[0] == [A]
-        hold.release()
+        pair.holds.release(A)
         await until(lambda: first.releases)
         num_renewals = len(first.renewed)
-        hold.keep()
+        pair.holds.keep(A)
         await asyncio.sleep(0.03)
         assert len(first.renewed) == num_renewals
-        hold.release()
+        pair.holds.release(A)
     await asyncio.sleep(0.01)
     assert first.releases == [A], "once, however often it is asked for"
 
@@ -208,7 +208,7 @@ async def test_a_hold_whose_blocks_have_moved_makes_room_and_is_renewed_no_more(
 
 async def test_where_prefills_wait_holds_are_renewed_before_their_time(pair: Pair) -> None:
     await pair.holds.stop()
-    pair.holds = Holds(pair.members, renew_every_s=1000.0)
+    pair.holds = HoldBudgets(pair.members, renew_every_s=1000.0)
     pair.holds.resize()
     pair.holds.start()
     first = pair.begin(A, FIVE)
@@ -240,16 +240,16 @@ async def test_what_is_held_shows_in_the_check(pair: Pair) -> None:
 
 async def test_one_worker_speaks_for_the_node_and_the_next_one_if_it_is_lost(pair: Pair) -> None:
     pair.members[WorkerId("d0")].state = WorkerState.LOST
-    async with pair.holds.hold(A, FIVE, "") as hold:
-        hold.keep()
+    async with pair.holds.hold(A, FIVE, ""):
+        pair.holds.keep(A)
         await until(lambda: pair.workers[1].renewed)
     await until(lambda: pair.workers[1].releases)
     assert (pair.workers[0].renewed, pair.workers[0].releases) == ([], [])
 
 
 async def test_renewals_go_to_every_worker_for_one_may_hang(pair: Pair) -> None:
-    async with pair.holds.hold(A, FIVE, "") as hold:
-        hold.keep()
+    async with pair.holds.hold(A, FIVE, ""):
+        pair.holds.keep(A)
         await until(lambda: all(worker.renewed for worker in pair.workers))
     await until(lambda: pair.workers[0].releases)
     assert pair.workers[1].releases == []
@@ -265,8 +265,8 @@ async def test_a_worker_whose_line_has_ended_is_passed_over(pair: Pair) -> None:
 async def test_without_a_worker_holds_run_out_and_that_is_logged(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     for member in pair.members:
         member.state = WorkerState.LOST
-    async with pair.holds.hold(A, FIVE, "") as hold:
-        hold.keep()
+    async with pair.holds.hold(A, FIVE, ""):
+        pair.holds.keep(A)
         await until(lambda: "no worker can be told of holds" in caplog.text)
 
 
@@ -318,8 +318,8 @@ async def test_each_node_has_a_budget_and_hears_of_its_own_holds(pair: Pair) -> 
     pair.holds.resize()
     async with pair.holds.hold(A, FIVE, ""):
         assert not pair.holds.budgets[""].has_room
-        async with pair.holds.hold(B, FIVE, "other") as hold:
-            hold.keep()
+        async with pair.holds.hold(B, FIVE, "other"):
+            pair.holds.keep(B)
             await until(lambda: pair.workers[1].renewed)
     await until(lambda: [worker.releases for worker in pair.workers] == [[A], [B]])
     assert pair.workers[0].renewed == []

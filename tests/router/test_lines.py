@@ -10,13 +10,13 @@ import pytest
 
 from kv_store.node_store import HOLD_TTL_S
 from router.workers.grpc_transport import GrpcTransport
-from router.workers.holds import Holds
+from router.workers.holds import HoldBudgets
 from router.workers.line import MAX_PIECE_BYTES, Line, Outgoing, Transport
-from router.workers.local_transport import Faults, LocalTransport
 from router.workers.members import Member, Members
 from tests.harness.cluster import WAIT_S, until
 from tests.harness.fake_cluster import expected
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
+from tests.harness.faulty_transport import Faults, FaultyTransport
 from tests.harness.scripted_worker import ScriptedWorker, tokens
 from tests.router.worker_server import served
 from tests.simulator import virtual_time
@@ -73,7 +73,7 @@ Opening = Callable[[FakeWorker], AsyncIterator[Pair]]
 
 
 async def local(worker: FakeWorker) -> AsyncIterator[Pair]:
-    transport = LocalTransport(worker)
+    transport = FaultyTransport(worker)
     ended_for: list[BatonError] = []
 
     async def kill() -> None:
@@ -366,7 +366,7 @@ async def test_a_begin_of_100_000_tokens_arrives_whole(script: Script) -> None:
 @pytest.mark.parametrize("fail_after", [0, 1, 3])
 async def test_a_fault_comes_after_so_many_updates(fail_after: int) -> None:
     heard = Heard()
-    async with line_to(LocalTransport(FakeWorker(WorkerId("w"), Role.DECODE), Faults(fail_after=fail_after))) as line:
+    async with line_to(FaultyTransport(FakeWorker(WorkerId("w"), Role.DECODE), Faults(fail_after=fail_after))) as line:
         with pytest.raises(Unavailable):
             await line.run(begin(A), heard.take)
     assert len(heard.updates) == fail_after
@@ -374,7 +374,7 @@ async def test_a_fault_comes_after_so_many_updates(fail_after: int) -> None:
 
 async def test_dropped_updates_are_missing() -> None:
     heard = Heard()
-    async with line_to(LocalTransport(FakeWorker(WorkerId("w"), Role.DECODE), Faults(drop=frozenset({2})))) as line:
+    async with line_to(FaultyTransport(FakeWorker(WorkerId("w"), Role.DECODE), Faults(drop=frozenset({2})))) as line:
         await line.run(begin(A), heard.take)
     assert heard.token_ids == [expected(6)[1], *expected(6)[3:]]
 
@@ -386,14 +386,14 @@ def test_fifty_prompts_of_100_000_tokens_on_a_line_of_1_mb_per_s_delay_no_renewa
 async def renew_on_a_slow_line() -> None:
     worker = ScriptedWorker(WorkerId("w"), Role.DECODE)
     members = Members(FINGERPRINT, LAYOUT.encode())
-    holds = Holds(members)
+    holds = HoldBudgets(members)
     prompts = [begin(AttemptId(f"r{number}/1"), num_prompt=100_000) for number in range(50)]
-    async with line_to(LocalTransport(worker, Faults(bytes_per_s=1e6))) as line:
+    async with line_to(FaultyTransport(worker, Faults(bytes_per_s=1e6))) as line:
         members.add(Member(Worker(worker.worker_id, worker.role, "", WorkerState.READY), await line.info(5.0), line))
         holds.resize()
         holds.start()
-        async with holds.hold(A, [BlockKey(b"a block")], "") as hold:
-            hold.keep()
+        async with holds.hold(A, [BlockKey(b"a block")], ""):
+            holds.keep(A)
             calls = [asyncio.create_task(line.run(prompt, Heard().take)) for prompt in prompts]
             renewed_at_s = await times_of_renewals(worker, until_begun=50)
             for call in calls:

@@ -7,11 +7,11 @@ import pytest
 
 from router.workers.controller_port import LocalController
 from router.workers.line import Line
-from router.workers.local_transport import Faults, LocalTransport
 from router.workers.members import Member, Members
 from router.workers.membership import Membership
 from tests.harness.cluster import until
 from tests.harness.fake_worker import FINGERPRINT, LAYOUT, FakeWorker
+from tests.harness.faulty_transport import Faults, FaultyTransport
 from wire.errors import PairRefused, Unavailable, WorkerLeaving, WorkerNotFound
 from wire.ids import PROTOCOL_VERSION, WorkerId
 from wire.pb import worker_pb2
@@ -26,11 +26,11 @@ class Club:
     def __init__(self) -> None:
         self.workers = {"here": FakeWorker(D0, Role.DECODE), "there": FakeWorker(D1, Role.DECODE, num_blocks=7)}
         self.faults: dict[str, Faults] = {}
-        self.transports: dict[str, LocalTransport] = {}
+        self.transports: dict[str, FaultyTransport] = {}
         self.members = Members(FINGERPRINT, LAYOUT.encode())
         self.port = LocalController(PoolSizes(0, 2))
         self.num_changes = 0
-        self.connect: Callable[[str], LocalTransport] = self._connect
+        self.connect: Callable[[str], FaultyTransport] = self._connect
         self.membership = Membership(self.members, lambda address: self.connect(address), self.port, self._changed)
 
     async def list(self, *addresses: str, draining: bool = False) -> dict[WorkerId, str]:
@@ -49,8 +49,8 @@ class Club:
     def line(self, worker: WorkerId) -> Line:
         return self.members[worker].line
 
-    def _connect(self, address: str) -> LocalTransport:
-        self.transports[address] = LocalTransport(self.workers[address], self.faults.setdefault(address, Faults()))
+    def _connect(self, address: str) -> FaultyTransport:
+        self.transports[address] = FaultyTransport(self.workers[address], self.faults.setdefault(address, Faults()))
         return self.transports[address]
 
     def _changed(self) -> None:
@@ -120,7 +120,7 @@ async def test_unequal_workers_are_not_paired(field: str, value: object, reason:
     info = await worker.info()
     setattr(info, field, value)
     members = Members(FINGERPRINT, LAYOUT.encode())
-    line = Line(LocalTransport(worker))
+    line = Line(FaultyTransport(worker))
     with pytest.raises(PairRefused, match=reason) as refused:
         members.add(Member(Worker(D0, Role.DECODE, "", WorkerState.READY), info, line))
     await line.close(refused.value)
@@ -277,7 +277,7 @@ async def test_the_controller_may_list_a_worker_as_draining(club: Club) -> None:
 async def test_a_worker_whose_line_ends_while_it_joins_is_lost(club: Club) -> None:
     connect = club.connect
 
-    class Brief(LocalTransport):
+    class Brief(FaultyTransport):
         """A connection that ends after the worker's first word."""
 
         num_read = 0

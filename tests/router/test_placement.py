@@ -1,12 +1,11 @@
 """The choice of a worker for each step of a request, and the wait for one where there is none."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from router.placement.placement import Placement
-from router.placement.prefix_map import PrefixMap
+from router.placement import Placement, PrefixMap, Route
 from router.workers.line import Line
 from router.workers.local_transport import LocalTransport
 from router.workers.members import LONG_STEP_S, Member, Members
@@ -35,15 +34,19 @@ class Pools:
             self.members.add(Member(listed, await line.info(5.0), line))
         self.placement.wake()
 
+    def route(self, roomy: Sequence[str] = ("", "a", "b", "other")) -> Route:
+        return self.placement.route(KEYS, NUM_PROMPT, lambda node_id: node_id in roomy)
+
     def prefill(self) -> str | None:
-        member = self.placement.choose_prefill(KEYS, NUM_PROMPT, "")
+        member = self.placement.choose_prefill(self.route())
         return None if member is None else member.id
 
-    async def decode(self, num_new_tokens: int = NUM_PROMPT) -> str:
-        return (await self.placement.choose_decode(KEYS, num_new_tokens)).id
+    async def decode(self, prefilled_by: WorkerId | None = None) -> str:
+        route = self.route()
+        return (await self.placement.choose_decode(route.through(prefilled_by) if prefilled_by else route)).id
 
     def uses_prefill(self) -> bool:
-        return self.placement.uses_prefill(KEYS, NUM_PROMPT)
+        return self.route().prefill_node is not None
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ async def test_decode_goes_where_the_prompt_is_only_where_decode_workers_prefill
         assert await pools.decode() == "d1"
     with pools.members[WorkerId("d1")].assigned(0, 5):
         assert await pools.decode() == "d1"
-        assert await pools.decode(0) == "d0", "prefill left it in the store"
+        assert await pools.decode(WorkerId("p0")) == "d0", "prefill left it in the store"
 
 
 async def test_a_request_waits_for_a_decode_worker(pools: Pools) -> None:
@@ -102,13 +105,17 @@ async def test_the_wait_for_a_decode_worker_is_bounded_whatever_wakes_it(pools: 
 async def test_a_prompt_goes_straight_to_decode_where_prefill_is_far_behind(pools: Pools) -> None:
     await pools.join("p0", "d0")
     conditional = Placement(pools.members, PrefixMap(100), LAYOUT.block_size, wait_s=0.1, decode_slowdown=2.0)
+
+    def uses_prefill() -> bool:
+        return conditional.route(KEYS, NUM_PROMPT, lambda _: True).prefill_node is not None
+
     with pools.members[WorkerId("p0")].assigned(1, 13):
-        assert not conditional.uses_prefill(KEYS, NUM_PROMPT)
+        assert not uses_prefill()
         assert pools.uses_prefill()
         with pools.members[WorkerId("d0")].prefilling(12) as end:
-            assert conditional.uses_prefill(KEYS, NUM_PROMPT), "decode has a prompt already"
+            assert uses_prefill(), "decode has a prompt already"
             end()
-            assert not conditional.uses_prefill(KEYS, NUM_PROMPT)
+            assert not uses_prefill()
     assert not pools.members.check()
 
 
@@ -124,12 +131,13 @@ async def test_decode_prefills_while_every_prefill_engine_is_silent_and_it_is_no
 async def test_a_prompt_goes_to_a_node_with_room(pools: Pools) -> None:
     await pools.join("p0", "p1", "d0")
     pools.members[WorkerId("p1")].info.node_id = "other"
-    choose = pools.placement.prefill_node
-    assert choose(KEYS, NUM_PROMPT, lambda _: True) == ""
-    assert choose(KEYS, NUM_PROMPT, lambda node_id: node_id == "other") == "other"
-    assert choose(KEYS, NUM_PROMPT, lambda _: False) == "", "there it waits"
-    assert pools.placement.choose_prefill(KEYS, NUM_PROMPT, "other") is pools.members[WorkerId("p1")]
-    assert pools.placement.choose_prefill(KEYS, NUM_PROMPT, "gone") is None
+    assert pools.route().prefill_node == ""
+    assert pools.route(roomy=()).prefill_node == "", "there it waits"
+    there = pools.route(roomy=["other"])
+    assert there.prefill_node == "other"
+    assert pools.placement.choose_prefill(there) is pools.members[WorkerId("p1")]
+    pools.members.remove(WorkerId("p1"))
+    assert pools.placement.choose_prefill(there) is None
 
 
 async def test_blocks_are_looked_for_on_the_nodes_of_workers_that_had_the_prefix(pools: Pools) -> None:
@@ -137,11 +145,13 @@ async def test_blocks_are_looked_for_on_the_nodes_of_workers_that_had_the_prefix
     prefill, decode = pools.members[WorkerId("p0")], pools.members[WorkerId("d0")]
     prefill.info.MergeFrom(worker_pb2.WorkerInfo(node_id="a", block_address="a:1"))
     decode.info.MergeFrom(worker_pb2.WorkerInfo(node_id="b", block_address="b:1"))
-    assert pools.placement.sources(KEYS, decode) == []
-    pools.placement.choose_prefill(KEYS, NUM_PROMPT, "a")
-    assert pools.placement.sources(KEYS, decode) == ["a:1"]
-    assert pools.placement.sources(KEYS, prefill) == [], "its own node is no source"
-    assert await pools.decode(0) == "d0"
-    assert pools.placement.sources([*KEYS, KEYS[0]], prefill) == ["b:1"], "for the next turn"
+    route, addresses = pools.route(), pools.placement.block_addresses
+    assert addresses(route, decode) == []
+    pools.placement.choose_prefill(route)
+    assert addresses(route.through(prefill.id), decode) == addresses(pools.route(), decode) == ["a:1"]
+    assert addresses(pools.route(), prefill) == [], "its own node is none of the others"
+    assert await pools.decode(prefill.id) == "d0"
+    next_turn = pools.placement.route([*KEYS, KEYS[0]], NUM_PROMPT, lambda _: True)
+    assert addresses(next_turn, prefill) == ["b:1"]
     pools.members.remove(WorkerId("d0"))
-    assert pools.placement.sources(KEYS, prefill) == []
+    assert addresses(next_turn, prefill) == []

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from router.placement.policies import ConditionalPrefill, DecodePlacement, PrefillPlacement
+from router.placement import ConditionalPrefill, DecodePlacement, PrefillPlacement
 from wire.ids import WorkerId
 
 P0, P1 = WorkerId("p0"), WorkerId("p1")

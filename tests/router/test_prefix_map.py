@@ -1,4 +1,4 @@
-from router.placement.prefix_map import PrefixMap
+from router.placement import PrefixMap
 from wire.ids import BlockKey, WorkerId
 
 A, B, C, D = (BlockKey(bytes([number]) * 32) for number in range(4))

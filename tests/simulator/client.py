@@ -92,9 +92,6 @@ class SimClient:
         self._judge(self._error())
         return True
 
-    def invocation_metadata(self) -> None:
-        """It shows no key."""
-
     def time_remaining(self) -> float:
         return self.ask.time_left_s
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from router.config import RouterConfig
 from router.ports.inference import InferenceApi
+from router.ports.interceptors import CALLER
 from router.router import Router
 from router.workers.controller_port import LocalController
 from tests.harness.fragments import FragmentTokenizer
@@ -13,6 +14,7 @@ from tests.simulator.network import Connection
 from tests.simulator.virtual_time import Process
 from wire.errors import Unavailable
 from wire.pools import PoolSizes, Worker
+from wire.trust.key_ring import ANYONE
 
 
 class SimRouter:
@@ -23,7 +25,7 @@ class SimRouter:
         self.connections: list[Connection] = []
         self._connect = connect
         self.parts: Router = self.process.run(self._assemble, config)
-        self.api = InferenceApi(config.model, self.parts.dispatcher, config.streams, self.parts.keys)
+        self.api = InferenceApi(config.model, self.parts.dispatcher, config.streams)
 
     def start(self) -> None:
         self.process.run(self.parts.start)
@@ -36,7 +38,8 @@ class SimRouter:
         await self.process.finish(self.parts.stop())
 
     def begin(self, call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Begins a call to its servicer."""
+        """Begins a call of any caller to its servicer."""
+        CALLER.set(ANYONE)
         return self.process.spawn(call)
 
     async def finish(self, call: asyncio.Task[Any]) -> None:

@@ -17,7 +17,7 @@ from kv_store.node.directory import Directory
 from router.requests import dispatch
 from router.requests.admission import Admission
 from router.requests.answer import ChoiceStream
-from router.workers.holds import Holds
+from router.workers.holds import HoldBudgets
 from tests.seeds import repeated_by, seeds
 from tests.simulate import report, shortest
 from tests.simulator.plan import NUM_KINDS, SINKS, WINDOW, draw_plan
@@ -101,7 +101,7 @@ PLANTED: dict[str, tuple[object, str, Any, set[str]]] = {
     "a dead writer keeps its slots": (Directory, "writer_died", lambda directory, writer: None, {"I5"}),
     "tokens are taken twice": (ChoiceStream, "accept", repeated_tokens, {"I6"}),
     "a deadline is late": (dispatch, "LAST_WORD_S", -5.0, {"I8"}),
-    "a hold has no end": (Holds, "end", lambda *_: None, {"I10"}),
+    "a hold has no end": (HoldBudgets, "end", lambda *_: None, {"I10"}),
     "a hold ends before its blocks are elsewhere": (Copies, "is_safe", lambda *_: True, {"I11"}),
     "a request that is over stays admitted": (Admission, "leave", lambda admission, request_id: None, {"I10"}),
 }

@@ -1,0 +1,226 @@
+"""The worker for each step of a request: pure policies, a guess at which worker has which blocks, and the choice."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from router.workers.members import Member, Members
+from wire.errors import Unavailable
+from wire.ids import BlockKey, WorkerId
+from wire.pools import Role
+
+MAX_BLOCK_ADDRESSES = 4
+"""Nodes that one attempt asks for blocks."""
+
+
+class Load(Protocol):
+    """A worker, as policies see it: its choices and its tokens, of prompts to prefill or of contexts to decode.
+
+    num_prompt_tokens: of prompts that a decode worker has yet to prefill. is_silent: its engine may hang, or be in a
+    long step.
+    """
+
+    @property
+    def id(self) -> WorkerId: ...
+    @property
+    def num_choices(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def is_silent(self) -> bool: ...
+
+
+L = TypeVar("L", bound=Load)
+
+
+@dataclass(frozen=True)
+class ConditionalPrefill:
+    """The pool that would be done first with a prompt, prompts before it included: prefill's, or straight decode's.
+
+    decode_slowdown: a prompt is taken to last so many times as long on a decode worker, which has streams to go on
+    with. A silent worker counts only where all of both pools are.
+    """
+
+    decode_slowdown: float
+
+    def uses_prefill(self, prefill: Sequence[Load], decode: Sequence[Load], num_new_tokens: int) -> bool:
+        """`num_new_tokens`: tokens of the prompt that are in no tier. False without prefill workers."""
+        there = [(load.is_silent, load.num_tokens + num_new_tokens) for load in prefill]
+        here = [(load.is_silent, self.decode_slowdown * (load.num_prompt_tokens + num_new_tokens)) for load in decode]
+        return bool(there) and (not here or min(there) <= min(here))
+
+
+@dataclass(frozen=True)
+class PrefillPlacement:
+    """The worker that would be done first: fewest tokens to compute, queued ones included, then fewest choices.
+
+    A silent worker is chosen only where all are.
+    """
+
+    def choose(self, loads: Sequence[L], cached: Mapping[WorkerId, int], num_prompt_tokens: int) -> L:
+        """`loads` of at least one worker; `cached`, tokens of this prompt that a worker is thought to have."""
+
+        def cost(load: L) -> tuple[bool, int, int]:
+            num_tokens = load.num_tokens + num_prompt_tokens - cached.get(load.id, 0)
+            return (load.is_silent, num_tokens, load.num_choices)
+
+        return min(loads, key=cost)
+
+
+@dataclass(frozen=True)
+class DecodePlacement:
+    """The worker with the least to do per step, where a choice weighs as much as `choice_tokens` tokens of context.
+
+    A step costs something for each sequence of the batch and something for each token that attention reads. Where
+    decode workers prefill, tokens that they have yet to compute count, too. A silent worker is chosen only
+    where all are.
+    """
+
+    choice_tokens: int = 256
+
+    def choose(self, loads: Sequence[L], cached: Mapping[WorkerId, int]) -> L:
+        """`loads` of at least one worker; `cached`, tokens of this prompt that need not be computed there."""
+
+        def cost(load: L) -> tuple[bool, int]:
+            num_tokens = load.num_choices * self.choice_tokens + load.num_tokens + load.num_prompt_tokens
+            return (load.is_silent, num_tokens - cached.get(load.id, 0))
+
+        return min(loads, key=cost)
+
+
+class PrefixMap:
+    """Maps a block to the workers that it was sent to: the `max_keys` blocks used last. A guess."""
+
+    def __init__(self, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self._workers: OrderedDict[BlockKey, set[WorkerId]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def record(self, keys: Sequence[BlockKey], worker: WorkerId) -> None:
+        """The blocks of a prompt were sent to a worker. A prompt's end is forgotten before its start."""
+        for key in reversed(keys):
+            self._workers.setdefault(key, set()).add(worker)
+            self._workers.move_to_end(key)
+        while len(self._workers) > self._max_keys:
+            self._workers.popitem(last=False)
+
+    def match(self, keys: Iterable[BlockKey]) -> dict[WorkerId, int]:
+        """For each worker, how many of the leading blocks it was sent. Workers with none are left out."""
+        matches: dict[WorkerId, int] = {}
+        going: set[WorkerId] | None = None
+        for num_blocks, key in enumerate(keys, start=1):
+            holders = self._workers.get(key, set())
+            going = holders if going is None else going & holders
+            if not going:
+                break
+            matches.update(dict.fromkeys(going, num_blocks))
+        return matches
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of one attempt through the pools, as the router knew them when the attempt began.
+
+    keys: of the prompt's blocks. cached: tokens of the prompt that workers probably have; workers with none are left
+    out. prefill_node: the node in whose arena prefill leaves the blocks; None: a decode worker computes them.
+    num_new_tokens: tokens of the prompt that prefill has not left in the store: all or none.
+    """
+
+    keys: Sequence[BlockKey]
+    num_prompt_tokens: int
+    cached: Mapping[WorkerId, int]
+    num_new_tokens: int
+    prefill_node: str | None = None
+
+    def through(self, worker_id: WorkerId) -> "Route":
+        """Returns the rest of the route behind a prefill worker, which has all of the prompt now."""
+        return replace(self, cached={**self.cached, worker_id: self.num_prompt_tokens}, num_new_tokens=0)
+
+
+class Placement:
+    """wait_s: how long a request waits for a decode worker where there is none.
+
+    decode_slowdown: of `ConditionalPrefill`; None leaves all prompts to prefill workers while one answers.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        prefixes: PrefixMap,
+        block_size: int,
+        wait_s: float,
+        decode_slowdown: float | None = None,
+    ) -> None:
+        self._members = members
+        self._prefixes = prefixes
+        self._block_size = block_size
+        self._wait_s = wait_s
+        self._conditional = None if decode_slowdown is None else ConditionalPrefill(decode_slowdown)
+        self._changed = asyncio.Event()
+
+    def route(self, keys: Sequence[BlockKey], num_prompt_tokens: int, has_room: Callable[[str], bool]) -> Route:
+        """Draws up the route of an attempt. A node with room for the prompt's blocks comes before one without."""
+        matches = self._prefixes.match(keys).items()
+        cached = {worker: min(num_blocks * self._block_size, num_prompt_tokens) for worker, num_blocks in matches}
+        route = Route(keys, num_prompt_tokens, cached, num_prompt_tokens)
+        if not self._uses_prefill(route):
+            return route
+        ready = self._members.ready(Role.PREFILL)
+        roomy = [member for member in ready if has_room(member.info.node_id)]
+        chosen = PrefillPlacement().choose(roomy or ready, cached, num_prompt_tokens)
+        return replace(route, prefill_node=chosen.info.node_id)
+
+    def _uses_prefill(self, route: Route) -> bool:
+        """Tells whether a prompt goes to the prefill pool, or straight to a decode worker.
+
+        It goes straight where all of the prefill pool is silent, and a decode worker is not.
+        """
+        prefill, decode = self._members.ready(Role.PREFILL), self._members.ready(Role.DECODE)
+        if self._conditional is None:
+            is_silent = all(member.is_silent for member in prefill)
+            return bool(prefill) and (not is_silent or all(member.is_silent for member in decode))
+        num_new_tokens = route.num_prompt_tokens - max(route.cached.values(), default=0)
+        return self._conditional.uses_prefill(prefill, decode, num_new_tokens)
+
+    def choose_prefill(self, route: Route) -> Member | None:
+        """Chooses a worker of the route's prefill node; None if no prefill worker is ready there."""
+        here = (one for one in self._members.ready(Role.PREFILL) if one.info.node_id == route.prefill_node)
+        if not (ready := list(here)):
+            return None
+        member = PrefillPlacement().choose(ready, route.cached, route.num_prompt_tokens)
+        self._prefixes.record(route.keys, member.id)
+        return member
+
+    async def choose_decode(self, route: Route) -> Member:
+        """Chooses a decode worker. Raises Unavailable if none is ready in time."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while not (ready := self._members.ready(Role.DECODE)):
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise Unavailable("no decode worker is there") from error
+        member = DecodePlacement().choose(ready, route.cached if route.num_new_tokens else {})
+        self._prefixes.record(route.keys, member.id)
+        return member
+
+    def block_addresses(self, route: Route, member: Member) -> list[str]:
+        """Lists block ports of other nodes whose workers were sent blocks of the prompt, most of them first."""
+        by_cached = sorted(route.cached, key=lambda one: (-route.cached[one], one))
+        infos = [self._members[one].info for one in by_cached if one in self._members]
+        addresses = [one.block_address for one in infos if one.node_id != member.info.node_id]
+        return list(dict.fromkeys(filter(None, addresses)))[:MAX_BLOCK_ADDRESSES]
+
+    def only(self, worker_id: WorkerId) -> "Placement":
+        """Returns a placement on this worker, whose role has no other. Raises WorkerNotFound."""
+        return Placement(self._members.only(worker_id), self._prefixes, self._block_size, self._wait_s)
+
+    def wake(self) -> None:
+        """Lets requests that wait look again: the members have changed."""
+        self._changed.set()
+        self._changed.clear()

@@ -1,0 +1,262 @@
+"""An attempt at a request, under one id: prefill and decode, or decode alone.
+
+Once the client has a token, an attempt goes straight to a decode worker, which fetches published blocks and computes
+the rest. So does the one attempt that follows where cached KV may have led to no number: it reads none.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from router.observe.metrics import RequestMetrics, RequestSummary
+from router.observe.timeline import Timeline
+from router.placement import Placement, Route
+from router.requests.answer import Answer, PromptAnswer
+from router.requests.outbox import Reply
+from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
+from router.requests.replay import Attempts, Quarantine, Suspects
+from router.requests.tokenizing import PieceCache, TokenizerThreads
+from router.requests.validator import Limits, Prepared, ValidPrompt, ValidRequest
+from router.workers.holds import HoldBudgets
+from router.workers.line import Take
+from router.workers.members import Member
+from router.workers.membership import PROBE_TIMEOUT_S
+from text.chat import Chat, NoRenderer, Renderer
+from text.codec import TextCodec
+from wire.convert import sampling_to_pb, tiers_from_pb, tiers_to_pb
+from wire.errors import BatonError, Cancelled, Unavailable, WireError, WorkerLeaving
+from wire.ids import AttemptId, NamespaceRoot, QualifiedId, RequestId, WorkerId, attempt_id
+from wire.pb import inference_pb2 as pb
+from wire.pb import worker_pb2
+from wire.pools import WorkerState
+
+MAX_ADDED_CHARS_PER_TOKEN = 4
+"""Characters that a chat template may add to a conversation for each token of the context."""
+MAX_NUMBER = (1 << 32) - 1
+"""The last number of an attempt; the first is 1."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """The parts that all requests share. `mark_lost` takes the id of a worker that broke off an attempt.
+
+    attempt_numbers: without repetition, for a client may use an id again while workers still know its first use.
+    """
+
+    codec: TextCodec
+    threads: TokenizerThreads
+    placement: Placement
+    holds: HoldBudgets
+    suspects: Suspects
+    quarantine: Quarantine
+    mark_lost: Callable[[WorkerId], None]
+    metrics: RequestMetrics
+    renderer: Renderer = field(default_factory=NoRenderer)
+    known: PieceCache = field(default_factory=PieceCache)
+    prefixes: PublicPrefixes = NO_PREFIXES
+    attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
+
+    async def render(self, prompt: ValidPrompt, limits: Limits) -> ValidPrompt:
+        """Renders a chat; returns any other prompt as it is. Raises InvalidRequest or Unsupported."""
+        if not isinstance(prompt, Chat):
+            return prompt
+        max_added_chars = MAX_ADDED_CHARS_PER_TOKEN * limits.max_context_len
+        return await prompt.render(self.renderer, self.codec.special_tokens, max_added_chars)
+
+
+@dataclass(frozen=True)
+class AdmittedRequest:
+    """A request that was admitted. `root` is its tenant's; times are of the event loop's clock.
+
+    id: the client's id, qualified by its tenant. life_s: the deadline as the client gave it, or the longest there is.
+    deadline_s: a moment before it is over.
+    """
+
+    id: QualifiedId
+    client_id: RequestId
+    valid: ValidRequest
+    limits: Limits
+    root: NamespaceRoot
+    arrived_s: float
+    life_s: float
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request whose tokens are known, the answer so far, and the books that all its attempts keep."""
+
+    admitted: AdmittedRequest
+    services: Services
+    prepared: Prepared
+    answer: Answer
+    prompt_answer: PromptAnswer
+    reply: Reply
+    timeline: Timeline
+    summary: RequestSummary
+
+    @property
+    def complete(self) -> pb.Complete:
+        """The last message of an answer that is whole, without its timeline."""
+        return pb.Complete(
+            choices=self.answer.finishes,
+            usage=pb.Usage(
+                prompt_tokens=len(self.prepared.prompt_ids),
+                completion_tokens=self.answer.num_tokens,
+                cached_tokens=tiers_to_pb(self.summary.cached or {}),
+                guessed_tokens=self.timeline.count("tokens_guessed"),
+                accepted_tokens=self.timeline.count("tokens_accepted"),
+            ),
+            seed=self.prepared.sampling.seed,
+        )
+
+
+class AttemptFailed(Exception):
+    """An attempt ended with this error of its worker, or of the line to it."""
+
+    def __init__(self, error: BatonError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class Attempt:
+    """An attempt at the choices that have not ended. is_alone: it may be the last; see Suspects.
+
+    has_read_cache: a worker found KV of the prompt in some tier.
+    """
+
+    def __init__(self, request: PreparedRequest, attempts: Attempts, is_alone: bool) -> None:
+        self.id = attempt_id(request.admitted.id, next(request.services.attempt_numbers))
+        self.request = request
+        self.attempts = attempts
+        self.is_alone = is_alone
+        self.has_read_cache = False
+        self._clock = asyncio.get_running_loop().time
+
+    async def run(self) -> None:
+        """Returns when every choice has ended, or prefill ended them all. Raises AttemptFailed."""
+        request, timeline = self.request, self.request.timeline
+        placement, holds = request.services.placement, request.services.holds
+        is_fresh = not request.answer.num_tokens
+        if is_fresh:
+            request.summary.prefill_worker = request.summary.cached = None
+        keys, num_prompt = request.prepared.keys, len(request.prepared.prompt_ids)
+        route = placement.route(keys, num_prompt, lambda node: holds.budgets[node].has_room)
+        if route.prefill_node is None or not (is_fresh and self.attempts.reads_cache):
+            await self._decode(route)
+            return
+        timeline.begin_span("wait_room")
+        async with holds.hold(self.id, request.prepared.held_keys, route.prefill_node):
+            self._end_span("wait_room")
+            member = placement.choose_prefill(route)
+            if member is not None:
+                await self._prefill(route, member)
+                if not request.answer.has_ended:
+                    await self._decode(route.through(member.id))
+        if member is None:  # the node has lost its prefill workers meanwhile
+            await self._decode(route)
+
+    async def _prefill(self, route: Route, member: Member) -> None:
+        """Lets a worker publish the prompt's blocks under a hold, and takes one first token per choice."""
+        self.request.summary.prefill_worker = member.id
+        with member.assigned(self.request.prepared.sampling.n, route.num_prompt_tokens):
+            await self._run_on(route, member, "prefill", self.request.services.holds.keep)
+
+    async def _decode(self, route: Route) -> None:
+        """Lets a worker decode the unfinished choices. The hold, if any, ends when their blocks are fetched."""
+        answer, services = self.request.answer, self.request.services
+        self.request.timeline.begin_span("wait_decode")
+        member = await services.placement.choose_decode(route)
+        self._end_span("wait_decode")
+        self.request.summary.decode_worker = member.id
+
+        def fetched(attempt: AttemptId) -> None:
+            end_prefilling()
+            services.holds.release(attempt)
+
+        choices = answer.unfinished
+        num_tokens = sum(route.num_prompt_tokens + len(choice.output.ids) for choice in choices)
+        with member.assigned(len(choices), num_tokens), member.prefilling(route.num_new_tokens) as end_prefilling:
+            await self._run_on(route, member, "decode", fetched)
+        if not answer.has_ended:
+            raise AttemptFailed(WireError("a worker ended an attempt before every choice had ended"))
+
+    async def _run_on(self, route: Route, member: Member, name: str, on_prompt: Callable[[AttemptId], None]) -> None:
+        """Runs the attempt on a worker. on_prompt: called when prefill has published its blocks, or decode has them."""
+        if self.is_alone:
+            await self._require_answer(member)
+        timeline, spans = self.request.timeline, list[pb.Span]()
+        call = timeline.sent(name, member.id, self._clock())
+        try:
+            await member.line.run(self._begin(route, member), self._taker(member, on_prompt, spans))
+        except (Unavailable, Cancelled) as error:
+            is_leaving = isinstance(error, Unavailable) and member.state is WorkerState.DRAINING
+            self.request.services.mark_lost(member.id)
+            raise AttemptFailed(WorkerLeaving(error.message) if is_leaving else error) from error
+        except BatonError as error:
+            raise AttemptFailed(error) from error
+        finally:
+            timeline.ended(call, self._clock(), spans)
+
+    async def _require_answer(self, member: Member) -> None:
+        """Asks a worker for a sign of life: a dead one must not use up a request's last attempt."""
+        try:
+            await member.line.status(False, PROBE_TIMEOUT_S)
+        except BatonError as error:
+            self.request.services.mark_lost(member.id)
+            raise AttemptFailed(WorkerLeaving(error.message)) from error
+
+    def _begin(self, route: Route, member: Member) -> worker_pb2.Begin:
+        request, admitted, prepared = self.request, self.request.admitted, self.request.prepared
+        public = prepared.public
+        return worker_pb2.Begin(
+            id=self.id,
+            namespace_root=admitted.root,
+            prompt=pb.TokenIds(ids=prepared.prompt_ids),
+            sampling_params=sampling_to_pb(prepared.sampling),
+            choices=request.answer.unfinished,
+            time_left_s=max(admitted.deadline_s - self._clock(), 0.001),
+            block_addresses=request.services.placement.block_addresses(route, member),
+            computes_all=not self.attempts.reads_cache,
+            num_scored=request.prompt_answer.num_scored,
+            public_root=public.root if public else b"",
+            num_public_blocks=public.num_blocks if public else 0,
+            kv_policy=str(admitted.valid.dropping or ""),
+        )
+
+    def _taker(self, member: Member, on_prompt: Callable[[AttemptId], None], spans: list[pb.Span]) -> Take:
+        """Makes the function that takes the updates of an attempt. It runs on the line's task and never waits."""
+        answer = self.request.answer
+
+        def take(update: worker_pb2.Update) -> bool:
+            if update.HasField("prompt"):
+                cached = tiers_from_pb(update.prompt.cached_tokens)
+                self.has_read_cache |= bool(cached)
+                if self.request.summary.cached is None:
+                    self.request.summary.cached = cached
+                on_prompt(self.id)
+            self._pass_on(update)
+            spans.extend(update.end.spans)
+            stopped = answer.take_stopped()
+            if stopped and not (update.HasField("end") or answer.worker_goes_on):
+                member.line.end_choices(self.id, stopped)
+            return not answer.worker_goes_on
+
+        return take
+
+    def _pass_on(self, update: worker_pb2.Update) -> None:
+        """Sends to the client what is new to it. Raises WireError for an update that no worker may send."""
+        request = self.request
+        if update.HasField("scores") and (part := request.prompt_answer.accept(update.scores)) is not None:
+            request.reply.send_prompt(part)
+        if update.choices and request.prompt_answer.num_scored:
+            raise WireError("a worker sent a token before the log-probabilities of the prompt")
+        for chunk in request.answer.accept(update.choices):
+            request.reply.send(chunk)
+        request.summary.num_output_tokens = request.answer.num_tokens
+        if self.is_alone and not self.attempts.is_in_vain(request.answer.num_tokens):
+            request.services.suspects.clear(request.admitted.id)
+
+    def _end_span(self, name: str) -> None:
+        self.request.timeline.end_span(name, self._clock())
