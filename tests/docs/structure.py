@@ -58,7 +58,7 @@ def small_files_with_one_importer() -> list[str]:
     paths = {module_of(path): path for path in product_files()}
     importers: dict[str, set[str]] = defaultdict(set)
     for module, path in paths.items():
-        for name in _imported(path):
+        for name in imported(path):
             if name in paths and name != module:
                 importers[name].add(module)
     return [
@@ -72,7 +72,13 @@ def _has_a_room(module: str) -> bool:
     return module in SEAMS or module.endswith("__init__")
 
 
-def _imported(path: Path) -> Iterator[str]:
+def top_of(path: Path) -> str:
+    """Returns the package of a file."""
+    return path.relative_to(ROOT).parts[0]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yields the modules and names that a file imports anywhere."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             yield node.module
@@ -114,7 +120,7 @@ def _is_own(value: ast.expr) -> bool:
 def main() -> None:
     by_package: dict[str, int] = defaultdict(int)
     for path in product_files():
-        by_package[path.relative_to(ROOT).parts[0]] += num_lines(path)
+        by_package[top_of(path)] += num_lines(path)
     for package, number in by_package.items():
         print(f"{package:15} {number:6}")
     print(f"{'all':15} {sum(by_package.values()):6} lines")

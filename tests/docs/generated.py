@@ -1,0 +1,24 @@
+"""Parts of docs/architecture.md that commands make from the code."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "architecture.md"
+
+
+def read(command: str) -> str:
+    """Returns the part of the page that a command makes."""
+    begin, end = _bounds(command)
+    text = PAGE.read_text()
+    return text[text.index(begin) + len(begin) : text.index(end)].strip("\n")
+
+
+def write(command: str, part: str) -> None:
+    """Puts a part in place of the one before."""
+    begin, end = _bounds(command)
+    text = PAGE.read_text()
+    PAGE.write_text(f"{text[: text.index(begin)]}{begin}\n\n{part}\n\n{text[text.index(end) :]}")
+
+
+def _bounds(command: str) -> tuple[str, str]:
+    return f"<!-- made by: {command} -->", f"<!-- end of: {command} -->"

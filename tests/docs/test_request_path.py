@@ -1,0 +1,33 @@
+"""The way of a request in docs/architecture.md, against a request that is traced."""
+
+import json
+import subprocess
+import sys
+
+from tests.docs import generated
+from tests.docs.request_path import ALWAYS, COMMAND, ROOT, Way, from_table, to_table
+
+TIMEOUT_S = 120.0
+
+
+def traced() -> list[Way]:
+    """Traces requests in a process of their own, where no other test has called anything."""
+    command = [sys.executable, "-m", "tests.docs.request_path", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return [Way(**way) for way in json.loads(done.stdout)]
+
+
+def test_the_page_has_every_file_that_a_request_enters() -> None:
+    """In the step in which it enters them, whatever their order there."""
+    told, ways = from_table(generated.read(COMMAND)), traced()
+    files = {file for step in told.values() for file in step}
+    assert files == ways[0].files, f"run: {COMMAND}"
+    for step in set(told) - {ALWAYS}:
+        entered = {file for way in ways for file in (*way.steps.get(step, ()), *way.always)}
+        assert set(told[step]) <= entered, f"run: {COMMAND}"
+
+
+def test_a_table_is_read_as_it_was_written() -> None:
+    steps = {"in": ["gateway/app.py", "gateway/chat.py", "wire/ids.py", "gateway/app.py"], ALWAYS: ["wire/rpc.py"]}
+    assert from_table(to_table(steps)) == steps
