@@ -35,7 +35,9 @@ class ScriptedService(InferenceServicer):
         context.add_callback(self.is_over.set)
         for step in self.script:
             if isinstance(step, threading.Event):
-                step.wait(WAIT_S)
+                step.wait(
+                    6 * WAIT_S
+                )  # longer than tests wait, or the end of the script would look like that of a client
             elif isinstance(step, BatonError):
                 _refuse(context, step)
             else:

@@ -1,8 +1,10 @@
 """`baton doctor` before a cluster that is told what to be like."""
 
 import json
+import re
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -217,7 +219,12 @@ def test_a_second_key_proves_that_tenants_are_apart(
 
 
 class GatewayPages(BaseHTTPRequestHandler):
-    """The pages of a gateway that a check looks at."""
+    """The pages of a gateway that a check looks at, whose clock is `ahead_s` ahead."""
+
+    ahead_s = 0.0
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string((timestamp or time.time()) + self.ahead_s)
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -259,6 +266,23 @@ def test_an_http_port_with_tls_is_looked_at(patient: Patient, capsys: pytest.Cap
         server.shutdown()
     assert checks["ports"]["verdict"] == "wrong"
     assert "certificate verify failed" in checks["ports"]["found"]
+
+
+@pytest.mark.parametrize(("ahead_s", "verdict"), [(-90.0, "wrong"), (0.0, "ok"), (90.0, "wrong")])
+def test_the_gateways_clock_is_compared(
+    patient: Patient,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ahead_s: float,
+    verdict: str,
+) -> None:
+    monkeypatch.setattr(GatewayPages, "ahead_s", ahead_s)
+    authority = Authority.make()
+    with serve_tls(patient, authority, authority) as server:
+        clocks = findings(capsys, int(verdict == "wrong"))["clocks"]
+        server.shutdown()
+    assert clocks["verdict"] == verdict
+    assert re.match(r"the gateway's clock (agrees|differs by (89|90|91) s)", clocks["found"])
 
 
 def test_without_prefill_workers_there_is_no_hand_off(patient: Patient, capsys: pytest.CaptureFixture[str]) -> None:

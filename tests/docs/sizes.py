@@ -16,9 +16,9 @@ BOUNDS = Path(__file__).with_name("sizes.toml")
 CPP = "C++ lines"
 
 
-def product_packages() -> list[str]:
-    """Lists the top-level packages that the wheel installs."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+def product_packages(root: Path = ROOT) -> list[str]:
+    """Lists the top-level packages that the wheel of a checkout installs."""
+    settings = tomllib.loads((root / "pyproject.toml").read_text())
     return sorted({name.partition(".")[0] for name in settings["tool"]["setuptools"]["packages"]})
 
 

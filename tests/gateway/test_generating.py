@@ -466,4 +466,5 @@ async def test_an_echo_is_whole_where_a_stop_string_leaves_nothing_of_its_answer
     body = {"prompt": PROMPT, "max_tokens": 12, "seed": 1, "stop": text[:4], "echo": True}
     [choice] = (await gateway.post(COMPLETIONS, body)).json["choices"]
     assert (choice["text"], choice["finish_reason"]) == (PROMPT, "stop")
-    assert texts_of(await gateway.post(COMPLETIONS, {**body, "stream": True})) == PROMPT
+    streamed = await gateway.post(COMPLETIONS, {**body, "prompt": [PROMPT, PROMPT], "stream": True})
+    assert [texts_of(streamed, number) for number in range(2)] == [PROMPT, PROMPT]
