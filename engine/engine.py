@@ -16,6 +16,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.hub import find_folder
 from engine.core import EngineCore
 from engine.events import Event, Failed, Finished
+from engine.grammar.grammars import Grammars
 from engine.kv.dropping import HEAVIEST, Chooser
 from engine.model.decoder import Decoder
 from engine.request import ChoiceSoFar, EngineRequest
@@ -58,6 +59,7 @@ class Engine:
         self.core = core
         self.tokenizer = tokenizer
         self._dropping = dropping
+        self._grammars = Grammars(lambda: tokenizer.definition, core.model.vocab_size, core.model.eos_token_ids)
 
     @classmethod
     def load(
@@ -89,12 +91,15 @@ class Engine:
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
     ) -> list[Completion]:
-        """Answers all prompts, text or token ids. Raises as `EngineCore.add`, or the error of a failed request."""
+        """Answers all prompts, text or token ids.
+
+        Raises as `Grammars.prepare` and `EngineCore.add`, or the error of a failed request.
+        """
         runs = [_Run(self.tokenizer, prompt, sampling or SamplingParams(), self._dropping) for prompt in prompts]
         by_id = {run.request.attempt_id: run for run in runs}
         try:
             for run in runs:
-                self.core.add(run.request)
+                self.core.add(self._grammars.prepare(run.request))
             while self.core.has_requests:
                 output = self.core.step()
                 for choice, token_id in zip(output.choices, output.token_ids, strict=True):

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from wire.errors import InvalidRequest
+from engine.grammar.matcher import Matcher
+from wire.errors import InvalidRequest, Unsupported
 from wire.ids import AttemptId, NamespaceRoot
 from wire.keys import PublicPart
 from wire.kv_policy import Dropping
@@ -11,10 +12,14 @@ from wire.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class ChoiceSoFar:
-    """A choice to go on with: its index among the request's n, and its tokens so far."""
+    """A choice to go on with: its index among the request's n, and its tokens so far.
+
+    matcher: has taken these tokens; `Grammars.prepare` gives each choice of a request with a response format its own.
+    """
 
     index: int
     output_ids: tuple[int, ...] = ()
+    matcher: Matcher | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class EngineRequest:
             raise InvalidRequest("token_ids", f"must be from 0 to {vocab_size - 1}")
         if self.sampling.max_tokens < 1:
             raise InvalidRequest("max_tokens", "must be at least 1")
+        if self.sampling.response_format is not None and not all(one.matcher for one in self.choices):
+            raise Unsupported("response_format: this engine builds no grammars", param="response_format")
         if self.max_len > max_context_len:
             raise InvalidRequest("max_tokens", f"{self.max_len} tokens exceed the context ({max_context_len})")
 

@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Container, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate
 
@@ -12,11 +13,12 @@ import numpy.typing as npt
 import torch
 
 from engine.decode_rows import DecodeRows, Ints
+from engine.grammar.masks import Masker
 from engine.kv.cache import KVCache
 from engine.kv.dropping import HEAVIEST, Chooser
 from engine.kv.retention import Weighed
 from engine.model.batch import Batch, Model, Watched
-from engine.model.sampler import Draw, likeliest, sample, score
+from engine.model.sampler import NO_MASKS, Draw, Masks, likeliest, sample, score
 from engine.sequence import Sequence
 from engine.speculation.speculator import Drafts
 from engine.work import NO_ROWS, Chunk, Gains, Work
@@ -27,6 +29,15 @@ from wire.ids import PageId
 from wire.sampling import Logprobs
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A forward pass under way: its logits, or its failure, and the masks of the samples by grammars."""
+
+    logits: torch.Tensor | Exception
+    draws: dict[int, Draw]
+    masks: Future[Masks] | None
 
 
 class Runner:
@@ -40,20 +51,23 @@ class Runner:
         self._cache = cache
         self._rows = rows
         self._chooser = chooser
+        self._masker = Masker(model.vocab_size)
         self._views: Batch | None = None
         self._views_key = (0, 0, 0, 0)
 
-    def launch(self, work: Work) -> torch.Tensor | Exception:
-        """Begins the forward pass of a step; a GPU may be at it yet. Returns its logits for `read`, or its failure.
+    def launch(self, work: Work) -> Launched:
+        """Begins the forward pass of a step, and its masks; a GPU may be at it yet. Returns what `read` takes.
 
         Call both in torch's inference mode.
         """
+        draws = self._careful_draws(work)
+        masks = self._masker.begin(draws) if any(draw.matcher for draw in draws.values()) else None
         try:
-            return self._model.forward(self._batch(work), self._kv)
+            return Launched(self._model.forward(self._batch(work), self._kv), draws, masks)
         except Exception as failure:  # of whatever kind a model, or what it runs on, may raise
-            return failure
+            return Launched(failure, draws, masks)
 
-    def read(self, work: Work, launched: torch.Tensor | Exception) -> Gains:
+    def read(self, work: Work, launched: Launched) -> Gains:
         """Samples from a launched pass, and waits for it.
 
         A run that fails is repeated sequence by sequence, so that it fails for the faulty ones only: to compute KV once
@@ -68,8 +82,9 @@ class Runner:
             log.warning("a step failed, and was done for each sequence alone: %r", failure)
             return reduce(Gains.followed_by, alone)
 
-    def _sampled_from(self, work: Work, logits: torch.Tensor | Exception) -> Gains:
+    def _sampled_from(self, work: Work, launched: Launched) -> Gains:
         """Raises a failure of the launch."""
+        masks, logits = launched.masks.result() if launched.masks else NO_MASKS, launched.logits
         if isinstance(logits, Exception):
             raise logits
         scores: dict[Sequence, tuple[Logprobs, ...] | None] = {}
@@ -77,7 +92,10 @@ class Runner:
             logits, scores = self._score(work, logits)
         if any(chunk.siblings for chunk in work.chunks):
             logits = logits[self._shared(work)]
-        gains = Gains(self._sampled(work), *self._sample(logits, self._careful_draws(work)))
+        sampled = self._sampled(work)
+        gains = Gains(sampled, *self._sample(logits, launched.draws, masks))
+        places = [*launched.draws]
+        faults = {sampled[places[row]]: fault for row, fault in masks.faults.items()}
         if work.drafts:
             gains = self._accept(work.drafts, gains)
         if scores:
@@ -86,7 +104,7 @@ class Runner:
         if not faulty and gains.token_ids.min(initial=0) >= 0:
             return gains
         faulty += [gains.sequences[one] for one in np.flatnonzero(gains.token_ids < 0)]
-        return replace(gains, failed={sequence: _no_number() for sequence in faulty})
+        return replace(gains, failed={sequence: faults.get(sequence, _no_number()) for sequence in faulty})
 
     def _score(
         self, work: Work, logits: torch.Tensor
@@ -155,14 +173,14 @@ class Runner:
             if row in careful:
                 yield place, self._rows.sequences[row].draw(drafts.token_ids[place + 1 - ahead : place + 1].tolist())
 
-    def _sample(self, logits: torch.Tensor, careful: dict[int, Draw]) -> tuple[Ints, dict[int, Logprobs]]:
+    def _sample(self, logits: torch.Tensor, careful: dict[int, Draw], masks: Masks) -> tuple[Ints, dict[int, Logprobs]]:
         if not careful:
             return likeliest(logits).numpy(), {}
         places, draws = [*careful], [*careful.values()]
         if len(places) == len(logits):
-            token_ids, drawn = np.empty(len(places), dtype=np.int64), sample(logits, draws)
+            token_ids, drawn = np.empty(len(places), dtype=np.int64), sample(logits, draws, masks)
         else:
-            token_ids, drawn = likeliest(logits).numpy(), sample(logits[places], draws)
+            token_ids, drawn = likeliest(logits).numpy(), sample(logits[places], draws, masks)
         token_ids[places] = [-1 if one.token_id is None else one.token_id for one in drawn]
         logprobs = {place: one.logprobs for place, one in zip(places, drawn, strict=True) if one.logprobs is not None}
         return token_ids, logprobs

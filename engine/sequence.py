@@ -43,6 +43,7 @@ class Sequence:
         self.request = request
         self.choice = ChoiceId(request.attempt_id, choice.index)
         self.output_ids = list(choice.output_ids)
+        self.matcher = choice.matcher
         self.num_prompt = request.num_prompt
         self.ending = Ending.of(request, model)
         self.kv = retention_of(request, model.layout)
@@ -101,7 +102,7 @@ class Sequence:
         sampling = self.request.sampling
         output_ids = [*self.output_ids, *guesses] if guesses else self.output_ids
         banned = () if len(output_ids) >= sampling.min_tokens else self.ending.early_ids
-        return Draw(sampling, self.choice.index, self.request.prompt_ids, output_ids, banned)
+        return Draw(sampling, self.choice.index, self.request.prompt_ids, output_ids, banned, self.matcher)
 
     @property
     def end(self) -> tuple[FinishReason, int | None]:

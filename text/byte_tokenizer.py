@@ -2,7 +2,11 @@
 
 from collections.abc import Sequence
 
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
 from text.codec import TokenKind
+from text.token_bound import byte_alphabet
 from wire.errors import InvalidRequest
 
 NUM_BYTES = 256
@@ -13,6 +17,15 @@ class ByteTokenizer:
 
     vocab_size = NUM_BYTES
     special_tokens: Sequence[str] = ()
+
+    @property
+    def definition(self) -> str:
+        """Writes the tokenizer as the tokenizers library reads it, with a special token behind the bytes."""
+        backend = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        backend.add_special_tokens([AddedToken("<end>", special=True)])
+        text: str = backend.to_str()
+        return text
 
     def encode(self, text: str) -> list[int]:
         try:

@@ -80,6 +80,12 @@ class Tokenizer:
         self.special_tokens = tuple(self._added[token_id] for token_id in sorted(_special_ids(backend)))
 
     @property
+    def definition(self) -> str:
+        """Writes the tokenizer as the library reads it."""
+        text: str = self._backend.to_str()
+        return text
+
+    @property
     def vocabulary(self) -> dict[str, int]:
         """Copies the id of each token."""
         return self._backend.get_vocab(with_added_tokens=True)

@@ -9,8 +9,8 @@ from wire.pb import worker_pb2
 from wire.sampling import FinishReason, Logprobs, SamplingParams
 from wire.tier import WRITE_COUNTS, Tier
 
-_LISTS = ("stop", "stop_token_ids", "logit_bias")
-_SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _LISTS)
+_COMPOSED = ("stop", "stop_token_ids", "logit_bias", "response_format")
+_SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _COMPOSED)
 _REASON_TO_PB = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,

@@ -17,6 +17,8 @@ MAX_STOP_TOKEN_IDS = 16
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIASES = 300
 MAX_BIAS = 100.0
+MAX_FORMAT_BYTES = 64 << 10
+"""Of a response format: a worker takes 0.3 s to build the worst of this size."""
 _RANGES = {
     "temperature": (0, 2),
     "min_p": (0, 1),
@@ -26,6 +28,25 @@ _RANGES = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "n": (1, MAX_CHOICES),
 }
+
+
+class FormatKind(Enum):
+    """The language of a response format: a schema of JSON, a regular expression, or a grammar as llguidance takes it.
+
+    The values are the names of the message's fields.
+    """
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True)
+class ResponseFormat:
+    """A language that an answer must be in, all of it from its first token to its end."""
+
+    kind: FormatKind
+    source: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,7 @@ class SamplingParams:
     echo: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    response_format: ResponseFormat | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -81,6 +103,10 @@ class SamplingParams:
         known = all(token_id < vocab_size for token_id in self.stop_token_ids)
         _require(known, "stop_token_ids", f"must be below the vocabulary's size, {vocab_size}")
         self._require_biases(vocab_size)
+        if self.response_format is not None:
+            num_bytes = len(self.response_format.source.encode(errors="replace"))
+            _require(0 < num_bytes <= MAX_FORMAT_BYTES, "response_format", f"must be 1 to {MAX_FORMAT_BYTES} bytes")
+            _require(not self.ignore_eos, "ignore_eos", "an answer in a response_format ends where the format does")
 
     def _require_biases(self, vocab_size: int) -> None:
         _require(len(self.logit_bias) <= MAX_BIASES, "logit_bias", f"at most {MAX_BIASES} tokens")

@@ -1,32 +1,40 @@
 """From logits to tokens. Random numbers come from a counter, never from a state: the same seed, choice and position
 give the same draw in every batch, process and attempt.
 
-Order: logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p. Log-probabilities are of the model's own
-distribution, before all of these. Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3" (SC '11).
+Order: logit_bias, penalties, min_tokens, grammar, temperature, top_k, top_p, min_p. Log-probabilities are of the
+model's own distribution, before all of these. Source of the generator: Salmon et al., "Parallel random numbers: as easy
+as 1, 2, 3" (SC '11).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from engine.grammar.matcher import Matcher
+from wire.errors import BatonError
 from wire.sampling import Logprobs, SamplingParams
 
 SCORED_AT_ONCE = 64
+LEAST = torch.finfo(torch.float32).min
+"""The logit of a token that a grammar forbids: `likeliest` takes an infinite one for a fault of the model."""
 _NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A row of logits and the way to choose from it. `banned` are the tokens that may not come yet (min_tokens)."""
+    """A row of logits and the way to choose from it. `banned` are the tokens that may not come yet (min_tokens).
+
+    matcher: of the grammar that the choice must follow, if any; `Masks` has what follows from it.
+    """
 
     params: SamplingParams
     choice: int
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     banned: Sequence[int] = ()
+    matcher: Matcher | None = None
 
     @property
     def position(self) -> int:
@@ -37,27 +45,53 @@ class Draw:
     def is_plain(self) -> bool:
         """True where the likeliest token is the one, and nothing is asked about it."""
         params = self.params
-        is_as_is = not (params.has_penalties or params.logit_bias or self.banned)
+        is_as_is = not (params.has_penalties or params.logit_bias or self.banned or self.matcher)
         return params.is_greedy and is_as_is and params.logprobs is None
 
 
 @dataclass(frozen=True)
+class Masks:
+    """The tokens that grammars forbid. forbidden: bool [M, V], on the host, of these M rows of a step's draws.
+
+    faults: of rows where nothing is allowed, by row.
+    """
+
+    rows: Sequence[int]
+    forbidden: torch.Tensor
+    faults: Mapping[int, BatonError] = field(default_factory=dict)
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Masks rows of `logits` [R, V] float32 in place."""
+        if len(self.rows) == len(logits):
+            logits.masked_fill_(self.forbidden.to(logits.device), LEAST)
+        elif self.rows:
+            rows = torch.tensor(self.rows, device=logits.device)
+            logits[rows] = logits[rows].masked_fill_(self.forbidden.to(logits.device), LEAST)
+
+
+NO_MASKS = Masks((), torch.empty(0, 0, dtype=torch.bool))
+
+
+@dataclass(frozen=True)
 class Drawn:
-    """A token, or None where the row had a value that is no number."""
+    """A token, or None where the row had a value that is no number, or its grammar allows no token."""
 
     token_id: int | None
     logprobs: Logprobs | None = None
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+def sample(logits: torch.Tensor, draws: Sequence[Draw], masks: Masks = NO_MASKS) -> list[Drawn]:
     """Draws a token for each row of `logits` [R, V] float32, which it may modify. Rows do not influence one another."""
     is_finite = torch.isfinite(logits).all(dim=-1).tolist()
     logprobs = _logprobs_wanted(logits, draws)
     _penalize(logits, draws)
+    masks.apply(logits)
     tokens = _greedy(logits) if all(draw.params.is_greedy for draw in draws) else _mixed(logits, draws)
     return [
-        Drawn(token, _logprobs_of(logprobs.get(row), token, draws[row])) if is_finite[row] else Drawn(None)
+        Drawn(token, _logprobs_of(logprobs.get(row), token, draws[row]))
+        if is_finite[row] and row not in masks.faults
+        else Drawn(None)
         for row, token in enumerate(tokens)
     ]
 
@@ -104,7 +138,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def _greedy(logits: torch.Tensor) -> list[int]:
-    return [int(token) for token in logits.argmax(dim=-1).tolist()]
+    return [int(token) for token in argmax(logits).tolist()]
 
 
 def _mixed(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:

@@ -1,0 +1,82 @@
+"""The masks of a step, computed beside the model's run: on a thread of their own and llguidance's, without the GIL."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.grammar.matcher import Matcher
+from engine.model.sampler import Draw, Masks
+from text.grammar import PARAM
+from wire.errors import BatonError, InvalidRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+WORD_BITS = 32
+
+
+class Masker:
+    """The thread on which the masks of steps are computed, from the first one on that has a grammar."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def begin(self, draws: Mapping[int, Draw]) -> "Future[Masks]":
+        """Begins the masks of draws, by their place in the step. The draws of a matcher follow one another.
+
+        The first of them is after known tokens, each other after a further guess.
+        """
+        return self._thread.submit(self._compute, list(draws.values()))
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "masks")
+
+    @cached_property
+    def _executor(self) -> "LLExecutor":
+        from llguidance import LLExecutor
+
+        return LLExecutor()
+
+    def _compute(self, draws: Seq[Draw]) -> Masks:
+        rows = [row for row, draw in enumerate(draws) if draw.matcher]
+        masked = [draws[row] for row in rows]
+        allowed, faults = self._allowed(masked)
+        for place, draw in enumerate(masked):
+            allowed[place, list(draw.banned)] = 0
+        for place in np.flatnonzero(~allowed.any(axis=1)).tolist():
+            faults.setdefault(place, InvalidRequest(PARAM, "no token may come next, for the end is before min_tokens"))
+        forbidden = torch.from_numpy(allowed).logical_not_()
+        return Masks(rows, forbidden, {rows[place]: fault for place, fault in faults.items()})
+
+    def _allowed(
+        self, draws: Seq[Draw]
+    ) -> tuple["np.ndarray[tuple[int, int], np.dtype[np.bool_]]", dict[int, BatonError]]:
+        """Tells the tokens that may come next, bool [draws, V], and why none may, by the place of its draw."""
+        bits = np.full((len(draws), -(-self._vocab_size // WORD_BITS)), -1, dtype=np.int32)
+        alone: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        firsts: dict[int, Matcher] = {}
+        for matcher, group in groupby(range(len(draws)), lambda place: draws[place].matcher):
+            assert matcher is not None
+            first, *others = group
+            firsts[first] = matcher
+            known = draws[first].output_ids
+            matcher.take(known)
+            if others:
+                drafted.append((matcher.state, first, [*draws[others[-1]].output_ids[len(known) :]]))
+            else:
+                alone.append((matcher.state, first))
+        where = bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits)
+        if alone:
+            self._executor.unsafe_compute_mask_ptr(alone, *where)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        faults = {place: fault for place, matcher in firsts.items() if (fault := matcher.fault)}
+        return np.unpackbits(bits.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little").view(bool), faults

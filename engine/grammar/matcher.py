@@ -1,0 +1,38 @@
+"""The grammar of a request after the tokens of one of its choices."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from text.grammar import PARAM, fault_of
+from wire.errors import BatonError, InvalidRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class Matcher:
+    """A grammar that has taken output tokens of a choice. Its state is a function of these two.
+
+    One thread at a time may use it.
+    """
+
+    def __init__(self, state: "LLMatcher") -> None:
+        self.state = state
+        self._num_taken = 0
+
+    def fork(self) -> "Matcher":
+        """Copies a matcher that has taken no token."""
+        return Matcher(self.state.deep_copy())
+
+    def take(self, output_ids: Sequence[int]) -> None:
+        """Takes the tokens of a choice that it has not taken yet."""
+        new = output_ids[self._num_taken :]
+        if new:
+            self.state.consume_tokens([*new])
+            self._num_taken += len(new)
+
+    @property
+    def fault(self) -> BatonError | None:
+        """The error of a grammar that accepts no further token, nor an end, or passes a limit."""
+        fault = fault_of(self.state)
+        return InvalidRequest(PARAM, f"goes on no more after {self._num_taken} tokens: {fault}") if fault else None

@@ -1,0 +1,84 @@
+"""A response format as a grammar of llguidance, which is imported where a request has one.
+
+Source of the algorithm: Moskal et al., llguidance: an Earley parser over lexemes, whose masks are walks of a trie.
+"""
+
+import json
+from typing import TYPE_CHECKING
+
+from wire.errors import InvalidRequest, Unsupported
+from wire.sampling import FormatKind, ResponseFormat
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+PARAM = "response_format"
+MAX_FAULT_CHARS = 160
+MAX_STEP_ITEMS = 10_000
+MAX_LEXER_STATES = 20_000
+"""Of one choice: each takes a kilobyte or two."""
+MAX_GRAMMAR_SIZE = 100_000
+INITIAL_FUEL, STEP_FUEL = 500_000, 100_000
+"""Steps of a lexer: 10 ms to begin with, and 7 ms for one mask."""
+_IN_WORDS = {"NoExtensionBias": "no token may come next, nor an end"}
+
+
+def new_matcher(given: ResponseFormat, tokenizer: "LLTokenizer") -> "LLMatcher":
+    """Builds a matcher. Blocks, without the GIL. Raises InvalidRequest for a grammar that cannot be built."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, _translated(given), limits=_limits(), log_level=0)
+    if fault := fault_of(matcher):
+        raise InvalidRequest(PARAM, f"cannot be built: {fault}")
+    return matcher
+
+
+def fault_of(matcher: "LLMatcher") -> str:
+    """Returns why a matcher can go on no more, in the library's words; "" for one that can."""
+    if not matcher.is_error():
+        return ""
+    said = matcher.get_error().split("\n")[0]
+    return _IN_WORDS.get(said) or "".join(char for char in said if char.isprintable())[:MAX_FAULT_CHARS]
+
+
+def require_library() -> None:
+    """Raises Unsupported where llguidance is not installed."""
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        raise Unsupported(f"{PARAM}: wants the package llguidance where Baton runs", param=PARAM) from error
+
+
+def _translated(given: ResponseFormat) -> str:
+    from llguidance import LLMatcher
+
+    if given.kind is FormatKind.REGEX:
+        return LLMatcher.grammar_from_regex(given.source)
+    if given.kind is FormatKind.LARK:
+        return LLMatcher.grammar_from_lark(given.source)
+    try:
+        if isinstance(json.loads(given.source), dict):
+            return LLMatcher.grammar_from_json_schema(given.source, overrides=_json_options())
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(PARAM, "the schema is not JSON, or nested too deeply") from error
+    raise InvalidRequest(PARAM, "the schema must be an object")
+
+
+def _json_options() -> "JsonCompileOptions":
+    """Fixes the separators, as Python's json has them: a model that may write spaces may go on with them for ever."""
+    return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def _limits() -> "LLParserLimits":
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=INITIAL_FUEL,
+        step_lexer_fuel=STEP_FUEL,
+        step_max_items=MAX_STEP_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        max_grammar_size=MAX_GRAMMAR_SIZE,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
