@@ -51,7 +51,7 @@ def _measure(name: str, layout: KVLayout) -> Iterator[Row]:
     payload = memoryview(bytearray(layout.payload_bytes))
 
     def publish() -> None:
-        if store.publish(names, pages, None) < NUM_BLOCKS:
+        if store.write_through(names, pages, None) < NUM_BLOCKS:
             raise RuntimeError("not all blocks are in the arena")
 
     def fetch() -> None:
@@ -64,7 +64,7 @@ def _measure(name: str, layout: KVLayout) -> Iterator[Row]:
 
     rounds = []
     for _ in range(NUM_ROUNDS):
-        directory.withdraw(directory.blocks())
+        directory.reject(directory.blocks())
         rounds.append(
             {
                 "out": _time(lambda: host.copy_(device, non_blocking=True)),

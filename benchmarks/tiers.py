@@ -128,10 +128,10 @@ class ArenaTurns:
         self._store = NodeStore(LAYOUT, self._arena, self._directory, [], pool)
 
     def empty(self) -> None:
-        self._directory.withdraw(self._directory.blocks())
+        self._directory.reject(self._directory.blocks())
 
     def publish(self) -> None:
-        if self._store.publish(self._names, self._pages, None) < len(self._names):
+        if self._store.write_through(self._names, self._pages, None) < len(self._names):
             raise RuntimeError("not all blocks are in the arena")
 
     def fetch(self) -> None:

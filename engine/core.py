@@ -175,10 +175,10 @@ class EngineCore:
                 self._num["cached"] += done.tokens.num_found
                 self._events.append(done)
             else:
-                self._note_published(done.sequence, done.num_held)
+                self._note_hand_off(done.sequence, done.num_held)
         return len(finished)
 
-    def _note_published(self, sequence: Sequence, num_held: int) -> None:
+    def _note_hand_off(self, sequence: Sequence, num_held: int) -> None:
         attempt_id = sequence.request.attempt_id
         if sequence.phase is Phase.HANDING_OFF:
             self._end(sequence)
@@ -264,7 +264,7 @@ class EngineCore:
         rows         count their tokens before any leaves, as drafts and full blocks are known by row
         failures     end their requests before anything of theirs is told or named
         tokens       join their sequences: blocks are named after them
-        blocks       that are full are published before KV is dropped, or an end gives their pages back
+        blocks       that are full are indexed before KV is dropped, or an end gives their pages back
         ends         leave a hand-off's pages to a sibling, and come before requests are closed by hand-offs
         hand-offs    and the others go on
         """
@@ -293,7 +293,7 @@ class EngineCore:
     def _fill(self, starts: dict[Sequence, int], chunks: list[Chunk]) -> None:
         """Publishes the blocks that rows and chunks have filled, and drops KV of sequences at their boundary."""
         starts |= self._advance(chunks)
-        self._cache.publish_filled(starts)
+        self._cache.cache_filled(starts)
         for sequence in starts:
             if sequence.kv.boundary == sequence.num_computed:
                 self._drop(sequence)
@@ -361,7 +361,7 @@ class EngineCore:
             sequence.begin_run(sequence.num_computed)
 
     def _hand_off(self, sequence: Sequence) -> None:
-        """Hands off a sequence after its first token; the first sibling to do so publishes the prompt for all."""
+        """Hands off a sequence after its first token; the first sibling to do so writes the prompt for all."""
         attempt_id = sequence.request.attempt_id
         if attempt_id in self._num_held:
             self._end(sequence)
@@ -381,7 +381,7 @@ class EngineCore:
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
         """Ends the request of a sequence that failed, unless a sibling's failure has ended it."""
         if sequence.phase is not Phase.ENDED:
-            self._cache.withdraw(sequence)
+            self._cache.purge(sequence)
             self._close(sequence.choice.attempt_id)
             self._events.append(Failed(sequence.choice.attempt_id, error))
 

@@ -31,7 +31,7 @@ class EngineRequest:
     asks for them. public: the part of the prompt whose names are no tenant's. dropping: the policy
     by which it drops KV, if any.
 
-    `HandOff`, a subclass, asks for one more token per choice only: the engine then publishes all blocks of the prompt,
+    `HandOff`, a subclass, asks for one more token per choice only: the engine then writes all blocks of the prompt,
     the partly filled last one included, and holds them for the request.
     """
 

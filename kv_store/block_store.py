@@ -1,4 +1,4 @@
-"""The store as an engine sees it below its own pages: it finds, fetches and publishes blocks by name."""
+"""The store as an engine sees it below its own pages: it finds, fetches and writes blocks by name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class StoreStatus:
 
 
 class BlockStore(Protocol):
-    """Blocking; one thread fetches, publishes and withdraws. A tier at fault is a miss and never an error."""
+    """Blocking; one thread fetches, writes and purges. A tier at fault is a miss and never an error."""
 
     def fence(self) -> None:
         """Puts later copies after the work queued so far. For the thread that computes, before each transfer."""
@@ -39,14 +39,14 @@ class BlockStore(Protocol):
         starts: for each name the first of the names that it needs, ascending. sources: as of `fetch`.
         """
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
+    def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         """Copies pages into the host tier where they are missing; with `hold`, keeps them for that request.
 
         Returns how many of the blocks are in the host tier now, of whichever writer.
         """
 
-    def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
-        """Makes blocks unfindable in every tier, and on the nodes of these block ports."""
+    def purge(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
+        """Deletes blocks from every tier, and from the arenas behind these block ports."""
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         """Prolongs the holds of requests; returns the requests that have none, or none any more."""

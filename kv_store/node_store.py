@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeStore:
-    """A BlockStore. `fetch`, `publish` and `withdraw` are for one thread, the rest for any.
+    """A BlockStore. `fetch`, `write_through` and `purge` are for one thread, the rest for any.
 
     directory: the arena's. While it is out of reach everything is a miss; after its restart the new arena is mapped.
     cold: tiers below the arena, nearest first. peer: makes the source of a node's blocks from the address of its port.
@@ -86,12 +86,12 @@ class NodeStore:
     def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
         return self._or_else(slice(0, 0), lambda: self._longest(names, starts, sources))
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
-        return self._or_else(0, lambda: self._publish(names, pages, hold))
+    def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
+        return self._or_else(0, lambda: self._write_through(names, pages, hold))
 
-    def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
+    def purge(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
         keys = [name.key for name in names]
-        self._or_else(0, lambda: self._directory.forget(keys))
+        self._or_else(0, lambda: self._directory.delete(keys))
         for source in self._far.sources(sources):
             source.delete(keys)
 
@@ -138,7 +138,7 @@ class NodeStore:
                 end = place
         return slice(starts[end - 1] if end else 0, end)
 
-    def _publish(self, names: Sequence[BlockName], pages: Sequence[PageId], attempt_id: AttemptId | None) -> int:
+    def _write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], attempt_id: AttemptId | None) -> int:
         self._attach()
         hold = None if attempt_id is None else Hold(attempt_id, HOLD_TTL_S)
         with self._writing():
@@ -211,15 +211,15 @@ class NodeStore:
     def _read_arena(
         self, names: Sequence[BlockName], entries: Sequence[Entry | None]
     ) -> Iterator[tuple[Tier, memoryview]]:
-        """Yields the payloads of leased blocks, up to the first with a wrong checksum, which is withdrawn."""
+        """Yields the payloads of leased blocks, up to the first with a wrong checksum, which it rejects."""
         blocks = [Block(entry.slot, name, entry.checksum) for name, entry in zip(names, entries, strict=False) if entry]
         for block, checksum in zip(blocks, self._checksums(self._payload(one.slot) for one in blocks), strict=True):
             if checksum != block.checksum:
                 self._num_corrupt += 1
                 log.warning(
-                    "slot %d of the arena does not hold what was written there: its block is withdrawn", block.slot
+                    "slot %d of the arena does not hold what was written there: its block is rejected", block.slot
                 )
-                self._directory.withdraw([block])
+                self._directory.reject([block])
                 return
             yield Tier.HOST, self._payload(block.slot)
 

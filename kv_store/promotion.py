@@ -63,7 +63,7 @@ class Promotion:
                 yield block.source.tier, block.payload
 
     def commit(self) -> None:
-        """Makes the blocks that were read findable in the arena, and gives back the other slots."""
+        """Commits the blocks that were read, and gives back the other slots."""
         if self._promoted:
             self._directory.commit(self._writer, [block for _, block in self._promoted], None)
         for tier in COLD_TIERS:  # other nodes may lose theirs

@@ -59,23 +59,23 @@ class Fetch(Transfer):
 
 
 @dataclass(frozen=True, eq=False)
-class Publish(Transfer):
-    """An order to copy pages into the store, under a hold if a request is named."""
+class WriteThrough(Transfer):
+    """An order to copy pages into the store, under the hold of an attempt if there is one."""
 
     hold: AttemptId | None = None
 
     def run(self, store: BlockStore) -> "Done":
-        return Done(self, num_held=store.publish(self.names, self.pages, self.hold))
+        return Done(self, num_resident=store.write_through(self.names, self.pages, self.hold))
 
 
 @dataclass(frozen=True, eq=False)
-class Withdraw(Transfer):
-    """An order to make blocks unfindable in the store. sources: as in `BlockStore.withdraw`."""
+class Purge(Transfer):
+    """An order to delete blocks from every tier. sources: as in `BlockStore.purge`."""
 
     sources: Sequence[str] = ()
 
     def run(self, store: BlockStore) -> "Done":
-        store.withdraw(self.names, self.sources)
+        store.purge(self.names, self.sources)
         return Done(self)
 
 
@@ -84,13 +84,13 @@ class Done:
     """The end of a transfer. With an `error`, a fetch filled no page, and the rest may have done nothing.
 
     tiers: of a fetch; so many blocks are in the first pages. first: the place of the first of them in the names.
-    num_held: blocks of a publish in the host tier.
+    num_resident: blocks of a write that the host tier has.
     """
 
     transfer: Transfer
     tiers: list[Tier] = field(default_factory=list)
     first: int = 0
-    num_held: int = 0
+    num_resident: int = 0
     error: str | None = None
 
 
@@ -111,7 +111,7 @@ class Transfers(Protocol):
 
 
 class NoStore:
-    """The transfers of an engine without a store: they find and publish nothing."""
+    """The transfers of an engine without a store: they find and write nothing."""
 
     def __init__(self) -> None:
         self._done: list[Done] = []

@@ -1,4 +1,4 @@
-"""The pages of an engine's sequences: their allocation, the fetch of known blocks, the publishing of new ones.
+"""The pages of an engine's sequences: their allocation, the fetch of known blocks, the writing of new ones.
 
 No other module of the engine touches the pool's ledger and the transfers. All of it runs on the engine's thread.
 """
@@ -20,7 +20,7 @@ from engine.schedule.batcher import Pages, Phase
 from engine.sequence import Sequence
 from kv_store.device_pool import DevicePool
 from kv_store.ledger import OutOfBlocks
-from kv_store.transfers import Done, Fetch, Publish, Transfer, Transfers, Withdraw
+from kv_store.transfers import Done, Fetch, Purge, Transfer, Transfers, WriteThrough
 from wire.ids import PageId
 from wire.keys import BlockName
 from wire.layout import Window
@@ -28,7 +28,7 @@ from wire.tier import Tier
 
 
 @dataclass(frozen=True)
-class PublishedFor:
+class HandOffStored:
     """The store holds `num_held` blocks of a sequence to hand off."""
 
     sequence: Sequence
@@ -134,27 +134,27 @@ class KVCache:
     def _allocate(self, num_pages: int) -> list[PageId]:
         """Allocates pages to be written. Raises OutOfBlocks without room, or if too many are open."""
         if num_pages > self.pool.num_openable:
-            raise OutOfBlocks(f"{num_pages} open blocks wanted, {self.pool.num_openable} to be had")
+            raise OutOfBlocks(f"{num_pages} open blocks wanted, {self.pool.num_openable} free")
         pages = self._ledger.allocate(num_pages)
         self.pool.open(pages)
         return pages
 
-    def publish_filled(self, sequence_to_start: Mapping[Sequence, int]) -> None:
-        """Publishes the blocks that sequences have filled since they had `start` tokens with KV.
+    def cache_filled(self, sequence_to_start: Mapping[Sequence, int]) -> None:
+        """Indexes the blocks that sequences have filled since they had `start` tokens with KV, and writes them through.
 
-        On the device, and through to the store, all in one transfer. Blocks that are behind the window now are left;
+        One transfer takes the blocks of all sequences to the store. Blocks that are behind the window now are left;
         blocks of a prompt that does not stay whole go to the store after the kept ones.
         """
         filled: list[tuple[BlockName, PageId]] = []
         for sequence, start in sequence_to_start.items():
             blocks = sequence.kv.filled(sequence.tokens, start, sequence.num_computed)
             for name, page in blocks:
-                self._ledger.publish(page, name.key)
+                self._ledger.index(page, name.key)
             self.pool.close([page for _, page in blocks])
             for _, page in blocks if sequence.kv.reserved else ():
                 self._ledger.acquire(page)
             (sequence.kv.delayed if sequence.kv.reserved else filled).extend(blocks)
-        self._publish(filled)
+        self._write_through(filled)
         for sequence in sequence_to_start:
             kv = sequence.kv
             self._free(kv.table.leave_behind(kv.window.behind(sequence.num_computed)))
@@ -162,7 +162,7 @@ class KVCache:
     def keep_tokens(self, sequence: Sequence, chosen: torch.Tensor) -> None:
         """Moves a sequence to its reserved pages, with copies of chosen tokens, as in `gather_tokens`.
 
-        Publishes the pages that have names, on the device, and to the store unless a hand-off will.
+        Indexes the pages that have names, and writes them through unless a hand-off will.
         """
         kv, num_dropped = sequence.kv, sequence.num_computed - chosen.shape[-1]
         table, pages = (torch.tensor(one, device=chosen.device) for one in (kv.table[:], kv.reserved))
@@ -173,49 +173,49 @@ class KVCache:
         kv.reserved = []
         kv.begin(kept)
         for name, page in blocks:
-            self._ledger.publish(page, name.key)
+            self._ledger.index(page, name.key)
         if not isinstance(sequence.request, HandOff):
-            self._publish(blocks)
-            self._publish_delayed(sequence)
+            self._write_through(blocks)
+            self._write_delayed(sequence)
 
     def drop_pages(self, sequence: Sequence, places: Seq[int]) -> None:
         """Gives some full pages of a sequence back."""
         self._free(sequence.kv.table.drop(places, self._layout.block_size))
 
     def hand_off(self, sequence: Sequence) -> None:
-        """Publishes all blocks of a prompt that the next token needs, tail included; PublishedFor tells the end.
+        """Writes all blocks of a prompt that the next token needs, tail included; ends in HandOffStored.
 
-        They are held for the request. The other blocks of a prompt that does not stay whole follow, and are not held.
+        The attempt holds them. The other blocks of a prompt that does not stay whole follow, and are not held.
         """
         kv, num_prompt = sequence.kv, sequence.num_prompt
         names = kv.names(sequence.tokens, num_prompt, kv.table.num_dropped)
         places = kv.window.needed(len(names), num_prompt)
         pages = [kv.table[place : place + 1][0] for place in places]
-        publish = Publish([names[place] for place in places], pages, sequence.request.attempt_id)
-        self._waiting[publish] = sequence, None
-        self._begin(publish)
-        self._publish_delayed(sequence)
+        write = WriteThrough([names[place] for place in places], pages, sequence.request.attempt_id)
+        self._waiting[write] = sequence, None
+        self._begin(write)
+        self._write_delayed(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
         """Takes a sequence's pages away; its computed blocks can be found again, its tail in the store."""
         kv, num_computed = sequence.kv, sequence.num_computed
         if num_computed == sequence.num_known - 1:
             names = kv.names(sequence.tokens, num_computed, kv.table.num_dropped)
-            self._publish([(name, kv.table[place : place + 1][0]) for place, name in enumerate(names) if name.is_tail])
+            self._write_through([(name, kv.table[at : at + 1][0]) for at, name in enumerate(names) if name.is_tail])
         self.free(sequence)
 
-    def withdraw(self, sequence: Sequence) -> None:
-        """Makes the blocks of a sequence unfindable: here, in the store, and on nodes that it may have read from."""
+    def purge(self, sequence: Sequence) -> None:
+        """Deletes the blocks of a sequence: from the index, every tier, and the nodes that it may have read from."""
         kv, num_computed = sequence.kv, sequence.num_computed
         kept = kv.names(sequence.tokens, num_computed, kv.table.num_dropped) if kv.table.num_dropped else []
         names = [*kv.names(sequence.tokens, num_computed), *kept]
         found = (self._ledger.find(name.key) for name in names)
         for page in {*kv.table.held, *(page for page in found if page is not None)}:
-            self._ledger.withdraw(page)
+            self._ledger.unindex(page)
         self._free([page for _, page in kv.delayed])
         kv.delayed = []
         if names:
-            self._begin(Withdraw(names, sources=sequence.request.sources))
+            self._begin(Purge(names, sources=sequence.request.sources))
 
     @contextmanager
     def borrowed_page(self) -> Iterator[PageId | None]:
@@ -226,21 +226,21 @@ class KVCache:
 
     def free(self, sequence: Sequence) -> None:
         """Gives a sequence's pages back; pages with a transfer under way drain first."""
-        self._publish_delayed(sequence)
+        self._write_delayed(sequence)
         self._free(sequence.kv.table.held)
         self._free(sequence.kv.reserved)
         sequence.kv.reserved = []
         sequence.leave()
 
-    def poll(self) -> list[Fetched | PublishedFor]:
+    def poll(self) -> list[Fetched | HandOffStored]:
         """Collects the transfers with a sequence waiting that have ended since the last call."""
-        ended: list[Fetched | PublishedFor] = []
+        ended: list[Fetched | HandOffStored] = []
         for done in self._transfers.poll():
             for page in done.transfer.pages:
                 self._ledger.end_transfer(page)
             sequence, lookup = self._waiting.pop(done.transfer, (None, None))
             if sequence is not None and lookup is None:
-                ended.append(PublishedFor(sequence, done.num_held))
+                ended.append(HandOffStored(sequence, done.num_resident))
             elif sequence is not None and lookup is not None and sequence.phase is Phase.FETCHING:
                 fetched = self._fetched(sequence, lookup, done)
                 ended += [] if fetched is None else [fetched]
@@ -258,7 +258,7 @@ class KVCache:
         for at, page, tier in zip(places, fetch.pages, done.tiers, strict=False):
             found[lookup.missing[at]], tiers[lookup.missing[at]] = page, tier
             if not fetch.names[at].is_tail:
-                self._ledger.publish(page, fetch.names[at].key)
+                self._ledger.index(page, fetch.names[at].key)
         (end, behind), prefix = lookup.usable(), lookup.prefix
         if not sequence.kv.accepts(prefix, end):
             self.free(sequence)
@@ -283,16 +283,16 @@ class KVCache:
             found[tier] += min(num_stored - index * self._layout.block_size, self._layout.block_size)
         return TierTokens(found, sequence.num_prompt - covered)
 
-    def _publish_delayed(self, sequence: Sequence) -> None:
-        """Publishes the delayed blocks of a sequence's prompt, if there are any."""
+    def _write_delayed(self, sequence: Sequence) -> None:
+        """Writes the delayed blocks of a sequence's prompt through."""
         blocks, sequence.kv.delayed = sequence.kv.delayed, []
-        self._publish(blocks)
+        self._write_through(blocks)
         self._free([page for _, page in blocks])
 
-    def _publish(self, blocks: Seq[tuple[BlockName, PageId]]) -> None:
+    def _write_through(self, blocks: Seq[tuple[BlockName, PageId]]) -> None:
         """Copies blocks to the store, where there are any."""
         if blocks:
-            self._begin(Publish([name for name, _ in blocks], [page for _, page in blocks]))
+            self._begin(WriteThrough([name for name, _ in blocks], [page for _, page in blocks]))
 
     def _begin(self, transfer: Transfer) -> None:
         for page in transfer.pages:

@@ -93,8 +93,8 @@ class Watch:
         assert self.mass is not None, "nothing was weighed"
         self.mass = self.mass.gather(-1, chosen)
 
-    def forget(self, pages: Sequence[int]) -> None:
-        """Forgets the mass on pages that are dropped."""
+    def drop(self, pages: Sequence[int]) -> None:
+        """Drops the mass on pages that the sequence loses."""
         assert self.mass is not None, "nothing was weighed"
         kept = torch.ones(self.mass.shape[-1], dtype=torch.bool)
         for page in pages:

@@ -7,7 +7,7 @@
 What a retention answers:
 
     prefix      the tokens whose KV may be looked up, and the pages to reserve beside theirs
-    names       the blocks to look up, publish or withdraw, by the tokens dropped from them
+    names       the blocks to look up, write or purge, by the tokens dropped from them
     window      the blocks that a position reads
     boundary    the number of computed tokens at which KV may be dropped; no chunk crosses it
     choose      what is dropped there, by the attention that `watch` has weighed
@@ -192,7 +192,7 @@ class H2O(Weighed):
         weights = page_mass(mass, block_size)
         num_going = len(weights) - self._dropping.num_blocks(self._request.num_prompt, block_size)
         pages = chooser.pages(weights, num_going, watch.start) if num_going > 0 else []
-        watch.forget(pages)
+        watch.drop(pages)
         return pages
 
 

@@ -6,7 +6,7 @@
 
 All known tokens without KV run at once, as a rule one or two, and bring the first guess. Of a draft whose layers all
 have windows they begin where its windows reach. A sequence's KV is computed here from its tokens alone, and is
-neither found, fetched nor published. Losing it costs its computation.
+neither found, fetched nor written through. Losing it costs its computation.
 """
 
 from collections.abc import Mapping

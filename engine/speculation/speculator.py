@@ -7,7 +7,7 @@
 Every token is drawn from (seed, choice, position), as without speculation, and with the penalties, min_tokens and
 log-probabilities after the accepted tokens before it. So tokens are the same, bit by bit where rows do not depend on
 their batch. A draft stays within the last page of its sequence: it takes no page, and the KV of rejected tokens is
-written over. Only accepted tokens are counted, published, or seen by any other part of the engine.
+written over. Only accepted tokens are counted, written to the store, or seen by any other part of the engine.
 
 Sources: Leviathan et al., "Fast inference from transformers via speculative decoding" (ICML '23); prompt look-up of
 Saxena (2023).

@@ -13,8 +13,8 @@ from kv_store.breaker import Breaker
 from kv_store.frame import CHECKSUM_BYTES, checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.block_server import (
+    DELETE,
     EXISTS,
-    FORGET,
     HERE,
     LEASE_TTL_S,
     MAX_KEYS,
@@ -75,10 +75,10 @@ class BlockReader:
         return found
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Makes blocks unfindable in the node's arena."""
+        """Unindexes blocks in the node's arena."""
         with suppress(_Unanswered):
             for start in range(0, len(keys), MAX_KEYS):
-                with self._asking(FORGET, keys[start : start + MAX_KEYS]) as connection:
+                with self._asking(DELETE, keys[start : start + MAX_KEYS]) as connection:
                     receive(connection, len(HERE))
 
     def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
@@ -174,7 +174,7 @@ class LocalBlocks:
         return self._directory.exists(keys)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        self._directory.forget(keys)
+        self._directory.delete(keys)
 
     def get(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> Generator[bytes, None, None]:
         lease = self._directory.lease(READER, [name.key for name in names], LEASE_TTL_S)

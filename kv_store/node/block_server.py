@@ -5,7 +5,7 @@
     then, as often as wanted:
            ── verb (u8), count (u32), keys ──▶
            EXISTS ◀─ one byte a key
-           FORGET ◀─ one byte
+           DELETE ◀─ one byte
            READ   ◀─ for each key 1, xxh3-128 and payload; 0 for the first that is missing, and the end
 
 With an identity all of it goes over TLS, where both show a certificate of the cluster. A request is also its credit:
@@ -36,7 +36,7 @@ READER = "block-port"
 LEASE_TTL_S = 5.0
 REQUEST = struct.Struct("<BI")
 SIZE = struct.Struct("<Q")
-EXISTS, READ, FORGET = 1, 2, 3
+EXISTS, READ, DELETE = 1, 2, 3
 HERE, MISSING = b"\1", b"\0"
 _ACCEPT_PAUSE_S = 0.1
 _IDLE_TIMEOUT_S = 60.0
@@ -147,14 +147,14 @@ class BlockServer:
         connection.settimeout(_IDLE_TIMEOUT_S)
         verb, count = REQUEST.unpack(receive(connection, REQUEST.size))
         connection.settimeout(self._stall_timeout_s)
-        if verb not in (EXISTS, READ, FORGET) or not 0 < count <= MAX_KEYS:
+        if verb not in (EXISTS, READ, DELETE) or not 0 < count <= MAX_KEYS:
             raise StoreError("no request of a reader")
         data = receive(connection, count * KEY_BYTES)
         keys = [BlockKey(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES)]
         if verb == EXISTS:
             connection.sendall(bytes(self._directory.exists(keys)))
-        elif verb == FORGET:
-            self._directory.forget(keys)
+        elif verb == DELETE:
+            self._directory.delete(keys)
             connection.sendall(HERE)
         else:
             self._send_blocks(connection, keys)

@@ -1,10 +1,10 @@
 """The books of a node's arena: slots and their blocks, and the claims of readers, writers and requests on them.
 
-writing   reserve -> commit    a slot that is not found and not given to another writer
-reading   lease -> release     a found slot that keeps its block until release or the lease's end
+writing   reserve -> commit    a slot that is not indexed and not given to another writer
+reading   lease -> release     an indexed slot that keeps its block until release or the lease's end
 keeping   hold -> release      a slot that is not evicted until release or the hold's end
 
-Two writers of one block get a slot each; the first commit is found, and the other's slot is free again.
+Two writers of one block get a slot each; the first commit is indexed, and the other's slot is free again.
 """
 
 import secrets
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kv_store.eviction_order import EvictionOrder, Worth
+from kv_store.eviction_order import EvictionOrder, Priority
 from kv_store.frame import CHECKSUM_BYTES
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.claims import Holds, Leases, Reservations
@@ -56,9 +56,9 @@ def _exclusive(method: Callable[Concatenate["Directory", P], T]) -> Callable[Con
 
 
 class Directory(DirectoryPort):
-    """Holds no bytes; thread-safe; `clock` is monotonic, in seconds.
+    """The directory of `num_slots` slots, without their bytes; thread-safe. `clock` is monotonic, in seconds.
 
-    order: in which blocks are evicted. high_water, writes: as of `kv_store.node.copies.Copies`.
+    order: of eviction. high_water, writes: as in `kv_store.node.copies.Copies`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Directory(DirectoryPort):
         missing = [name for name in names if self._ledger.find(name.key) is None]
         taken = self._reservations.take(writer, missing)
         for slot in taken:
-            self._copies.end(slot)
+            self._copies.unindex(slot)
         slots = iter(taken)
         self._leases.end(lease_id)
         given = [next(slots, None) if self._ledger.find(name.key) is None else None for name in names]
@@ -115,7 +115,7 @@ class Directory(DirectoryPort):
     def commit(self, writer: str, blocks: Sequence[Block], hold: Hold | None) -> int:
         written = [block for block in blocks if self._reservations.name_of(writer, block.slot) == block.name]
         for block in written:
-            self._publish(block)
+            self._index(block)
         for block in reversed(written):
             self._reservations.end(writer, block.slot)
         resident = self._find(block.name.key for block in blocks)
@@ -147,12 +147,12 @@ class Directory(DirectoryPort):
         return self._leases.end(lease_id)
 
     @_exclusive
-    def withdraw(self, blocks: Sequence[Block]) -> int:
-        return self._withdraw([block.slot for block in blocks if self._is_found(block)])
+    def reject(self, blocks: Sequence[Block]) -> int:
+        return self._unindex([block.slot for block in blocks if self._is_indexed(block)])
 
     @_exclusive
-    def forget(self, keys: Sequence[BlockKey]) -> int:
-        return self._withdraw(self._find(keys))
+    def delete(self, keys: Sequence[BlockKey]) -> int:
+        return self._unindex(self._find(keys))
 
     @_exclusive
     def renew(self, attempt_ids: Sequence[AttemptId], ttl_s: float) -> list[AttemptId]:
@@ -185,11 +185,11 @@ class Directory(DirectoryPort):
         """Bounds the slots of namespaces, by their roots' digests: beyond its share, a namespace's own go first."""
         for digest in shares:
             self._owners.setdefault(digest, len(self._owners) + 1)
-        self._ledger.max_owned = {
+        self._ledger.order.max_owned = {
             self._owners[digest]: int(share * self._info.num_slots) for digest, share in shares.items()
         }
-        for block in self._found():
-            self._ledger.give(block.slot, self._owners.get(block.name.root_digest, 0))
+        for block in self._indexed():
+            self._ledger.order.set_owner(block.slot, self._owners.get(block.name.root_digest, 0))
 
     @_exclusive
     def note_cold(self, cold: ColdStatus) -> None:
@@ -211,13 +211,13 @@ class Directory(DirectoryPort):
 
     @_exclusive
     def blocks(self) -> list[Block]:
-        """Returns the blocks that are found."""
-        return self._found()
+        """Returns the indexed blocks."""
+        return self._indexed()
 
     @_exclusive
     def visit_idle(self, visit: Callable[[list[Block]], None]) -> None:
-        """Shows the found blocks that no process reads or writes; none begins to before `visit` returns."""
-        visit([block for block in self._found() if not self._ledger.num_transfers(block.slot)])
+        """Shows the indexed blocks that no process reads or writes; none begins to before `visit` returns."""
+        visit([block for block in self._indexed() if not self._ledger.num_transfers(block.slot)])
 
     @_exclusive
     def check(self) -> list[str]:
@@ -239,16 +239,16 @@ class Directory(DirectoryPort):
     def _find(self, keys: Iterable[BlockKey]) -> list[SlotId]:
         return [slot for key in keys if (slot := self._ledger.find(key)) is not None]
 
-    def _withdraw(self, slots: Sequence[SlotId]) -> int:
+    def _unindex(self, slots: Sequence[SlotId]) -> int:
         for slot in slots:
-            self._ledger.withdraw(slot)
-            self._copies.end(slot)
+            self._ledger.unindex(slot)
+            self._copies.unindex(slot)
         return len(slots)
 
-    def _found(self) -> list[Block]:
+    def _indexed(self) -> list[Block]:
         return [self._blocks.get(slot) for slot in self._ledger.pages if self._ledger.key_of(slot) is not None]
 
-    def _is_found(self, block: Block) -> bool:
+    def _is_indexed(self, block: Block) -> bool:
         return self._ledger.find(block.name.key) == block.slot and self._blocks.checksum(block.slot) == block.checksum
 
     def _keep(self, hold: Hold | None, slots: list[SlotId]) -> None:
@@ -262,21 +262,21 @@ class Directory(DirectoryPort):
         """Cold tiers that answer, nearest first."""
         return [tier for tier in COLD_TIERS if tier in self._cold and self._cold[tier].state != "broken"]
 
-    def _publish(self, block: Block) -> None:
-        worth = Worth.TAIL if block.name.is_tail else Worth.ONLY_COPY
+    def _index(self, block: Block) -> None:
+        priority = Priority.TAIL if block.name.is_tail else Priority.ONLY_COPY
         owner = self._owners.get(block.name.root_digest, 0)
-        if self._ledger.publish(block.slot, block.name.key, worth, block.name.parent, owner):
+        if self._ledger.index(block.slot, block.name.key, priority, block.name.parent, owner):
             self._blocks.put(block)
             if not block.name.is_tail:
-                self._copies.begin(block.slot)
+                self._copies.index(block.slot)
 
     def _touch(self, slots: Sequence[SlotId]) -> None:
         for slot in reversed(slots):
-            self._ledger.touch(slot)
+            self._ledger.order.touch(slot)
 
 
 class _Blocks:
-    """The blocks in slots, as far as the ledger does not know them, in flat memory.
+    """Digests and checksums of the blocks in slots, in flat memory; the ledger has the rest of their names.
 
     An object each would take several times as much, and every collection of garbage would visit them all.
     """
@@ -292,12 +292,12 @@ class _Blocks:
         self._PROOFS.pack_into(self._proofs, block.slot * self._PROOFS.size, *proofs)
 
     def get(self, slot: SlotId) -> Block:
-        """Returns the block of a slot that is found."""
-        key, parent = self._ledger.key_of(slot), self._ledger.parent_of(slot)
-        assert key is not None, "no block is found there"
-        assert parent is not None, "no block is found there"
+        """Returns the block of an indexed slot."""
+        key, parent = self._ledger.key_of(slot), self._ledger.order.parent_of(slot)
+        assert key is not None, "the slot is not indexed"
+        assert parent is not None, "the slot is not indexed"
         tokens_digest, root_digest, checksum = self._PROOFS.unpack_from(self._proofs, slot * self._PROOFS.size)
-        is_tail = self._ledger.worth_of(slot) is Worth.TAIL
+        is_tail = self._ledger.order.priority_of(slot) is Priority.TAIL
         return Block(slot, BlockName(key, parent, tokens_digest, root_digest, is_tail), checksum)
 
     def checksum(self, slot: SlotId) -> bytes:

@@ -1,4 +1,4 @@
-"""The seam between a process that maps the arena and the books over its slots.
+"""The seam between a process that maps the arena and the arena's directory.
 
 A method declared here is the call itself: its name and its arguments, of the declared types, cross the socket.
 """
@@ -21,7 +21,7 @@ _Method = Callable[Concatenate["DirectoryPort", P], T]
 
 
 class EpochChanged(StoreError):
-    """The directory is not the one that slots were heard from: they mean nothing any more."""
+    """The directory has restarted; slot numbers from before are void."""
 
 
 def _carried(method: _Method[P, T]) -> _Method[P, T]:
@@ -47,11 +47,11 @@ class DirectoryPort:
 
     @_carried
     def info(self) -> DirectoryInfo:
-        """Tells the arena's place and geometry."""
+        """Returns the arena's path and geometry."""
 
     @_carried
     def attach(self) -> DirectoryInfo:
-        """Goes on with the directory of today; its arena is to be mapped before any other call."""
+        """Joins the directory's present epoch. The caller maps its arena before any other call."""
 
     @_carried
     def exists(self, keys: Sequence[BlockKey], /) -> list[bool]:
@@ -61,40 +61,40 @@ class DirectoryPort:
     def reserve(self, writer: ClientName, names: Sequence[BlockName], hold: Hold | None, /) -> Reservation:
         """Reserves slots for the blocks that are missing; with `hold`, holds the present ones.
 
-        A slot is the writer's until its commit or abandon, or the death of its process: it never runs out. A writer
-        works on one batch at a time: a new reservation gives back the uncommitted rest of the one before.
+        A slot is the writer's, without a time limit, until its commit or abandon, or the death of its process. A new
+        reservation of a writer gives back the uncommitted slots of the one before.
         """
 
     @_carried
     def commit(self, writer: ClientName, blocks: Sequence[Block], hold: Hold | None, /) -> int:
-        """Makes written blocks findable and counts the given keys found now. The first writer of a key wins.
+        """Indexes written blocks; counts the given keys that are indexed now. The first writer of a key wins.
 
-        A slot that is not reserved by this writer for this block is passed over.
+        Ignores a slot that this writer has not reserved for this block.
         """
 
     @_carried
     def abandon(self, writer: ClientName, /) -> int:
-        """Gives back and counts a writer's reserved slots. The writer must not write to them any more."""
+        """Gives back and counts a writer's reserved slots, to which it must not write any more."""
 
     @_carried
     def lease(self, reader: ClientName, keys: Sequence[BlockKey], ttl_s: TtlS, /) -> Lease:
-        """Finds blocks and keeps their slots for a time. A read counts only if `release` confirms the lease."""
+        """Finds blocks and leases their slots for `ttl_s`. A read counts only if `release` confirms the lease."""
 
     @_carried
     def release(self, lease_id: int, /) -> bool:
-        """Ends a lease. False if it had run out: bytes read under it may be any."""
+        """Ends a lease. False if it had run out: the bytes read under it may be another block's."""
 
     @_carried
-    def withdraw(self, blocks: Sequence[Block], /) -> int:
-        """Makes corrupt blocks unfindable if slot and checksum are still theirs, and counts them."""
+    def reject(self, blocks: Sequence[Block], /) -> int:
+        """Unindexes corrupt blocks if slot and checksum are still theirs, and counts them."""
 
     @_carried
-    def forget(self, keys: Sequence[BlockKey], /) -> int:
-        """Makes blocks unfindable, whatever their bytes, and counts them."""
+    def delete(self, keys: Sequence[BlockKey], /) -> int:
+        """Unindexes blocks, whatever their bytes, and counts them."""
 
     @_carried
     def renew(self, attempt_ids: Sequence[AttemptId], ttl_s: TtlS, /) -> list[AttemptId]:
-        """Prolongs the holds of requests, and lists the requests that hold no block.
+        """Prolongs the holds of attempts to `ttl_s` seconds from now; returns the attempts that hold no block.
 
         A hold that was taken while holds had a quarter of the arena ends here, once all its blocks are in cold tiers.
         """
@@ -116,12 +116,12 @@ class DirectoryPort:
 
 
 class Greeting:
-    """The first call on a connection. Of one client the directory hears the connection of the highest number only."""
+    """The first call on a connection. The directory serves a client's connection of the highest number only."""
 
     def hello(self, protocol_version: int, client_id: str, connection: int, /) -> DirectoryInfo:
         """Introduces a client."""
 
 
 CALLS = ServiceCodec(DirectoryPort)
-CALLS_OF_ANY_EPOCH = frozenset(("attach", "exists", "forget", "renew", "release_holds", "mark_cold", "status", "check"))
+CALLS_OF_ANY_EPOCH = frozenset(("attach", "exists", "delete", "renew", "release_holds", "mark_cold", "status", "check"))
 GREETING = ServiceCodec(Greeting)

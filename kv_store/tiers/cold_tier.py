@@ -38,7 +38,7 @@ class BlockSource(Protocol):
         """
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forgets blocks, as far as the source can be reached."""
+        """Deletes blocks, as far as the source answers."""
 
     def status(self) -> ColdStatus: ...
 

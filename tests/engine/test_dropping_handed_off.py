@@ -9,7 +9,7 @@ from engine.events import HandedOff
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest, HandOff
 from kv_store.tiers.memory_tier import MemoryTier
-from kv_store.transfers import InlineTransfers, Publish, Transfer
+from kv_store.transfers import InlineTransfers, Transfer, WriteThrough
 from tests.harness.engines import ROOT, Run, drive, make_core, release, request
 from tests.harness.node import Node
 from wire.ids import BlockKey
@@ -81,7 +81,7 @@ def test_what_is_kept_goes_first_and_is_held_the_rest_follows(monkeypatch: pytes
     begin = InlineTransfers.begin
 
     def note(transfers: InlineTransfers, transfer: Transfer) -> None:
-        if isinstance(transfer, Publish):
+        if isinstance(transfer, WriteThrough):
             begun.append((len(transfer.names), transfer.hold is not None))
         begin(transfers, transfer)
 
@@ -93,7 +93,7 @@ def test_what_is_kept_goes_first_and_is_held_the_rest_follows(monkeypatch: pytes
 
 
 def lose(node: Node, lost: Sequence[BlockKey]) -> None:
-    assert node.directory.forget(lost) == len(lost)
+    assert node.directory.delete(lost) == len(lost)
 
 
 @pytest.mark.parametrize("num_emitted", [1, 2, 17, 40])

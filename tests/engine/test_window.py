@@ -62,11 +62,11 @@ def keys(prompt: tuple[int, ...] = PROMPT) -> list[BlockKey]:
 def forget(core: EngineCore, node: Node, places: range, prompt: tuple[int, ...] = PROMPT) -> None:
     """Loses blocks of a prompt, on the device and in the node's arena."""
     lost = [keys(prompt)[place] for place in places]
-    assert node.directory.forget(lost) == len(lost)
+    assert node.directory.delete(lost) == len(lost)
     for key in lost:
         page = core.pool.ledger.find(key)
         assert page is not None
-        core.pool.ledger.withdraw(page)
+        core.pool.ledger.unindex(page)
 
 
 def test_most_needed_is_reached_and_never_passed(model: HashModel, num_needed: int) -> None:
@@ -148,7 +148,7 @@ def test_sinks_come_from_the_store_for_a_window_on_the_device() -> None:
     for key in keys()[:8]:
         page = core.pool.ledger.find(key)
         assert page is not None
-        core.pool.ledger.withdraw(page)
+        core.pool.ledger.unindex(page)
     run = serve(core, PROMPT, GREEDY)
     assert run.outputs[0] == model.oracle(PROMPT, 30)
     assert run.fetched[0].num_found == 12 * 16
@@ -170,7 +170,7 @@ def test_a_window_is_partly_on_the_device_and_partly_in_the_store(model: HashMod
     first, second = make_core(model, node), make_core(model, node)
     serve(first, PROMPT[:176], GREEDY)
     serve(second, PROMPT, GREEDY)
-    node.directory.forget(keys()[Window(model.layout).num_sink_blocks : 10])
+    node.directory.delete(keys()[Window(model.layout).num_sink_blocks : 10])
     run = serve(first, PROMPT, GREEDY)
     assert run.outputs[0] == model.oracle(PROMPT, 30)
     assert run.fetched[0].num_found == 12 * 16

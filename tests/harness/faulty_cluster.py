@@ -134,7 +134,7 @@ class FaultyCluster(LocalCluster):
 
     def empty_arena(self) -> None:
         """Evicts everything."""
-        self.directory.withdraw(self.blocks())
+        self.directory.reject(self.blocks())
 
     async def settle(self) -> None:
         """Returns when all that died is buried, and replaced if that is to be."""

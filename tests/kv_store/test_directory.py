@@ -304,16 +304,16 @@ def test_a_hold_of_nothing_is_none(served: Served) -> None:
 def test_a_corrupt_block_is_found_no_more(served: Served) -> None:
     names = names_of(8)
     good, bad = served.publish(names)
-    assert served.port.withdraw([replace(good, checksum=bytes(16)), bad]) == 1
+    assert served.port.reject([replace(good, checksum=bytes(16)), bad]) == 1
     assert served.found(names) == [True, False]
-    assert served.port.withdraw([bad]) == 0
+    assert served.port.reject([bad]) == 0
     assert served.port.status().counts.free == NUM_SLOTS - 1
 
 
 def test_blocks_are_forgotten_by_their_keys(served: Served) -> None:
     names = names_of(10)
     served.publish(names)
-    assert served.port.forget(keys([names[0], names[2], *names_of(4, first=1000)])) == 2
+    assert served.port.delete(keys([names[0], names[2], *names_of(4, first=1000)])) == 2
     assert served.found(names) == [False, True, False]
     assert served.port.status().counts.free == NUM_SLOTS - 1
 
@@ -322,7 +322,7 @@ def test_a_corrupt_block_that_is_held_and_read_is_free_when_both_end(served: Ser
     names = names_of(4)
     [bad] = served.publish(names, hold())
     lease = served.port.lease("reader", keys(names), 5.0)
-    served.port.withdraw([bad])
+    served.port.reject([bad])
     assert served.port.status().counts.owned == 1
     served.port.release_holds([AttemptId("request")])
     assert served.port.status().counts.draining == 1

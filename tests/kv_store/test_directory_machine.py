@@ -96,7 +96,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, NUM_SLOTS - 1), name=st.sampled_from(NAMES))
     def withdraw(self, slot: int, name: BlockName) -> None:
-        self.directory.withdraw([Block(SlotId(slot), name, name.key[:16])])
+        self.directory.reject([Block(SlotId(slot), name, name.key[:16])])
 
     @rule(step_s=st.sampled_from([0.5, 1.0, 4.0]))
     def wait(self, step_s: float) -> None:

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kv_store.eviction_order import Worth
+from kv_store.eviction_order import Priority
 from kv_store.ledger import Ledger, OutOfBlocks, PageState
 from wire.ids import BlockKey, PageId
 
@@ -14,10 +14,12 @@ def key(number: int) -> BlockKey:
     return BlockKey(number.to_bytes(32, "little"))
 
 
-def cached(ledger: Ledger[PageId], number: int, worth: Worth = Worth.ONLY_COPY, parent: int | None = None) -> PageId:
+def cached(
+    ledger: Ledger[PageId], number: int, priority: Priority = Priority.ONLY_COPY, parent: int | None = None
+) -> PageId:
     """A page that is cached under a key, as the most recently used one."""
     [page] = ledger.allocate(1)
-    assert ledger.publish(page, key(number), worth, None if parent is None else key(parent))
+    assert ledger.index(page, key(number), priority, None if parent is None else key(parent))
     ledger.free(page)
     return page
 
@@ -26,12 +28,12 @@ def test_a_page_goes_through_its_states() -> None:
     ledger = Ledger[PageId](1)
     [page] = ledger.allocate(1)
     assert ledger.state(page) is PageState.OWNED
-    ledger.publish(page, key(1))
+    ledger.index(page, key(1))
     assert ledger.state(page) is PageState.PUBLISHED
     ledger.begin_transfer(page)
     ledger.free(page)
     assert ledger.state(page) is PageState.CACHED
-    ledger.withdraw(page)
+    ledger.unindex(page)
     assert ledger.state(page) is PageState.DRAINING
     ledger.end_transfer(page)
     assert ledger.state(page) is PageState.FREE
@@ -51,19 +53,19 @@ def test_too_much_is_refused_and_changes_nothing() -> None:
 def test_a_key_and_a_page_are_tied_once() -> None:
     ledger = Ledger[PageId](2)
     page, other = ledger.allocate(2)
-    assert ledger.publish(page, key(1))
-    assert ledger.publish(page, key(1))
-    assert not ledger.publish(other, key(1))
+    assert ledger.index(page, key(1))
+    assert ledger.index(page, key(1))
+    assert not ledger.index(other, key(1))
     with pytest.raises(ValueError, match="indexed already"):
-        ledger.publish(page, key(2))
+        ledger.index(page, key(2))
     assert (ledger.find(key(1)), ledger.key_of(page), ledger.find(key(2)), ledger.key_of(other)) == (
         page,
         key(1),
         None,
         None,
     )
-    ledger.withdraw(page)
-    ledger.withdraw(page)
+    ledger.unindex(page)
+    ledger.unindex(page)
     assert (ledger.find(key(1)), ledger.key_of(page)) == (None, None)
     assert ledger.check() == []
 
@@ -82,7 +84,7 @@ def test_the_least_recently_used_goes_first_and_a_prefixs_end_before_its_start()
     ledger = Ledger[PageId](6)
     old, young = ledger.allocate(3), ledger.allocate(3)
     for number, page in enumerate((*old, *young)):
-        ledger.publish(page, key(number))
+        ledger.index(page, key(number))
     for page in (*reversed(old), *reversed(young)):
         ledger.free(page)
     ledger.acquire(old[0])
@@ -93,20 +95,20 @@ def test_the_least_recently_used_goes_first_and_a_prefixs_end_before_its_start()
 def test_what_costs_less_to_lose_goes_first() -> None:
     ledger = Ledger[PageId](5)
     only, copied, tail, later = (
-        cached(ledger, number, worth)
-        for number, worth in enumerate((Worth.ONLY_COPY, Worth.COPIED, Worth.TAIL, Worth.ONLY_COPY))
+        cached(ledger, number, priority)
+        for number, priority in enumerate((Priority.ONLY_COPY, Priority.COPIED, Priority.TAIL, Priority.ONLY_COPY))
     )
     ledger.allocate(1)
-    ledger.revalue(later, Worth.COPIED)
-    assert [ledger.num_cached(worth) for worth in Worth] == [1, 2, 1]
-    assert ledger.oldest(Worth.COPIED, 9) == [copied, later]
+    ledger.set_priority(later, Priority.COPIED)
+    assert [ledger.num_cached(priority) for priority in Priority] == [1, 2, 1]
+    assert ledger.order.oldest(Priority.COPIED, 9) == [copied, later]
     assert [ledger.allocate(1)[0] for _ in range(4)] == [tail, copied, later, only]
 
 
 def test_a_use_without_a_reference_counts() -> None:
     ledger = Ledger[PageId](2)
     one, other = cached(ledger, 1), cached(ledger, 2)
-    ledger.touch(one)
+    ledger.order.touch(one)
     assert [*ledger.allocate(1), *ledger.allocate(1)] == [other, one]
 
 
@@ -120,7 +122,7 @@ def test_a_page_goes_after_its_children_and_counts_their_last_use_as_its_own() -
     other = cached(ledger, 4)
     fork = cached(ledger, 5, parent=1)
     last = cached(ledger, 6)
-    ledger.touch(chain[2])
+    ledger.order.touch(chain[2])
     assert evicted(ledger, 6) == [other, fork, last, *reversed(chain)]
 
 
@@ -129,9 +131,9 @@ def test_a_page_that_is_in_use_lets_its_parent_go_and_counts_again_later() -> No
     parent, other = cached(ledger, 1), cached(ledger, 2)
     child = cached(ledger, 3, parent=1)
     ledger.begin_transfer(child)
-    assert ledger.oldest(Worth.ONLY_COPY, 9) == [other, parent]
+    assert ledger.order.oldest(Priority.ONLY_COPY, 9) == [other, parent]
     ledger.end_transfer(child)
-    assert ledger.oldest(Worth.ONLY_COPY, 9) == [other, child, parent]
+    assert ledger.order.oldest(Priority.ONLY_COPY, 9) == [other, child, parent]
     assert ledger.check() == []
 
 
@@ -139,21 +141,21 @@ def test_a_parent_that_comes_back_goes_after_the_children_that_stayed() -> None:
     ledger = Ledger[PageId](3)
     child, last = cached(ledger, 2, parent=1), cached(ledger, 3)
     parent = cached(ledger, 1)
-    ledger.touch(child)
-    assert ledger.oldest(Worth.ONLY_COPY, 9) == [last, child, parent]
-    ledger.withdraw(parent)
+    ledger.order.touch(child)
+    assert ledger.order.oldest(Priority.ONLY_COPY, 9) == [last, child, parent]
+    ledger.unindex(parent)
     assert cached(ledger, 1) == parent
-    ledger.touch(child)
+    ledger.order.touch(child)
     assert evicted(ledger, 3) == [last, child, parent]
 
 
 def test_a_page_with_a_copy_does_not_wait_for_a_child_without_one() -> None:
     ledger = Ledger[PageId](3)
     parent, child, other = cached(ledger, 1), cached(ledger, 2, parent=1), cached(ledger, 3)
-    ledger.revalue(parent, Worth.COPIED)
-    assert ledger.oldest(Worth.ONLY_COPY, 9) == [child, other]
+    ledger.set_priority(parent, Priority.COPIED)
+    assert ledger.order.oldest(Priority.ONLY_COPY, 9) == [child, other]
     assert ledger.allocate(1) == [parent]
-    ledger.revalue(other, Worth.COPIED)
+    ledger.set_priority(other, Priority.COPIED)
     assert evicted(ledger, 2) == [other, child]
 
 
@@ -169,7 +171,7 @@ def test_a_cached_page_with_a_transfer_is_not_given_out() -> None:
     busy, idle = cached(ledger, 1), cached(ledger, 2)
     ledger.begin_transfer(busy)
     assert ledger.num_allocatable == 1
-    assert ledger.oldest(Worth.ONLY_COPY, 9) == [idle]
+    assert ledger.order.oldest(Priority.ONLY_COPY, 9) == [idle]
     assert ledger.allocate(1) == [idle]
     with pytest.raises(OutOfBlocks):
         ledger.allocate(1)
@@ -189,12 +191,12 @@ def test_a_transfer_keeps_a_freed_page_draining() -> None:
     assert ledger.allocate(1) == [page]
 
 
-def test_a_second_page_under_a_key_stays_unfindable() -> None:
+def test_a_second_page_under_a_key_stays_out_of_the_index() -> None:
     ledger = Ledger[PageId](2)
     first, second = ledger.allocate(2)
-    assert ledger.publish(first, key(1))
-    assert ledger.publish(first, key(1))
-    assert not ledger.publish(second, key(1))
+    assert ledger.index(first, key(1))
+    assert ledger.index(first, key(1))
+    assert not ledger.index(second, key(1))
     assert ledger.find(key(1)) == first
     ledger.free(second)
     assert ledger.state(second) is PageState.FREE
@@ -207,11 +209,11 @@ def test_what_makes_no_sense_is_refused() -> None:
         with pytest.raises(ValueError, match="page 0"):
             wrong(page)
     with pytest.raises(ValueError, match="page 0 is free"):
-        ledger.publish(page, key(1))
+        ledger.index(page, key(1))
     ledger.allocate(1)
-    ledger.publish(page, key(1))
+    ledger.index(page, key(1))
     with pytest.raises(ValueError, match="indexed already"):
-        ledger.publish(page, key(2))
+        ledger.index(page, key(2))
     assert ledger.check() == []
 
 
@@ -251,13 +253,13 @@ class LedgerMachine(RuleBasedStateMachine):
         assert all(self.references[page] == 0 and self.transfers[page] == 0 for page in pages)
         self.references.update(pages)
 
-    @rule(data=st.data(), number=st.integers(0, 5), worth=st.sampled_from(Worth), parent=st.integers(0, 6))
-    def publish(self, data: st.DataObject, number: int, worth: Worth, parent: int) -> None:
+    @rule(data=st.data(), number=st.integers(0, 5), priority=st.sampled_from(Priority), parent=st.integers(0, 6))
+    def index(self, data: st.DataObject, number: int, priority: Priority, parent: int) -> None:
         """A parent of any number: chains, forks, circles, parents that come late or never."""
         page = self.choose(data, PageState.OWNED, PageState.DRAINING)
         if page is not None:
             known = self.ledger.find(key(number))
-            assert self.ledger.publish(page, key(number), worth, key(parent)) == (known is None)
+            assert self.ledger.index(page, key(number), priority, key(parent)) == (known is None)
             assert self.ledger.find(key(number)) == (page if known is None else known)
 
     @rule(data=st.data())
@@ -288,20 +290,20 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.end_transfer(page)
         self.transfers[page] -= 1
 
-    @rule(page=st.integers(0, 5), worth=st.sampled_from(Worth))
-    def touch_and_revalue(self, page: int, worth: Worth) -> None:
-        self.ledger.touch(PageId(page))
-        self.ledger.revalue(PageId(page), worth)
+    @rule(page=st.integers(0, 5), priority=st.sampled_from(Priority))
+    def touch_and_set_priority(self, page: int, priority: Priority) -> None:
+        self.ledger.order.touch(PageId(page))
+        self.ledger.set_priority(PageId(page), priority)
 
-    @rule(worth=st.sampled_from(Worth), num_pages=st.integers(1, 6))
-    def list_oldest(self, worth: Worth, num_pages: int) -> None:
-        pages = self.ledger.oldest(worth, num_pages)
+    @rule(priority=st.sampled_from(Priority), num_pages=st.integers(1, 6))
+    def list_oldest(self, priority: Priority, num_pages: int) -> None:
+        pages = self.ledger.order.oldest(priority, num_pages)
         assert len(set(pages)) == len(pages) <= num_pages
-        assert self.ledger.oldest(worth, num_pages) == pages, "a list of them changes nothing"
+        assert self.ledger.order.oldest(priority, num_pages) == pages, "a list of them changes nothing"
 
     @rule(page=st.integers(0, 5))
-    def withdraw(self, page: int) -> None:
-        self.ledger.withdraw(PageId(page))
+    def unindex(self, page: int) -> None:
+        self.ledger.unindex(PageId(page))
         assert self.ledger.key_of(PageId(page)) is None
 
     def choose(self, data: st.DataObject, *states: PageState) -> PageId | None:

@@ -51,7 +51,7 @@ class Node:
     def publish(self, names: list[BlockName], hold: AttemptId | None = None) -> NodeStore:
         """By a store of its own."""
         store = self.store(filled_pool(names))
-        published = store.publish(names, pages_from(0, len(names)), hold)
+        published = store.write_through(names, pages_from(0, len(names)), hold)
         assert published == len(names)
         return store
 
@@ -69,7 +69,7 @@ class Node:
         filler = names_of(4 * NUM_SLOTS, first=900_000)
         blocks = committed(self.directory.reserve("filler", filler, None).slots, filler)
         self.directory.commit("filler", blocks, None)
-        self.directory.withdraw(blocks)
+        self.directory.reject(blocks)
 
     def write_cold(self) -> None:
         assert self.cold is not None
@@ -142,7 +142,7 @@ def test_a_prefix_ends_at_the_first_hole(node: Node) -> None:
 def test_what_is_there_is_not_written_again(node: Node) -> None:
     names = names_of(16)
     store = node.publish(names[:2])
-    assert store.publish(names, pages_from(0, 4), None) == 4
+    assert store.write_through(names, pages_from(0, 4), None) == 4
     assert node.directory.status().counts.cached == 4
 
 
@@ -178,7 +178,7 @@ def test_each_block_comes_from_the_nearest_tier_that_has_it(node: Node) -> None:
     assert [page_of(pool, page) for page in pages_from(0, 6)] == [payload_of(name) for name in names]
     assert (redis.status().hits, files.status().hits) == (3, 2)
     assert store.fetch(names, pages_from(0, 6)) == [Tier.HOST] * 6
-    store.withdraw(names)
+    store.purge(names)
     assert not any(redis.exists([name.key for name in names]) + files.exists([name.key for name in names]))
 
 
@@ -228,7 +228,7 @@ def test_without_room_publishing_does_what_it_can(node: Node) -> None:
     node.publish(names_of(4 * (NUM_SLOTS - 2), first=1000), REQUEST)
     names = names_of(16)
     store = node.store(filled_pool(names))
-    assert store.publish(names, pages_from(0, 4), AttemptId("other")) == 2
+    assert store.write_through(names, pages_from(0, 4), AttemptId("other")) == 2
     assert node.fetch(names) == [Tier.HOST] * 2
 
 
@@ -246,7 +246,7 @@ def test_a_hold_keeps_a_prompt_until_released(node: Node) -> None:
     assert node.directory.status().num_holds == 1
     store.release_holds([REQUEST])
     assert node.directory.status().num_holds == 0
-    assert store.publish(names, pages_from(0, 5), REQUEST) == 5
+    assert store.write_through(names, pages_from(0, 5), REQUEST) == 5
     assert node.directory.status().num_holds == 1
     node.clock.now += HOLD_TTL_S
     assert node.directory.status().num_holds == 0
@@ -332,7 +332,7 @@ def test_a_device_that_fails_publishes_nothing(node: Node) -> None:
     names = names_of(8)
     store = node.store(BrokenPool(LAYOUT, 4, torch.device("cpu")))
     with pytest.raises(RuntimeError, match="lost"):
-        store.publish(names, pages_from(0, 2), None)
+        store.write_through(names, pages_from(0, 2), None)
     assert node.fetch(names) == []
     assert node.directory.status().counts.draining == 0
 
@@ -342,7 +342,7 @@ def test_withdrawn_blocks_are_found_nowhere(node: Node) -> None:
     store = node.publish(names)
     node.write_cold()
     assert node.fetch(names) == [Tier.HOST] * 5
-    store.withdraw(names)
+    store.purge(names)
     assert node.fetch(names) == []
     node.evict_all()
     assert node.fetch(names) == []
@@ -356,7 +356,7 @@ def test_blocks_are_withdrawn_from_the_nodes_that_may_have_them(node: Node) -> N
         peers = {"there": LocalBlocks(port, arena, LAYOUT.payload_bytes)}
         store = NodeStore(LAYOUT, own, Directory(NUM_SLOTS), [], filled_pool([]), peer=peers.__getitem__)
         assert store.fetch(names, pages_from(0, 5), ["there"]) == [Tier.PEERS] * 5
-        store.withdraw(names[1:], ["there"])
+        store.purge(names[1:], ["there"])
         assert store.fetch(names, pages_from(0, 5), ["there"]) == [Tier.HOST]
     assert node.directory.exists([name.key for name in names]) == [True] + [False] * 4
 
@@ -403,13 +403,13 @@ def test_when_the_directory_is_gone_all_is_a_miss_and_after_its_restart_nothing_
     with closing(DirectoryClient(service.socket, timeout_s=10.0)) as client:
         names = names_of(8)
         store = NodeStore(LAYOUT, Arena.open(client.info().arena_path), client, [], filled_pool(names))
-        assert store.publish(names, pages_from(0, 2), REQUEST) == 2
+        assert store.write_through(names, pages_from(0, 2), REQUEST) == 2
         service.stop()
         assert store.fetch(names, pages_from(8, 2)) == []
         assert store.check() == ["the directory is out of reach"]
         service.start()
         assert store.fetch(names, pages_from(8, 2)) == []
-        assert store.publish(names, pages_from(0, 2), REQUEST) == 2
+        assert store.write_through(names, pages_from(0, 2), REQUEST) == 2
         assert store.fetch(names, pages_from(8, 2)) == [Tier.HOST] * 2
         assert store.check() == []
         assert bytes(service.arena.slot(SlotId(0))[:8]) == payload_of(names[0])[:8]
@@ -425,7 +425,7 @@ def test_all_at_once_and_nothing_of_it_raises(tmp_path: Path) -> None:
         )
         names = names_of(8)
         assert store.fetch(names, pages_from(0, 2)) == []
-        assert store.publish(names, pages_from(0, 2), REQUEST) == 0
+        assert store.write_through(names, pages_from(0, 2), REQUEST) == 0
         store.renew([REQUEST])
         store.release_holds([REQUEST])
         assert store.status().directory is None

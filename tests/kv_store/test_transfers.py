@@ -10,10 +10,10 @@ from kv_store.transfers import (
     Fetch,
     InlineTransfers,
     NoStore,
-    Publish,
+    Purge,
     ThreadTransfers,
     Transfers,
-    Withdraw,
+    WriteThrough,
 )
 from tests.kv_store.names import names_of
 from tests.kv_store.pools import pages_from
@@ -24,7 +24,7 @@ from wire.tier import Tier
 NAMES, PAGES = names_of(8), pages_from(0, 2)
 REQUEST = AttemptId("request")
 WAIT_S = 20.0
-FETCH, PUBLISH, WITHDRAW = Fetch(NAMES, PAGES), Publish(NAMES, PAGES, REQUEST), Withdraw(NAMES)
+FETCH, WRITE, PURGE = Fetch(NAMES, PAGES), WriteThrough(NAMES, PAGES, REQUEST), Purge(NAMES)
 
 
 class FakeStore:
@@ -47,12 +47,12 @@ class FakeStore:
     def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
         return slice(starts[-1], len(names))
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
-        self._work("publish", names, pages, hold)
+    def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
+        self._work("write_through", names, pages, hold)
         return len(names)
 
-    def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
-        self._work("withdraw", names)
+    def purge(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None:
+        self._work("purge", names)
 
     def _work(self, *asked: object) -> None:
         assert self.gate.wait(WAIT_S)
@@ -109,7 +109,7 @@ def threaded(store: FakeStore, waker: Waker) -> Iterator[ThreadTransfers]:
 
 
 def begin_all(transfers: Transfers) -> None:
-    for transfer in (FETCH, PUBLISH, WITHDRAW):
+    for transfer in (FETCH, WRITE, PURGE):
         transfers.begin(transfer)
 
 
@@ -123,9 +123,9 @@ def until(condition: Callable[[], bool]) -> None:
 def test_inline_is_done_when_started(store: FakeStore) -> None:
     transfers: Transfers = InlineTransfers(store)
     begin_all(transfers)
-    assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST), ("withdraw", NAMES)]
+    assert store.asked == [("fetch", NAMES, PAGES), ("write_through", NAMES, PAGES, REQUEST), ("purge", NAMES)]
     assert (len(store.fenced_by), transfers.pending) == (3, 3)
-    assert transfers.poll() == [Done(FETCH, [Tier.HOST] * 2), Done(PUBLISH, num_held=2), Done(WITHDRAW)]
+    assert transfers.poll() == [Done(FETCH, [Tier.HOST] * 2), Done(WRITE, num_resident=2), Done(PURGE)]
     assert (transfers.poll(), transfers.pending) == ([], 0)
 
 
@@ -133,14 +133,14 @@ def test_without_a_store_nothing_is_found_or_published() -> None:
     transfers: Transfers = NoStore()
     begin_all(transfers)
     assert transfers.pending == 3
-    assert transfers.poll() == [Done(FETCH), Done(PUBLISH), Done(WITHDRAW)]
+    assert transfers.poll() == [Done(FETCH), Done(WRITE), Done(PURGE)]
     assert (transfers.poll(), transfers.pending) == ([], 0)
 
 
 def test_a_thread_does_it_in_order_and_wakes(store: FakeStore, waker: Waker, threaded: ThreadTransfers) -> None:
     begin_all(threaded)
-    assert waker.poll(threaded, 3) == [Done(FETCH, [Tier.HOST] * 2), Done(PUBLISH, num_held=2), Done(WITHDRAW)]
-    assert store.asked == [("fetch", NAMES, PAGES), ("publish", NAMES, PAGES, REQUEST), ("withdraw", NAMES)]
+    assert waker.poll(threaded, 3) == [Done(FETCH, [Tier.HOST] * 2), Done(WRITE, num_resident=2), Done(PURGE)]
+    assert store.asked == [("fetch", NAMES, PAGES), ("write_through", NAMES, PAGES, REQUEST), ("purge", NAMES)]
     assert threaded.pending == 0
 
 
@@ -156,7 +156,7 @@ def test_the_engines_thread_fences_and_never_waits(store: FakeStore, threaded: T
 def test_an_error_is_an_answer_and_not_the_end(store: FakeStore, threaded: ThreadTransfers, waker: Waker) -> None:
     store.error = RuntimeError("the device is lost")
     begin_all(threaded)
-    for done, transfer in zip(waker.poll(threaded, 3), (FETCH, PUBLISH, WITHDRAW), strict=True):
+    for done, transfer in zip(waker.poll(threaded, 3), (FETCH, WRITE, PURGE), strict=True):
         assert done.error is not None
         assert "the device is lost" in done.error
         assert done == Done(transfer, error=done.error)
@@ -168,9 +168,9 @@ def test_an_error_is_an_answer_and_not_the_end(store: FakeStore, threaded: Threa
 def test_too_many_are_refused_and_answered(store: FakeStore, threaded: ThreadTransfers, waker: Waker) -> None:
     store.gate.clear()
     taken = [Fetch(NAMES, PAGES) for _ in range(3)]
-    for transfer in (*taken, FETCH, PUBLISH):
+    for transfer in (*taken, FETCH, WRITE):
         threaded.begin(transfer)
-    assert threaded.poll() == [Done(FETCH, error="too many transfers"), Done(PUBLISH, error="too many transfers")]
+    assert threaded.poll() == [Done(FETCH, error="too many transfers"), Done(WRITE, error="too many transfers")]
     assert threaded.pending == 3
     store.gate.set()
     assert [done.transfer for done in waker.poll(threaded, 3)] == taken
@@ -194,7 +194,7 @@ def test_closing_starts_nothing_more(store: FakeStore, waker: Waker) -> None:
 def test_a_transfer_is_a_plain_call_of_any_thread(store: FakeStore, waker: Waker) -> None:
     transfers = ThreadTransfers(store, waker.wake)
     transfers.begin(FETCH)
-    transfers.begin(WITHDRAW)
+    transfers.begin(PURGE)
     assert transfers.run_one()
     assert (transfers.poll(), transfers.pending) == ([Done(FETCH, [Tier.HOST] * 2)], 1)
     transfers.close()

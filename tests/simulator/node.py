@@ -96,7 +96,7 @@ class Node:
 
     def evict(self) -> None:
         """Loses all blocks, held ones too."""
-        self.directory.withdraw(self.directory.blocks())
+        self.directory.reject(self.directory.blocks())
         self._held.clear()
 
     def map(self, path: str) -> Arena:
@@ -148,7 +148,7 @@ class Node:
             case "commit", _:
                 watch.end(("writer", arguments[0]), {block.slot for block in arguments[1]})
                 self._check_commit(arguments[1])
-            case "withdraw", _:
+            case "reject", _:
                 for keys, _ in self._held.values():
                     keys.difference_update(block.name.key for block in arguments[0])
             case "renew", ended:

@@ -30,10 +30,10 @@ class SlowStore:
     def longest(self, names: Sequence[BlockName], starts: Sequence[int], sources: Sequence[str] = ()) -> slice:
         return slice(0, 0)
 
-    def publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
+    def write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: AttemptId | None) -> int:
         return 0
 
-    def withdraw(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None: ...
+    def purge(self, names: Sequence[BlockName], sources: Sequence[str] = ()) -> None: ...
 
     def renew(self, attempt_ids: Sequence[AttemptId]) -> list[AttemptId]:
         return []

@@ -176,7 +176,7 @@ DAMAGE: dict[str, Callable[[NodeConfig], None]] = {
 
 
 def publish(store: NodeStore, names: list[BlockName]) -> int:
-    return store.publish(names, pages_from(0, len(names)), None)
+    return store.write_through(names, pages_from(0, len(names)), None)
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
