@@ -11,11 +11,12 @@ arena's slots alike.
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Generic, cast
 
-from kv_store.eviction_order import EvictionOrder, Page, Priority
+from kv_store.eviction.order import EvictionOrder, Page, Priority
+from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
 from wire.errors import StoreError
 from wire.ids import BlockKey
 from wire.tier import BlockCounts
@@ -42,7 +43,12 @@ class Ledger(Generic[Page]):
     the order ignores parents; of pages without one, callers free the last page of a sequence first.
     """
 
-    def __init__(self, num_pages: int, order: type[EvictionOrder[Page]] = EvictionOrder) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        order: type[EvictionOrder[Page]] = EvictionOrder,
+        policy: Callable[[int], EvictionPolicy] = LeastRecentlyUsed,
+    ) -> None:
         self.num_pages = num_pages
         self.pages = cast(Sequence[Page], range(num_pages))
         self.num_evicted = 0
@@ -53,7 +59,7 @@ class Ledger(Generic[Page]):
         self._num = Counter({PageState.FREE: num_pages})
         self._free = [*reversed(self.pages)]
         self._num_cached = Counter[Priority]()
-        self.order = order(self._key_to_page, self._keys)
+        self.order = order(self._key_to_page, self._keys, policy(num_pages))
 
     @property
     def num_allocatable(self) -> int:

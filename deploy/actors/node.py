@@ -11,7 +11,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from deploy.plan.cluster_plan import NodeConfig
-from kv_store.eviction_order import EvictionOrder, StartFirst
+from kv_store.eviction.hit_density import HitDensity
+from kv_store.eviction.order import EvictionOrder, StartFirst
+from kv_store.eviction.policy import LeastRecentlyUsed
 from kv_store.node.arena import Arena
 from kv_store.node.block_server import BlockServer
 from kv_store.node.cold_writer import ColdWriter
@@ -129,6 +131,7 @@ def _make(config: NodeConfig) -> tuple[ExitStack, Directory, str]:
             arena_path=config.arena_path,
             block_bytes=layout.block_bytes,
             order=EvictionOrder if layout.window is None else StartFirst,
+            policy=HitDensity if layout.window is None else LeastRecentlyUsed,
             writes=writes,
         )
         directory.set_shares(_by_digest(config.shares))

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
-from kv_store.eviction_order import Priority
+from kv_store.eviction.order import Priority
 from kv_store.ledger import Ledger
 from wire.ids import SlotId
 from wire.tier import COLD_TIERS, Tier, Write

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kv_store.eviction_order import EvictionOrder, Priority
+from kv_store.eviction.order import EvictionOrder, Priority
+from kv_store.eviction.policy import EvictionPolicy, LeastRecentlyUsed
 from kv_store.frame import CHECKSUM_BYTES
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.claims import Holds, Leases, Reservations
@@ -58,7 +59,7 @@ def _exclusive(method: Callable[Concatenate["Directory", P], T]) -> Callable[Con
 class Directory(DirectoryPort):
     """The directory of `num_slots` slots, without their bytes; thread-safe. `clock` is monotonic, in seconds.
 
-    order: of eviction. high_water, writes: as in `kv_store.node.copies.Copies`.
+    order, policy: of eviction. high_water, writes: as in `kv_store.node.copies.Copies`.
     """
 
     def __init__(
@@ -69,11 +70,12 @@ class Directory(DirectoryPort):
         arena_path: str = "",
         block_bytes: int = 0,
         order: type[EvictionOrder[SlotId]] = EvictionOrder,
+        policy: Callable[[int], EvictionPolicy] = LeastRecentlyUsed,
         high_water: float = 0.75,
         writes: Mapping[Tier, Write] | None = None,
     ) -> None:
         self._info = DirectoryInfo(secrets.token_hex(8), arena_path, num_slots, block_bytes)
-        self._ledger = Ledger(num_slots, order)
+        self._ledger = Ledger(num_slots, order, policy)
         self._leases = Leases(self._ledger, clock)
         self._holds = Holds(self._ledger, clock)
         self._reservations = Reservations(self._ledger)

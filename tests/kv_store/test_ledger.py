@@ -5,7 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kv_store.eviction_order import Priority
+from kv_store.eviction.hit_density import HitDensity
+from kv_store.eviction.order import Priority
+from kv_store.eviction.policy import LeastRecentlyUsed
 from kv_store.ledger import Ledger, OutOfBlocks, PageState
 from wire.ids import BlockKey, PageId
 
@@ -232,9 +234,11 @@ def test_wrong_books_are_found(name: str, value: object) -> None:
 class LedgerMachine(RuleBasedStateMachine):
     """Against a model that keeps, for each page, what was done to it and not undone."""
 
+    policy: type[LeastRecentlyUsed] = LeastRecentlyUsed
+
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger[PageId](6)
+        self.ledger = Ledger[PageId](6, policy=self.policy)
         self.references = Counter[PageId]()
         self.transfers = Counter[PageId]()
 
@@ -320,5 +324,11 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.ledger.num_transfers(page) == self.transfers[page]
 
 
+class HitDensityMachine(LedgerMachine):
+    policy = HitDensity
+
+
 TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHitDensityMachine = HitDensityMachine.TestCase
+TestHitDensityMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

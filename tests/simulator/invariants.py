@@ -12,7 +12,7 @@ import torch
 from engine.model.batch import Batch
 from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
-from kv_store.eviction_order import Page
+from kv_store.eviction.order import Page
 from kv_store.frame import checksum_of
 from kv_store.ledger import Ledger
 from wire.directory import Block

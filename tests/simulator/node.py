@@ -6,7 +6,9 @@ from collections.abc import Sequence, Set
 from math import inf
 from typing import Any, Protocol
 
-from kv_store.eviction_order import EvictionOrder, StartFirst
+from kv_store.eviction.hit_density import HitDensity
+from kv_store.eviction.order import EvictionOrder, StartFirst
+from kv_store.eviction.policy import LeastRecentlyUsed
 from kv_store.node.arena import Arena
 from kv_store.node.codec import LENGTH, Refused, ServiceCodec
 from kv_store.node.cold_writer import ColdWriter
@@ -87,6 +89,7 @@ class Node:
             arena_path=self.path,
             block_bytes=block_bytes,
             order=EvictionOrder if self._layout.window is None else StartFirst,
+            policy=HitDensity if self._layout.window is None else LeastRecentlyUsed,
         )
         self.arena = self.map(self.path)
         self.writer = ColdWriter(self._layout, self.arena, self.directory, self._cold)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from kv_store import node_store
-from kv_store.eviction_order import Page
+from kv_store.eviction.order import Page
 from kv_store.frame import FrameSeal, checksum_of
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.copies import Copies

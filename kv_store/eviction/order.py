@@ -1,19 +1,20 @@
-"""The order in which cached pages are evicted: children before parents, and else the least recently used first.
+"""The order in which cached pages are evicted: children before parents, and else as an `EvictionPolicy` says.
 
 An owner is a number, 0 for none; a page beyond its owner's bound is evicted before others. Owners share no chain.
 
 A page is counted at its parent as long as both may be evicted, so no call follows a chain of parents: a page whose last
-child is evicted takes over that child's last use, and stands in the order from then on.
+child is evicted takes over that child's position, and stands in the order from then on.
 """
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from heapq import heappop, heappush, heapreplace
 from typing import Generic, TypeVar, cast
 
+from kv_store.eviction.policy import EvictionPolicy
 from wire.ids import BlockKey
 
 Page = TypeVar("Page", bound=int)
@@ -29,25 +30,26 @@ class Priority(IntEnum):
 
 
 class EvictionOrder(Generic[Page]):
-    """Priority, parent, owner and last use of each indexed page, and the order of eviction of idle cached ones.
+    """Priority, parent and owner of each indexed page, and the order of eviction of idle cached ones.
 
     Each call costs a logarithm of the number of pages, amortised. key_to_page, keys: the index of the ledger, read
     here and changed there. max_owned: for each owner with a bound, the indexed pages that it keeps; beyond it, its
     cached ones are evicted before any other.
     """
 
-    def __init__(self, key_to_page: Mapping[bytes, Page], keys: Sequence[BlockKey | None]) -> None:
+    def __init__(
+        self, key_to_page: Mapping[bytes, Page], keys: Sequence[BlockKey | None], policy: EvictionPolicy
+    ) -> None:
         pages = cast(Sequence[Page], range(len(keys)))
         self.max_owned: Mapping[int, int] = {}
         self._key_to_page = key_to_page
         self._keys = keys
-        self._num_uses = 0
-        self._last_use = array("Q", bytes(8 * len(keys)))
+        self._policy = policy
         self._owners = array("I", bytes(4 * len(keys)))
         self._num_owned = Counter[int]()
         self._parents: list[bytes | None] = [None] * len(keys)
         self._priorities = [Priority.ONLY_COPY] * len(keys)
-        self._ranks = [_Rank(pages, self._last_use, self._owners) for _ in Priority]
+        self._ranks = [_Rank(pages, policy, self._owners) for _ in Priority]
 
     def __len__(self) -> int:
         return sum([rank.num_pages for rank in self._ranks])
@@ -63,8 +65,10 @@ class EvictionOrder(Generic[Page]):
 
     def touch(self, page: Page) -> None:
         """Counts a use of a page, cached or not, and once it is evicted of its parent."""
-        self._num_uses += 1
-        self._last_use[page] = self._num_uses
+        before = self._policy.queues[page]
+        self._policy.touch(page)
+        if self._policy.queues[page] != before:
+            self._ranks[self._priorities[page]].requeue(page)
 
     def index(self, page: Page, key: BlockKey, priority: Priority, parent: bytes | None, owner: int) -> None:
         """Notes a page that is indexed from now on, also as the parent of the pages that name its key."""
@@ -73,6 +77,7 @@ class EvictionOrder(Generic[Page]):
         self._priorities[page] = priority
         self._owners[page] = owner
         self._num_owned[owner] += 1
+        self._policy.index(page, key)
         for rank in self._ranks:
             rank.num_children[page] = rank.orphans.pop(key, 0)
 
@@ -80,6 +85,7 @@ class EvictionOrder(Generic[Page]):
         """Notes that a page, no longer idle and cached, is not indexed any more."""
         self._num_owned[self._owners[page]] -= 1
         self._parents[page] = None
+        self._policy.unindex(page, key)
         for rank in self._ranks:
             if rank.num_children[page]:
                 rank.count_child(None, key, rank.num_children[page])
@@ -89,7 +95,7 @@ class EvictionOrder(Generic[Page]):
         """Adds a page that may be evicted from now on."""
         rank, parent = self._ranks[self._priorities[page]], self._evicted_after(page)
         if parent is not None:
-            rank.count_child(self._with_use_of(page, parent), parent, 1)
+            rank.count_child(self._with_position_of(page, parent), parent, 1)
         rank.add(page)
 
     def remove(self, page: Page) -> None:
@@ -97,7 +103,7 @@ class EvictionOrder(Generic[Page]):
         rank, parent = self._ranks[self._priorities[page]], self._evicted_after(page)
         rank.remove(page)
         if parent is not None:
-            rank.count_child(self._with_use_of(page, parent), parent, -1)
+            rank.count_child(self._with_position_of(page, parent), parent, -1)
 
     def set_priority(self, page: Page, priority: Priority) -> None:
         with self._out_of_order(page):
@@ -150,11 +156,11 @@ class EvictionOrder(Generic[Page]):
         """Returns the key of the block that is evicted after a page, as soon as it may be."""
         return self._parents[page]
 
-    def _with_use_of(self, page: Page, parent: bytes) -> Page | None:
-        """Gives a page's last use to its parent; returns the parent, None if it is not indexed."""
+    def _with_position_of(self, page: Page, parent: bytes) -> Page | None:
+        """Gives a page's position to its parent; returns the parent, None if it is not indexed."""
         above = self._key_to_page.get(parent)
-        if above is not None and self._last_use[above] < self._last_use[page]:
-            self._last_use[above] = self._last_use[page]
+        if above is not None:
+            self._policy.inherit(above, page)
         return above
 
 
@@ -169,21 +175,22 @@ class _Rank(Generic[Page]):
     """The pages of one priority.
 
     num_children: for each page, its children in this rank. orphans: the same by key, for parents that are not indexed.
-    The queue of its owner has every page without children, and may have others; an entry is a last use times the
-    number of all pages, plus the page. An entry that is out of date is put right when it comes first. queued_for: for
-    each page, the owner in whose queue its entry is, plus 1; 0 without one.
+    Each owner has the queues of the policy; a queue's number is the owner's times the number of queues, plus its own.
+    A page's queue has every page without children, and may have others; an entry is a position times the number of
+    all pages, plus the page. A stale entry is put right when it comes first. queued_in: for each page, the queue that
+    has its entry, plus 1; 0 without one.
     """
 
-    def __init__(self, pages: Sequence[Page], last_use: "array[int]", owners: "array[int]") -> None:
+    def __init__(self, pages: Sequence[Page], policy: EvictionPolicy, owners: "array[int]") -> None:
         self.pages = pages
         self.num_pages = 0
-        self.has = bytearray(len(last_use))
-        self.num_children = array("I", bytes(4 * len(last_use)))
+        self.has = bytearray(len(pages))
+        self.num_children = array("I", bytes(4 * len(pages)))
         self.orphans = Counter[bytes]()
-        self._last_use = last_use
+        self._policy = policy
         self._owners = owners
         self._queues: dict[int, list[int]] = {}
-        self._queued_for = array("I", bytes(4 * len(last_use)))
+        self._queued_in = array("Q", bytes(8 * len(pages)))
 
     def add(self, page: Page) -> None:
         self.has[page] = 1
@@ -205,27 +212,41 @@ class _Rank(Generic[Page]):
         if self.has[parent] and not self.num_children[parent]:
             self._enqueue(parent)
 
+    def requeue(self, page: Page) -> None:
+        """Puts a page into the queue that its policy has moved it to."""
+        if self.has[page] and not self.num_children[page]:
+            self._enqueue(page)
+
     def first_of(self, owner: int) -> Page | None:
-        queue = self._queues.get(owner, [])
+        return self._first(range(owner * self._policy.num_queues, (owner + 1) * self._policy.num_queues))
+
+    def first(self) -> Page | None:
+        if (page := self._first(self._queues)) is not None:
+            return page
+        return self.pages[self.has.find(1)] if self.num_pages else None  # keys in a circle: all have children
+
+    def _first(self, queues: Collection[int]) -> Page | None:
+        heads = [page for queue in queues if (page := self._head(queue)) is not None]
+        return self.pages[self._policy.choose(heads)] if heads else None
+
+    def _head(self, number: int) -> Page | None:
+        queue = self._queues.get(number, [])
         while queue:
-            used, number = divmod(queue[0], len(self.has))
-            page = self.pages[number]
-            if self._queued_for[page] != owner + 1:
+            position, index = divmod(queue[0], len(self.has))
+            page = self.pages[index]
+            if self._queued_in[page] != number + 1:
                 heappop(queue)
             elif not self.has[page] or self.num_children[page]:
-                self._queued_for[page] = 0
+                self._queued_in[page] = 0
                 heappop(queue)
-            elif used != self._last_use[page]:
+            elif self._queue_of(page) != number:
+                heappop(queue)
+                self._enqueue(page)
+            elif position != self._policy.positions[page]:
                 heapreplace(queue, self._entry(page))
             else:
                 return page
         return None
-
-    def first(self) -> Page | None:
-        firsts = [page for owner in self._queues if (page := self.first_of(owner)) is not None]
-        if firsts:
-            return min(firsts, key=self._last_use.__getitem__)
-        return self.pages[self.has.find(1)] if self.num_pages else None  # keys in a circle: all have children
 
     def check(self, keys: Sequence[BlockKey | None], parents: Sequence[bytes | None]) -> Iterable[str]:
         pages = [page for page in self.pages if self.has[page]]
@@ -233,18 +254,21 @@ class _Rank(Generic[Page]):
         known = {key: num for key, num in zip(keys, self.num_children, strict=True) if num and key is not None}
         if children != self.orphans + Counter(known) or sum(self.num_children) != sum(known.values()):
             yield "pages have other children than are counted"
-        if not all(self.num_children[page] or self._queued_for[page] == self._owners[page] + 1 for page in pages):
-            yield "a page that may be evicted is not in the queue of its owner"
-        queued = [(entry % len(self.has), owner + 1) for owner, queue in self._queues.items() for entry in queue]
-        noted = [(page, queued_for) for page, queued_for in enumerate(self._queued_for) if queued_for]
-        if sorted({one for one in queued if self._queued_for[one[0]] == one[1]}) != noted:
+        if not all(self.num_children[page] or self._queued_in[page] for page in pages):
+            yield "a page that may be evicted is in no queue"
+        queued = [(entry % len(self.has), number + 1) for number, queue in self._queues.items() for entry in queue]
+        noted = [(page, queued_in) for page, queued_in in enumerate(self._queued_in) if queued_in]
+        if sorted({one for one in queued if self._queued_in[one[0]] == one[1]}) != noted:
             yield "the queues differ from what is noted of them"
 
     def _enqueue(self, page: Page) -> None:
-        owner = self._owners[page]
-        if self._queued_for[page] != owner + 1:
-            self._queued_for[page] = owner + 1
-            heappush(self._queues.setdefault(owner, []), self._entry(page))
+        number = self._queue_of(page)
+        if self._queued_in[page] != number + 1:
+            self._queued_in[page] = number + 1
+            heappush(self._queues.setdefault(number, []), self._entry(page))
+
+    def _queue_of(self, page: Page) -> int:
+        return self._owners[page] * self._policy.num_queues + self._policy.queues[page]
 
     def _entry(self, page: Page) -> int:
-        return self._last_use[page] * len(self.has) + page
+        return self._policy.positions[page] * len(self.has) + page

@@ -1,0 +1,1 @@
+"""Which cached pages a pool evicts first."""
