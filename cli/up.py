@@ -35,7 +35,7 @@ def _port_or_off(text: str) -> int | str:
 _MODEL = "checkpoint folder, or OWNER/NAME of one on the Hugging Face hub (default: the demo model)"
 _SERVED = "what clients call it; several names are names of one model (default: the folder's name)"
 _DTYPE = "what it computes in (default: auto, which is the checkpoint's own)"
-_WEIGHTS = "auto, in that dtype, or on a CPU int8: half the memory, faster, a little less exact (default: auto)"
+_WEIGHTS = "auto, in that dtype; on a CPU also int8 or int4: half of it or less, faster, less exact (default: auto)"
 _KV = "what KV is kept in: auto, as it computes, or less exact in int8 or fp8, half of it, or int4 (default: auto)"
 _POLICY = "what of its KV a sequence keeps: full, or sinks=4+1020, its first and latest tokens (default: full)"
 _SPECULATE = "ngram: guess next tokens by what followed the same ones before; no token changes (default: off)"

@@ -1,10 +1,13 @@
 """The kernels of a device, as one object that the model is given: Torch everywhere, Triton on a GPU, C++ on a CPU."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from kernels.quantized import Quantized
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Dtypes of quantized pages with a code in each item; int4 has two in a uint8."""
@@ -14,14 +17,13 @@ LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 class Weight:
     """A matrix [columns, depth] in the layout of one backend; no other can read `data`.
 
-    dtype: of the rows that it multiplies. scales: of weights with fewer bits.
+    dtype: of the rows that it multiplies; data has it too, or is uint8: codes with their scales.
     """
 
     data: Tensor
     columns: int
     depth: int
     dtype: torch.dtype
-    scales: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,10 @@ class Backend(Protocol):
 
     def pack(self, weight: Tensor) -> Weight:
         """Copies a matrix [columns, depth] into the backend's own layout."""
+        ...
+
+    def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
+        """Copies matrices of one depth, one behind the other, with the products of `dequantize` in a dtype."""
         ...
 
     def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:

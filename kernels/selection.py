@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from kernels.backend import Backend
-from kernels.cpu.backend import CpuBackend, Int8Backend
+from kernels.cpu.backend import CpuBackend, RoundingBackend
 from kernels.cpu.library import NoKernels, best_isa
 from kernels.torch_backend import TorchBackend
 
@@ -18,8 +18,8 @@ def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
     """Selects Triton on a CUDA device, and on a CPU the kernels of that name: auto, avx512, avx2, portable or torch.
 
     `auto` takes the best that the machine has; without a compiler it takes torch, with a warning. All but torch serve
-    with int8 weights, too, as auto-int8 and so on. The first use on a machine compiles them, which takes seconds.
-    Raises NoKernels for named ones that cannot be had, ImportError on a CUDA device without Triton.
+    with int8 and int4 weights, too, as auto-int8 and so on. The first use on a machine compiles them, which takes
+    seconds. Raises NoKernels for named ones that cannot be had, ImportError on a CUDA device without Triton.
     """
     isa, _, weights = kernels.partition("-")
     if weights and (device.type == "cuda" or isa == "torch"):
@@ -32,7 +32,8 @@ def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
     if kernels == "torch":
         return TorchBackend()
     try:
-        return (Int8Backend if weights else CpuBackend)(best_isa() if isa == "auto" else isa)
+        isa = best_isa() if isa == "auto" else isa
+        return RoundingBackend(isa, weights) if weights else CpuBackend(isa)
     except NoKernels as error:
         if kernels != "auto":
             raise

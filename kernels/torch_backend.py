@@ -1,11 +1,14 @@
 """The operations of a decoder in plain torch: the oracle of the others, and what serves where they cannot be had."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import reference
 from kernels.backend import Angles, AttentionVariant, Heads, KVPages, Recorder, Tables, Weight
+from kernels.quantized import Quantized
 
 TILE_ROWS = 16
 """A product of so many rows at a time on a CPU: torch's own gives a row other bits among 2 and among 8."""
@@ -23,6 +26,9 @@ class TorchBackend:
     def pack(self, weight: Tensor) -> Weight:
         columns, depth = weight.shape
         return Weight(weight, columns, depth, weight.dtype)
+
+    def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
+        return self.pack(torch.cat([part.dequantize().to(dtype) for part in parts]))
 
     def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
         return _given(F.embedding(token_ids, table.data), out)

@@ -26,7 +26,7 @@ from worker.config import MAX_DRAFT_LEN, MIN_SILENCE_S, PROPOSERS, BatchSettings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_KERNELS = ("auto", "avx512", "avx2", "portable", "torch")
-WEIGHTS = ("auto", "int8")
+WEIGHTS = ("auto", "int8", "int4")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DEFAULT_HTTP_PORT = 8000
 MAX_WORKERS = 64

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Angles, AttentionVariant, Batch, Heads, Int4, KVPages, Tables, Weight
+from kernels.cpu import packed
 from kernels.cpu.library import load_library, source_version
+from kernels.quantized import Quantized, round_to_int4, round_to_int8
 
 
 class ROWS(ctypes.c_int64):
@@ -32,17 +34,16 @@ Addressed = Tensor | ctypes.Structure
 Argument = Addressed | int | float | None
 
 DTYPE_TO_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+WEIGHTS_TO_ROUND = {"int8": round_to_int8, "int4": round_to_int4}
 KEPT_TO_CODE = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 """Else 0: pages of the compute dtype. As in dtypes.h."""
-PANEL, GROUP = 32, 64
-"""As in products.h and linear.cpp."""
 UNBOUNDED = 2**31 - 1
 """The window of attention to all tokens."""
 POINTER, SIZE, CODE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 KERNELS: dict[str, list[type]] = {
-    "unpack_rows": [CODE, POINTER, POINTER, POINTER, ROWS, SIZE, POINTER],
-    "linear": [CODE, *[POINTER] * 6, ROWS, SIZE, SIZE],
-    "linear_to_float": [CODE, *[POINTER] * 4, ROWS, SIZE, SIZE],
+    **{f"{layout}unpack_rows": [CODE, POINTER, POINTER, ROWS, SIZE, POINTER] for layout in ("", "packed_")},
+    **{f"{layout}linear": [CODE, *[POINTER] * 5, ROWS, SIZE, SIZE] for layout in ("", "packed_")},
+    **{f"{layout}linear_to_float": [CODE, *[POINTER] * 3, ROWS, SIZE, SIZE] for layout in ("", "packed_")},
     "rms_norm": [CODE, POINTER, POINTER, REAL, ROWS, SIZE, POINTER],
     "gate": [CODE, POINTER, ROWS, SIZE, POINTER],
     "rotate_and_write": [
@@ -59,7 +60,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "baton_set_num_threads": (None, [CODE]),
     "baton_packed_size": (SIZE, [CODE, SIZE, SIZE]),
     "baton_pack": (None, [CODE, POINTER, SIZE, SIZE, POINTER]),
-    "baton_pack_int8": (None, [CODE, POINTER, SIZE, SIZE, POINTER, POINTER]),
+    **packed.SIGNATURES,
     "baton_replay": (None, [POINTER, SIZE]),
     "baton_attention_bytes": (SIZE, []),
 }
@@ -123,10 +124,18 @@ class CpuBackend:
         self._library.baton_pack(code, weight.data_ptr(), columns, depth, packed.data_ptr())
         return Weight(packed, columns, depth, weight.dtype)
 
+    def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
+        """Keeps codes as they are where the kernels widen them exactly; else packs the widened matrix."""
+        parts = [packed.in_groups(part) for part in parts]
+        if not all(packed.is_packable(part, dtype) for part in parts):
+            return CpuBackend.pack(self, torch.cat([part.dequantize().to(dtype) for part in parts]))
+        columns = sum(part.columns for part in parts)
+        return Weight(packed.pack(self._library, parts), columns, parts[0].depth, dtype)
+
     def embed(self, token_ids: Tensor, table: Weight, out: Tensor | None = None) -> Tensor:
         out = torch.empty(len(token_ids), table.depth, dtype=table.dtype) if out is None else out
         self._call(
-            "unpack_rows", DTYPE_TO_CODE[out.dtype], table.data, table.scales, token_ids,
+            _kernel("unpack_rows", table), DTYPE_TO_CODE[out.dtype], table.data, token_ids,
             len(token_ids), table.depth, out,
         )  # fmt: skip
         return out
@@ -146,7 +155,7 @@ class CpuBackend:
     ) -> Tensor:
         out = states.new_empty(len(states), weight.columns) if out is None else out
         self._call(
-            "linear", DTYPE_TO_CODE[states.dtype], states, weight.data, weight.scales, bias, residual, out,
+            _kernel("linear", weight), DTYPE_TO_CODE[states.dtype], states, weight.data, bias, residual, out,
             len(states), weight.columns, weight.depth,
         )  # fmt: skip
         return out
@@ -154,7 +163,7 @@ class CpuBackend:
     def logits(self, states: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
         out = states.new_empty(len(states), weight.columns, dtype=torch.float32) if out is None else out
         self._call(
-            "linear_to_float", DTYPE_TO_CODE[states.dtype], states, weight.data, weight.scales, out,
+            _kernel("linear_to_float", weight), DTYPE_TO_CODE[states.dtype], states, weight.data, out,
             len(states), weight.columns, weight.depth,
         )  # fmt: skip
         return out
@@ -204,24 +213,16 @@ class CpuBackend:
         self._kernels[kernel](*[_address(one) if isinstance(one, Addressed) else one for one in arguments])
 
 
-class Int8Backend(CpuBackend):
-    """The same kernels with weights of eight bits: half the bytes to read, and rounded weights.
+class RoundingBackend(CpuBackend):
+    """The same kernels, with plain weights rounded to fewer bits when they are packed: int8 or int4."""
 
-    Each 64 weights of a column share a scale, so that the largest is 127; products are taken in the compute dtype.
-    """
-
-    def __init__(self, isa: str) -> None:
+    def __init__(self, isa: str, weights: str) -> None:
         super().__init__(isa)
-        self.name, self.version = f"{self.name}-int8", f"{self.version}-int8"
+        self._round = WEIGHTS_TO_ROUND[weights]
+        self.name, self.version = f"{self.name}-{weights}", f"{self.version}-{weights}"
 
     def pack(self, weight: Tensor) -> Weight:
-        weight = weight.contiguous()
-        code, (columns, depth) = DTYPE_TO_CODE[weight.dtype], weight.shape
-        packed = weight.new_empty(self._library.baton_packed_size(code, columns, depth), dtype=torch.int8)
-        num_scales = -(-columns // PANEL) * PANEL * -(-depth // GROUP)
-        scales = torch.empty(num_scales)
-        self._library.baton_pack_int8(code, weight.data_ptr(), columns, depth, packed.data_ptr(), scales.data_ptr())
-        return Weight(packed, columns, depth, weight.dtype, scales)
+        return self.pack_codes([self._round(weight)], weight.dtype)
 
 
 class Recorder(CpuBackend):
@@ -330,13 +331,17 @@ def _threads_of_torch() -> int:
 
 def _next_weights(calls: Sequence[tuple[str, tuple[Argument, ...]]]) -> list[Tensor]:
     """Finds for each call the weight of the first product after it, which for the last ones is the first of all."""
-    products = {at: arguments[2] for at, (kernel, arguments) in enumerate(calls) if kernel.startswith("linear")}
+    products = {at: arguments[2] for at, (kernel, arguments) in enumerate(calls) if "linear" in kernel}
     found, upcoming = [], products[min(products)]
     for at in reversed(range(len(calls))):
         assert isinstance(upcoming, Tensor)
         found.append(upcoming)
         upcoming = products.get(at, upcoming)
     return found[::-1]
+
+
+def _kernel(name: str, weight: Weight) -> str:
+    return f"packed_{name}" if weight.data.dtype is torch.uint8 else name
 
 
 def _word(argument: Argument) -> int:

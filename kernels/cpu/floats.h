@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -130,6 +131,18 @@ inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Floats round(Floats a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline Floats scale_by_power(Floats a, Floats n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 
+
+struct Ints {
+    __m512i v;
+};
+
+inline Ints load_ints(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline Ints shifted(Ints a, int left) { return {left < 0 ? _mm512_srli_epi32(a.v, -left) : left ? _mm512_slli_epi32(a.v, left) : a.v}; }
+inline Ints operator&(Ints a, int mask) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(mask))}; }
+inline Ints operator|(Ints a, Ints b) { return {_mm512_or_si512(a.v, b.v)}; }
+inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline Floats exponents(Floats a) { return {_mm512_castsi512_ps((Ints{_mm512_castps_si512(a.v)} & 0x7f800000).v)}; }
+
 #elif defined(__AVX2__)
 
 struct Floats {
@@ -189,6 +202,23 @@ inline __m256 scale_by_power(__m256 a, __m256 n) {
 }
 inline Floats scale_by_power(Floats a, Floats n) { return {scale_by_power(a.lo, n.lo), scale_by_power(a.hi, n.hi)}; }
 
+struct Ints {
+    __m256i lo, hi;
+};
+
+inline Ints load_ints(const void* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)}; }
+inline __m256i shifted(__m256i a, int left) { return left < 0 ? _mm256_srli_epi32(a, -left) : left ? _mm256_slli_epi32(a, left) : a; }
+inline Ints shifted(Ints a, int left) { return {shifted(a.lo, left), shifted(a.hi, left)}; }
+inline Ints operator&(Ints a, int mask) {
+    return {_mm256_and_si256(a.lo, _mm256_set1_epi32(mask)), _mm256_and_si256(a.hi, _mm256_set1_epi32(mask))};
+}
+inline Ints operator|(Ints a, Ints b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+inline Floats to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+inline Floats exponents(Floats a) {
+    const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000));
+    return {_mm256_and_ps(a.lo, mask), _mm256_and_ps(a.hi, mask)};
+}
+
 #else
 
 struct Floats {
@@ -236,6 +266,38 @@ inline Floats scale_by_power(Floats a, Floats n) {
     return each([&](int i) { return a.v[i] * bits_to_float(uint32_t(int(n.v[i]) + 127) << 23); });
 }
 
+struct Ints {
+    uint32_t v[LANES];
+};
+
+template <class Function>
+inline Ints each_int(Function function) {
+    Ints out;
+    for (int i = 0; i < LANES; ++i) out.v[i] = function(i);
+    return out;
+}
+
+inline Ints load_ints(const void* p) {
+    Ints out;
+    std::memcpy(out.v, p, sizeof out.v);
+    return out;
+}
+inline Ints shifted(Ints a, int left) {
+    return each_int([&](int i) { return left < 0 ? a.v[i] >> -left : a.v[i] << left; });
+}
+inline Ints operator&(Ints a, int mask) {
+    return each_int([&](int i) { return a.v[i] & uint32_t(mask); });
+}
+inline Ints operator|(Ints a, Ints b) {
+    return each_int([&](int i) { return a.v[i] | b.v[i]; });
+}
+inline Floats to_floats(Ints a) {
+    return each([&](int i) { return float(int32_t(a.v[i])); });
+}
+inline Floats exponents(Floats a) {
+    return each([&](int i) { return bits_to_float(float_to_bits(a.v[i]) & 0x7f800000); });
+}
+
 #endif
 
 // The first `count` of 16 values, and zeros.
@@ -261,6 +323,27 @@ inline Floats rounded(Floats value) {
     T narrow[LANES];
     store(narrow, value);
     return load(narrow);
+}
+
+// As T holds values that are 0 or normal and less than 2^110; a zero loses its sign. For bf16, 1.5 * 2^16 times a value's power of
+// two is added and taken away: the last bit of such a sum stands where bf16 has its last, and is rounded to even.
+template <class T>
+inline Floats nearest(Floats value) {
+    if constexpr (std::is_same_v<T, float>) return value;
+#if defined(__AVX2__)
+    if constexpr (std::is_same_v<T, bf16>) {
+        const Floats powers = exponents(value), sum = fma(powers, splat(0x1.8p16f), value);
+        return fma(powers, splat(-0x1.8p16f), sum);
+    }
+#if defined(__AVX512F__)
+    return {_mm512_cvtph_ps(_mm512_cvtps_ph(value.v, _MM_FROUND_TO_NEAREST_INT))};
+#else
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT;
+    return {_mm256_cvtph_ps(_mm256_cvtps_ph(value.lo, mode)), _mm256_cvtph_ps(_mm256_cvtps_ph(value.hi, mode))};
+#endif
+#else
+    return rounded<T>(value);
+#endif
 }
 
 // Sums and maxima of all lanes, always over the same tree: lane i with lane i + 8, then + 4, + 2, + 1.

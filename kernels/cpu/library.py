@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SOURCE = Path(__file__).parent
-UNITS = ("attention.cpp", "linear.cpp", "program.cpp", "rows.cpp", "threads.cpp")
+UNITS = ("attention.cpp", "linear.cpp", "packed.cpp", "program.cpp", "rows.cpp", "threads.cpp")
 COMPILERS = ("g++", "clang++", "c++")
 COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-pthread")
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", "fma", "f16c")

@@ -41,15 +41,6 @@ struct Attention {
     }
 };
 
-// The dtype in which scores and values are multiplied: bf16 where the machine does, else float32.
-#if defined(__AVX512BF16__)
-template <class T>
-using Factor = std::conditional_t<std::is_same_v<T, bf16>, bf16, float>;
-#else
-template <class T>
-using Factor = float;
-#endif
-
 // Two rows of `count` values become pairs, 32 columns at a time, zeros behind the last: as `in_order` takes them.
 inline void interleave(const bf16* first, const bf16* second, int64_t count, bf16* out, int64_t panel_stride) {
     for (int64_t begin = 0; begin < count; begin += PANEL, out += panel_stride) {

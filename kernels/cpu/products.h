@@ -2,7 +2,6 @@
 //
 // Columns lie in panels of 32: panel[step][column][depth of a step], so that a panel is read from its start to its end.
 // A step is one multiplication on each of the 32 columns; its depth is 2 where bf16 is multiplied in pairs, else 1.
-// Weights of eight bits lie so that a step has its columns at the first depth, then at the second: [depth of a step][column].
 // Every output is summed over the whole depth in one order, whatever rows stand beside it: a row alone, in a batch and in
 // a chunk of a prompt gets the same bits.
 #pragma once
@@ -22,9 +21,12 @@ struct Product {  // float32, and float16, which is widened on its way
     struct Weights {
         Floats of[2];
     };
-    template <class W>
-    static Weights weights(const W* step) {
+    static Weights weights(const T* step) {
         return {load(step), load(step + LANES)};
+    }
+    static void keep(const Weights& weights, float* step) {
+        store(step, weights.of[0]);
+        store(step + LANES, weights.of[1]);
     }
     static Floats row(const float* p) { return splat(*p); }
     static Floats add(Floats sum, Floats row, const Weights& weights, int half) { return fma(row, weights.of[half], sum); }
@@ -41,10 +43,9 @@ struct Product<bf16> {
     static Weights weights(const bf16* step) {
         return {(__m512bh)_mm512_loadu_si512(step), (__m512bh)_mm512_loadu_si512(step + 2 * LANES)};
     }
-    static Weights weights(const int8_t* step) { return {pairs(load(step), load(step + PANEL)), pairs(load(step + LANES), load(step + PANEL + LANES))}; }
-    static __m512bh pairs(Floats first, Floats second) {  // of small integers, which lose nothing
-        const __m512i upper = _mm512_and_si512(_mm512_castps_si512(second.v), _mm512_set1_epi32(int(0xffff0000)));
-        return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(first.v), 16), upper);
+    static void keep(const Weights& weights, bf16* step) {
+        _mm512_storeu_si512(step, (__m512i)weights.of[0]);
+        _mm512_storeu_si512(step + 2 * LANES, (__m512i)weights.of[1]);
     }
     static __m512bh row(const bf16* p) {
         int pair;
@@ -66,9 +67,6 @@ struct Product<bf16> {
         for (int half = 0; half < 2; ++half) split(step + half * 2 * LANES, out.first[half], out.second[half]);
         return out;
     }
-    static Weights weights(const int8_t* step) {
-        return {{load(step), load(step + LANES)}, {load(step + PANEL), load(step + PANEL + LANES)}};
-    }
     static Pair row(const bf16* p) { return {splat(to_float(p[0])), splat(to_float(p[1]))}; }
     static Floats add(Floats sum, const Pair& row, const Weights& weights, int half) {
         return fma(row.second, weights.second[half], fma(row.first, weights.first[half], sum));
@@ -86,6 +84,15 @@ struct Product<bf16> {
     }
 #endif
 };
+
+// The dtype in which scores, values and packed weights are multiplied: bf16 where the machine does, else float32.
+#if defined(__AVX512BF16__)
+template <class T>
+using Factor = std::conditional_t<std::is_same_v<T, bf16>, bf16, float>;
+#else
+template <class T>
+using Factor = float;
+#endif
 
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS = 12;  // 24 sums, 2 weights and a row, of 32 registers
@@ -135,8 +142,9 @@ inline void transpose(const uint32_t* const* rows, int64_t count, uint32_t* out,
         for (int word = 0; word < words; ++word) _mm512_storeu_si512(out + word * stride, a[word]);
     }
 #else
+    const int64_t num_rows = std::min<int64_t>(LANES, stride);  // the lanes behind belong to the next word
     for (int64_t word = 0; word < count; ++word)
-        for (int row = 0; row < LANES; ++row) out[word * stride + row] = rows[row][word];
+        for (int64_t row = 0; row < num_rows; ++row) out[word * stride + row] = rows[row][word];
 #endif
 }
 
@@ -150,15 +158,15 @@ constexpr int side_by_side(int rows) { return MAX_ROWS < 12 ? 1 : rows <= 2 ? 4 
 
 // Adds to sums[row][2 * panel + half] the product of `ROWS` rows with `PANELS` panels, over all steps. Row r of a step is at
 // rows + r * row_stride + step * step_stride.
-template <class T, int ROWS, int PANELS, class W>
+template <class T, int ROWS, int PANELS>
 inline __attribute__((always_inline)) void multiply(
-    const typename Product<T>::Row* rows, int64_t row_stride, int64_t step_stride, const W* panels, int64_t panel_stride,
+    const typename Product<T>::Row* rows, int64_t row_stride, int64_t step_stride, const T* panels, int64_t panel_stride,
     int64_t num_steps, Floats (&sums)[ROWS][2 * PANELS]) {
     using P = Product<T>;
     for (int64_t step = 0; step < num_steps; ++step) {
 #pragma GCC unroll 4
         for (int panel = 0; panel < PANELS; ++panel) {
-            const W* here = panels + panel * panel_stride + step * PANEL * P::DEPTH;
+            const T* here = panels + panel * panel_stride + step * PANEL * P::DEPTH;
             const typename P::Weights weights = P::weights(here);
 #pragma GCC unroll 12
             for (int row = 0; row < ROWS; ++row) {

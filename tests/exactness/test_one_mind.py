@@ -43,9 +43,9 @@ MODELS = [
     ("torch", "bfloat16", "auto"),
     (best_isa(), "float16", "auto"),
     *[(isa, dtype, "auto") for isa in ISAS[1:] for dtype in ("bfloat16", "float16")],
-    (f"{best_isa()}-int8", "bfloat16", "auto"),
+    *[(f"{best_isa()}-{weights}", "bfloat16", "auto") for weights in ("int8", "int4")],
 ]
-"""Kernels, with int8 for weights of that; compute dtype and KV dtype. ISAS has AVX2 and the portable code."""
+"""Kernels, with int8 or int4 for weights of that; compute dtype and KV dtype. ISAS has AVX2 and the portable code."""
 COMBINED = [(one, *how) for one in ARCHITECTURES for how in MODELS if one[1] == "full" or how[2] != "int4"]
 """KV in int4 has no sinks."""
 SERVED = [(*one, *how) for one, *how in (COMBINED if RUNS_ALL else [COMBINED[place] for place in covering(COMBINED)])]

@@ -49,13 +49,13 @@ def test_a_gpu_is_served_by_triton(name: str) -> None:
 
 @needs_kernels
 def test_versions_tell_backends_apart() -> None:
-    of_cpu = [select_backend(torch.device("cpu"), f"auto{weights}").version for weights in ("", "-int8")]
-    assert len({TorchBackend.version, TritonBackend.version, *of_cpu}) == 4
+    of_cpu = [select_backend(torch.device("cpu"), f"auto{weights}").version for weights in ("", "-int8", "-int4")]
+    assert len({TorchBackend.version, TritonBackend.version, *of_cpu}) == 5
 
 
-@pytest.mark.parametrize(("device", "kernels"), [("cpu", "torch-int8"), ("cuda", "auto-int8")])
-def test_int8_weights_are_refused_where_no_kernel_takes_them(device: str, kernels: str) -> None:
-    with pytest.raises(NoKernels, match="int8 weights need"):
+@pytest.mark.parametrize(("device", "kernels"), [("cpu", "torch-int8"), ("cuda", "auto-int4")])
+def test_rounded_weights_are_refused_where_no_kernel_takes_them(device: str, kernels: str) -> None:
+    with pytest.raises(NoKernels, match=r"int[48] weights need"):
         select_backend(torch.device(device), kernels)
 
 

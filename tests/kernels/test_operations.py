@@ -29,7 +29,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return make_backend(str(request.param))
 
 
-@pytest.fixture(params=[*NAMES, *(f"{isa}-int8" for isa in ISAS)])
+@pytest.fixture(params=[*NAMES, *(f"{isa}-{weights}" for isa in ISAS for weights in ("int8", "int4"))])
 def any_backend(request: pytest.FixtureRequest) -> Backend:
     return make_backend(str(request.param))
 

@@ -1,0 +1,253 @@
+// Linear layers of packed weights: each is widened once, in registers for few rows and else into a tile, and then multiplied and
+// summed as a plain weight is, so that the bits are those of the widened matrix.
+
+#include "linear.h"
+#include "packed.h"
+
+namespace {
+
+// Rows that weights in registers serve. Each count is code of its own, for each format: so none where it is not for speed.
+#if defined(__AVX2__)
+template <class R>
+constexpr int FEW = std::is_same_v<R, f16> ? 0 : 2;
+#else
+template <class R>
+constexpr int FEW = 0;
+#endif
+constexpr int64_t BLOCK_ROWS = 576;               // rows whose sums are kept beside a tile: a multiple of MAX_ROWS
+
+// Calls function.template operator()<R, CODES>() for a format, R being to what weights are rounded.
+template <class T, class Function>
+void for_format(const Format& format, const Function& function) {
+    const auto with = [&]<class R>() {
+        switch (format.codes) {
+            case Codes::U4: return function.template operator()<R, Codes::U4>();
+            case Codes::U5: return function.template operator()<R, Codes::U5>();
+            case Codes::U6: return function.template operator()<R, Codes::U6>();
+            case Codes::S8: return function.template operator()<R, Codes::S8>();
+            case Codes::E4M3: return function.template operator()<R, Codes::E4M3>();
+        }
+    };
+    if constexpr (std::is_same_v<T, float>)
+        switch (format.source_dtype) {
+            case 1: return with.template operator()<bf16>();
+            case 2: return with.template operator()<f16>();
+        }
+    with.template operator()<T>();
+}
+
+// sums[row][column] of a panel for a few rows, straight from its codes.
+template <class F, class R, Codes CODES, int ROWS>
+__attribute__((noinline)) void add_few(Packed matrix, const Panel& panel, const F* rows, int64_t row_stride, int64_t depth, float* sums) {
+    using P = Product<F>;
+    Floats of[ROWS][2];
+    for (auto& of_row : of) of_row[0] = of_row[1] = splat(0);
+    Groups groups(matrix, panel);
+    const int group = panel.format.group;
+    GroupScales scales;
+    for (int64_t k = 0; k < depth; k += group) {
+        const char* codes = groups.next(scales);
+        widen<F, R, CODES>(codes, group, scales, [&](int step, const typename P::Weights& weights) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+            for (int row = 0; row < ROWS; ++row) {
+                const auto value = P::row(rows + row * row_stride + k + step * P::DEPTH);
+                of[row][0] = P::add(of[row][0], value, weights, 0);
+                of[row][1] = P::add(of[row][1], value, weights, 1);
+            }
+        });
+    }
+    for (int row = 0; row < ROWS; ++row)
+        for (int half = 0; half < 2; ++half) store(sums + row * PANEL + half * LANES, of[row][half]);
+}
+
+// The next CHUNK of a panel's depth, or what is left of it, as `multiply` takes it; returns its steps.
+template <class F, class R, Codes CODES>
+__attribute__((noinline)) int64_t widen_chunk(Groups& groups, int64_t depth, F* tile) {
+    constexpr int D = Product<F>::DEPTH;
+    GroupScales scales;
+    int64_t k = 0;
+    for (const int group = groups.format().group; k < std::min<int64_t>(CHUNK, depth); k += group) {
+        const char* codes = groups.next(scales);
+        widen<F, R, CODES>(codes, group, scales, [&](int step, const typename Product<F>::Weights& weights) __attribute__((always_inline)) {
+            Product<F>::keep(weights, tile + (k + step * D) * PANEL);
+        });
+    }
+    return k / D;
+}
+
+// Adds to kept[row][column] the products of rows with a chunk.
+template <class F, int ROWS>
+__attribute__((noinline)) void add_chunk(const F* rows, int64_t row_stride, int64_t step_stride, const F* tile, int64_t num_steps, float* kept) {
+    Floats sums[ROWS][2];
+    for (int row = 0; row < ROWS; ++row)
+        for (int half = 0; half < 2; ++half) sums[row][half] = load(kept + row * PANEL + half * LANES);
+    multiply<F, ROWS, 1>(rows, row_stride, step_stride, tile, 0, num_steps, sums);
+    for (int row = 0; row < ROWS; ++row)
+        for (int half = 0; half < 2; ++half) store(kept + row * PANEL + half * LANES, sums[row][half]);
+}
+
+// out [rows, columns] = input [rows, depth] . weight^T, + bias [columns], + residual [rows, columns], as `Linear` in linear.cpp.
+template <class T, class Out>
+struct PackedLinear {
+    using F = Factor<T>;
+    RowTiles<T, F> rows;
+    Packed matrix;
+    const T* bias;
+    const T* residual;
+    Out* out;
+    int64_t num_rows, columns, depth;
+
+    void run() const {
+        parallel(matrix.num_panels(), [&](int64_t index) {
+            const Panel& panel = matrix.panels()[index];
+            for_format<T>(panel.format, [&]<class R, Codes CODES>() {
+                if (num_rows <= FEW<R>)
+                    few<R, CODES>(panel);
+                else
+                    for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS) many<R, CODES>(panel, row, std::min(num_rows, row + BLOCK_ROWS));
+            });
+        });
+    }
+
+    template <class R, Codes CODES>
+    void few(const Panel& panel) const {
+        float sums[MAX_ROWS * PANEL];
+        for_rows<FEW<R>>(int(num_rows), [&]<int ROWS>() { add_few<F, R, CODES, ROWS>(matrix, panel, rows.tile(0), rows.row_stride(), depth, sums); });
+        for (int64_t row = 0; row < num_rows; ++row) put(panel, sums + row * PANEL, row);
+    }
+
+    template <class R, Codes CODES>
+    void many(const Panel& panel, int64_t begin, int64_t end) const {
+        alignas(64) thread_local F tile[CHUNK * PANEL];
+        alignas(64) thread_local float sums[BLOCK_ROWS * PANEL];
+        Groups groups(matrix, panel);
+        std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
+        for (int64_t k = 0; k < depth; k += CHUNK) {
+            const int64_t num_steps = widen_chunk<F, R, CODES>(groups, depth - k, tile);
+            for (int64_t row = begin; row < end; row += MAX_ROWS)
+                for_rows(int(std::min<int64_t>(MAX_ROWS, end - row)), [&]<int ROWS>() {
+                    const int64_t step_stride = rows.step_stride(ROWS);
+                    const F* first = rows.tile(row) + k / Product<F>::DEPTH * step_stride;
+                    add_chunk<F, ROWS>(first, rows.row_stride(), step_stride, tile, num_steps, sums + (row - begin) * PANEL);
+                });
+        }
+        for (int64_t row = begin; row < end; ++row) put(panel, sums + (row - begin) * PANEL, row);
+    }
+
+    void put(const Panel& panel, const float* sums, int64_t row) const {
+        for (int half = 0; half < 2; ++half) {
+            const int count = std::min(LANES, panel.num_columns - half * LANES);
+            const int64_t column = panel.first_column + half * LANES, at = row * columns + column;
+            if (count > 0) finish(load(sums + half * LANES), count, bias ? bias + column : nullptr, residual ? residual + at : nullptr, out + at);
+        }
+    }
+};
+
+template <class T, class Out>
+void packed_linear(const void* input, const void* packed, const void* bias, const void* residual, void* out, int64_t num_rows,
+                   int64_t columns, int64_t depth) {
+    const Packed matrix{(const char*)packed};
+    PackedLinear<T, Out>{{(const T*)input, num_rows, depth, matrix.padded_depth()}, matrix, (const T*)bias, (const T*)residual, (Out*)out,
+                         num_rows, columns, depth}
+        .run();
+}
+
+// The weights of one column.
+template <class T>
+void unpack_column(Packed matrix, int64_t id, int64_t depth, T* out) {
+    const Panel* after = std::upper_bound(matrix.panels(), matrix.panels() + matrix.num_panels(), id,
+                                          [](int64_t column, const Panel& panel) { return column < panel.first_column; });
+    const Panel& panel = after[-1];
+    const int column = int(id - panel.first_column), group = panel.format.group;
+    for_format<T>(panel.format, [&]<class R, Codes CODES>() {
+        Groups groups(matrix, panel);
+        GroupScales scales;
+        for (int64_t k = 0; k < depth; k += group) {
+            const char* codes = groups.next(scales);
+            widen<float, R, CODES>(codes, group, scales, [&](int step, const typename Product<float>::Weights& weights) {
+                float values[LANES];
+                store(values, weights.of[column / LANES]);
+                if (k + step < depth) from_float(values[column % LANES], out + k + step);
+            });
+        }
+    });
+}
+
+// Writes codes of a group as `widen` reads them. codes: of `num_columns` columns, `stride` apart, of which `count` are given.
+void pack_codes(const Format& format, const uint8_t* codes, int64_t stride, int num_columns, int64_t count, char* out) {
+    const int num_high = int(format.bits()) - 4;
+    uint32_t* high = (uint32_t*)out;
+    uint32_t* low = high + (num_high < 4 ? format.group * num_high / 32 * PANEL : 0);
+    std::memset(out, 0, format.code_bytes());
+    for (int column = 0; column < num_columns; ++column)
+        for (int64_t k = 0; k < count; ++k) {
+            const uint32_t code = codes[column * stride + k];
+            if (num_high == 4) {
+                out[k * PANEL + column] = char(code);
+                continue;
+            }
+            low[k / CODES_IN_WORD * PANEL + column] |= (code & 15) << k % CODES_IN_WORD * 4;
+            if (num_high) high[k * num_high / 32 * PANEL + column] |= (code >> 4) << k * num_high % 32;
+        }
+}
+
+// What `count` columns of a panel have at one place of the depth, `stride` bytes apart, zeros behind them.
+char* pack_scales(const char* values, int64_t stride, int64_t size, int count, char* out) {
+    std::memset(out, 0, PANEL * size);
+    for (int column = 0; column < count; ++column) std::memcpy(out + column * size, values + column * stride, size);
+    return out + PANEL * size;
+}
+
+}  // namespace
+
+// The parts of a matrix of codes, each contiguous: codes [columns, depth], scales and offsets [columns, blocks], factors [columns, groups];
+// null for those that the format has not. `Coded` in packed.py has the same fields in the same order.
+struct Coded {
+    const char *codes, *scales, *offsets, *scale_factors, *offset_factors;
+};
+
+extern "C" int64_t baton_panel_bytes(const Format* format, int64_t depth) { return format->panel_bytes(depth); }
+
+// Writes the panels of codes one behind the other.
+extern "C" void baton_pack_codes(const Format* format, const Coded* parts, int64_t columns, int64_t depth, char* packed) {
+    const int64_t blocks = format->num_blocks(depth), groups = format->num_groups(depth), scale_bytes = format->scale_dtype ? 2 : 4;
+    parallel((columns + PANEL - 1) / PANEL, [&](int64_t panel) {
+        const int64_t first = panel * PANEL;
+        const int count = int(std::min<int64_t>(PANEL, columns - first));
+        char* out = packed + panel * format->panel_bytes(depth);
+        const auto put = [&](const char* values, int64_t per_column, int64_t index, int64_t size) {
+            if (values) out = pack_scales(values + (first * per_column + index) * size, per_column * size, size, count, out);
+        };
+        for (int64_t group = 0; group < groups; ++group) {
+            const int64_t k = group * format->group;
+            if (k % format->block == 0) {
+                put(parts->scales, blocks, k / format->block, scale_bytes);
+                put(parts->offsets, blocks, k / format->block, scale_bytes);
+            }
+            put(parts->scale_factors, groups, group, 1);
+            put(parts->offset_factors, groups, group, 1);
+            pack_codes(*format, (const uint8_t*)parts->codes + first * depth + k, depth, count, std::min<int64_t>(format->group, depth - k), out);
+            out += format->code_bytes();
+        }
+    });
+}
+
+extern "C" void baton_packed_linear(int dtype, const void* input, const void* packed, const void* bias, const void* residual, void* out,
+                                    int64_t num_rows, int64_t columns, int64_t depth) {
+    FOR_DTYPE(dtype, packed_linear<T, T>(input, packed, bias, residual, out, num_rows, columns, depth))
+}
+
+// The same with float32 out, for the head.
+extern "C" void baton_packed_linear_to_float(int dtype, const void* input, const void* packed, float* out, int64_t num_rows,
+                                             int64_t columns, int64_t depth) {
+    FOR_DTYPE(dtype, packed_linear<T, float>(input, packed, nullptr, nullptr, out, num_rows, columns, depth))
+}
+
+// out [num_ids, depth] = the columns `ids` of a packed matrix, as `baton_unpack_rows` says.
+extern "C" void baton_packed_unpack_rows(int dtype, const void* packed, const int64_t* ids, int64_t num_ids, int64_t depth, void* out) {
+    FOR_DTYPE(dtype, parallel(num_ids, [&](int64_t i) { unpack_column(Packed{(const char*)packed}, ids[i], depth, (T*)out + i * depth); }))
+}
+
+RECORDABLE(baton_packed_linear)
+RECORDABLE(baton_packed_linear_to_float)
+RECORDABLE(baton_packed_unpack_rows)
