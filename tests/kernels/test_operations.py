@@ -260,7 +260,8 @@ def test_sinks_behind_the_window(
 ) -> None:
     """Contexts with the sinks in the window, partly behind it, and far; what lies between is of pages of NaN."""
     backend = TritonBackend() if name == "triton" else make_backend(name)
-    lens, query_lens = [1, window, window + num_sinks, window + 3, 600, 600, 131, 40], [1, 1, 1, 1, 1, 1, 131, 30]
+    far = num_sinks + window + 150
+    lens, query_lens = [1, window, window + num_sinks, window + 3, far, far, 131, 40], [1, 1, 1, 1, 1, 1, 131, 30]
     batch = make_paged_batch(Shape(6, 2, 32), lens, 16, kept=kept)
     for table, context_len, query_len in zip(batch.block_tables, lens, query_lens, strict=True):
         table[-(-num_sinks // 16) : max(0, context_len - query_len - window + 1) // 16] = table[-1]
