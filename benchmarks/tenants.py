@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.result_file import write_result
 from engine.model.hash_model import HashModel
 from router.requests.dispatch import OpenRequest
-from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
+from tests.harness.local_cluster import LocalCluster, Sizes
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
 from wire.trust.key_ring import Allowance, Key, Scope, make_key
@@ -52,7 +52,7 @@ async def main() -> None:
     draw = random.Random(args.seed)
     times: dict[str, list[float]] = {"other": [], "fresh": [], "own": []}
     num_hits = 0
-    async with local_cluster(HashModel(LAYOUT, vocab_size=300), 0, 1, SIZES) as cluster:
+    async with LocalCluster.running(HashModel(LAYOUT, vocab_size=300), 0, 1, SIZES) as cluster:
         for number in range(-WARM_UP, args.pairs):
             cached, fresh = ([draw.randrange(300) for _ in range(PROMPT_LEN)] for _ in range(2))
             await ttft_s(cluster, ACME, cached)

@@ -1,7 +1,6 @@
 """A whole cluster in this process whose router speaks to its workers over gRPC, on a line with faults to order."""
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 
 from engine.model.batch import Model
 from router.workers.grpc_transport import GrpcTransport
@@ -38,16 +37,3 @@ class RemoteCluster(FaultyCluster):
 
     def _connect(self, address: str) -> GrpcTransport:
         return GrpcTransport(self._proxied[address], TOKEN)
-
-
-@asynccontextmanager
-async def remote_cluster(
-    model: Model, num_prefill: int, num_decode: int, sizes: Sizes | None = None
-) -> AsyncIterator[RemoteCluster]:
-    """A running cluster."""
-    cluster = RemoteCluster(model, sizes or Sizes())
-    await cluster.start(num_prefill, num_decode)
-    try:
-        yield cluster
-    finally:
-        await cluster.stop()

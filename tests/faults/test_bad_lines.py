@@ -10,7 +10,7 @@ import pytest
 
 from kv_store.tiers.redis_tier import RedisTier
 from router.workers import grpc_transport
-from tests.faults.remote_cluster import remote_cluster
+from tests.faults.remote_cluster import RemoteCluster
 from tests.faults.rest import at_rest
 from tests.faults.toxic_proxy import Line, toxic_proxy
 from tests.harness.answer import Reader, ask
@@ -56,7 +56,7 @@ def calls_of(reader: Reader) -> list[str]:
     ids=lambda change: "-".join(change),
 )
 async def test_a_slow_line_costs_time_only(change: dict[str, object]) -> None:
-    async with remote_cluster(MODEL, 1, 1) as cluster:
+    async with RemoteCluster.running(MODEL, 1, 1) as cluster:
         vars(cluster.line).update(change)
         readers = [cluster.open(ask(prompt_of(number), NUM_TOKENS)) for number in range(NUM_REQUESTS)]
         await expect_answers(readers)
@@ -70,7 +70,7 @@ async def test_a_slow_line_costs_time_only(change: dict[str, object]) -> None:
 async def test_a_line_that_breaks_in_the_midst_of_a_message(seed: int) -> None:
     """Twice, wherever that is: nobody gets a token twice, or misses one."""
     draw = random.Random(seed)
-    async with remote_cluster(MODEL, 2, 2) as cluster:
+    async with RemoteCluster.running(MODEL, 2, 2) as cluster:
         readers = [cluster.open(ask(prompt_of(number), 200)) for number in range(NUM_REQUESTS)]
         answering = asyncio.create_task(expect_answers(readers, 200))
         for _ in range(2):
@@ -84,7 +84,7 @@ async def test_a_line_that_breaks_in_the_midst_of_a_message(seed: int) -> None:
 async def test_a_line_that_loses_what_workers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on it end with the keepalive's patience; those lines are not used any more, and come back."""
     monkeypatch.setattr(grpc_transport, "LINE_OPTIONS", tuple({**dict(LINE_OPTIONS), **HURRIED}.items()))
-    async with remote_cluster(MODEL, 1, 1) as cluster:
+    async with RemoteCluster.running(MODEL, 1, 1) as cluster:
         reader = cluster.open(ask(prompt_of(0), 1000))
         await reader.read_tokens(20)
         cluster.line.loses_answers = True

@@ -6,7 +6,7 @@ from kv_store.frame import checksum_of
 from tests.faults.rest import at_rest
 from tests.harness.answer import Reader, ask
 from tests.harness.cluster import until
-from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.faulty_model import SPOILT
 from tests.harness.known_model import LAYOUT, MODEL
 from tests.harness.local_cluster import Sizes
@@ -46,7 +46,7 @@ async def expect_whole(cluster: FaultyCluster, mates: list[Reader], num_tokens: 
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_a_request_that_no_step_can_do(num_prefill: int) -> None:
-    async with faulty_cluster(MODEL, num_prefill, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, num_prefill, 1, SIZES) as cluster:
         for model in cluster.models.values():
             model.poison = BAD
         mates = await mates_of(cluster, 100)
@@ -63,7 +63,7 @@ async def test_a_request_that_no_step_can_do_after_some_tokens() -> None:
     prompt = prompt_of(50)
     bad = MODEL.oracle(prompt, 20)[10]
     others = [number for number in range(60) if bad not in (*prompt_of(number), *MODEL.oracle(prompt_of(number), 60))]
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         cluster.models["d0"].poison = bad
         mates = [cluster.open(ask(prompt_of(number), 60)) for number in others[:NUM_MATES]]
         reader = cluster.open(ask(prompt, 20))
@@ -79,7 +79,7 @@ async def test_a_request_that_no_step_can_do_after_some_tokens() -> None:
 
 async def test_a_worker_that_can_do_no_step_is_left() -> None:
     """Not the requests are at fault then: they go on elsewhere."""
-    async with faulty_cluster(MODEL, 1, 2, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 2, SIZES) as cluster:
         mates = await mates_of(cluster, 100)
         cluster.models["d0"].is_broken = True
         for number, mate in enumerate(mates):
@@ -90,7 +90,7 @@ async def test_a_worker_that_can_do_no_step_is_left() -> None:
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_logits_that_are_no_numbers(num_prefill: int) -> None:
-    async with faulty_cluster(MODEL, num_prefill, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, num_prefill, 1, SIZES) as cluster:
         for model in cluster.models.values():
             model.spoilt = BAD
         mates = await mates_of(cluster, 100)
@@ -113,7 +113,7 @@ def poison(cluster: FaultyCluster, names: list[BlockName]) -> None:
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_a_request_over_a_poisoned_block_is_computed_without_the_store(num_prefill: int) -> None:
-    async with faulty_cluster(MODEL, num_prefill, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, num_prefill, 1, SIZES) as cluster:
         prompt, poisoned = prompt_of(50), cluster.names_of(prompt_of(50))[:2]
         poison(cluster, poisoned)
         for model in cluster.models.values():
@@ -131,7 +131,7 @@ async def test_a_request_over_a_poisoned_block_is_computed_without_the_store(num
 
 async def test_a_request_without_numbers_is_computed_once_more_and_no_oftener() -> None:
     """The prompt's beginning is cached, but its last token is at fault itself."""
-    async with faulty_cluster(MODEL, 0, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 0, 1, SIZES) as cluster:
         await cluster.answer(ask(prompt_of(50), 1))
         model = cluster.models["d0"]
         model.spoilt, num_steps = BAD, model.num_steps
@@ -148,7 +148,7 @@ async def test_a_request_without_numbers_is_computed_once_more_and_no_oftener() 
 async def test_what_led_to_no_numbers_is_not_found_again(num_prefill: int) -> None:
     """The fault was in the KV of the prompt's first chunk, computed steps before the logits showed it."""
     sizes = Sizes(num_blocks=128, num_slots=256, batch=SMALL_STEPS)
-    async with faulty_cluster(MODEL, num_prefill, 1, sizes) as cluster:
+    async with FaultyCluster.running(MODEL, num_prefill, 1, sizes) as cluster:
         prompt = (BAD, *prompt_of(50))
         for model in cluster.models.values():
             model.spoilt_kv = BAD

@@ -10,7 +10,7 @@ import pytest
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
 from tests.harness.cluster import until
-from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import LAYOUT, MODEL
 from tests.harness.local_cluster import Sizes
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, StoreError
@@ -40,7 +40,7 @@ async def ends_with(cluster: FaultyCluster, error: type[BatonError], time_left_s
 
 async def test_while_waiting_for_a_turn() -> None:
     """Hand-offs fill half of the arena: the next prompt waits in the router, and leaves it without a trace."""
-    async with faulty_cluster(MODEL, 1, 1, Sizes(num_blocks=32, num_slots=10, batch=SIZES.batch)) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, Sizes(num_blocks=32, num_slots=10, batch=SIZES.batch)) as cluster:
         cluster.models["d0"].pause()
         others = [cluster.open(ask((0, *PROMPT), 8))]
         await until(lambda: cluster.models["d0"].num_steps)  # from here on it fetches nothing
@@ -64,7 +64,7 @@ async def test_while_waiting_for_a_turn() -> None:
 
 
 async def test_while_queued_at_the_prefill_worker() -> None:
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         cluster.models["p0"].pause()
         other = cluster.open(ask((1, *PROMPT), 8))
         await until(lambda: cluster.workers["p0"].service.num_calls)
@@ -82,7 +82,7 @@ async def test_while_queued_at_the_prefill_worker() -> None:
 @pytest.mark.parametrize("num_steps", range(1, 8))
 async def test_during_prefill(num_steps: int) -> None:
     """A prompt of seven steps, left in each: no more than the step under way and one more are run."""
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         step = at_step(cluster, "p0", num_steps)
         waiting = asyncio.create_task(ends_with(cluster, Cancelled))
         await step
@@ -96,7 +96,7 @@ async def test_during_prefill(num_steps: int) -> None:
 
 async def test_between_hand_off_and_decode() -> None:
     """Prefill has answered, and no decode worker is there yet: the hold ends with the request."""
-    async with faulty_cluster(MODEL, 1, 0, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 0, SIZES) as cluster:
         reader = cluster.open(named(ask(PROMPT, 400)))
         await reader.read_tokens(1)
         await until(lambda: cluster.directory.status().num_holds == 1)
@@ -108,7 +108,7 @@ async def test_between_hand_off_and_decode() -> None:
 
 
 async def test_release_lost_on_the_way_ends_with_the_hold() -> None:
-    async with faulty_cluster(MODEL, 1, 0, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 0, SIZES) as cluster:
         reader = cluster.open(named(ask(PROMPT, 400)))
         await reader.read_tokens(1)
         lost: list[str] = []
@@ -123,7 +123,7 @@ async def test_release_lost_on_the_way_ends_with_the_hold() -> None:
 
 async def test_while_blocks_are_fetched_for_it() -> None:
     """Nobody gets the pages that are still written to, though another one is held up for want of pages meanwhile."""
-    async with faulty_cluster(MODEL, 0, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 0, 1, SIZES) as cluster:
         await cluster.answer(ask(PROMPT, 8))
         cluster.move_to_cold()
         name = await cluster.add(Role.DECODE)
@@ -150,7 +150,7 @@ async def test_while_blocks_are_fetched_for_it() -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 2, 15, 16, 17, 40])
 async def test_during_decode(num_steps: int) -> None:
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         step = at_step(cluster, "d0", num_steps)
         waiting = asyncio.create_task(ends_with(cluster, Cancelled))
         await step
@@ -164,7 +164,7 @@ async def test_during_decode(num_steps: int) -> None:
 
 @pytest.mark.parametrize("where", ["p0", "d0"])
 async def test_the_deadline_ends_the_work_on_both_sides(where: str) -> None:
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         cluster.models[where].pause()
         await ends_with(cluster, DeadlineExceeded, time_left_s=0.2)
         cluster.models[where].go_on()
@@ -173,7 +173,7 @@ async def test_the_deadline_ends_the_work_on_both_sides(where: str) -> None:
 
 
 async def test_a_request_that_left_disturbs_no_other() -> None:
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         others = [asyncio.create_task(cluster.answer(ask((number, *PROMPT), 60))) for number in range(3)]
         for num_tokens in (0, 1, 2, 17, 33):
             reader = cluster.open(named(ask((num_tokens + 5, *PROMPT), 400)))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
-from tests.harness.faulty_cluster import faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import MODEL
 from wire.pb import cluster_pb2, inference_pb2, worker_pb2
 
@@ -73,7 +73,7 @@ def test_what_travels_between_processes_has_no_time_of_day(module: Any) -> None:
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
 async def test_a_jump_ends_no_request_and_no_hold(jump_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     time_of_day = time.time
-    async with faulty_cluster(MODEL, 1, 1) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1) as cluster:
         cluster.models["d0"].pause()
         reader = cluster.open(ask(range(100), 60), time_left_s=20.0)
         await reader.read_tokens(1)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.rest import at_rest
 from tests.harness.answer import ChoiceAnswer, ask
-from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import MODEL
 from tests.harness.local_cluster import Sizes
 from wire.pb import inference_pb2 as pb
@@ -67,7 +67,7 @@ def plain() -> list[list[ChoiceAnswer]]:
     """What greedy requests say, all of it."""
 
     async def run() -> list[list[ChoiceAnswer]]:
-        async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+        async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
             return await asyncio.gather(*(cluster.answer(ask(prompt_of(number), 36)) for number in range(NUM_KILLS)))
 
     return asyncio.run(run())
@@ -77,11 +77,11 @@ def plain() -> list[list[ChoiceAnswer]]:
 async def test_killed_at_every_token(name: str, plain: list[list[ChoiceAnswer]]) -> None:
     kind = KINDS[name]
     requests = [kind.request(kill_after, plain[kill_after]) for kill_after in range(NUM_KILLS)]
-    async with faulty_cluster(MODEL, kind.num_prefill, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, kind.num_prefill, 1, SIZES) as cluster:
         expected = await asyncio.gather(*(cluster.answer(request) for request in requests))
     finishes = {choice.matched_stop for answer in expected for choice in answer}
     assert kind.ends_by in finishes
-    async with faulty_cluster(MODEL, kind.num_prefill, 2, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, kind.num_prefill, 2, SIZES) as cluster:
         cluster.replace_dead = True
         for kill_after, request in enumerate(requests):
             assert await answer_of_killed(cluster, request, kill_after) == expected[kill_after], kill_after

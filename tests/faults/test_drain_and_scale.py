@@ -9,7 +9,7 @@ from router.config import StreamBounds
 from tests.faults.load import Load, under_load
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
-from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import MODEL
 from tests.harness.local_cluster import Sizes
 from wire.pools import Role
@@ -31,7 +31,7 @@ async def scale(cluster: FaultyCluster, num_prefill: int, num_decode: int, grace
 @pytest.mark.parametrize("grace_s", [20.0, 0.0])
 async def test_scaling_there_and_back(grace_s: float) -> None:
     """1/2 -> 2/1 -> 1/2; workers that leave finish what they have, or give it back."""
-    async with faulty_cluster(MODEL, 1, 2, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 2, SIZES) as cluster:
         async with under_load(Load(cluster, MODEL)) as load:
             num_given_back = await scale(cluster, 2, 1, grace_s)
             await load.goes_on()
@@ -44,7 +44,7 @@ async def test_scaling_there_and_back(grace_s: float) -> None:
 
 @pytest.mark.parametrize("grace_s", [20.0, 0.0])
 async def test_all_workers_are_replaced_one_by_one(grace_s: float) -> None:
-    async with faulty_cluster(MODEL, 2, 2, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 2, 2, SIZES) as cluster:
         async with under_load(Load(cluster, MODEL)) as load:
             for name in tuple(cluster.listed):
                 await cluster.add(Role.PREFILL if name.startswith("p") else Role.DECODE)
@@ -57,7 +57,7 @@ async def test_all_workers_are_replaced_one_by_one(grace_s: float) -> None:
 async def test_a_long_request_is_passed_on_again_and_again() -> None:
     """Its reader takes nothing while workers come and go, so there is room for all of its tokens."""
     sizes = replace(SIZES, streams=StreamBounds(max_buffered_tokens=512))
-    async with faulty_cluster(MODEL, 1, 1, sizes) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, sizes) as cluster:
         reader = cluster.open(ask(range(50), 400))
         for num_tokens in range(3, 60, 8):
             await reader.read_tokens(num_tokens)
@@ -71,7 +71,7 @@ async def test_a_long_request_is_passed_on_again_and_again() -> None:
 
 async def test_a_worker_that_drains_unknown_to_the_router_gives_work_back() -> None:
     """As one does that got a SIGTERM: who is sent there is served elsewhere."""
-    async with faulty_cluster(MODEL, 2, 2, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 2, 2, SIZES) as cluster:
         async with under_load(Load(cluster, MODEL)) as load:
             for name in ("p0", "d0"):
                 await cluster.workers[name].service.drain(grace_s=0.0)

@@ -9,7 +9,7 @@ from router.workers.members import LONG_STEP_S
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
 from tests.harness.cluster import until
-from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import MODEL, prompt_of
 from tests.harness.local_cluster import Sizes
 from wire.ids import WorkerId
@@ -23,7 +23,7 @@ SIZES = Sizes(num_blocks=64, num_slots=256, max_silence_s=MIN_SILENCE_S)
 @pytest.mark.parametrize(("where", "step"), [("p0", 1), ("d0", 5)])
 async def test_its_requests_go_on_elsewhere_and_it_is_replaced(where: str, step: int) -> None:
     """All others have nothing to do meanwhile, and are not taken for workers that hang."""
-    async with faulty_cluster(MODEL, 2, 2, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 2, 2, SIZES) as cluster:
         cluster.replace_dead = True
         model = cluster.models[where]
         model.on_step = lambda number: model.pause() if number == step else None
@@ -38,7 +38,7 @@ async def test_its_requests_go_on_elsewhere_and_it_is_replaced(where: str, step:
 
 
 async def test_a_worker_whose_process_does_not_end_is_not_chosen_again() -> None:
-    async with faulty_cluster(MODEL, 1, 2, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 2, SIZES) as cluster:
         cluster.broken_ones_linger = True
         model = cluster.models["d0"]
         model.on_step = lambda number: model.pause() if number == 5 else None
@@ -57,7 +57,7 @@ async def test_a_worker_whose_process_does_not_end_is_not_chosen_again() -> None
 @pytest.mark.parametrize(("where", "other"), [("p0", "p1"), ("d0", "d1")])
 async def test_new_requests_go_to_others_until_it_turns_again(where: str, other: str) -> None:
     """Long before it is given up, which it is not here."""
-    async with faulty_cluster(MODEL, 2, 2, Sizes(num_blocks=64, num_slots=256)) as cluster:
+    async with FaultyCluster.running(MODEL, 2, 2, Sizes(num_blocks=64, num_slots=256)) as cluster:
         model = cluster.models[where]
         with much_to_do(cluster, other):
             model.pause()
@@ -75,7 +75,7 @@ async def test_new_requests_go_to_others_until_it_turns_again(where: str, other:
 
 
 async def test_decode_prefills_new_requests_while_the_only_prefill_engine_hangs() -> None:
-    async with faulty_cluster(MODEL, 1, 1, Sizes(num_blocks=64, num_slots=256)) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, Sizes(num_blocks=64, num_slots=256)) as cluster:
         model = cluster.models["p0"]
         model.pause()
         stuck = cluster.open(ask(prompt_of(0)))

@@ -5,7 +5,7 @@ import pytest
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
 from tests.harness.cluster import until
-from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import LAYOUT, MODEL, prompt_of
 from tests.harness.local_cluster import Sizes
 from wire.convert import tiers_from_pb
@@ -28,7 +28,7 @@ async def lose_power(cluster: FaultyCluster) -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 20])
 async def test_its_requests_go_on_with_the_next_one(num_tokens: int) -> None:
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         readers = [cluster.open(ask(prompt_of(number))) for number in range(NUM_REQUESTS)]
         for reader in readers:
             await reader.read_tokens(num_tokens)
@@ -42,7 +42,7 @@ async def test_its_requests_go_on_with_the_next_one(num_tokens: int) -> None:
 
 
 async def test_what_was_in_redis_is_hit_afterwards() -> None:
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         await cluster.answer(ask(prompt_of(0)))
         cluster.move_to_cold()
         await lose_power(cluster)

@@ -6,22 +6,17 @@ import pytest
 
 from router.config import StreamBounds
 from tests.faults.rest import at_rest
-from tests.harness.answer import Reader, ask
+from tests.harness.answer import ask
 from tests.harness.cluster import until
-from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.faulty_model import FaultyModel
-from tests.harness.known_model import MODEL, prompt_of
+from tests.harness.known_model import MODEL, expect, prompt_of
 from tests.harness.local_cluster import Sizes
 from wire.errors import AttemptsExhausted, DeadlineExceeded, Unavailable
 from wire.pools import Role
 
 SIZES = Sizes(num_blocks=64, num_slots=256)
 POISON = MODEL.vocab_size
-
-
-async def expect(reader: Reader, number: int, num_tokens: int = 40) -> None:
-    [choice] = await reader.read_all()
-    assert choice.token_ids == MODEL.oracle(prompt_of(number), num_tokens)
 
 
 async def kill_all(cluster: FaultyCluster) -> None:
@@ -32,7 +27,7 @@ async def kill_all(cluster: FaultyCluster) -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 20])
 async def test_both_pools_die_and_are_replaced_in_time(num_tokens: int) -> None:
-    async with faulty_cluster(MODEL, 2, 2, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 2, 2, SIZES) as cluster:
         readers = [cluster.open(ask(prompt_of(number))) for number in range(6)]
         for reader in readers:
             await reader.read_tokens(num_tokens)
@@ -46,7 +41,7 @@ async def test_both_pools_die_and_are_replaced_in_time(num_tokens: int) -> None:
 
 async def test_without_replacements_requests_are_told_so() -> None:
     bounds = StreamBounds(max_worker_wait_s=0.2)
-    async with faulty_cluster(MODEL, 1, 1, Sizes(streams=bounds)) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, Sizes(streams=bounds)) as cluster:
         reader = cluster.open(ask(prompt_of(0), 3000))
         await reader.read_tokens(3)
         await kill_all(cluster)
@@ -57,7 +52,7 @@ async def test_without_replacements_requests_are_told_so() -> None:
 
 
 async def test_the_deadline_counts_while_waiting_for_a_worker() -> None:
-    async with faulty_cluster(MODEL, 1, 0, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 0, SIZES) as cluster:
         reader = cluster.open(ask(prompt_of(0)), time_left_s=0.1)
         with pytest.raises(DeadlineExceeded):
             await reader.read_all()
@@ -67,7 +62,7 @@ async def test_the_deadline_counts_while_waiting_for_a_worker() -> None:
 @pytest.mark.parametrize("where", ["p0", "d0"])
 async def test_a_worker_wakes_up_when_another_has_long_done_its_work(where: str) -> None:
     """It was stopped in a step, and writes on when it goes on: the same bytes under the same names, or nothing."""
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         model, engine = cluster.models[where], cluster.workers[where].engine
         model.on_step = lambda number: model.pause() if number == 1 else None
         reader = cluster.open(ask(prompt_of(0)))
@@ -83,7 +78,7 @@ async def test_a_worker_wakes_up_when_another_has_long_done_its_work(where: str)
 
 
 async def test_a_request_that_kills_every_worker_is_given_up() -> None:
-    async with faulty_cluster(MODEL, 1, 2, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 2, SIZES) as cluster:
         cluster.replace_dead = True
         cluster.poison(POISON)
         poisonous = ask((*prompt_of(0), POISON), 8)
@@ -98,7 +93,7 @@ async def test_a_request_that_kills_every_worker_is_given_up() -> None:
 
 async def test_a_request_that_kills_every_worker_is_given_up_alone() -> None:
     """Those that were with it on all of these workers go on."""
-    async with faulty_cluster(MODEL, 1, 2, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 2, SIZES) as cluster:
         cluster.replace_dead = True
         mates = [cluster.open(ask(prompt_of(number), 200)) for number in range(8)]
         for mate in mates:
@@ -115,7 +110,7 @@ async def test_a_long_request_outlives_many_workers() -> None:
     """What limits attempts is that they lead nowhere."""
     model = FaultyModel(MODEL)
     model.on_step = lambda _: time.sleep(0.002)  # it must not be through before its workers can be lost
-    async with faulty_cluster(model, 1, 2, SIZES) as cluster:
+    async with FaultyCluster.running(model, 1, 2, SIZES) as cluster:
         cluster.replace_dead = True
         reader = cluster.open(ask(prompt_of(0), 400))
         for num_tokens in range(50, 400, 50):

@@ -7,7 +7,7 @@ from contextlib import ExitStack, asynccontextmanager
 import grpc.aio
 import pytest
 
-from tests.faults.remote_cluster import RemoteCluster, remote_cluster
+from tests.faults.remote_cluster import RemoteCluster
 from tests.faults.rest import at_rest
 from tests.faults.router_process import Order, RouterProcess, router_process
 from tests.harness.answer import Reader, ask
@@ -41,7 +41,7 @@ def open_all(stub: InferenceStub, num_tokens: int) -> list[Reader]:
 
 
 async def test_killed_it_leaves_nothing_at_the_workers_and_the_next_one_finds_them_warm() -> None:
-    async with remote_cluster(MODEL, 1, 1) as cluster:
+    async with RemoteCluster.running(MODEL, 1, 1) as cluster:
         async with a_router(cluster) as router, connected(router) as stub:
             readers = open_all(stub, MANY_TOKENS)
             for reader in readers:
@@ -61,7 +61,7 @@ async def test_killed_it_leaves_nothing_at_the_workers_and_the_next_one_finds_th
 
 
 async def test_killed_before_decode_has_fetched_it_leaves_holds_that_run_out() -> None:
-    async with remote_cluster(MODEL, 1, 1) as cluster:
+    async with RemoteCluster.running(MODEL, 1, 1) as cluster:
         cluster.models["d0"].pause()
         async with a_router(cluster) as router, connected(router) as stub:
             for reader in open_all(stub, MANY_TOKENS):
@@ -73,7 +73,7 @@ async def test_killed_before_decode_has_fetched_it_leaves_holds_that_run_out() -
 
 
 async def test_without_file_descriptors_streams_go_on_and_new_ones_come_later() -> None:
-    async with remote_cluster(MODEL, 1, 1) as cluster, a_router(cluster, MAX_FILES) as router:
+    async with RemoteCluster.running(MODEL, 1, 1) as cluster, a_router(cluster, MAX_FILES) as router:
         host, _, port = router.address.rpartition(":")
         async with connected(router) as stub:
             readers = open_all(stub, 400)

@@ -10,7 +10,7 @@ from engine.model.hash_model import HashModel
 from kernels.backend import KVPages
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
-from tests.harness.faulty_cluster import faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import LAYOUT, MODEL
 from tests.harness.local_cluster import Sizes
 from worker.config import BatchSettings
@@ -47,7 +47,7 @@ async def test_once_in_any_step(where: str, step: int) -> None:
         if number == step:
             raise torch.OutOfMemoryError("out of memory")
 
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         cluster.models[where].on_step = fail
         requests = [ask(prompt_of(number), NUM_TOKENS) for number in range(NUM_REQUESTS)]
         for number, [choice] in enumerate(await asyncio.gather(*map(cluster.answer, requests))):
@@ -58,7 +58,7 @@ async def test_once_in_any_step(where: str, step: int) -> None:
 
 async def test_whenever_many_run_together() -> None:
     model = SmallDevice(LAYOUT, vocab_size=300)
-    async with faulty_cluster(model, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(model, 1, 1, SIZES) as cluster:
         requests = [ask(prompt_of(number), NUM_TOKENS) for number in range(NUM_REQUESTS)]
         for number, [choice] in enumerate(await asyncio.gather(*map(cluster.answer, requests))):
             assert choice.token_ids == MODEL.oracle(prompt_of(number), NUM_TOKENS)

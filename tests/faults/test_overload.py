@@ -13,7 +13,7 @@ from router.config import AdmissionBounds, StreamBounds
 from tests.faults.rest import at_rest
 from tests.harness.answer import Reader, ask
 from tests.harness.cluster import until
-from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import MODEL
 from tests.harness.local_cluster import Sizes
 from wire.errors import Cancelled, DeadlineExceeded, Overloaded, RequestNotFound
@@ -31,7 +31,7 @@ async def expect(reader: Reader, number: int, num_tokens: int) -> None:
 
 async def test_beyond_its_bound_the_queue_refuses_at_once() -> None:
     """And those that were let in are served before their deadline."""
-    async with faulty_cluster(MODEL, 1, 1, Sizes(admission=AdmissionBounds(max_queued_requests=32))) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, Sizes(admission=AdmissionBounds(max_queued_requests=32))) as cluster:
         cluster.models["p0"].pause()
         admitted: list[tuple[int, Reader]] = []
         delays_s: list[float] = []
@@ -54,7 +54,7 @@ async def test_beyond_its_bound_the_queue_refuses_at_once() -> None:
 
 
 async def test_queued_bytes_are_bounded_too() -> None:
-    async with faulty_cluster(MODEL, 1, 1, Sizes(admission=AdmissionBounds(max_queued_bytes=5000))) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, Sizes(admission=AdmissionBounds(max_queued_bytes=5000))) as cluster:
         cluster.models["p0"].pause()
         request = ask((5,) * 400, 4)
         readers = [cluster.open(request) for _ in range(5000 // request.ByteSize())]
@@ -68,7 +68,7 @@ async def test_queued_bytes_are_bounded_too() -> None:
 
 async def test_deadlines_that_cannot_be_met_cost_no_more_than_they_have_to() -> None:
     """Of many requests some run out of time; the others are whole, and nothing is left of either."""
-    async with faulty_cluster(MODEL, 1, 1, Sizes(num_blocks=32)) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, Sizes(num_blocks=32)) as cluster:
         draw = random.Random(1)
 
         async def serve(number: int) -> bool:
@@ -91,7 +91,7 @@ def is_beginning(reader: Reader, number: int) -> bool:
 
 async def test_a_reader_that_never_reads_is_let_go_and_others_do_not_notice() -> None:
     bounds = StreamBounds(max_buffered_tokens=16)
-    async with faulty_cluster(MODEL, 1, 1, Sizes(streams=bounds)) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, Sizes(streams=bounds)) as cluster:
         idle = cluster.open(ask(prompt_of(0), 3000))
         others = [asyncio.create_task(expect(cluster.open(ask(prompt_of(n), 100)), n, 100)) for n in range(1, 5)]
         await asyncio.gather(*others)
@@ -105,7 +105,7 @@ async def test_a_reader_that_never_reads_is_let_go_and_others_do_not_notice() ->
 
 async def test_a_slow_reader_gets_everything_in_larger_pieces() -> None:
     """As long as it reads at all; what waits is bounded."""
-    async with faulty_cluster(MODEL, 1, 1, Sizes(streams=StreamBounds(max_buffered_tokens=64))) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, Sizes(streams=StreamBounds(max_buffered_tokens=64))) as cluster:
         reader = cluster.open(ask(prompt_of(0), 300))
         for num_tokens in range(1, 300, 7):
             await reader.read_tokens(num_tokens)
@@ -116,7 +116,7 @@ async def test_a_slow_reader_gets_everything_in_larger_pieces() -> None:
 
 async def test_two_thousand_requests_of_which_some_are_cancelled() -> None:
     """Exact at rest, and nothing has grown: of whatever kind, there are as many objects as after the first few."""
-    async with faulty_cluster(MODEL, 1, 2, Sizes(num_blocks=128, num_slots=256)) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 2, Sizes(num_blocks=128, num_slots=256)) as cluster:
         await ask_many(cluster, 0, 200)
         await at_rest(cluster)
         before = num_objects()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
-from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import MODEL
 from tests.harness.local_cluster import Sizes
 from wire.convert import tiers_from_pb
@@ -50,7 +50,7 @@ async def serve_one(cluster: FaultyCluster, number: int) -> pb.Complete:
 @pytest.mark.parametrize("call", ["reserve", "commit"])
 async def test_another_goes_on_with_what_was_published(call: str) -> None:
     """Death comes before it asks for a slot, and when the slot is filled but not yet committed."""
-    async with faulty_cluster(MODEL, 2, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 2, 1, SIZES) as cluster:
         cluster.replace_dead = True
         for number in range(NUM_BLOCKS):
             arm(cluster, call, number)
@@ -64,7 +64,7 @@ async def test_another_goes_on_with_what_was_published(call: str) -> None:
 
 async def test_dies_after_its_answer() -> None:
     """What a dead worker has left in the arena is as good as ever."""
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         cluster.models["d0"].pause()
         reader = cluster.open(ask(prompt_of(0), 8))
         await reader.read_tokens(1)
@@ -78,7 +78,7 @@ async def test_dies_after_its_answer() -> None:
 
 
 async def test_decode_prefills_while_no_prefill_worker_is_left() -> None:
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         arm(cluster, "commit", 2)
         complete = await serve_one(cluster, 0)
         assert complete.timeline.prefill_worker == ""

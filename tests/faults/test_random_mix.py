@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.rest import at_rest
 from tests.harness.answer import ChoiceAnswer, Reader, ask
-from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import LAYOUT, MODEL
 from tests.harness.local_cluster import Sizes
 from tests.seeds import repeated_by, seeds
@@ -48,7 +48,7 @@ def quiet() -> list[list[ChoiceAnswer]]:
     """What every request says where nothing goes wrong."""
 
     async def run() -> list[list[ChoiceAnswer]]:
-        async with faulty_cluster(MODEL, 1, 1, Sizes()) as cluster:
+        async with FaultyCluster.running(MODEL, 1, 1, Sizes()) as cluster:
             return await asyncio.gather(*(cluster.answer(request_of(number)) for number in range(NUM_CLIENTS)))
 
     return asyncio.run(run())
@@ -158,7 +158,7 @@ def _role(name: str) -> Role:
 @pytest.mark.parametrize("seed", seeds(NUM_SEEDS, FAILED_ONCE))
 async def test_everything_at_once(seed: int, quiet: list[list[ChoiceAnswer]]) -> None:
     with repeated_by("pytest tests/faults/test_random_mix.py", seed):
-        async with faulty_cluster(MODEL, 2, 2, SIZES) as cluster:
+        async with FaultyCluster.running(MODEL, 2, 2, SIZES) as cluster:
             cluster.replace_dead = True
             await Mix(cluster, random.Random(seed), quiet).run()
             await at_rest(cluster)

@@ -7,7 +7,7 @@ from itertools import count
 
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
-from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import MODEL, prompt_of
 from tests.harness.local_cluster import Sizes
 
@@ -45,7 +45,7 @@ class Clients:
 
 
 async def test_it_gets_less_of_the_work() -> None:
-    async with faulty_cluster(MODEL, 1, 2, Sizes()) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 2, Sizes()) as cluster:
         clients, fast = Clients(cluster), cluster.models["d1"]
 
         def be_slow(number: int) -> None:

@@ -12,7 +12,7 @@ from tests.faults.load import Load, under_load
 from tests.faults.rest import at_rest
 from tests.harness.answer import ask
 from tests.harness.cluster import until
-from tests.harness.faulty_cluster import FaultyCluster, faulty_cluster
+from tests.harness.faulty_cluster import FaultyCluster
 from tests.harness.known_model import LAYOUT, MODEL
 from tests.harness.local_cluster import Sizes
 from wire.convert import tiers_from_pb
@@ -42,7 +42,7 @@ async def fresh_workers(cluster: FaultyCluster) -> None:
 
 
 async def test_all_comes_back_from_the_cold_tier() -> None:
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         await serve(cluster)
         cluster.move_to_cold()
         await fresh_workers(cluster)
@@ -53,7 +53,7 @@ async def test_all_comes_back_from_the_cold_tier() -> None:
 @pytest.mark.parametrize("number", range(NUM_FULL))
 async def test_a_block_is_evicted_between_two_questions(number: int) -> None:
     """The cold tier said that it had it."""
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         await serve(cluster)
         cluster.move_to_cold()
         await fresh_workers(cluster)
@@ -97,7 +97,7 @@ def lose(cluster: FaultyCluster) -> None:
 @pytest.mark.parametrize("spoil", [flip, shuffle, lose])
 @pytest.mark.parametrize("where", ["arena", "cold"])
 async def test_spoilt_blocks_are_never_used(spoil: Callable[[FaultyCluster], None], where: str) -> None:
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         await serve(cluster)
         if where == "cold":
             cluster.move_to_cold()
@@ -109,7 +109,7 @@ async def test_spoilt_blocks_are_never_used(spoil: Callable[[FaultyCluster], Non
 
 
 async def test_blocks_are_spoilt_all_the_time() -> None:
-    async with faulty_cluster(MODEL, 2, 2, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 2, 2, SIZES) as cluster:
         async with under_load(Load(cluster, MODEL, num_clients=6)) as load:
             for spoil in (flip, lose, shuffle) * 8:
                 spoil(cluster)
@@ -121,7 +121,7 @@ async def test_blocks_are_spoilt_all_the_time() -> None:
 @pytest.mark.parametrize("is_given_away", [False, True])
 async def test_a_lease_runs_out_while_it_is_read_under(where: str, is_given_away: bool) -> None:
     """What was read counts for nothing, be it right or wrong: the slots may have become another's."""
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         await serve(cluster)
         await fresh_workers(cluster)
 
@@ -140,7 +140,7 @@ async def test_a_lease_runs_out_while_it_is_read_under(where: str, is_given_away
 
 async def test_a_slow_cold_tier_delays_no_running_request() -> None:
     """One request waits for a block; those in the batch go on to their end."""
-    async with faulty_cluster(MODEL, 0, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 0, 1, SIZES) as cluster:
         await serve(cluster)
         cluster.move_to_cold()
         await cluster.add(Role.DECODE)
@@ -175,7 +175,7 @@ async def test_a_cold_tier_that_is_too_slow_is_given_up_for_this_prompt(monkeypa
         layout, arena, directory, cold, pool, _, *rest = parts
         return NodeStore(layout, arena, directory, cold, pool, lambda: now, *rest)
 
-    async with faulty_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with FaultyCluster.running(MODEL, 1, 1, SIZES) as cluster:
         await serve(cluster)
         cluster.move_to_cold()
         monkeypatch.setattr("worker.assembly.NodeStore", on_our_clock)

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import json
 import weakref
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +24,6 @@ from wire.trust.key_ring import KeyRing
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": "hello", "max_tokens": 1}
 POSTS = (COMPLETIONS, CHAT, "/tokenize", "/detokenize")
-
-
-@pytest.fixture
-async def gateway() -> AsyncIterator[LocalGateway]:
-    async with serving() as gateway:
-        yield gateway
 
 
 async def test_models(gateway: LocalGateway) -> None:

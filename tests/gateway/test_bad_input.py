@@ -1,27 +1,20 @@
 """Bad input over HTTP that no check of a field covers: what is taken, what is refused, and what no path reaches."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
 from router.requests import validator
 from tests.gateway import local_gateway
-from tests.gateway.local_gateway import LocalDoor, LocalGateway, serving
+from tests.gateway.local_gateway import LocalDoor, LocalGateway
 from tests.gateway.test_app import BODY, COMPLETIONS
 from tests.gateway.test_keys import shows
-from tests.harness.local_cluster import Sizes, local_cluster
+from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.local_cluster.test_local_cluster import MODEL, at_rest
 from tests.router.test_keys import ACME_TEXT, BETA_TEXT, LISTED
 from wire.trust.key_ring import NO_KEYS
 
 CONTROLS = "a\x00\x01\x1b[31m\x7f\r\n\u2028z"
-
-
-@pytest.fixture
-async def gateway() -> AsyncIterator[LocalGateway]:
-    async with serving() as gateway:
-        yield gateway
 
 
 async def test_nul_and_control_characters_of_a_prompt_come_through_untouched(gateway: LocalGateway) -> None:
@@ -34,7 +27,7 @@ async def test_nul_and_control_characters_of_a_prompt_come_through_untouched(gat
 
 
 async def test_a_prompt_that_fills_the_pages_of_the_smallest_worker_is_refused() -> None:
-    async with local_cluster(MODEL, 1, 1, Sizes(num_blocks=8)) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1, Sizes(num_blocks=8)) as cluster:
         door = LocalDoor(cluster.router, NO_KEYS)
         answer = await door.post(COMPLETIONS, {"prompt": [1] * 128})
         assert (answer.status, answer.error["param"]) == (400, "prompt")
@@ -45,7 +38,7 @@ async def test_a_prompt_that_fills_the_pages_of_the_smallest_worker_is_refused()
 
 
 async def test_choices_of_a_greedy_request_are_the_same() -> None:
-    async with local_cluster(MODEL, 1, 1) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1) as cluster:
         door = LocalDoor(cluster.router, NO_KEYS)
         answer = await door.post(COMPLETIONS, {"prompt": "hello", "temperature": 0, "n": 3, "max_tokens": 8})
         await door.client.close()
@@ -79,7 +72,7 @@ async def test_salts_of_clients_are_refused(gateway: LocalGateway, salt: str) ->
 
 
 async def test_another_tenants_prefix_is_served_without_a_hit() -> None:
-    async with local_cluster(MODEL, 1, 1) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1) as cluster:
         cluster.router.keys.replace(LISTED)
         door = LocalDoor(cluster.router, LISTED)
         answers = []

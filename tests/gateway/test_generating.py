@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -14,7 +14,7 @@ from baton.request import Message, Options
 from gateway import app, completions, exchange, generation
 from gateway.completions import CompletionsDialect
 from gateway.generation import Generation
-from tests.gateway.local_gateway import Answer, LocalGateway, serving
+from tests.gateway.local_gateway import Answer, LocalGateway
 from tests.harness.cluster import WAIT_S, until
 from wire.ids import AttemptId, RequestId, request_of
 from wire.limit import Limit, Share
@@ -23,12 +23,6 @@ PROMPT = "hello, world"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAID = {"messages": [{"role": "user", "content": PROMPT}]}
 RENDERED = f"user: {PROMPT}\nassistant:"
-
-
-@pytest.fixture
-async def gateway() -> AsyncIterator[LocalGateway]:
-    async with serving() as gateway:
-        yield gateway
 
 
 async def text_of(gateway: LocalGateway, prompt: str, **options: Any) -> str:

@@ -1,18 +1,9 @@
 """The page names what the gateway takes: each field, and no other."""
 
-from collections.abc import AsyncIterator
-
-import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from gateway import app, fields, openapi
-from tests.gateway.local_gateway import LocalGateway, serving
-
-
-@pytest.fixture
-async def gateway() -> AsyncIterator[LocalGateway]:
-    async with serving() as gateway:
-        yield gateway
+from tests.gateway.local_gateway import LocalGateway
 
 
 async def test_each_path_has_exactly_the_fields_that_it_takes(gateway: LocalGateway) -> None:

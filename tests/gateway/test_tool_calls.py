@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.tool_calls import FORMATS, CallParser, ToolCall
-from tests.gateway.local_gateway import LocalGateway, serving
+from tests.gateway.local_gateway import LocalGateway
 
 CHAT = "/v1/chat/completions"
 F, G = ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")
@@ -110,12 +109,6 @@ def test_text_is_told_as_soon_as_it_is_no_call() -> None:
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "max_tokens": 400}
-
-
-@pytest.fixture
-async def gateway() -> AsyncIterator[LocalGateway]:
-    async with serving() as gateway:
-        yield gateway
 
 
 def say(gateway: LocalGateway, text: str) -> None:

@@ -1,8 +1,7 @@
 """A whole cluster in this process whose workers die, stall and lose their store, and are replaced."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 from engine.model.batch import Model
 from kv_store.node_store import HOLD_TTL_S
@@ -199,16 +198,3 @@ class FaultyCluster(LocalCluster):
         letter = role.value[0]
         numbers = [int(name[1:]) for name in (*self.models, *self.listed) if name.startswith(letter)]
         return f"{letter}{max(numbers, default=-1) + 1}"
-
-
-@asynccontextmanager
-async def faulty_cluster(
-    model: Model, num_prefill: int, num_decode: int, sizes: Sizes | None = None
-) -> AsyncIterator[FaultyCluster]:
-    """A running cluster."""
-    cluster = FaultyCluster(model, sizes or Sizes())
-    await cluster.start(num_prefill, num_decode)
-    try:
-        yield cluster
-    finally:
-        await cluster.stop()

@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
 from engine.model.batch import DraftModel, Model
 from kv_store.node.arena import Arena
@@ -78,6 +79,19 @@ class LocalCluster(Cluster[Assembly]):
             await worker.service.close()
             worker.close()
 
+    @classmethod
+    @asynccontextmanager
+    async def running(
+        cls, model: Model, num_prefill: int, num_decode: int, sizes: Sizes | None = None
+    ) -> AsyncIterator[Self]:
+        """Runs a cluster with so many workers."""
+        cluster = cls(model, sizes or Sizes())
+        await cluster.start(num_prefill, num_decode)
+        try:
+            yield cluster
+        finally:
+            await cluster.stop()
+
     def _port(self, worker: Assembly) -> WorkerPort:
         return worker.service
 
@@ -105,19 +119,6 @@ class LocalCluster(Cluster[Assembly]):
 
     def _broke(self, name: str) -> None:
         """The worker of that name is of no use any more. May be called on any thread."""
-
-
-@asynccontextmanager
-async def local_cluster(
-    model: Model, num_prefill: int, num_decode: int, sizes: Sizes | None = None
-) -> AsyncIterator[LocalCluster]:
-    """A running cluster."""
-    cluster = LocalCluster(model, sizes or Sizes())
-    await cluster.start(num_prefill, num_decode)
-    try:
-        yield cluster
-    finally:
-        await cluster.stop()
 
 
 def served(model: Model, kv_policies: tuple[str, ...] = ("full",)) -> ServedModel:

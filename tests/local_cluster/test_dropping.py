@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.model.hash_model import HashModel
-from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
+from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.pairs import RUNS_ALL
 from wire.errors import InvalidRequest
 from wire.layout import KVLayout, Window
@@ -32,13 +32,13 @@ async def answers(cluster: LocalCluster, policy: str) -> list[dict[int, list[int
 
 
 async def expected(policy: str) -> list[dict[int, list[int]]]:
-    async with local_cluster(MODEL, 0, 1, SIZES) as cluster:
+    async with LocalCluster.running(MODEL, 0, 1, SIZES) as cluster:
         return await answers(cluster, policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES[1:])
 async def test_answers_are_the_same_co_located_and_disaggregated(policy: str) -> None:
-    async with local_cluster(MODEL, 1, 2, SIZES) as cluster:
+    async with LocalCluster.running(MODEL, 1, 2, SIZES) as cluster:
         assert await answers(cluster, policy) == await expected(policy) != await expected("full")
         assert await answers(cluster, policy) == await expected(policy)
         assert not (await cluster.status()).problems
@@ -53,9 +53,9 @@ async def test_answers_are_the_same_co_located_and_disaggregated(policy: str) ->
 async def test_answers_are_the_same_after_a_decode_worker_dies(
     policy: str | None, model: HashModel, sizes: Sizes, kill_at: int
 ) -> None:
-    async with local_cluster(model, 0, 1, sizes) as cluster:
+    async with LocalCluster.running(model, 0, 1, sizes) as cluster:
         whole = (await cluster.generate(ask(policy))).token_ids
-    async with local_cluster(model, 1, 2, sizes) as cluster:
+    async with LocalCluster.running(model, 1, 2, sizes) as cluster:
         session = cluster.router.dispatcher.open(ask(policy), 60.0)
         tokens: dict[int, list[int]] = {0: [], 1: []}
         killed = False
@@ -78,7 +78,7 @@ async def test_thousands_of_tokens_with_sinks_in_a_worker_of_the_windows_size() 
     assert num_needed is not None
     asked = ask(None, num_tokens=num_tokens)
     asked.sampling_params.n = 1
-    async with local_cluster(model, 1, 1, Sizes(num_blocks=num_needed, num_slots=4 * num_needed)) as cluster:
+    async with LocalCluster.running(model, 1, 1, Sizes(num_blocks=num_needed, num_slots=4 * num_needed)) as cluster:
         output = await cluster.generate(asked, 250.0)
         assert output.token_ids == {0: model.oracle(asked.token_ids.ids, num_tokens)}
         assert not (await cluster.status()).problems
@@ -86,24 +86,24 @@ async def test_thousands_of_tokens_with_sinks_in_a_worker_of_the_windows_size() 
 
 @pytest.mark.parametrize("policy", POLICIES[1:])
 async def test_a_turn_with_drops_leaves_nothing_for_its_text_in_full(policy: str) -> None:
-    async with local_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1, SIZES) as cluster:
         first = await cluster.generate(ask(policy))
         turn = [*ask(policy).token_ids.ids, *first.token_ids[0], 7]
         second = pb.GenerateRequest(token_ids=pb.TokenIds(ids=turn), sampling_params=ask(policy).sampling_params)
         found = (await cluster.generate(second)).token_ids
-    async with local_cluster(MODEL, 0, 1, SIZES) as cluster:
+    async with LocalCluster.running(MODEL, 0, 1, SIZES) as cluster:
         assert found == (await cluster.generate(second)).token_ids
 
 
 async def test_a_policy_that_is_not_allowed_is_refused() -> None:
-    async with local_cluster(MODEL, 1, 1, SIZES) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1, SIZES) as cluster:
         for text in ("snapkv=50%", "", "h2o", "sinks=4+1020"):
             with pytest.raises(InvalidRequest, match="kv_policy"):
                 await cluster.generate(ask(text))
 
 
 async def test_the_deployments_own_is_that_of_a_request_that_names_none() -> None:
-    async with local_cluster(MODEL, 1, 1, Sizes(kv_policies=("snapkv=25%",))) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1, Sizes(kv_policies=("snapkv=25%",))) as cluster:
         found = (await cluster.generate(ask(None))).token_ids
         assert found == (await cluster.generate(ask("snapkv=25%"))).token_ids == (await expected("snapkv=25%"))[0]
         with pytest.raises(InvalidRequest, match="kv_policy"):

@@ -10,7 +10,7 @@ from kv_store.node.cold_writer import ColdWriter
 from kv_store.node.directory import Directory
 from kv_store.tiers.files_tier import FilesTier
 from tests.harness.cluster import Output
-from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
+from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.kv_store.names import MAC_KEY
 from wire.convert import status_of, tiers_from_pb
 from wire.ids import RequestId, SlotId
@@ -52,7 +52,7 @@ def worker(status: cluster_pb2.ClusterStatus, name: str) -> worker_pb2.WorkerSta
 @pytest.mark.parametrize("num_prompt", [1, 15, 16, 17, 100, 700])
 async def test_a_request_goes_from_pool_to_pool(num_prompt: int) -> None:
     prompt = tuple(number % 300 for number in range(num_prompt))
-    async with local_cluster(MODEL, 1, 1) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1) as cluster:
         output = await cluster.generate(ask(prompt))
         status = await at_rest(cluster)
     assert output.token_ids[0] == MODEL.oracle(prompt, 40)
@@ -65,7 +65,7 @@ async def test_a_request_goes_from_pool_to_pool(num_prompt: int) -> None:
 
 
 async def test_co_located_gives_the_same() -> None:
-    async with local_cluster(MODEL, 0, 1) as cluster:
+    async with LocalCluster.running(MODEL, 0, 1) as cluster:
         output = await cluster.generate(ask())
         await at_rest(cluster)
     assert output.token_ids[0] == MODEL.oracle(PROMPT, 40)
@@ -73,7 +73,7 @@ async def test_co_located_gives_the_same() -> None:
 
 
 async def test_the_next_turn_is_a_hit_on_both_sides() -> None:
-    async with local_cluster(MODEL, 1, 1) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1) as cluster:
         first = await cluster.generate(ask())
         prompt = (*PROMPT, *first.token_ids[0], 5, 6)
         second = await cluster.generate(ask(prompt))
@@ -85,7 +85,7 @@ async def test_the_next_turn_is_a_hit_on_both_sides() -> None:
 
 async def test_many_at_once_with_little_memory() -> None:
     prompts = [(number, *PROMPT) for number in range(24)]
-    async with local_cluster(MODEL, 2, 2, Sizes(num_blocks=24, num_slots=64)) as cluster:
+    async with LocalCluster.running(MODEL, 2, 2, Sizes(num_blocks=24, num_slots=64)) as cluster:
         outputs = await asyncio.gather(*(cluster.generate(ask(prompt)) for prompt in prompts))
         await at_rest(cluster)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -96,7 +96,7 @@ async def test_samples_are_the_same_with_and_without_a_prefill_pool() -> None:
     sampled: dict[str, Any] = {"temperature": 1.0, "seed": 3, "n": 4}
     outputs: list[Output] = []
     for num_prefill in (0, 1):
-        async with local_cluster(MODEL, num_prefill, 1) as cluster:
+        async with LocalCluster.running(MODEL, num_prefill, 1) as cluster:
             outputs.append(await cluster.generate(ask(**sampled)))
             status = await at_rest(cluster)
     assert worker(status, "d0").computed_prompt_tokens == 0
@@ -106,7 +106,7 @@ async def test_samples_are_the_same_with_and_without_a_prefill_pool() -> None:
 
 @pytest.mark.parametrize("kill_at", range(0, 20, 3))
 async def test_a_decode_worker_that_dies_is_not_noticed(kill_at: int) -> None:
-    async with local_cluster(MODEL, 1, 2) as cluster:
+    async with LocalCluster.running(MODEL, 1, 2) as cluster:
         session = cluster.router.dispatcher.open(ask(), 60.0)
         tokens: list[int] = []
         async for response in session.outbox:
@@ -139,7 +139,7 @@ async def test_scores_of_a_prompt_are_told_once_though_its_worker_dies(
     num_prefill: int, kill_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With blocks of the prompt in the store, which are not read."""
-    async with local_cluster(MODEL, num_prefill, 2) as cluster:
+    async with LocalCluster.running(MODEL, num_prefill, 2) as cluster:
         expected = await scores_of(cluster)
         assert [one.token_id for one in expected[0]] == [number % 300 for number in range(700)]
         assert [one.HasField("logprob") for one in expected[0]] == [False] + [True] * 699
@@ -155,7 +155,7 @@ async def busy(cluster: LocalCluster) -> list[str]:
 
 
 async def test_a_client_that_goes_leaves_nothing_behind() -> None:
-    async with local_cluster(MODEL, 1, 1) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1) as cluster:
         request = ask(max_tokens=2000)
         request.request_id = "long"
         session = cluster.router.dispatcher.open(request, 60.0)
@@ -167,7 +167,7 @@ async def test_a_client_that_goes_leaves_nothing_behind() -> None:
 
 
 async def test_blocks_spoilt_in_the_arena_are_computed_again() -> None:
-    async with local_cluster(MODEL, 1, 1) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1) as cluster:
         first = await cluster.generate(ask())
         await at_rest(cluster)
         for slot in range(0, 64, 2):
@@ -205,7 +205,7 @@ async def test_a_cluster_on_the_folder_and_secret_of_an_earlier_one_finds_all_fu
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_choices_that_a_stop_string_ends_go_on_no_further(num_prefill: int) -> None:
     sampled: dict[str, Any] = {"temperature": 1.0, "seed": 3, "n": 3, "max_tokens": 900}
-    async with local_cluster(MODEL, num_prefill, 1) as cluster:
+    async with LocalCluster.running(MODEL, num_prefill, 1) as cluster:
         whole = await cluster.generate(ask(**sampled))
         before = worker(await at_rest(cluster), "d0").generated_tokens
         others = whole.text[0] + whole.text[2]

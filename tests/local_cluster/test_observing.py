@@ -17,7 +17,7 @@ from kernels.backend import KVPages
 from router.observe.metrics import GATES
 from router.ports.server import MetricsServer
 from tests.harness.cluster import until
-from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
+from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.local_cluster.test_local_cluster import LAYOUT, PROMPT, ask
 from wire.errors import InvalidRequest
 from wire.pb import inference_pb2 as pb
@@ -72,7 +72,7 @@ async def timelines(cluster: LocalCluster, num_requests: int = 6) -> list[pb.Tim
     ],
 )
 async def test_a_timeline_names_the_gate_at_which_its_request_waited(gate: str, num_prefill: int, sizes: Sizes) -> None:
-    async with local_cluster(MODEL, num_prefill, 1, sizes) as cluster:
+    async with LocalCluster.running(MODEL, num_prefill, 1, sizes) as cluster:
         seen = await timelines(cluster)
     for timeline in seen:
         assert_tiles(timeline)
@@ -81,7 +81,7 @@ async def test_a_timeline_names_the_gate_at_which_its_request_waited(gate: str, 
 
 
 async def test_waiting_for_a_decode_worker() -> None:
-    async with local_cluster(MODEL, 1, 0) as cluster:
+    async with LocalCluster.running(MODEL, 1, 0) as cluster:
         request = asyncio.create_task(cluster.generate(ask()))
         await until(lambda: cluster.router.dispatcher.num_running)  # from its first token on it waits
         await asyncio.sleep(0.05)
@@ -113,7 +113,7 @@ async def scrape(address: str) -> dict[tuple[str, ...], float]:
 
 
 async def test_one_scrape_tells_of_the_whole_cluster() -> None:
-    async with local_cluster(MODEL, 1, 2) as cluster, scraped(cluster) as address:
+    async with LocalCluster.running(MODEL, 1, 2) as cluster, scraped(cluster) as address:
         for _ in range(2):
             await cluster.generate(ask(max_tokens=10))
         await cluster.router.watch.read()
@@ -138,7 +138,7 @@ async def test_one_scrape_tells_of_the_whole_cluster() -> None:
 
 async def test_a_worker_that_hangs_does_not_hold_up_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.observe.status.ASK_TIMEOUT_S", 0.05)
-    async with local_cluster(MODEL, 1, 1) as cluster, scraped(cluster) as address:
+    async with LocalCluster.running(MODEL, 1, 1) as cluster, scraped(cluster) as address:
 
         async def never(*_: object) -> None:
             await asyncio.get_running_loop().create_future()
@@ -152,7 +152,7 @@ async def test_a_worker_that_hangs_does_not_hold_up_a_scrape(monkeypatch: pytest
 
 async def test_each_request_leaves_one_line_without_a_word_of_its_client(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "router.requests.dispatch")
-    async with local_cluster(MODEL, 1, 1) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1) as cluster:
         secret = pb.GenerateRequest(text="my secret", sampling_params=pb.SamplingParams(max_tokens=3, stop=["hush"]))
         secret.request_id = "r-1"
         await cluster.generate(secret)

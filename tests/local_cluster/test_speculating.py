@@ -8,7 +8,7 @@ import pytest
 
 from engine.model.hash_model import HashModel
 from tests.harness.cluster import Output
-from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
+from tests.harness.local_cluster import LocalCluster, Sizes
 from wire.convert import tiers_from_pb
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
@@ -51,10 +51,10 @@ async def num_accepted(cluster: LocalCluster) -> int:
 @pytest.mark.parametrize("guessing", [NGRAM, DRAFT], ids=["n-gram", "draft"])
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_answers_are_the_same_co_located_and_disaggregated(num_prefill: int, guessing: Sizes) -> None:
-    async with local_cluster(MODEL, num_prefill, 1) as cluster:
+    async with LocalCluster.running(MODEL, num_prefill, 1) as cluster:
         expected = await outputs(cluster)
         assert await num_accepted(cluster) == 0
-    async with local_cluster(MODEL, num_prefill, 1, guessing) as cluster:
+    async with LocalCluster.running(MODEL, num_prefill, 1, guessing) as cluster:
         assert await outputs(cluster) == expected
         assert await num_accepted(cluster) > 0
 
@@ -62,9 +62,9 @@ async def test_answers_are_the_same_co_located_and_disaggregated(num_prefill: in
 @pytest.mark.parametrize("guessing", [NGRAM, DRAFT], ids=["n-gram", "draft"])
 async def test_answers_are_the_same_from_the_device_and_from_the_arena(guessing: Sizes) -> None:
     """Each time by a decode worker that guesses, behind a prefill worker that found the prompts."""
-    async with local_cluster(MODEL, 1, 1) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1) as cluster:
         expected = await outputs(cluster)
-    async with local_cluster(MODEL, 1, 1, guessing) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1, guessing) as cluster:
         for names, tier in ((("p0", "d0"), ""), (("p0", "d1"), "device"), (("p1", "d2"), "host")):
             await cluster.enlist(*names)
             first = (await cluster.generate(ask(max_tokens=8, temperature=0.0))).complete.usage
@@ -78,9 +78,9 @@ async def test_answers_are_the_same_from_the_device_and_from_the_arena(guessing:
 @pytest.mark.parametrize("kill_at", [1, 5, 20, 40])
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
 async def test_answers_are_the_same_after_a_decode_worker_dies(kind: str, kill_at: int, guessing: Sizes) -> None:
-    async with local_cluster(MODEL, 1, 1) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1) as cluster:
         expected = (await cluster.generate(ask(**KINDS[kind]))).token_ids[0]
-    async with local_cluster(MODEL, 1, 2, guessing) as cluster:
+    async with LocalCluster.running(MODEL, 1, 2, guessing) as cluster:
         session = cluster.router.dispatcher.open(ask(**KINDS[kind]), 60.0)
         tokens: list[int] = []
         killed: list[str] = []
@@ -95,7 +95,7 @@ async def test_answers_are_the_same_after_a_decode_worker_dies(kind: str, kill_a
 
 
 async def test_usage_and_timeline_tell_of_guesses() -> None:
-    async with local_cluster(MODEL, 1, 1, NGRAM) as cluster:
+    async with LocalCluster.running(MODEL, 1, 1, NGRAM) as cluster:
         complete = (await cluster.generate(ask(temperature=0.0))).complete
         status = await cluster.status()
     (worker,) = [one for one in status.workers if one.role == "decode"]

@@ -12,7 +12,7 @@ from kv_store.tiers.files_tier import FilesTier
 from kv_store.tiers.memory_tier import MemoryTier
 from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
 from tests.harness.cluster import collect, until
-from tests.harness.local_cluster import LocalCluster, Sizes, local_cluster
+from tests.harness.local_cluster import LocalCluster, Sizes
 from tests.kv_store.names import MAC_KEY
 from tests.local_cluster.test_local_cluster import LAYOUT, MODEL, PROMPT, ask, at_rest
 from tests.local_cluster.test_nodes import Nodes
@@ -56,7 +56,7 @@ def keys_of(cluster: LocalCluster, tenant: str) -> list[BlockKey]:
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_on_the_device(num_prefill: int, num_public: int) -> None:
-    async with local_cluster(MODEL, num_prefill, 1, sizes_for(num_public)) as cluster:
+    async with LocalCluster.running(MODEL, num_prefill, 1, sizes_for(num_public)) as cluster:
         assert await hits(cluster, ACME) == {}
         assert await hits(cluster, BETA) == found(Tier.DEVICE, num_public)
         assert await hits(cluster, ACME) == {Tier.DEVICE: 96}
@@ -64,7 +64,7 @@ async def test_on_the_device(num_prefill: int, num_public: int) -> None:
 
 
 async def test_in_the_arena(num_public: int) -> None:
-    async with local_cluster(MODEL, 0, 1, sizes_for(num_public)) as cluster:
+    async with LocalCluster.running(MODEL, 0, 1, sizes_for(num_public)) as cluster:
         assert await hits(cluster, ACME) == {}
         await cluster.enlist("d1")
         assert await hits(cluster, BETA) == found(Tier.HOST, num_public)
@@ -110,7 +110,7 @@ async def test_in_a_cold_tier_that_outlives_the_cluster(
 
 async def test_a_prompt_that_breaks_off_within_a_public_prefix_shares_none_of_it() -> None:
     sizes = Sizes(prefixes=replace(PREFIXES, token_ids=(PROMPT[:48],)))
-    async with local_cluster(MODEL, 0, 1, sizes) as cluster:
+    async with LocalCluster.running(MODEL, 0, 1, sizes) as cluster:
         assert await hits(cluster, ACME) == {}
         other = (*PROMPT[:40], *range(200, 230))
         assert await hits(cluster, BETA, other) == {}
@@ -118,14 +118,14 @@ async def test_a_prompt_that_breaks_off_within_a_public_prefix_shares_none_of_it
 
 
 async def test_a_probe_of_a_worker_shares_nothing() -> None:
-    async with local_cluster(MODEL, 0, 1, sizes_for(48)) as cluster:
+    async with LocalCluster.running(MODEL, 0, 1, sizes_for(48)) as cluster:
         await hits(cluster, ACME)
         output = await collect(cluster.router.dispatcher.open_on(WorkerId("d0"), ask(PROMPT, 8), 60.0))
         assert sum(tiers_from_pb(output.complete.usage.cached_tokens).values()) == 0
 
 
 async def test_the_index_of_the_router_knows_prefixes_by_tenant() -> None:
-    async with local_cluster(MODEL, 2, 1) as cluster:
+    async with LocalCluster.running(MODEL, 2, 1) as cluster:
         await hits(cluster, ACME)
         found = {await _worker_of(cluster, tenant) for tenant in (ACME, ACME, ACME)}
         assert len(found) == 1, "sent where its prefix is"
