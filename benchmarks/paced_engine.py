@@ -1,6 +1,7 @@
 """An engine that computes nothing: each step waits for the next beat of its clock, and gives every choice a token."""
 
 import time
+from collections.abc import Collection
 
 from engine.events import ChoiceId, EngineStats, Fetched, Finished, Scheduled, Started, StepOutput, TierTokens
 from engine.request import EngineRequest
@@ -19,6 +20,10 @@ class PacedEngine:
         self._interval_s = interval_s
         self._positions: dict[AttemptId, int] = {}
         self._requests: dict[AttemptId, EngineRequest] = {}
+
+    @property
+    def attempts(self) -> Collection[AttemptId]:
+        return self._requests.keys()
 
     @property
     def can_step(self) -> bool:

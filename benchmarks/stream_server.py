@@ -50,9 +50,8 @@ from wire.pb.worker_pb2 import WorkerInfo
 from wire.pools import PoolSizes, Role, Worker
 from wire.rpc import SERVER_OPTIONS
 from wire.rpc_status import to_status
-from worker.config import BatchSettings, ServerSettings
-from worker.engine_watch import MAX_SILENCE_S
-from worker.inbox import Inbox
+from worker.config import MAX_SILENCE_S, BatchSettings, ServerSettings
+from worker.loop import Inbox
 from worker.server import WorkerServer
 from worker.service import WorkerService
 

@@ -4,68 +4,66 @@ queue -> wait -> fetch -> wait -> compute -> generate -> ended
                               \\-> generate, if no KV of the prompt was missing
 """
 
-from engine.events import Drafted, Event, Failed, Fetched, Finished, Scored
+from engine.events import Drafted, Failed, Fetched, Finished, Scored
 from engine.request import EngineRequest
-from wire.errors import BatonError
+from wire.pb import worker_pb2
 from wire.pools import Role
-from worker.job import PromptProgress
-from worker.stopwatch import Phase, Stopwatch
-from worker.update import NOTHING_NEW, ChoiceTokens, End, PromptScores, Update
+from worker.job import Job, News, SpanName, end_choice
 
 
-class DecodeJob:
+class DecodeJob(Job):
     """A Job with an update for each token, and one at the last choice's fetch, which ends the hold.
 
     An attempt that ends before leaves its hold to the router, which ends it with the attempt.
     """
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
-        self.request = request
+        super().__init__(request, Role.DECODE, arrived_s, block_size, SpanName.GENERATE)
         self._num_output = {choice.index: len(choice.output_ids) for choice in request.choices}
+        self._num_before = sum(self._num_output.values())
         self._unfinished = set(self._num_output)
         self._unfetched = set(self._num_output)
         self._generates = False
-        self._stopwatch = Stopwatch(Role.DECODE, arrived_s)
-        self._prompt = PromptProgress(self._stopwatch, min(self._num_output), block_size, after=Phase.GENERATE)
 
-    def take(self, event: Event, now_s: float) -> Update:
-        self._prompt.note(event, now_s)
-        match event:
+    def take(self, news: News, now_s: float) -> worker_pb2.Update | None:
+        if isinstance(news, worker_pb2.Update):
+            self._note_gained(news.choices[0], now_s)
+            return news
+        self._prompt.note(news, now_s)
+        match news:
             case Fetched(choice=choice):
                 return self._fetched(choice)
-            case Scored(first_position=first, logprobs=logprobs):
-                return Update(scores=PromptScores(first, logprobs))
+            case Scored():
+                return self._scored(news)
             case Drafted(num_guessed=num_guessed, num_accepted=num_accepted):
                 self._stopwatch.count(tokens_guessed=num_guessed, tokens_accepted=num_accepted)
             case Finished():
-                return self._finished(event, now_s)
+                return self._finished(news, now_s)
             case Failed(error=error):
                 return self.withdraw(error)
-        return NOTHING_NEW
+        return None
 
-    def gain(self, tokens: ChoiceTokens, now_s: float) -> Update:
+    def releases_hold(self, update: worker_pb2.Update) -> bool:
+        return update.HasField("prompt")
+
+    def _note_gained(self, tokens: worker_pb2.ChoiceTokens, now_s: float) -> None:
         if not self._generates:
             self._generates = True
-            self._stopwatch.begin_phase(Phase.GENERATE, now_s)
-        self._num_output[tokens.choice] = tokens.first_position + len(tokens.token_ids)
-        return Update((tokens,))
+            self._stopwatch.begin_span(SpanName.GENERATE, now_s)
+        self._num_output[tokens.index] = tokens.first_position + len(tokens.token_ids)
 
-    def withdraw(self, error: BatonError) -> Update:
-        return Update(end=End(error))
-
-    def _fetched(self, choice: int) -> Update:
+    def _fetched(self, choice: int) -> worker_pb2.Update | None:
         if choice not in self._unfetched:
-            return NOTHING_NEW
+            return None
         self._unfetched.remove(choice)
-        return NOTHING_NEW if self._unfetched else Update(prompt=self._prompt.tokens, releases_hold=True)
+        return None if self._unfetched else self._update(prompt=self._prompt.source)
 
-    def _finished(self, event: Finished, now_s: float) -> Update:
-        tokens = ChoiceTokens.finished(event, self._num_output[event.choice])
+    def _finished(self, event: Finished, now_s: float) -> worker_pb2.Update:
+        # A first token that a sibling's run drew may be the last.
+        update = self._fetched(event.choice) or self._update()
+        end_choice(update.choices.add(index=event.choice, first_position=self._num_output[event.choice]), event)
         self._unfinished.discard(event.choice)
-        end = Update((tokens,), end=None if self._unfinished else self._end(now_s))
-        return self._fetched(event.choice).followed_by(end)  # a first token that a sibling's run drew may be the last
-
-    def _end(self, now_s: float) -> End:
-        num_before = sum(len(choice.output_ids) for choice in self.request.choices)
-        self._stopwatch.count(tokens=sum(self._num_output.values()) - num_before)
-        return End(spans=self._stopwatch.spans(now_s))
+        if not self._unfinished:
+            self._stopwatch.count(tokens=sum(self._num_output.values()) - self._num_before)
+            update.end.spans.extend(self._stopwatch.spans(now_s))
+        return update

@@ -9,7 +9,7 @@ A sequence has a row of `DecodeRows` from its first turn in DECODE on. While all
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
@@ -81,7 +81,12 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        return self._roster.num_requests > 0
+        return bool(self.attempts)
+
+    @property
+    def attempts(self) -> Collection[AttemptId]:
+        """The requests here, by their ids."""
+        return self._roster.attempts
 
     @property
     def can_step(self) -> bool:
@@ -163,7 +168,7 @@ class EngineCore:
         return problems
 
     def _check(self, request: EngineRequest) -> None:
-        if request.attempt_id in self._roster:
+        if request.attempt_id in self.attempts:
             raise RequestExists("a request of this id is running", attempt_id=request.attempt_id)
         request.require_runnable(self.model.vocab_size, self.model.max_context_len)
         require_storable(request, self.pool.layout, self.pool.ledger.num_pages)
@@ -184,7 +189,7 @@ class EngineCore:
             self._end(sequence)
             self._num_held[attempt_id] = num_held
             self._close_if_over(attempt_id)
-        elif attempt_id not in self._roster:
+        elif attempt_id not in self.attempts:
             self._events.append(Abandoned(attempt_id))
 
     def _decode_all(self) -> Work | None:

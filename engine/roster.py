@@ -1,6 +1,6 @@
 """The sequences of all requests of an engine, in order of arrival."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import count
 
 from engine.model.batch import Model
@@ -22,15 +22,12 @@ class Roster:
         self._by_handle: dict[int, Sequence] = {}
         self._handles = count()
 
-    def __contains__(self, attempt_id: AttemptId) -> bool:
-        return attempt_id in self._by_request
-
     def __getitem__(self, handle: int) -> Sequence:
         return self._by_handle[handle]
 
     @property
-    def num_requests(self) -> int:
-        return len(self._by_request)
+    def attempts(self) -> Collection[AttemptId]:
+        return self._by_request.keys()
 
     @property
     def num_active(self) -> int:

@@ -4,16 +4,15 @@ queue -> wait -> fetch -> wait -> compute -> publish -> answered
                                          \\-> answered, if every choice ended with its first token
 """
 
-from engine.events import Event, Failed, Finished, HandedOff, Scored
+from engine.events import Failed, Finished, HandedOff, Scored
 from engine.request import EngineRequest
 from wire.errors import BatonError
+from wire.pb import worker_pb2
 from wire.pools import Role
-from worker.job import PromptProgress
-from worker.stopwatch import Phase, Stopwatch
-from worker.update import NOTHING_NEW, ChoiceTokens, End, PromptScores, Update
+from worker.job import Job, News, SpanName, end_choice
 
 
-class PrefillJob:
+class PrefillJob(Job):
     """A Job with scores of the prompt, if they are wanted, and one update at its end.
 
     An attempt that fails or is withdrawn ends its hold, too.
@@ -21,45 +20,47 @@ class PrefillJob:
 
     def __init__(self, request: EngineRequest, arrived_s: float, block_size: int) -> None:
         """`request` is a HandOff."""
-        self.request = request
+        super().__init__(request, Role.PREFILL, arrived_s, block_size, SpanName.PUBLISH)
         self._unfinished = {choice.index for choice in request.choices}
-        self._answer = NOTHING_NEW
-        self._stopwatch = Stopwatch(Role.PREFILL, arrived_s)
-        self._prompt = PromptProgress(self._stopwatch, min(self._unfinished), block_size, after=Phase.PUBLISH)
+        self._firsts: dict[int, worker_pb2.ChoiceTokens] = {}
         self._last_token_s = arrived_s
 
-    def take(self, event: Event, now_s: float) -> Update:
-        self._prompt.note(event, now_s)
-        match event:
+    def take(self, news: News, now_s: float) -> worker_pb2.Update | None:
+        if isinstance(news, worker_pb2.Update):
+            self._last_token_s = now_s
+            (tokens,) = news.choices
+            self._firsts[tokens.index] = tokens
+            return None
+        self._prompt.note(news, now_s)
+        match news:
             case Finished():
-                self._add(ChoiceTokens.finished(event, num_output=1))
-                self._unfinished.discard(event.choice)
-                return NOTHING_NEW if self._unfinished else self._close(now_s)
-            case Scored(first_position=first, logprobs=logprobs):
-                return Update(scores=PromptScores(first, logprobs))
+                end_choice(self._firsts[news.choice], news)
+                self._unfinished.discard(news.choice)
+                return None if self._unfinished else self._answer(0, now_s)
+            case Scored():
+                return self._scored(news)
             case HandedOff(num_held=num_held):
-                return self._hand_off(num_held, now_s)
+                self._stopwatch.begin_span(SpanName.PUBLISH, self._last_token_s)
+                self._stopwatch.count(blocks=num_held)
+                return self._answer(num_held, now_s)
             case Failed(error=error):
-                return self.withdraw(error)._replace(prompt=self._prompt.tokens)
-        return NOTHING_NEW
+                return self._failed(error)
+        return None
 
-    def gain(self, tokens: ChoiceTokens, now_s: float) -> Update:
-        self._last_token_s = now_s
-        self._add(tokens)
-        return NOTHING_NEW
+    def releases_hold(self, update: worker_pb2.Update) -> bool:
+        return update.end.HasField("error")
 
-    def withdraw(self, error: BatonError) -> Update:
-        return Update(releases_hold=True, end=End(error))
+    def _answer(self, num_held: int, now_s: float) -> worker_pb2.Update:
+        return self._update(
+            choices=self._firsts.values(),
+            prompt=self._prompt.source,
+            num_held_blocks=num_held,
+            end=worker_pb2.End(spans=self._stopwatch.spans(now_s)),
+        )
 
-    def _add(self, tokens: ChoiceTokens) -> None:
-        self._answer = self._answer.followed_by(Update((tokens,)))
-
-    def _hand_off(self, num_held: int, now_s: float) -> Update:
-        self._stopwatch.begin_phase(Phase.PUBLISH, self._last_token_s)
-        self._stopwatch.count(blocks=num_held)
-        self._answer = self._answer.followed_by(Update(num_held=num_held))
-        return self._close(now_s)
-
-    def _close(self, now_s: float) -> Update:
-        end = Update(prompt=self._prompt.tokens, end=End(spans=self._stopwatch.spans(now_s)))
-        return self._answer.followed_by(end)
+    def _failed(self, error: BatonError) -> worker_pb2.Update:
+        """Tells where the KV came from: cached KV may be why there is no number."""
+        update = self.withdraw(error)
+        if (source := self._prompt.source) is not None:
+            update.prompt.CopyFrom(source)
+        return update

@@ -34,9 +34,8 @@ from wire.errors import ConfigError, ModelError
 from wire.ids import PROTOCOL_VERSION
 from wire.pb import worker_pb2
 from worker.config import WorkerConfig
-from worker.inbox import Inbox
 from worker.job import Behaviour
-from worker.loop import WorkerLoop
+from worker.loop import Inbox, WorkerLoop
 from worker.service import WorkerService
 
 PEER_TIMEOUT_S = 1.0

@@ -10,11 +10,12 @@ from wire.pools import Role
 from wire.settings import from_json, to_json
 from wire.tier import ColdSettings
 from wire.trust.identity import Identity
-from worker.engine_watch import MAX_SILENCE_S
 
 FINGERPRINT_BYTES = 32
 PROPOSERS = ("off", "ngram")
 MAX_DRAFT_LEN = 15
+MAX_SILENCE_S = 120.0
+"""Enough for a step of 2048 tokens of a small model on two busy cores."""
 MIN_SILENCE_S = 3.0
 """An engine without work is silent for a second at a time."""
 

@@ -1,40 +1,166 @@
-"""The job of one attempt at a request: the engine's events in, updates for the router out. Each role has its own."""
+"""The job of one attempt at a request: the engine's news in, updates for the router out. Each role has its own.
 
+A job writes the very messages that go to the router. Its Stopwatch divides the attempt's time into spans.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum
+from itertools import repeat
+from typing import Any
 
-from engine.events import Event, Fetched, HeldUp, Preempted, Scheduled, Started, TierTokens
+from engine.events import Event, Fetched, Finished, HeldUp, Preempted, Scheduled, Scored, Started, TierTokens
 from engine.request import EngineRequest
 from engine.schedule.batcher import Batcher, Gate
+from wire.convert import logprobs_to_pb, reason_to_pb, tiers_to_pb
 from wire.errors import BatonError
+from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
-from worker.stopwatch import Phase, Stopwatch
-from worker.update import ChoiceTokens, Update
+from worker.messages import ended_with
 
-_WAIT_FOR = {Gate.SLOT: Phase.WAIT_SLOT, Gate.PAGES: Phase.WAIT_PAGES}
+News = Event | worker_pb2.Update
+"""An event of the engine, or an update with tokens that one choice has gained."""
 
 
-class Job(Protocol):
-    """An attempt in progress. Pure: `now_s` and the time of arrival are readings of one monotonic clock.
+class SpanName(Enum):
+    """The phases of an attempt, in this order. docs/timeline.md explains each phase for each role."""
 
-    An update with an end is the last; the loop drops the job with it.
-    """
+    QUEUE = "queue"
+    WAIT_SLOT = "wait_slot"
+    WAIT_PAGES = "wait_pages"
+    FETCH = "fetch"
+    WAIT_TURN = "wait_turn"
+    COMPUTE = "compute"
+    PUBLISH = "publish"
+    GENERATE = "generate"
+
+
+_ORDER = tuple(SpanName)
+_WAIT_FOR = {Gate.SLOT: SpanName.WAIT_SLOT, Gate.PAGES: SpanName.WAIT_PAGES}
+
+
+class Stopwatch:
+    """A division of an attempt's time into spans without a gap. It has no clock: callers pass readings."""
+
+    def __init__(self, role: Role, arrived_s: float) -> None:
+        """Starts the queue at `arrived_s`; any other span may be missing. Spans carry the role's name."""
+        self._role = role
+        self._arrived_s = arrived_s
+        self._starts_s = {SpanName.QUEUE: arrived_s}
+        self._counts: dict[SpanName, Counter[str]] = {span: Counter() for span in SpanName}
 
     @property
-    def request(self) -> EngineRequest: ...
+    def span(self) -> SpanName:
+        """The span that runs."""
+        return next(reversed(self._starts_s))
 
-    def take(self, event: Event, now_s: float) -> Update:
-        """Takes an event of the engine about this attempt; returns the update for the router."""
-        ...
+    def begin_span(self, span: SpanName, now_s: float) -> None:
+        """Ends the running span and begins a later one. Does nothing for the running span and earlier ones."""
+        if _ORDER.index(span) > _ORDER.index(self.span):
+            self._starts_s[span] = now_s
 
-    def gain(self, tokens: ChoiceTokens, now_s: float) -> Update:
-        """Takes tokens that a choice has gained; returns the update for the router."""
-        ...
+    def count(self, **amounts: int) -> None:
+        """Adds to the counts of the running span."""
+        self._counts[self.span].update(amounts)
 
-    def withdraw(self, error: BatonError) -> Update:
+    def spans(self, end_s: float) -> list[inference_pb2.Span]:
+        """Lists the spans so far, the running one with `end_s` as its end; without counts of zero."""
+        starts = list(self._starts_s.items())
+        ends_s = [start_s for _, start_s in starts[1:]] + [end_s]
+        return [self._message(span, start_s, end) for (span, start_s), end in zip(starts, ends_s, strict=True)]
+
+    def _message(self, span: SpanName, start_s: float, end_s: float) -> inference_pb2.Span:
+        return inference_pb2.Span(
+            name=f"{self._role.value}.{span.value}",
+            start_ms=(start_s - self._arrived_s) * 1000,
+            duration_ms=(end_s - start_s) * 1000,
+            counts={name: amount for name, amount in self._counts[span].items() if amount},
+        )
+
+
+class PromptProgress:
+    """The way of a prompt to its KV, as a stopwatch that the engine's events drive, up to computing missing tokens.
+
+    after: the span that follows. leader: the choice that gets the prompt's KV for all.
+    """
+
+    def __init__(self, stopwatch: Stopwatch, leader: int, block_size: int, after: SpanName) -> None:
+        self._stopwatch = stopwatch
+        self._leader = leader
+        self._block_size = block_size
+        self._after = after
+        self.tokens: TierTokens | None = None
+        """The prompt's tokens by where their KV came from, as the leader first found them."""
+
+    @property
+    def source(self) -> worker_pb2.PromptSource | None:
+        if self.tokens is None:
+            return None
+        found, computed = tiers_to_pb(self.tokens.found), self.tokens.computed
+        return worker_pb2.PromptSource(cached_tokens=found, computed_tokens=computed)
+
+    def note(self, event: News, now_s: float) -> None:
+        """Takes every event of the attempt, and passes over events that do not concern the prompt."""
+        match event:
+            case HeldUp(gate=gate):
+                self._stopwatch.begin_span(_WAIT_FOR[gate], now_s)
+            case Scheduled():
+                self._stopwatch.begin_span(SpanName.FETCH, now_s)
+            case Fetched(choice=choice, tokens=tokens) if choice == self._leader and self.tokens is None:
+                self.tokens = tokens
+                self._count_tiers(tokens)
+                self._stopwatch.begin_span(SpanName.WAIT_TURN, now_s)
+            case Started(choice=choice) if choice == self._leader and self.tokens is not None:
+                self._stopwatch.begin_span(SpanName.COMPUTE if self.tokens.computed else self._after, now_s)
+                self._stopwatch.count(tokens_computed=self.tokens.computed)
+            case Preempted():
+                self._stopwatch.count(preemptions=1)
+
+    def _count_tiers(self, tokens: TierTokens) -> None:
+        for tier, num_tokens in tokens.found.items():
+            num_blocks = -(-num_tokens // self._block_size)
+            self._stopwatch.count(**{f"tokens_{tier}": num_tokens, f"blocks_{tier}": num_blocks})
+
+
+class Job(ABC):
+    """An attempt in progress. Pure: times are readings of one monotonic clock. An update with an end is the last."""
+
+    def __init__(self, request: EngineRequest, role: Role, arrived_s: float, block_size: int, after: SpanName) -> None:
+        """after: the span behind the prompt's KV. block_size: tokens of a block, for the timeline."""
+        self.request = request
+        self._stopwatch = Stopwatch(role, arrived_s)
+        leader = min(choice.index for choice in request.choices)
+        self._prompt = PromptProgress(self._stopwatch, leader, block_size, after)
+
+    @abstractmethod
+    def take(self, news: News, now_s: float) -> worker_pb2.Update | None:
+        """Takes news of the engine about this attempt; returns the update for the router, if there is one."""
+
+    @abstractmethod
+    def releases_hold(self, update: worker_pb2.Update) -> bool:
+        """Tells whether the attempt's hold on blocks is over with this update."""
+
+    def withdraw(self, error: BatonError) -> worker_pb2.Update:
         """Ends the attempt with an error of the worker: aborted, out of time, ousted, drained, or a failed step."""
-        ...
+        return ended_with(self.request.attempt_id, error)
+
+    def _update(self, **fields: Any) -> worker_pb2.Update:
+        return worker_pb2.Update(id=self.request.attempt_id, **fields)
+
+    def _scored(self, event: Scored) -> worker_pb2.Update:
+        """Passes scores on without their tokens: the router knows its prompt."""
+        logprobs = logprobs_to_pb(repeat(0, len(event.logprobs)), event.logprobs)
+        return self._update(scores=worker_pb2.PromptScores(first_position=event.first_position, logprobs=logprobs))
+
+
+def end_choice(tokens: worker_pb2.ChoiceTokens, event: Finished) -> worker_pb2.ChoiceTokens:
+    """Writes the end of a choice into its last tokens; returns them."""
+    tokens.finish_reason = reason_to_pb(event.reason)
+    if event.stop_token_id is not None:
+        tokens.stop_token_id = event.stop_token_id
+    return tokens
 
 
 NewJob = Callable[[EngineRequest, float], Job]
@@ -49,40 +175,3 @@ class Behaviour:
     batcher: Batcher
     request_class: type[EngineRequest]
     new_job: NewJob
-
-
-class PromptProgress:
-    """The way of a prompt to its KV, as a stopwatch that the engine's events drive, up to computing missing tokens.
-
-    after: the phase that follows. leader: the choice that gets the prompt's KV for all.
-    """
-
-    def __init__(self, stopwatch: Stopwatch, leader: int, block_size: int, after: Phase) -> None:
-        self._stopwatch = stopwatch
-        self._leader = leader
-        self._block_size = block_size
-        self._after = after
-        self.tokens: TierTokens | None = None
-        """The prompt's tokens by where their KV came from, as the leader first found them."""
-
-    def note(self, event: Event, now_s: float) -> None:
-        """Takes every event of the request, and passes over events that do not concern the prompt."""
-        match event:
-            case HeldUp(gate=gate):
-                self._stopwatch.begin_phase(_WAIT_FOR[gate], now_s)
-            case Scheduled():
-                self._stopwatch.begin_phase(Phase.FETCH, now_s)
-            case Fetched(choice=choice, tokens=tokens) if choice == self._leader and self.tokens is None:
-                self.tokens = tokens
-                self._count_tiers(tokens)
-                self._stopwatch.begin_phase(Phase.WAIT_TURN, now_s)
-            case Started(choice=choice) if choice == self._leader and self.tokens is not None:
-                self._stopwatch.begin_phase(Phase.COMPUTE if self.tokens.computed else self._after, now_s)
-                self._stopwatch.count(tokens_computed=self.tokens.computed)
-            case Preempted():
-                self._stopwatch.count(preemptions=1)
-
-    def _count_tiers(self, tokens: TierTokens) -> None:
-        for tier, num_tokens in tokens.found.items():
-            num_blocks = -(-num_tokens // self._block_size)
-            self._stopwatch.count(**{f"tokens_{tier}": num_tokens, f"blocks_{tier}": num_blocks})

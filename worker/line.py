@@ -1,11 +1,14 @@
 """The worker's end of the line to one router: orders come in, and updates of its attempts go out.
 
-Unsent updates join: however slowly the router reads, an attempt has one update here, which grows by tokens only.
-No step of the engine waits for the line.
+    StepOutput ─▶ Job.take ─▶ Update ─▶ WorkerLine.send ═ ConnectResponse ═▶ Line ─▶ Attempt ─▶ Answer ─▶ Chunk
+
+An update has one shape on its way back, the message: a job writes it, and the line joins it to unsent ones.
+However slowly the router reads, an attempt's updates here grow by tokens only. No step of the engine waits for a line.
 """
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Protocol
 
 from google.protobuf.message import DecodeError
@@ -13,9 +16,7 @@ from google.protobuf.message import DecodeError
 from wire.errors import BatonError, InvalidRequest
 from wire.ids import AttemptId
 from wire.pb import worker_pb2
-from worker.inbox import Call
-from worker.messages import update_to_pb
-from worker.update import End, Update
+from worker.messages import ended_with
 
 MAX_MESSAGE_TOKENS = 4096
 """Of one message, about: with logprobs a token may take a kilobyte."""
@@ -27,7 +28,7 @@ MAX_BEGIN_BYTES = 64 << 20
 class Orders(Protocol):
     """The orders of a router to a worker. No call blocks; errors go back on the line."""
 
-    def begin(self, call: Call, begin: worker_pb2.Begin) -> None:
+    def begin(self, line: "WorkerLine", begin: worker_pb2.Begin) -> None:
         """Begins an attempt. Raises BatonError if it cannot begin."""
         ...
 
@@ -73,10 +74,9 @@ class PartialBegin:
 class WorkerLine:
     """A line of one router. Belongs to one event loop; gRPC, or the twin, calls `take` and `next` until `close`."""
 
-    def __init__(self, orders: Orders, worker_id: str) -> None:
+    def __init__(self, orders: Orders) -> None:
         self._orders = orders
-        self._worker_id = worker_id
-        self._updates: OrderedDict[AttemptId, Update] = OrderedDict()
+        self._unsent: OrderedDict[str, list[worker_pb2.Update]] = OrderedDict()
         self._news = worker_pb2.ConnectResponse()
         self._partial: PartialBegin | None = None
         self._is_closed = False
@@ -101,12 +101,17 @@ class WorkerLine:
         if request.HasField("piece"):
             self._take_piece(request.piece)
 
-    def send(self, attempt: AttemptId, update: Update) -> None:
-        """Joins an update to the unsent update of its attempt. Does nothing after the end."""
-        if not self._is_closed:
-            earlier = self._updates.get(attempt)
-            self._updates[attempt] = update if earlier is None else earlier.followed_by(update)
-            self._changed.set()
+    def send(self, update: worker_pb2.Update) -> None:
+        """Joins an update to the unsent ones of its attempt. Does nothing after the end."""
+        if self._is_closed:
+            return
+        unsent = self._unsent.setdefault(update.id, [])
+        for part in _parts(update):
+            if unsent and _num_tokens(unsent[-1]) + _num_tokens(part) <= MAX_UPDATE_TOKENS:
+                join(unsent[-1], part)
+            else:
+                unsent.append(part)
+        self._changed.set()
 
     def send_answer(self, answer: worker_pb2.Answer) -> None:
         if not self._is_closed:
@@ -120,10 +125,10 @@ class WorkerLine:
 
     async def next(self) -> worker_pb2.ConnectResponse | None:
         """Returns all unsent updates, answers and ends of holds, once there are any; None after the end."""
-        while not (self._updates or self._has_news or self._is_closed):
+        while not (self._unsent or self._has_news or self._is_closed):
             self._changed.clear()
             await self._changed.wait()
-        if not (self._updates or self._has_news):
+        if not (self._unsent or self._has_news):
             return None
         news, self._news = self._news, worker_pb2.ConnectResponse()
         news.updates.extend(self._take_updates())
@@ -137,7 +142,7 @@ class WorkerLine:
     def close(self) -> None:
         """Ends the line at once, and aborts its attempts. A second call does nothing."""
         self.finish()
-        self._updates.clear()
+        self._unsent.clear()
         self._news.Clear()
         self._orders.line_ended(self)
 
@@ -145,31 +150,29 @@ class WorkerLine:
     def _has_news(self) -> bool:
         return bool(self._news.answers or self._news.ended_holds)
 
-    def _take_updates(self) -> list[worker_pb2.Update]:
-        """Takes as much as a message may have; the rest of an update that is too long stays the first."""
-        updates, num_tokens, is_cut = [], 0, False
-        while self._updates and num_tokens < MAX_MESSAGE_TOKENS and not is_cut:
-            attempt, update = self._updates.popitem(last=False)
-            is_cut = update.num_tokens > MAX_UPDATE_TOKENS
-            if is_cut:
-                update, self._updates[attempt] = update.cut(MAX_UPDATE_TOKENS)
-                self._updates.move_to_end(attempt, last=False)
-            updates.append(update_to_pb(attempt, update, self._worker_id))
-            num_tokens += update.num_tokens
-        return updates
+    def _take_updates(self) -> Iterator[worker_pb2.Update]:
+        """Takes as much as a message may have, and one part of an attempt; the rest of it comes first in the next."""
+        num_tokens = 0
+        while self._unsent and num_tokens < MAX_MESSAGE_TOKENS:
+            attempt, (part, *rest) = self._unsent.popitem(last=False)
+            num_tokens += _num_tokens(part)
+            yield part
+            if rest:
+                self._unsent[attempt] = rest
+                self._unsent.move_to_end(attempt, last=False)
+                return
 
     def _abort(self, attempt: AttemptId) -> None:
         if self._partial is not None and self._partial.attempt == attempt:
             self._partial = None
-        self._updates.pop(attempt, None)
+        self._unsent.pop(attempt, None)
         self._orders.abort(self, attempt)
 
     def _begin(self, begin: worker_pb2.Begin) -> None:
-        attempt = AttemptId(begin.id)
         try:
-            self._orders.begin(Call(attempt, self), begin)
+            self._orders.begin(self, begin)
         except BatonError as error:
-            self.send(attempt, Update(end=End(error)))
+            self.send(ended_with(AttemptId(begin.id), error))
 
     def _take_piece(self, piece: worker_pb2.Piece) -> None:
         attempt = AttemptId(piece.id)
@@ -181,4 +184,37 @@ class WorkerLine:
             try:
                 self._begin(partial.parse())
             except InvalidRequest as error:
-                self.send(attempt, Update(end=End(error)))
+                self.send(ended_with(attempt, error))
+
+
+def _num_tokens(update: worker_pb2.Update) -> int:
+    """Counts the tokens of all choices, and the scored ones of the prompt."""
+    num_scored = len(update.scores.logprobs) if update.HasField("scores") else 0
+    return num_scored + sum([len(one.token_ids) for one in update.choices])
+
+
+def _parts(update: worker_pb2.Update) -> list[worker_pb2.Update]:
+    """Cuts long scores of a prompt into parts of one message each; all else is in the last part."""
+    parts: list[worker_pb2.Update] = []
+    while update.HasField("scores") and len(update.scores.logprobs) > MAX_UPDATE_TOKENS:
+        scores, first = update.scores, update.scores.first_position
+        part = worker_pb2.PromptScores(first_position=first, logprobs=scores.logprobs[:MAX_UPDATE_TOKENS])
+        parts.append(worker_pb2.Update(id=update.id, scores=part))
+        del scores.logprobs[:MAX_UPDATE_TOKENS]
+        scores.first_position = first + MAX_UPDATE_TOKENS
+    return [*parts, update]
+
+
+def join(update: worker_pb2.Update, later: worker_pb2.Update) -> None:
+    """Appends news of the same attempt that follow directly. Takes `later` apart."""
+    for tokens in list(later.choices):
+        earlier = next((one for one in update.choices if one.index == tokens.index), None)
+        if earlier is None:
+            update.choices.append(tokens)
+        else:
+            tokens.first_position = earlier.first_position
+            earlier.MergeFrom(tokens)
+    del later.choices[:]
+    if update.HasField("scores") and later.HasField("scores"):
+        later.scores.first_position = update.scores.first_position
+    update.MergeFrom(later)

@@ -1,5 +1,10 @@
-"""The thread that owns the engine: take commands, step, hand tokens and events to jobs, deliver their updates."""
+"""The thread that owns the engine: take commands, step, hand the outcome over.
 
+WorkerService ─ Add, Abort, EndChoice, CheckBooks ─▶ Inbox ─▶ WorkerLoop ─▶ EngineCore
+WorkerService ◀──────────── a Turn ───────────────────────── WorkerLoop ◀─ StepOutput
+"""
+
+import asyncio
 import logging
 import os
 import secrets
@@ -11,13 +16,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from engine.core import EngineCore
-from engine.events import Abandoned, Event, Failed, Finished, StepOutput
+from engine.events import Event, Failed, Finished, StepOutput
+from engine.request import EngineRequest
 from wire.errors import BatonError, Unavailable
 from wire.ids import AttemptId
 from wire.sampling import FinishReason
-from worker.inbox import Ask, Begin, Call, Command, EndChoice, Inbox, Withdraw
-from worker.job import Job
-from worker.update import NOTHING_NEW, ChoiceTokens, End, Update
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +29,115 @@ ENGINE_NICENESS = 10
 MAX_IDLE_S = 1.0
 MAX_FAILED_STEPS = 4
 """Steps that fail, with no token in between, until the engine is given up: then it is not the requests."""
+LOOK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Add:
+    """The command to start an attempt."""
+
+    request: EngineRequest
+
+
+@dataclass(frozen=True)
+class Abort:
+    """The command to end an attempt, if it has not ended."""
+
+    attempt: AttemptId
+
+
+@dataclass(frozen=True)
+class EndChoice:
+    """The command to end a choice of an attempt, as a stop token does, if it has not ended."""
+
+    attempt: AttemptId
+    index: int
+
+
+@dataclass(frozen=True)
+class CheckBooks:
+    """The command to list the faults of the engine's books, between two steps."""
+
+    answer: Future[list[str]]
+
+    def obey(self, engine: EngineCore) -> None:
+        """Answers, with the error of a check that fails. Does nothing if nothing awaits the answer any more."""
+        if self.answer.set_running_or_notify_cancel():
+            try:
+                self.answer.set_result(engine.check())
+            except Exception as error:
+                self.answer.set_exception(error)
+
+    def refuse(self, error: BatonError) -> None:
+        if self.answer.set_running_or_notify_cancel():
+            self.answer.set_exception(error)
+
+
+Command = Add | Abort | EndChoice | CheckBooks
+
+
+class Inbox:
+    """Commands in order of arrival, and a bell. Safe to use from any thread; one thread takes."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._commands: deque[Command] = deque()
+        self._rung = False
+        self._closed = False
+
+    def put(self, command: Command) -> bool:
+        """Adds a command; returns False if the inbox is closed."""
+        with self._condition:
+            if not self._closed:
+                self._commands.append(command)
+                self._condition.notify()
+            return not self._closed
+
+    def ring(self) -> None:
+        """Wakes the taking thread, even without a command."""
+        with self._condition:
+            self._rung = True
+            self._condition.notify()
+
+    def take(self, timeout_s: float) -> list[Command]:
+        """Takes all commands, after a command, the bell or `close`; blocks at most `timeout_s`."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._commands or self._rung or self._closed, timeout_s)
+            commands = list(self._commands)
+            self._commands.clear()
+            self._rung = False
+            return commands
+
+    def close(self) -> None:
+        """Closes the inbox for further commands; `take` still returns earlier ones."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
 
 
 @dataclass
-class Deliveries:
-    """The outcome of a turn: an update for each call, and holds that are over."""
+class Turn:
+    """The outcome of a turn. Events before the model's run happened when the step began, the others when it ended.
 
-    updates: dict[Call, Update] = field(default_factory=dict)
-    released: list[AttemptId] = field(default_factory=list)
+    added: requests that the engine has from now on. aborted: attempts that it let go of by command or for the failure.
+    events: of commands, in the time of the step's begin. failure: all attempts that were added so far end with it.
+    """
+
+    began_s: float
+    added: list[EngineRequest] = field(default_factory=list)
+    aborted: list[AttemptId] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    output: StepOutput = field(default_factory=StepOutput)
+    ended_s: float = 0.0
+    failure: BatonError | None = None
+
+    @property
+    def is_news(self) -> bool:
+        return bool(self.added or self.aborted or self.events or self.failure) or self.output.is_news
 
 
 class WorkerLoop:
-    """The driver of an engine. Any thread may use `begin`, `withdraw`, `end_choice` and `ask`, which do not block.
+    """The driver of an engine. Any thread may use `put`, which does not block.
 
     A request that the engine fails ends alone. A step that fails ends all attempts with Unavailable, so that the router
     tries elsewhere, and the loop goes on if the engine's books are in order.
@@ -52,7 +152,7 @@ class WorkerLoop:
         self,
         engine: EngineCore,
         inbox: Inbox,
-        deliver: Callable[[Deliveries], None],
+        deliver: Callable[[Turn], None],
         on_broken: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,17 +165,15 @@ class WorkerLoop:
         self._deliver = deliver
         self._on_broken = on_broken
         self._clock = clock
-        self._begun: dict[AttemptId, Begin] = {}
         self._commands: deque[Command] = deque()
-        self._deliveries = Deliveries()
         self._has_more_to_do = False
         self._num_failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
-    def num_begun(self) -> int:
-        """Attempts that have not ended."""
-        return len(self._begun)
+    def num_attempts(self) -> int:
+        """Attempts at the engine."""
+        return len(self._engine.attempts)
 
     def start(self) -> None:
         self._thread.start()
@@ -92,42 +190,28 @@ class WorkerLoop:
         self._break()
         self._inbox.close()
 
-    def begin(self, call: Call, job: Job) -> None:
-        """Starts an attempt. Raises Unavailable if the loop has ended."""
-        if not self._inbox.put(Begin(call, job)):
-            raise Unavailable("the worker has stopped")
-
-    def withdraw(self, call: Call, error: BatonError) -> None:
-        """Ends an attempt before the next step. Does nothing if it has ended."""
-        self._inbox.put(Withdraw(call, error))
-
-    def end_choice(self, call: Call, index: int) -> None:
-        """Ends a choice of an attempt before the next step, as a stop token does. Does nothing if it has ended."""
-        self._inbox.put(EndChoice(call, index))
-
-    def ask(self, question: Callable[[EngineCore], list[str]]) -> Future[list[str]]:
-        """Puts a question to the engine between two steps. Raises Unavailable if the loop has ended."""
-        answer: Future[list[str]] = Future()
-        if not self._inbox.put(Ask(question, answer)):
-            raise Unavailable("the worker has stopped")
-        return answer
+    def put(self, command: Command) -> bool:
+        """Gives a command, which is obeyed before the next step. Returns False if the loop has ended."""
+        return self._inbox.put(command)
 
     def turn(self) -> None:
         """Obeys commands, steps the engine once, and delivers the outcome. Blocks up to MAX_IDLE_S without work."""
         self._commands += self._inbox.take(0.0 if self._has_more_to_do else MAX_IDLE_S)
+        turn = Turn(self._clock())
         try:
             while self._commands:
-                self._obey(self._commands.popleft())
-            began_s = self._clock()
-            output = self._engine.step()
-            self._pass_on(output, began_s)
+                self._obey(self._commands.popleft(), turn)
+            turn.began_s = self._clock()
+            output = turn.output = self._engine.step()
+            turn.ended_s = self._clock()
             self._has_more_to_do = output.is_news or self._engine.can_step
             if output.token_ids:
                 self._num_failed_steps = 0
         except Exception as error:  # of whatever the model's step may raise; the thread has to outlive it
-            self._recover(error)
+            self._recover(error, turn)
         self.stats = self._engine.stats()
-        self._hand_over()
+        if turn.is_news:
+            self._deliver(turn)
         self.num_turns += 1
 
     def run_one(self) -> bool:
@@ -149,91 +233,44 @@ class WorkerLoop:
         while self.run_one():
             pass
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: Command, turn: Turn) -> None:
         match command:
-            case Begin(call, job):
-                self._begun[call.id] = command
+            case Add(request):
+                turn.added.append(request)
                 try:
-                    self._engine.add(job.request)
+                    self._engine.add(request)
                 except BatonError as error:
-                    self._note(command, job.take(Failed(call.id, error), self._clock()))
-            case Withdraw(call, error):
-                begun = self._begun.get(call.id)
-                if begun is not None and begun.call is call:
-                    self._engine.abort(call.id)
-                    self._note(begun, begun.job.withdraw(error))
-            case EndChoice(call, index):
-                begun = self._begun.get(call.id)
-                if begun is not None and begun.call is call and self._engine.end(call.id, index):
-                    self._tell(Finished(call.id, index, FinishReason.STOP), self._clock())
-            case Ask():
-                command.put_to(self._engine)
+                    turn.events.append(Failed(request.attempt_id, error))
+            case Abort(attempt):
+                self._engine.abort(attempt)
+                turn.aborted.append(attempt)
+            case EndChoice(attempt, index):
+                if self._engine.end(attempt, index):
+                    turn.events.append(Finished(attempt, index, FinishReason.STOP))
+            case CheckBooks():
+                command.obey(self._engine)
 
-    def _pass_on(self, output: StepOutput, began_s: float) -> None:
-        """Hands the tokens and events of one step to their jobs.
-
-        Events before the run happened when the step began; tokens, and the events that followed, just now.
-        """
-        for event in output.before:
-            self._tell(event, began_s)
-        if not (output.token_ids or output.after):
-            return
-        now_s = self._clock()
-        for place, (choice, position, token_id) in enumerate(
-            zip(output.choices, output.positions, output.token_ids, strict=True)
-        ):
-            begun = self._begun.get(choice.attempt_id)
-            if begun is not None:
-                logprobs = (output.logprobs[place],) if place in output.logprobs else ()
-                tokens = ChoiceTokens(choice.index, position, (token_id,), logprobs)
-                self._note(begun, begun.job.gain(tokens, now_s))
-        for event in output.after:
-            self._tell(event, now_s)
-
-    def _tell(self, event: Event, now_s: float) -> None:
-        begun = self._begun.get(event.attempt_id)
-        if begun is not None:
-            self._note(begun, begun.job.take(event, now_s))
-        elif isinstance(event, Abandoned):
-            self._deliveries.released.append(event.attempt_id)
-
-    def _note(self, begun: Begin, update: Update) -> None:
-        """Joins an update to its call's update for delivery."""
-        if update is NOTHING_NEW:
-            return
-        call, updates = begun.call, self._deliveries.updates
-        updates[call] = updates[call].followed_by(update) if call in updates else update
-        if update.releases_hold:
-            self._deliveries.released.append(call.id)
-        if update.end is not None:
-            del self._begun[call.id]
-
-    def _hand_over(self) -> None:
-        deliveries, self._deliveries = self._deliveries, Deliveries()
-        if deliveries.updates or deliveries.released:
-            self._deliver(deliveries)
-
-    def _recover(self, failure: Exception) -> None:
+    def _recover(self, failure: Exception, turn: Turn) -> None:
         incident = secrets.token_hex(8)
         log.error("incident %s: a step failed", incident, exc_info=failure)
         self._num_failed_steps += 1
         self._has_more_to_do = bool(self._commands)
-        problems = self._withdraw_all(Unavailable(f"a step of the worker failed, incident {incident}"))
-        problems += self._check()
+        turn.failure = Unavailable(f"a step of the worker failed, incident {incident}")
+        problems = self._abort_all(turn) + self._check()
         if problems or self._num_failed_steps == MAX_FAILED_STEPS:
             log.critical("incident %s: the engine is given up: %s", incident, "; ".join(problems) or "it fails on")
             self._break()
 
-    def _withdraw_all(self, error: BatonError) -> list[str]:
-        """Ends every attempt, whatever state the engine is in; returns the problems."""
+    def _abort_all(self, turn: Turn) -> list[str]:
+        """Takes every attempt out of the engine, whatever state this is in; returns the problems."""
         problems = []
-        for begun in list(self._begun.values()):
+        for attempt in list(self._engine.attempts):
+            turn.aborted.append(attempt)
             try:
-                self._engine.abort(begun.call.id)
-            except Exception:  # every caller has to be answered
-                log.exception("not taken out of the engine", extra={"attempt_id": begun.call.id})
+                self._engine.abort(attempt)
+            except Exception:  # the others have to be taken out, too
+                log.exception("not taken out of the engine", extra={"attempt_id": attempt})
                 problems.append("a request cannot be taken out of the engine")
-            self._note(begun, begun.job.withdraw(error))
         return problems
 
     def _check(self) -> list[str]:
@@ -247,14 +284,41 @@ class WorkerLoop:
         self.is_running = False
 
     def _wind_up(self) -> None:
-        """Closes the inbox, and answers every command and attempt."""
+        """Closes the inbox, and ends every attempt and every question."""
         stopped = Unavailable("the worker has stopped")
+        turn = Turn(self._clock(), failure=stopped)
         self._inbox.close()
         self._commands += self._inbox.take(0.0)
-        self._withdraw_all(stopped)
+        self._abort_all(turn)
         for command in self._commands:
-            if isinstance(command, Begin):
-                self._deliveries.updates[command.call] = Update(end=End(stopped))
-            elif isinstance(command, Ask):
+            if isinstance(command, Add):
+                turn.added.append(command.request)
+            elif isinstance(command, CheckBooks):
                 command.refuse(stopped)
-        self._hand_over()
+        self._deliver(turn)
+
+
+class EngineWatch:
+    """A watch that compares the engine's number of finished turns with the number at its last look.
+
+    It counts silence in looks and not by a clock: a stop of the whole process holds up the count as well, and does not
+    pass for an engine that hangs.
+    """
+
+    def __init__(self, num_turns: Callable[[], int], max_silence_s: float) -> None:
+        self.silent_s = 0.0
+        self._num_turns = num_turns
+        self._max_silence_s = max_silence_s
+        self._num_turns_seen = num_turns()
+
+    async def wait_for_silence(self) -> None:
+        """Waits until the engine has not finished a turn for `max_silence_s`."""
+        while self.silent_s < self._max_silence_s:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self.look()
+
+    def look(self) -> None:
+        """Compares once. Belongs in a loop of LOOK_EVERY_S."""
+        num_turns = self._num_turns()
+        self.silent_s = self.silent_s + LOOK_EVERY_S if num_turns == self._num_turns_seen else 0.0
+        self._num_turns_seen = num_turns

@@ -1,31 +1,25 @@
-"""Conversion between a worker's own values and the messages of its line."""
+"""Messages of a line: what a Begin asks of the engine, how an attempt ends, the state of the worker."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import repeat
 
 from engine.events import EngineStats
 from engine.request import ChoiceSoFar, EngineRequest
 from kv_store.block_store import StoreStatus
 from wire.convert import (
     error_to_pb,
-    logprobs_to_pb,
-    reason_to_pb,
     sampling_from_pb,
-    tiers_to_pb,
 )
-from wire.errors import ConfigError, InvalidRequest
+from wire.errors import BatonError, ConfigError, InvalidRequest
 from wire.ids import AttemptId, NamespaceRoot, is_attempt_id
 from wire.keys import PublicPart
 from wire.kv_policy import Dropping, parse_kv_policy
-from wire.pb import inference_pb2, worker_pb2
+from wire.pb import worker_pb2
 from wire.tier import FAR_TIERS, READ_COUNTS, WRITE_COUNTS, BlockCounts, ColdStatus, Tier
-from worker.stopwatch import Span
-from worker.update import ChoiceTokens, Update
 
 ROOT_BYTES = 32
-MAX_SOURCES = 16
+MAX_BLOCK_ADDRESSES = 16
 
 
 def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_size: int) -> EngineRequest:
@@ -35,7 +29,8 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
     """
     _require(is_attempt_id(message.id), "id", "not an id that a router gives")
     _require(len(message.namespace_root) == ROOT_BYTES, "namespace_root", f"must be {ROOT_BYTES} bytes")
-    _require(len(message.block_addresses) <= MAX_SOURCES, "block_addresses", f"must be at most {MAX_SOURCES}")
+    addresses = message.block_addresses
+    _require(len(addresses) <= MAX_BLOCK_ADDRESSES, "block_addresses", f"must be at most {MAX_BLOCK_ADDRESSES}")
     _require(0 < message.time_left_s < math.inf, "time_left_s", "must be above 0 and finite")
     choices = tuple(ChoiceSoFar(choice.index, tuple(choice.output.ids)) for choice in message.choices)
     request = cls(
@@ -44,7 +39,7 @@ def request_from_pb(message: worker_pb2.Begin, cls: type[EngineRequest], vocab_s
         tuple(message.prompt.ids),
         sampling_from_pb(message.sampling_params),
         choices,
-        tuple(message.block_addresses),
+        tuple(addresses),
         message.computes_all,
         message.num_scored,
         _public_part(message),
@@ -61,26 +56,9 @@ def _public_part(message: worker_pb2.Begin) -> PublicPart | None:
     return PublicPart(NamespaceRoot(root), num_blocks) if num_blocks else None
 
 
-def update_to_pb(attempt: AttemptId, update: Update, worker_id: str) -> worker_pb2.Update:
-    message = worker_pb2.Update(
-        id=attempt,
-        choices=[_choice_to_pb(choice) for choice in update.choices],
-        num_held_blocks=update.num_held,
-    )
-    if update.prompt is not None:
-        message.prompt.cached_tokens.extend(tiers_to_pb(update.prompt.found))
-        message.prompt.computed_tokens = update.prompt.computed
-    if update.scores is not None:
-        first, logprobs = update.scores
-        message.scores.first_position = first
-        message.scores.logprobs.extend(
-            logprobs_to_pb(repeat(0, len(logprobs)), logprobs)
-        )  # the router knows its prompt
-    if update.end is not None:
-        message.end.spans.extend(_spans_to_pb(update.end.spans, worker_id))
-        if update.end.error is not None:
-            message.end.error.CopyFrom(error_to_pb(update.end.error))
-    return message
+def ended_with(attempt: AttemptId, error: BatonError) -> worker_pb2.Update:
+    """Makes the last update of an attempt that ends with an error."""
+    return worker_pb2.Update(id=attempt, end=worker_pb2.End(error=error_to_pb(error)))
 
 
 def status_to_pb(
@@ -141,30 +119,6 @@ def _require_in_range(request: EngineRequest, vocab_size: int) -> None:
 def _require(valid: object, param: str, message: str) -> None:
     if not valid:
         raise InvalidRequest(param, message)
-
-
-def _choice_to_pb(choice: ChoiceTokens) -> worker_pb2.ChoiceTokens:
-    return worker_pb2.ChoiceTokens(
-        index=choice.choice,
-        first_position=choice.first_position,
-        token_ids=choice.token_ids,
-        logprobs=logprobs_to_pb(choice.token_ids, choice.logprobs) if choice.logprobs else (),
-        finish_reason=reason_to_pb(choice.reason),
-        stop_token_id=choice.stop_token_id,
-    )
-
-
-def _spans_to_pb(spans: Iterable[Span], worker_id: str) -> list[inference_pb2.Span]:
-    return [
-        inference_pb2.Span(
-            name=span.name,
-            worker=worker_id,
-            start_ms=span.start_ms,
-            duration_ms=span.duration_ms,
-            counts=dict(span.counts),
-        )
-        for span in spans
-    ]
 
 
 def _counts_to_pb(counts: BlockCounts) -> worker_pb2.BlockCounts:

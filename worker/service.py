@@ -3,24 +3,24 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from engine.core import EngineCore
+from engine.events import Abandoned
 from kv_store.block_store import BlockStore
 from wire import errors
-from wire.convert import error_to_pb
+from wire.convert import error_to_pb, logprobs_to_pb
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestExists, Unavailable, Unsupported, WorkerLeaving
-from wire.ids import AttemptId, QualifiedId, number_of, request_of
+from wire.ids import AttemptId, number_of, request_of
 from wire.pb import worker_pb2
-from wire.pools import WorkerState
-from worker.engine_watch import EngineWatch
-from worker.inbox import Call, Inbox
-from worker.job import Behaviour
+from wire.pools import Role, WorkerState
+from worker.job import Behaviour, Job, News
 from worker.line import WorkerLine
-from worker.loop import Deliveries, WorkerLoop
+from worker.loop import Abort, Add, CheckBooks, EndChoice, EngineWatch, Inbox, Turn, WorkerLoop
 from worker.messages import request_from_pb, status_to_pb
 from worker.store import AsyncStore
-from worker.update import End, Update
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +29,25 @@ STOP_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 30.0
 
 
-class WorkerService:
-    """The orders of all lines. Belongs to the event loop on which it starts.
+@dataclass(eq=False)
+class Attempt:
+    """An attempt begun on a line. is_added: the engine has it; news before that are of an earlier one of its id."""
 
-    An abort takes an attempt out of the engine before its next step, and so does the end of its time or of its line.
+    line: WorkerLine
+    job: Job
+    is_added: bool = False
+    timer: asyncio.TimerHandle = field(init=False)
+
+    @property
+    def id(self) -> AttemptId:
+        return self.job.request.attempt_id
+
+
+class WorkerService:
+    """The attempts of all lines: their orders go to the engine's thread, and what its turns bring to their jobs.
+
+    Belongs to the event loop on which it starts. An abort takes an attempt out of the engine before its next step, and
+    so does the end of its time or of its line.
     """
 
     def __init__(
@@ -55,7 +70,7 @@ class WorkerService:
         self._behaviour = behaviour
         self._store = AsyncStore(store)
         self._lines: set[WorkerLine] = set()
-        self._calls: dict[QualifiedId, tuple[Call, asyncio.TimerHandle]] = {}
+        self._attempts: dict[AttemptId, Attempt] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._is_draining = False
@@ -68,9 +83,9 @@ class WorkerService:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def num_calls(self) -> int:
+    def num_attempts(self) -> int:
         """Attempts under way."""
-        return len(self._calls)
+        return len(self._attempts)
 
     @property
     def state(self) -> WorkerState:
@@ -97,13 +112,13 @@ class WorkerService:
 
     def connect(self) -> WorkerLine:
         """Makes the worker's end of a new line."""
-        line = WorkerLine(self, self.info.worker_id)
+        line = WorkerLine(self)
         self._lines.add(line)
         if self._is_closed:
             line.finish()
         return line
 
-    def begin(self, call: Call, begin: worker_pb2.Begin) -> None:
+    def begin(self, line: WorkerLine, begin: worker_pb2.Begin) -> None:
         """Starts an attempt; it ousts an earlier attempt at the request, and any attempt of another line.
 
         Does nothing for an attempt that runs on its line already. Raises RequestExists while a later attempt runs
@@ -112,29 +127,32 @@ class WorkerService:
         request = request_from_pb(begin, self._behaviour.request_class, self.info.vocab_size)
         if self.state is not WorkerState.READY:
             refusal = WorkerLeaving if self.state is WorkerState.DRAINING else Unavailable
-            raise refusal(f"the worker is {self.state.value}", attempt_id=call.id)
-        earlier = self._call_of(call.id)
-        if earlier is not None and earlier.is_the_same_as(call):
-            return
-        self._oust(earlier, call)
-        self._remember(call, begin.time_left_s)
-        try:
-            self._loop.begin(call, self._behaviour.new_job(request, self._clock()))
-        except BatonError:
-            self._forget(call)
-            raise
+            raise refusal(f"the worker is {self.state.value}", attempt_id=begin.id)
+        attempt = Attempt(line, self._behaviour.new_job(request, self._clock()))
+        qualified_id = request_of(attempt.id)
+        for earlier in [one for one in self._attempts.values() if request_of(one.id) == qualified_id]:
+            if (earlier.id, earlier.line) == (attempt.id, line):
+                return
+            self._oust(earlier, attempt)
+        if not self._loop.put(Add(request)):
+            raise Unavailable("the worker has stopped")
+        out_of_time = DeadlineExceeded("the request's deadline has passed", attempt_id=attempt.id)
+        life_s = min(begin.time_left_s, MAX_REQUEST_S)
+        attempt.timer = asyncio.get_running_loop().call_later(life_s, self._end, attempt, out_of_time)
+        self._attempts[attempt.id] = attempt
+        self._is_idle.clear()
 
-    def abort(self, line: WorkerLine, attempt: AttemptId) -> None:
+    def abort(self, line: WorkerLine, attempt_id: AttemptId) -> None:
         """Ends an attempt of this line. Does nothing if there is none."""
-        call = self._call_of(attempt)
-        if call is not None and call.id == attempt and call.line is line:
-            self._end(call, Cancelled("the router has aborted it", attempt_id=attempt))
+        attempt = self._attempts.get(attempt_id)
+        if attempt is not None and attempt.line is line:
+            self._end(attempt, Cancelled("the router has aborted it", attempt_id=attempt_id))
 
-    def end_choice(self, line: WorkerLine, attempt: AttemptId, index: int) -> None:
+    def end_choice(self, line: WorkerLine, attempt_id: AttemptId, index: int) -> None:
         """Ends a choice of an attempt of this line. Does nothing if there is none."""
-        call = self._call_of(attempt)
-        if call is not None and call.id == attempt and call.line is line:
-            self._loop.end_choice(call, index)
+        attempt = self._attempts.get(attempt_id)
+        if attempt is not None and attempt.line is line:
+            self._loop.put(EndChoice(attempt_id, index))
 
     def renew(self, line: WorkerLine, attempts: list[AttemptId]) -> None:
         """Lets the holds of these attempts live on; the line hears of holds that have ended."""
@@ -151,9 +169,9 @@ class WorkerService:
     def line_ended(self, line: WorkerLine) -> None:
         """Ends the attempts of a line. Holds stay until they run out."""
         self._lines.discard(line)
-        for call, _ in tuple(self._calls.values()):
-            if call.line is line:
-                self._end(call, Cancelled("the line to the router has ended", attempt_id=call.id))
+        for attempt in tuple(self._attempts.values()):
+            if attempt.line is line:
+                self._end(attempt, Cancelled("the line to the router has ended", attempt_id=attempt.id))
 
     async def drain(self, grace_s: float) -> int:
         """Refuses new attempts, waits for running ones, and after the grace ends the rest with WorkerLeaving.
@@ -165,10 +183,10 @@ class WorkerService:
             async with asyncio.timeout(grace_s):
                 await self._is_idle.wait()
         except TimeoutError:
-            log.warning("%d requests outlast the grace of %s s", len(self._calls), grace_s)
-        left = [call for call, _ in self._calls.values()]
-        for call in left:
-            self._end(call, WorkerLeaving("the worker is going away"))
+            log.warning("%d requests outlast the grace of %s s", len(self._attempts), grace_s)
+        left = list(self._attempts.values())
+        for attempt in left:
+            self._end(attempt, WorkerLeaving("the worker is going away"))
         return len(left)
 
     async def status(self, check: bool = False) -> worker_pb2.WorkerStatus:
@@ -179,36 +197,23 @@ class WorkerService:
 
     def check(self) -> list[str]:
         """Lists attempts under way; empty once all have ended."""
-        counts = {"calls": len(self._calls), "attempts at the engine": self._loop.num_begun}
+        counts = {"attempts": len(self._attempts), "attempts at the engine": self._loop.num_attempts}
         return [f"{what}: {count}" for what, count in counts.items() if count]
 
-    def _oust(self, earlier: Call | None, call: Call) -> None:
-        if earlier is None:
-            return
-        if earlier.line is call.line and number_of(earlier.id) > number_of(call.id):
-            raise RequestExists("a later attempt at the request is running", attempt_id=call.id)
+    def _oust(self, earlier: Attempt, attempt: Attempt) -> None:
+        if earlier.line is attempt.line and number_of(earlier.id) > number_of(attempt.id):
+            raise RequestExists("a later attempt at the request is running", attempt_id=attempt.id)
         self._end(earlier, Cancelled("another attempt took its place", attempt_id=earlier.id))
 
-    def _call_of(self, attempt: AttemptId) -> Call | None:
-        call, _ = self._calls.get(request_of(attempt), (None, None))
-        return call
+    def _end(self, attempt: Attempt, error: BatonError) -> None:
+        self._forget(attempt)
+        attempt.line.send(attempt.job.withdraw(error))
+        self._loop.put(Abort(attempt.id))
 
-    def _end(self, call: Call, error: BatonError) -> None:
-        self._forget(call)
-        call.line.send(call.id, Update(end=End(error)))
-        self._loop.withdraw(call, error)
-
-    def _remember(self, call: Call, time_left_s: float) -> None:
-        out_of_time = DeadlineExceeded("the request's deadline has passed", attempt_id=call.id)
-        life_s = min(time_left_s, MAX_REQUEST_S)
-        timer = asyncio.get_running_loop().call_later(life_s, self._end, call, out_of_time)
-        self._calls[request_of(call.id)] = call, timer
-        self._is_idle.clear()
-
-    def _forget(self, call: Call) -> None:
-        _, timer = self._calls.pop(request_of(call.id))
-        timer.cancel()
-        if not self._calls:
+    def _forget(self, attempt: Attempt) -> None:
+        del self._attempts[attempt.id]
+        attempt.timer.cancel()
+        if not self._attempts:
             self._is_idle.set()
 
     def _begin_task(self, work: Coroutine[None, None, None]) -> None:
@@ -236,29 +241,70 @@ class WorkerService:
         await self.watch.wait_for_silence()
         log.critical("the engine's thread has not finished a step for %s s: it is given up", self.watch.silent_s)
         self._loop.abandon()
-        for call, _ in tuple(self._calls.values()):
-            self._end(call, Unavailable("the worker's engine hangs", attempt_id=call.id))
+        for attempt in tuple(self._attempts.values()):
+            self._end(attempt, Unavailable("the worker's engine hangs", attempt_id=attempt.id))
         self._on_broken()
 
     async def _check_engine(self) -> list[str]:
+        answer: Future[list[str]] = Future()
+        if not self._loop.put(CheckBooks(answer)):
+            return ["the engine's thread has ended"]
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
-                return await asyncio.wrap_future(self._loop.ask(EngineCore.check))
+                return await asyncio.wrap_future(answer)
         except TimeoutError:
             return [f"the engine's thread has been in one step for {CHECK_TIMEOUT_S} s"]
         except Unavailable:
             return ["the engine's thread has ended"]
 
-    def _deliver(self, deliveries: Deliveries) -> None:
+    def _deliver(self, turn: Turn) -> None:
         """Hands a turn's outcome to the event loop, with one wake-up. Runs on the engine's thread."""
         if self._event_loop is not None and not self._event_loop.is_closed():
-            self._event_loop.call_soon_threadsafe(self._apply, deliveries)
+            self._event_loop.call_soon_threadsafe(self._apply, turn)
 
-    def _apply(self, deliveries: Deliveries) -> None:
-        for call, update in deliveries.updates.items():
-            if self._call_of(call.id) is call:
-                if update.end is not None:
-                    self._forget(call)
-                call.line.send(call.id, update)
-        if deliveries.released:
-            self._store.release_soon(deliveries.released)
+    def _apply(self, turn: Turn) -> None:
+        """Takes the outcome of a turn: news go to the jobs of their attempts, and updates of these to their lines."""
+        for request in turn.added:
+            added = self._attempts.get(request.attempt_id)
+            if added is not None and added.job.request is request:
+                added.is_added = True
+        released = [attempt_id for attempt_id, news, now_s in _news_of(turn) if self._tell(attempt_id, news, now_s)]
+        if turn.failure is not None:
+            for attempt in [one for one in self._attempts.values() if one.is_added]:
+                self._end(attempt, turn.failure)
+        if self._behaviour.role is Role.PREFILL:
+            released += turn.aborted
+        if released:
+            self._store.release_soon(released)
+
+    def _tell(self, attempt_id: AttemptId, news: News, now_s: float) -> bool:
+        """Hands news to the job of their attempt, whose bugs end it alone. Tells whether its hold is over."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is None or not attempt.is_added:
+            return isinstance(news, Abandoned)
+        try:
+            update = attempt.job.take(news, now_s)
+        except Exception as bug:
+            self._end(attempt, errors.report(bug, attempt_id=attempt_id))
+            return False
+        if update is None:
+            return False
+        if update.HasField("end"):
+            self._forget(attempt)
+        attempt.line.send(update)
+        return attempt.job.releases_hold(update)
+
+
+def _news_of(turn: Turn) -> Iterator[tuple[AttemptId, News, float]]:
+    """Yields what a turn brought, in order, with the attempt that it is of and the time at which it happened."""
+    output = turn.output
+    for event in (*turn.events, *output.before):
+        yield event.attempt_id, event, turn.began_s
+    for place, (choice, position) in enumerate(zip(output.choices, output.positions, strict=True)):
+        gained, token_ids = worker_pb2.Update(id=choice.attempt_id), output.token_ids[place : place + 1]
+        tokens = gained.choices.add(index=choice.index, first_position=position, token_ids=token_ids)
+        if place in output.logprobs:
+            tokens.logprobs.extend(logprobs_to_pb(token_ids, (output.logprobs[place],)))
+        yield choice.attempt_id, gained, turn.ended_s
+    for event in output.after:
+        yield event.attempt_id, event, turn.ended_s

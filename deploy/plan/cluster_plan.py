@@ -20,8 +20,7 @@ from wire.pools import Role, Worker
 from wire.tier import ColdSettings, Tier, Write
 from wire.trust.identity import ROUTER, Identity
 from wire.trust.key_ring import NO_CALLER, KeyList
-from worker.config import CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
-from worker.engine_watch import MAX_SILENCE_S
+from worker.config import MAX_SILENCE_S, CheckpointSettings, PageSettings, ServerSettings, StoreSettings, WorkerConfig
 
 CONTROLLER = "controller"
 MAX_SILENCE_ON_GPU_S = 30.0

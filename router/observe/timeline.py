@@ -97,7 +97,7 @@ def _placed(call: TimedCall) -> Iterator[pb.Span]:
         yield _span(f"{call.name}.call", call.worker, call.sent_ms, ended_ms)
     for span in call.spans:
         start_ms = min(call.sent_ms + span.start_ms, ended_ms)
-        placed = _span(span.name, span.worker, start_ms, min(start_ms + span.duration_ms, ended_ms))
+        placed = _span(span.name, call.worker, start_ms, min(start_ms + span.duration_ms, ended_ms))
         placed.counts.update(span.counts)
         yield placed
 

@@ -15,7 +15,7 @@ from tests.harness.local_cluster import Sizes
 from wire.ids import WorkerId
 from wire.pools import WorkerState
 from worker.config import MIN_SILENCE_S
-from worker.engine_watch import LOOK_EVERY_S
+from worker.loop import LOOK_EVERY_S
 
 SIZES = Sizes(num_blocks=64, num_slots=256, max_silence_s=MIN_SILENCE_S)
 

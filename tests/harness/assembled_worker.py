@@ -9,6 +9,7 @@ from prefill_worker.actor import prefill_behaviour
 from wire.pools import Role
 from worker.assembly import THREADS, Assembly, Threads, Tiers, assemble_on
 from worker.config import (
+    MAX_SILENCE_S,
     BatchSettings,
     CheckpointSettings,
     PageSettings,
@@ -17,7 +18,6 @@ from worker.config import (
     StoreSettings,
     WorkerConfig,
 )
-from worker.engine_watch import MAX_SILENCE_S
 
 FINGERPRINT = b"f" * 32
 TOKEN = "the cluster's token"

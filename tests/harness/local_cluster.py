@@ -17,8 +17,7 @@ from tests.harness.assembled_worker import FINGERPRINT, TOKEN, local_worker
 from tests.harness.cluster import Cluster, role_of
 from text.codec import TextCodec
 from worker.assembly import Assembly, Tiers
-from worker.config import BatchSettings
-from worker.engine_watch import MAX_SILENCE_S
+from worker.config import MAX_SILENCE_S, BatchSettings
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
 from wire.sampling import SamplingParams
 from worker.assembly import Assembly
-from worker.engine_watch import MAX_SILENCE_S
+from worker.config import MAX_SILENCE_S
 from worker.service import WorkerService
 
 VOCAB_SIZE = 997
@@ -144,7 +144,7 @@ class Worker:
     async def was_aborted(self) -> None:
         """Returns once the aborts of all attempts have reached the worker."""
         async with asyncio.timeout(TIMEOUT_S):
-            while self.service.num_calls:
+            while self.service.num_attempts:
                 await self.service.status()
 
     async def at_rest(self) -> worker_pb2.WorkerStatus:

@@ -14,12 +14,27 @@ from engine.events import (
 from engine.request import ChoiceSoFar, HandOff
 from engine.schedule.batcher import Gate
 from prefill_worker.job import PrefillJob
-from tests.worker.engine_events import ID, News, Script, Withdrawn, assert_spans_tile, end_of, hand_offs, outputs, run
+from tests.worker.engine_events import (
+    ID,
+    Script,
+    Told,
+    Withdrawn,
+    assert_spans_tile,
+    end_of,
+    hand_offs,
+    outputs,
+    run,
+    source,
+    span,
+    tokens,
+    update,
+)
 from wire.errors import BatonError, DeadlineExceeded
 from wire.ids import NamespaceRoot
+from wire.pb import inference_pb2 as pb
+from wire.pb import worker_pb2
 from wire.sampling import FinishReason, SamplingParams
-from worker.stopwatch import Span
-from worker.update import ChoiceTokens, End, Update
+from worker.messages import ended_with
 
 TIERS = TierTokens({"device": 16, "host": 20}, computed=4)
 
@@ -40,51 +55,53 @@ def test_answers_with_the_first_token_once_the_blocks_are_held() -> None:
             [Scheduled(ID, 0)],
             [Fetched(ID, 0, TIERS)],
             [Started(ID, 0)],
-            [ChoiceTokens(0, 0, (77,))],
+            [tokens(0, 0, 77)],
             [],
             [HandedOff(ID, 3)],
         ],
     )
     spans = (
-        Span("prefill.queue", 0.0, 1000.0),
-        Span(
+        span("prefill.queue", 0.0, 1000.0),
+        span(
             "prefill.fetch",
             1000.0,
             1000.0,
             {"tokens_device": 16, "blocks_device": 1, "tokens_host": 20, "blocks_host": 2},
         ),
-        Span("prefill.wait_turn", 2000.0, 1000.0),
-        Span("prefill.compute", 3000.0, 1000.0, {"tokens_computed": 4}),
-        Span("prefill.publish", 4000.0, 2000.0, {"blocks": 3}),
+        span("prefill.wait_turn", 2000.0, 1000.0),
+        span("prefill.compute", 3000.0, 1000.0, {"tokens_computed": 4}),
+        span("prefill.publish", 4000.0, 2000.0, {"blocks": 3}),
     )
-    assert answer == Update((ChoiceTokens(0, 0, (77,)),), prompt=TIERS, num_held=3, end=End(spans=spans))
+    assert answer == update(
+        choices=[tokens(0, 0, 77)], prompt=source(TIERS), num_held_blocks=3, end=worker_pb2.End(spans=spans)
+    )
 
 
 def test_answers_at_once_if_every_choice_ends_with_its_first_token() -> None:
-    steps: list[list[News]] = [
+    steps: list[list[Told]] = [
         [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0)],
-        [ChoiceTokens(0, 0, (7,)), Finished(ID, 0, FinishReason.STOP, 7)],
+        [tokens(0, 0, 7), Finished(ID, 0, FinishReason.STOP, 7)],
         [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), Started(ID, 1)],
-        [ChoiceTokens(1, 0, (8,)), Finished(ID, 1, FinishReason.LENGTH)],
+        [tokens(1, 0, 8), Finished(ID, 1, FinishReason.LENGTH)],
     ]
     (answer,) = run(job(2), steps)
-    assert answer.choices == (
-        ChoiceTokens(0, 0, (7,), (), FinishReason.STOP, 7),
-        ChoiceTokens(1, 0, (8,), (), FinishReason.LENGTH),
-    )
-    assert answer.num_held == 0
+    assert list(answer.choices) == [
+        tokens(0, 0, 7, finish_reason=pb.FINISH_REASON_STOP, stop_token_id=7),
+        tokens(1, 0, 8, finish_reason=pb.FINISH_REASON_LENGTH),
+    ]
+    assert answer.num_held_blocks == 0
     phases = ["prefill.queue", "prefill.fetch", "prefill.wait_turn", "prefill.compute"]
     assert [span.name for span in end_of([answer]).spans] == phases
 
 
 def test_names_the_gate_at_which_it_waited() -> None:
-    steps: list[list[News]] = [
+    steps: list[list[Told]] = [
         [HeldUp(ID, 0, Gate.SLOT)],
         [],
         [HeldUp(ID, 0, Gate.PAGES)],
         [HeldUp(ID, 0, Gate.SLOT)],
         [Scheduled(ID, 0), Fetched(ID, 0, TIERS)],
-        [Started(ID, 0), ChoiceTokens(0, 0, (7,))],
+        [Started(ID, 0), tokens(0, 0, 7)],
         [HandedOff(ID, 3)],
     ]
     end = end_of(run(job(), steps))
@@ -100,33 +117,34 @@ def test_names_the_gate_at_which_it_waited() -> None:
 
 
 def test_usage_is_what_the_leader_first_found() -> None:
-    steps: list[list[News]] = [
+    steps: list[list[Told]] = [
         [Scheduled(ID, 0), Fetched(ID, 0, TIERS), Started(ID, 0), Preempted(ID, 0)],
-        [Scheduled(ID, 0), Fetched(ID, 0, TierTokens({"device": 40})), ChoiceTokens(0, 0, (7,))],
-        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), ChoiceTokens(1, 0, (8,))],
+        [Scheduled(ID, 0), Fetched(ID, 0, TierTokens({"device": 40})), tokens(0, 0, 7)],
+        [Scheduled(ID, 1), Fetched(ID, 1, TierTokens({"device": 40})), tokens(1, 0, 8)],
         [HandedOff(ID, 3)],
     ]
     (answer,) = run(job(2), steps)
-    assert answer.prompt == TIERS
+    assert answer.prompt == source(TIERS)
     assert dict(end_of([answer]).spans[3].counts) == {"tokens_computed": 4, "preemptions": 1}
 
 
 def test_a_withdrawn_request_tells_no_token_and_holds_nothing() -> None:
     error = DeadlineExceeded("too late")
-    told = run(job(), [[Scheduled(ID, 0)], [ChoiceTokens(0, 0, (77,))], [Withdrawn(error)]])
-    assert told == [Update(releases_hold=True, end=End(error))]
+    told = run(job(), [[Scheduled(ID, 0)], [tokens(0, 0, 77)], [Withdrawn(error)]])
+    assert told == [ended_with(ID, error)]
 
 
 def test_a_failed_request_ends_with_the_engines_error_and_holds_nothing() -> None:
     error = BatonError("no number")
-    assert run(job(), [[Failed(ID, error)]]) == [Update(releases_hold=True, end=End(error))]
+    assert run(job(), [[Failed(ID, error)]]) == [ended_with(ID, error)]
 
 
 @given(hand_offs())
 def test_whatever_the_engine_reports_there_is_one_update_and_it_is_the_end(script: Script) -> None:
-    (answer,) = run(job(script.num_choices), script.steps)
+    asked = job(script.num_choices)
+    (answer,) = run(asked, script.steps)
     end = end_of([answer])
-    assert answer.releases_hold == (end.error is not None)
-    if end.error is None:
+    assert asked.releases_hold(answer) == end.HasField("error")
+    if not end.HasField("error"):
         assert outputs([answer]) == script.outputs
         assert_spans_tile(end, end_s=len(script.steps))

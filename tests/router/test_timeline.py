@@ -34,11 +34,11 @@ def test_a_request_through_both_pools() -> None:
         ("router.check", "router", 0, 1),
         ("router.tokenize", "router", 1, 3),
         ("router", "router", 3, 4),
-        ("prefill.compute", "w", 4, 9),
+        ("prefill.compute", "p0", 4, 9),
         ("network", "router", 9, 10),
         ("router.wait_decode", "router", 10, 12),
-        ("decode.fetch", "w", 12, 13),
-        ("decode.run", "w", 13, 21),
+        ("decode.fetch", "d0", 12, 13),
+        ("decode.run", "d0", 13, 21),
         ("network", "router", 21, 22),
         ("router", "router", 22, 23),
     ]
@@ -72,7 +72,7 @@ def test_a_worker_cannot_have_taken_longer_than_its_call() -> None:
     timeline.ended(timeline.sent("decode", D0, 0.0), 0.002, [span("decode.run", 1.0, 50.0), span("late", 70.0, 1.0)])
     finished = timeline.finish(0.003)
     assert max(end for *_, end in rows(finished)) == 3
-    assert ("decode.run", "w", 1, 2) in rows(finished)
+    assert ("decode.run", "d0", 1, 2) in rows(finished)
 
 
 def test_a_gap_over_the_end_of_a_call_is_cut_there() -> None:

@@ -25,8 +25,7 @@ from tests.simulator.virtual_time import Process
 from wire.pools import Role
 from worker.assembly import Assembly, Threads, Tiers
 from worker.config import BatchSettings
-from worker.inbox import Command, Inbox
-from worker.loop import MAX_IDLE_S, WorkerLoop
+from worker.loop import MAX_IDLE_S, Command, Inbox, WorkerLoop
 
 BATCH = BatchSettings(max_step_tokens=48, max_running=16, max_chunk_tokens=32)
 MAX_SILENCE_S = 5.0

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from worker import engine_watch
-from worker.engine_watch import EngineWatch
+from worker import loop
+from worker.loop import EngineWatch
 
 TIMEOUT_S = 20.0
 
@@ -43,7 +43,7 @@ def test_silence_grows_with_each_look_and_ends_with_a_turn() -> None:
 
 
 async def test_waits_while_the_engine_turns_and_not_when_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_watch, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(loop, "LOOK_EVERY_S", 0.01)
     engine = Engine()
     watch = EngineWatch(engine.turn, 0.05)
     waiting = asyncio.create_task(watch.wait_for_silence())

@@ -1,10 +1,10 @@
 import threading
 import time
-from concurrent.futures import Future
 
-from worker.inbox import Ask, Inbox
+from wire.ids import AttemptId
+from worker.loop import Abort, Inbox
 
-FIRST, SECOND = (Ask(lambda _: [], Future()) for _ in range(2))
+FIRST, SECOND = (Abort(AttemptId(f"r/{number}")) for number in (1, 2))
 
 
 def test_takes_in_order() -> None:

@@ -4,8 +4,7 @@ from engine.events import Event, Fetched, HeldUp, Preempted, Scheduled, Started,
 from engine.schedule.batcher import Gate
 from wire.ids import AttemptId
 from wire.pools import Role
-from worker.job import PromptProgress
-from worker.stopwatch import Phase, Stopwatch
+from worker.job import PromptProgress, SpanName, Stopwatch
 
 ID = AttemptId("request")
 FOUND = TierTokens({"device": 16, "host": 20})
@@ -19,7 +18,7 @@ def stopwatch() -> Stopwatch:
 
 def note(stopwatch: Stopwatch, *events: Event) -> PromptProgress:
     """The events come a second apart, from 1 s on."""
-    progress = PromptProgress(stopwatch, leader=1, block_size=16, after=Phase.GENERATE)
+    progress = PromptProgress(stopwatch, leader=1, block_size=16, after=SpanName.GENERATE)
     for now_s, event in enumerate(events, start=1):
         progress.note(event, float(now_s))
     return progress

@@ -7,11 +7,9 @@ from wire.convert import error_from_pb
 from wire.errors import Cancelled, InvalidRequest, RequestExists
 from wire.ids import AttemptId
 from wire.pb import inference_pb2, worker_pb2
-from wire.sampling import Logprobs
 from worker import line as line_module
-from worker.inbox import Call
 from worker.line import WorkerLine
-from worker.update import ChoiceTokens, End, PromptScores, Update
+from worker.messages import ended_with
 
 A, B = (AttemptId(f"{name}/1") for name in "ab")
 TIMEOUT_S = 20.0
@@ -25,8 +23,8 @@ class Worker:
         self.orders: list[Order] = []
         self.refusal: Exception | None = None
 
-    def begin(self, call: Call, begin: worker_pb2.Begin) -> None:
-        self.orders.append(("begin", (call.id, len(begin.prompt.ids))))
+    def begin(self, line: WorkerLine, begin: worker_pb2.Begin) -> None:
+        self.orders.append(("begin", (begin.id, len(begin.prompt.ids))))
         if self.refusal is not None:
             raise self.refusal
 
@@ -56,12 +54,18 @@ def worker() -> Worker:
 
 @pytest.fixture
 def line(worker: Worker) -> WorkerLine:
-    return WorkerLine(worker, "w-0")
+    return WorkerLine(worker)
 
 
-def update(position: int, num_tokens: int = 1) -> Update:
-    tokens = tuple(range(position, position + num_tokens))
-    return Update((ChoiceTokens(0, position, tokens),))
+def update(attempt: AttemptId, position: int, num_tokens: int = 1, index: int = 0) -> worker_pb2.Update:
+    token_ids = range(position, position + num_tokens)
+    tokens = worker_pb2.ChoiceTokens(index=index, first_position=position, token_ids=token_ids)
+    return worker_pb2.Update(id=attempt, choices=[tokens])
+
+
+def scores(first: int, num_tokens: int) -> worker_pb2.Update:
+    logprobs = [inference_pb2.TokenLogprobs(logprob=-position) for position in range(first, first + num_tokens)]
+    return worker_pb2.Update(id=A, scores=worker_pb2.PromptScores(first_position=first, logprobs=logprobs))
 
 
 def begin(attempt: AttemptId, prompt_len: int = 3) -> worker_pb2.Begin:
@@ -104,15 +108,15 @@ async def read_errors(line: WorkerLine) -> list[tuple[AttemptId, type[Exception]
 
 async def test_what_is_not_sent_joins_to_one_update_of_each_attempt(line: WorkerLine) -> None:
     for position in range(3):
-        line.send(A, update(position))
-        line.send(B, update(10 * position, num_tokens=10))
+        line.send(update(A, position))
+        line.send(update(B, 10 * position, num_tokens=10))
     assert await read_tokens(line) == [(A, 0, [0, 1, 2]), (B, 0, list(range(30)))]
 
 
 async def test_what_is_sent_is_not_said_again(line: WorkerLine) -> None:
-    line.send(A, update(0))
+    line.send(update(A, 0))
     await read(line)
-    line.send(A, update(1))
+    line.send(update(A, 1))
     assert await read_tokens(line) == [(A, 1, [1])]
 
 
@@ -120,14 +124,14 @@ async def test_waits_for_news(line: WorkerLine) -> None:
     reading = asyncio.create_task(line.next())
     await asyncio.sleep(0)
     assert not reading.done()
-    line.send(A, update(0))
+    line.send(update(A, 0))
     response = await reading
     assert response is not None
     assert [AttemptId(one.id) for one in response.updates] == [A]
 
 
 async def test_answers_go_with_the_news(line: WorkerLine) -> None:
-    line.send(A, update(0))
+    line.send(update(A, 0))
     for number in (4, 5):
         line.send_answer(worker_pb2.Answer(number=number))
     response = await read(line)
@@ -140,15 +144,15 @@ async def test_a_message_has_about_so_many_tokens_and_the_rest_follows(
     monkeypatch.setattr(line_module, "MAX_MESSAGE_TOKENS", 10)
     attempts = [AttemptId(f"{number}/1") for number in range(5)]
     for attempt in attempts:
-        line.send(attempt, update(0, num_tokens=6))
+        line.send(update(attempt, 0, num_tokens=6))
     line.send_answer(worker_pb2.Answer(number=1))
     assert [len((await read(line)).updates) for _ in range(3)] == [2, 2, 1]
 
 
 async def test_a_finished_line_says_what_waits_and_then_ends(line: WorkerLine, worker: Worker) -> None:
-    line.send(A, update(0))
+    line.send(update(A, 0))
     line.finish()
-    line.send(A, update(1))
+    line.send(update(A, 1))
     line.send_answer(worker_pb2.Answer(number=1))
     assert await read_tokens(line) == [(A, 0, [0])]
     assert await line.next() is None
@@ -157,9 +161,9 @@ async def test_a_finished_line_says_what_waits_and_then_ends(line: WorkerLine, w
 
 
 async def test_a_closed_line_says_and_takes_nothing_more(line: WorkerLine, worker: Worker) -> None:
-    line.send(A, update(0))
+    line.send(update(A, 0))
     line.close()
-    line.send(A, update(1))
+    line.send(update(A, 1))
     line.take(worker_pb2.ConnectRequest(begins=[begin(A)]))
     assert await line.next() is None
     assert worker.orders == [("line_ended", line)]
@@ -197,7 +201,7 @@ def test_orders_of_a_message_are_carried_out_in_order(line: WorkerLine, worker: 
 
 
 async def test_an_attempt_that_cannot_begin_ends_alone(line: WorkerLine, worker: Worker) -> None:
-    line.send(B, update(0))
+    line.send(update(B, 0))
     worker.refusal = RequestExists("it runs")
     line.take(worker_pb2.ConnectRequest(begins=[begin(A)]))
     told, ended = (await read(line)).updates
@@ -206,8 +210,8 @@ async def test_an_attempt_that_cannot_begin_ends_alone(line: WorkerLine, worker:
 
 
 async def test_an_abort_takes_back_what_is_not_sent(line: WorkerLine, worker: Worker) -> None:
-    line.send(A, update(0))
-    line.send(B, update(0))
+    line.send(update(A, 0))
+    line.send(update(B, 0))
     line.take(worker_pb2.ConnectRequest(aborts=[A]))
     assert await read_tokens(line) == [(B, 0, [0])]
     assert worker.orders == [("abort", A)]
@@ -263,7 +267,7 @@ async def test_a_begin_that_is_too_long_ends_its_attempt_and_the_rest_of_it_is_p
     whole = begin(A).SerializeToString()
     take_all(line, pieces(A, whole * 300, 300))
     assert await read_errors(line) == [(A, InvalidRequest)]
-    line.send(B, Update(end=End(Cancelled("it is over"))))
+    line.send(ended_with(B, Cancelled("it is over")))
     assert await read_errors(line) == [(B, Cancelled)]
     assert worker.orders == []
 
@@ -276,11 +280,10 @@ async def test_a_begin_of_another_attempt_takes_the_place_of_a_half_one(line: Wo
 
 async def test_a_long_update_goes_in_parts(line: WorkerLine) -> None:
     """Scores of a prompt before tokens, other attempts behind it; the end in the last part."""
-    scores = PromptScores(1, (Logprobs(-1.0, ()),) * (line_module.MAX_UPDATE_TOKENS + 5))
-    line.send(A, Update(scores=scores))
-    line.send(A, update(0, line_module.MAX_UPDATE_TOKENS))
-    line.send(A, Update(end=End()))
-    line.send(B, update(7))
+    line.send(scores(1, line_module.MAX_UPDATE_TOKENS + 5))
+    line.send(update(A, 0, line_module.MAX_UPDATE_TOKENS))
+    line.send(worker_pb2.Update(id=A, end=worker_pb2.End(spans=[inference_pb2.Span(name="decode.queue")])))
+    line.send(update(B, 7))
     parts = [(await read(line)).updates for _ in range(3)]
     assert [[AttemptId(one.id) for one in part] for part in parts] == [[A], [A], [A, B]]
     told = [part[0] for part in parts]
@@ -289,3 +292,46 @@ async def test_a_long_update_goes_in_parts(line: WorkerLine) -> None:
     tokens = [token for one in told for choice in one.choices for token in choice.token_ids]
     assert tokens == list(range(line_module.MAX_UPDATE_TOKENS))
     assert [one.HasField("end") for one in told] == [False, False, True]
+
+
+async def test_updates_join_choice_by_choice_with_all_that_they_have(line: WorkerLine) -> None:
+    source = worker_pb2.PromptSource(computed_tokens=3)
+    end = worker_pb2.End(spans=[inference_pb2.Span(name="decode.queue")])
+    for number, index in enumerate([0, 1, 1, 0]):
+        line.send(update(A, number, index=index) if index else update(A, number // 3))
+    last = update(A, 3, index=1)
+    last.choices[0].logprobs.add(token_id=3, logprob=-0.5)
+    last.choices[0].finish_reason = inference_pb2.FINISH_REASON_STOP
+    last.choices[0].stop_token_id = 3
+    for later in (worker_pb2.Update(id=A, prompt=source, num_held_blocks=4), last, worker_pb2.Update(id=A, end=end)):
+        line.send(later)
+    (told,) = (await read(line)).updates
+    assert [(one.index, one.first_position, list(one.token_ids)) for one in told.choices] == [
+        (0, 0, [0, 1]),
+        (1, 1, [1, 2, 3]),
+    ]
+    assert [(one.token_id, one.logprob) for one in told.choices[1].logprobs] == [(3, -0.5)]
+    assert (told.choices[1].finish_reason, told.choices[1].stop_token_id) == (inference_pb2.FINISH_REASON_STOP, 3)
+    assert (told.choices[0].finish_reason, told.choices[0].HasField("stop_token_id")) == (0, False)
+    assert (told.prompt, told.num_held_blocks, told.end) == (source, 4, end)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (5, 5, 5), (11,), (10, 1), (25, 1)])
+async def test_scores_follow_one_another_in_parts_that_a_message_takes(
+    line: WorkerLine, monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int]
+) -> None:
+    monkeypatch.setattr(line_module, "MAX_UPDATE_TOKENS", 10)
+    first = 1
+    for size in sizes:
+        line.send(scores(first, size))
+        first += size
+    line.send(update(A, 0, 3))
+    told: list[float] = []
+    while not told or told[-1] != 1 - first:
+        (one,) = (await read(line)).updates
+        assert one.scores.first_position == len(told) + 1
+        assert len(one.scores.logprobs) + sum(len(choice.token_ids) for choice in one.choices) <= 10
+        told += [score.logprob for score in one.scores.logprobs]
+    assert told == [-position for position in range(1, first)]
+    if not one.choices:
+        assert await read_tokens(line) == [(A, 0, [0, 1, 2])]

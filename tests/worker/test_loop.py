@@ -1,12 +1,13 @@
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import NoReturn
 
 import pytest
 import torch
 
-from decode_worker.job import DecodeJob
 from engine.core import EngineCore
+from engine.events import Event, Failed, Fetched, Finished
 from engine.model.batch import Batch, Model
 from engine.model.hash_model import HashModel
 from engine.request import ChoiceSoFar, EngineRequest
@@ -15,23 +16,25 @@ from tests.harness.engines import ROOT, make_core
 from tests.harness.fake_clock import FakeClock
 from tests.harness.known_model import LAYOUT
 from tests.harness.one_worker import PROMPT, VOCAB_SIZE, greedy
-from tests.worker.engine_events import end_of, outputs
-from wire.errors import Cancelled, InvalidRequest, Unavailable
+from wire.errors import BatonError, InvalidRequest, Unavailable
 from wire.ids import AttemptId
-from worker.inbox import Call, Command, Inbox
-from worker.loop import MAX_FAILED_STEPS, MAX_IDLE_S, Deliveries, WorkerLoop
-from worker.update import Update
+from wire.sampling import FinishReason
+from worker.loop import (
+    MAX_FAILED_STEPS,
+    MAX_IDLE_S,
+    Abort,
+    Add,
+    CheckBooks,
+    Command,
+    EndChoice,
+    Inbox,
+    Turn,
+    WorkerLoop,
+)
 
 TIMEOUT_S = 20.0
 MAX_TURNS = 10_000
 ORACLE = HashModel(LAYOUT, VOCAB_SIZE)
-
-
-class Line:
-    """Is sent nothing by a loop, which delivers with the call."""
-
-    def send(self, attempt: AttemptId, update: Update) -> None:
-        raise AssertionError("a loop sends nothing itself")
 
 
 class WatchedInbox(Inbox):
@@ -67,25 +70,31 @@ class Driver:
         self.broken = threading.Event()
         self.clock = clock or FakeClock()
         self.loop = WorkerLoop(self.core, self.inbox, self._take, self.broken.set, self.clock)
-        self.deliveries: list[set[Call]] = []
-        self._delivered: dict[Call, list[Update]] = {}
+        self.turns: list[Turn] = []
         self._changed = threading.Condition()
 
-    def begin(self, name: str, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT) -> Call:
-        call = Call(AttemptId(f"{name}/1"), Line())
-        request = EngineRequest(call.id, ROOT, prompt, greedy(max_tokens), (ChoiceSoFar(0),))
-        self.loop.begin(call, DecodeJob(request, self.clock(), LAYOUT.block_size))
-        return call
+    def begin(self, name: str, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT) -> AttemptId:
+        request = EngineRequest(AttemptId(f"{name}/1"), ROOT, prompt, greedy(max_tokens), (ChoiceSoFar(0),))
+        assert self.loop.put(Add(request))
+        return request.attempt_id
 
-    def updates(self, call: Call) -> list[Update]:
-        return self._delivered.get(call, [])
+    def has_ended(self, attempt: AttemptId) -> bool:
+        return attempt in self.aborted or any(
+            isinstance(event, Finished | Failed) and event.attempt_id == attempt for event in self.events
+        )
 
-    def has_ended(self, call: Call) -> bool:
-        return any(update.end is not None for update in self.updates(call))
+    @property
+    def events(self) -> list[Event]:
+        return [event for turn in self.turns for event in (*turn.events, *turn.output.events)]
 
-    def turn_until_ended(self, *calls: Call) -> None:
+    @property
+    def aborted(self) -> dict[AttemptId, BatonError | None]:
+        """Attempts without a further event, with the failure that ended them, if one did."""
+        return {attempt: turn.failure for turn in self.turns for attempt in turn.aborted}
+
+    def turn_until_ended(self, *attempts: AttemptId) -> None:
         for _ in range(MAX_TURNS):
-            if all(self.has_ended(call) for call in calls):
+            if all(map(self.has_ended, attempts)):
                 return
             self.loop.turn()
         raise AssertionError("it does not end")
@@ -95,22 +104,19 @@ class Driver:
         with self._changed:
             assert self._changed.wait_for(holds, TIMEOUT_S)
 
-    def tokens(self, call: Call) -> list[int]:
-        return outputs(self.updates(call)).get(0, [])
+    def tokens(self, attempt: AttemptId) -> list[int]:
+        pairs = [pair for turn in self.turns for pair in zip(turn.output.choices, turn.output.token_ids, strict=True)]
+        return [token_id for choice, token_id in pairs if choice.attempt_id == attempt]
 
-    def error(self, call: Call) -> Exception | None:
-        return end_of(self.updates(call)).error
-
-    def ask(self, question: Callable[[EngineCore], list[str]]) -> list[str]:
-        answer = self.loop.ask(question)
+    def check(self) -> list[str]:
+        answer: Future[list[str]] = Future()
+        assert self.loop.put(CheckBooks(answer))
         self.loop.turn()
         return answer.result(0.0)
 
-    def _take(self, deliveries: Deliveries) -> None:
+    def _take(self, turn: Turn) -> None:
         with self._changed:
-            self.deliveries.append(set(deliveries.updates))
-            for call, update in deliveries.updates.items():
-                self._delivered.setdefault(call, []).append(update)
+            self.turns.append(turn)
             self._changed.notify()
 
 
@@ -128,24 +134,31 @@ def threaded() -> Iterator[Driver]:
 
 
 def test_requests_run_to_their_end(driver: Driver) -> None:
-    calls = [driver.begin(f"request {number}", prompt=PROMPT[number:]) for number in range(3)]
-    driver.turn_until_ended(*calls)
-    assert [driver.tokens(call) for call in calls] == [ORACLE.oracle(PROMPT[number:], 20) for number in range(3)]
-    assert [driver.error(call) for call in calls] == [None] * 3
-    assert (driver.loop.stats.generated_tokens, driver.loop.num_begun) == (60, 0)
+    attempts = [driver.begin(f"request {number}", prompt=PROMPT[number:]) for number in range(3)]
+    driver.turn_until_ended(*attempts)
+    assert [driver.tokens(one) for one in attempts] == [ORACLE.oracle(PROMPT[number:], 20) for number in range(3)]
+    assert not driver.aborted
+    assert (driver.loop.stats.generated_tokens, driver.loop.num_attempts) == (60, 0)
 
 
 def test_a_turn_makes_one_delivery_of_what_is_new_about_all(driver: Driver) -> None:
-    calls = [driver.begin(f"request {number}", prompt=PROMPT[number:]) for number in range(3)]
-    driver.turn_until_ended(*calls)
-    assert len(driver.deliveries) <= driver.loop.num_turns
-    assert driver.deliveries[-1] == set(calls)
+    attempts = [driver.begin(f"request {number}", prompt=PROMPT[number:]) for number in range(3)]
+    driver.turn_until_ended(*attempts)
+    assert len(driver.turns) <= driver.loop.num_turns
+    assert [request.attempt_id for request in driver.turns[0].added] == attempts
+    assert {choice.attempt_id for choice in driver.turns[-1].output.choices} == set(attempts)
+
+
+def test_a_turn_without_news_is_not_delivered(driver: Driver) -> None:
+    driver.inbox.ring()
+    driver.loop.turn()
+    assert (driver.loop.num_turns, driver.turns) == (1, [])
 
 
 def test_a_thread_runs_requests_to_their_end(threaded: Driver) -> None:
-    call = threaded.begin("r")
-    threaded.wait_until(lambda: threaded.has_ended(call))
-    assert (threaded.tokens(call), threaded.error(call)) == (ORACLE.oracle(PROMPT, 20), None)
+    attempt = threaded.begin("r")
+    threaded.wait_until(lambda: threaded.has_ended(attempt))
+    assert threaded.tokens(attempt) == ORACLE.oracle(PROMPT, 20)
 
 
 def test_waits_for_commands_only_while_there_is_nothing_to_do(driver: Driver) -> None:
@@ -154,78 +167,90 @@ def test_waits_for_commands_only_while_there_is_nothing_to_do(driver: Driver) ->
     driver.loop.turn()
     assert driver.inbox.waits_s[0] == MAX_IDLE_S
     assert set(driver.inbox.waits_s[1:-1]) == {0.0}
-    assert driver.ask(EngineCore.check) == []
+    assert driver.check() == []
     assert driver.inbox.waits_s[-1] == MAX_IDLE_S
 
 
 def test_a_step_counts_for_what_it_computes_and_not_for_the_fetch_before() -> None:
     clock = FakeClock()
     driver = Driver(SlowModel(clock), clock)
-    call = driver.begin("r", max_tokens=5)
-    driver.turn_until_ended(call)
-    assert [(span.name, span.duration_ms) for span in end_of(driver.updates(call)).spans] == [
-        ("decode.queue", 0.0),
-        ("decode.fetch", 0.0),
-        ("decode.wait_turn", 0.0),
-        ("decode.compute", 1000.0),
-        ("decode.generate", 4000.0),
-    ]
+    arrived_s = clock()
+    driver.turn_until_ended(driver.begin("r", max_tokens=5))
+    computed = [turn for turn in driver.turns if turn.output.token_ids]
+    assert [turn.began_s - arrived_s for turn in computed] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [turn.ended_s - turn.began_s for turn in computed] == [1.0] * 5
+    assert any(isinstance(event, Fetched) for turn in driver.turns for event in turn.output.before)
 
 
-def test_withdrawn_request_leaves_before_the_next_step(driver: Driver) -> None:
-    call = driver.begin("r", max_tokens=3000)
-    while not driver.tokens(call):
+def test_an_aborted_attempt_leaves_before_the_next_step(driver: Driver) -> None:
+    attempt = driver.begin("r", max_tokens=3000)
+    while not driver.tokens(attempt):
         driver.loop.turn()
-    num_tokens = len(driver.tokens(call))
-    driver.loop.withdraw(call, Cancelled("gone"))
+    num_tokens = len(driver.tokens(attempt))
+    driver.loop.put(Abort(attempt))
     driver.loop.turn()
-    assert isinstance(driver.error(call), Cancelled)
-    assert driver.tokens(call) == ORACLE.oracle(PROMPT, num_tokens)
+    assert driver.aborted == {attempt: None}
+    assert driver.tokens(attempt) == ORACLE.oracle(PROMPT, num_tokens)
     assert not driver.core.has_requests
 
 
-def test_withdrawing_what_has_ended_says_nothing(driver: Driver) -> None:
-    call = driver.begin("r")
-    driver.turn_until_ended(call)
-    driver.loop.withdraw(call, Cancelled("late"))
-    driver.inbox.ring()
+def test_aborting_what_has_ended_does_no_harm(driver: Driver) -> None:
+    attempt = driver.begin("r")
+    driver.turn_until_ended(attempt)
+    num_events = len(driver.events)
+    driver.loop.put(Abort(attempt))
     driver.loop.turn()
-    assert driver.error(call) is None
+    assert len(driver.events) == num_events
 
 
-def test_withdrawing_an_old_call_leaves_a_new_one_of_the_same_attempt_alone(driver: Driver) -> None:
-    old = driver.begin("r", max_tokens=3000)
-    driver.loop.withdraw(old, Cancelled("replaced"))
-    new = driver.begin("r")
-    driver.loop.withdraw(old, Cancelled("the line has ended"))
-    driver.turn_until_ended(new)
-    assert (driver.tokens(new), driver.error(new)) == (ORACLE.oracle(PROMPT, 20), None)
+def test_an_attempt_may_follow_an_aborted_one_of_its_id(driver: Driver) -> None:
+    driver.begin("r", max_tokens=3000)
+    driver.loop.put(Abort(AttemptId("r/1")))
+    attempt = driver.begin("r")
+    driver.loop.turn()
+    assert [request.sampling.max_tokens for request in driver.turns[0].added] == [3000, 20]
+    while driver.core.has_requests:
+        driver.loop.turn()
+    assert driver.tokens(attempt) == ORACLE.oracle(PROMPT, 20)
+
+
+def test_an_ended_choice_is_told_once(driver: Driver) -> None:
+    attempt = driver.begin("r", max_tokens=3000)
+    while not driver.tokens(attempt):
+        driver.loop.turn()
+    for _ in range(2):
+        driver.loop.put(EndChoice(attempt, 0))
+        driver.loop.turn()
+    assert [event for event in driver.events if isinstance(event, Finished)] == [
+        Finished(attempt, 0, FinishReason.STOP)
+    ]
 
 
 def test_what_the_engine_refuses_ends_with_its_error(driver: Driver) -> None:
-    call = driver.begin("r", max_tokens=1 << 20)
+    driver.begin("r", max_tokens=1 << 20)
     driver.loop.turn()
-    assert isinstance(driver.error(call), InvalidRequest)
+    (failed,) = (event for event in driver.events if isinstance(event, Failed))
+    assert isinstance(failed.error, InvalidRequest)
 
 
 def test_a_failed_step_ends_all_requests_and_no_more(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [driver.begin(f"request {number}", max_tokens=3000) for number in range(2)]
-    while not driver.tokens(calls[1]):
+    attempts = [driver.begin(f"request {number}", max_tokens=3000) for number in range(2)]
+    while not driver.tokens(attempts[1]):
         driver.loop.turn()
     with monkeypatch.context() as patch:
         patch.setattr(EngineCore, "step", _fail)
         driver.loop.turn()
-    assert [type(driver.error(call)) for call in calls] == [Unavailable, Unavailable]
-    assert driver.ask(EngineCore.check) == []
+    assert [type(driver.aborted[one]) for one in attempts] == [Unavailable, Unavailable]
+    assert driver.check() == []
     assert (driver.loop.is_running, driver.loop.is_broken) == (True, False)
 
 
 def test_wrong_books_after_a_failed_step_break_the_loop(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = driver.begin("r", max_tokens=3000)
+    attempt = driver.begin("r", max_tokens=3000)
     monkeypatch.setattr(EngineCore, "check", _fail)
     monkeypatch.setattr(EngineCore, "step", _fail)
     driver.loop.turn()
-    assert isinstance(driver.error(call), Unavailable)
+    assert isinstance(driver.aborted[attempt], Unavailable)
     assert (driver.loop.is_running, driver.loop.is_broken) == (False, True)
 
 
@@ -236,63 +261,69 @@ def test_a_broken_loop_ends_its_thread_says_so_and_takes_nothing(
     monkeypatch.setattr(EngineCore, "step", _fail)
     threaded.inbox.ring()
     assert threaded.broken.wait(TIMEOUT_S)
-    with pytest.raises(Unavailable):
-        threaded.begin("r")
+    assert not threaded.loop.put(Abort(AttemptId("r/1")))
 
 
-@pytest.mark.parametrize("fails", ["step", "pass on"])
-def test_an_engine_that_fails_on_is_given_up(driver: Driver, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    """Tokens that reach no request are no sign of health."""
-    if fails == "step":
-        monkeypatch.setattr(EngineCore, "step", _fail)
-    else:
-        monkeypatch.setattr(DecodeJob, "gain", _fail)
+def test_an_engine_that_fails_on_is_given_up(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineCore, "step", _fail)
     for number in range(MAX_FAILED_STEPS):
         assert driver.loop.is_running
-        call = driver.begin(str(number))
-        driver.turn_until_ended(call)
-        assert isinstance(driver.error(call), Unavailable)
+        attempt = driver.begin(str(number))
+        driver.turn_until_ended(attempt)
+        assert isinstance(driver.aborted[attempt], Unavailable)
     assert driver.loop.is_broken
 
 
-def test_a_request_that_cannot_be_aborted_is_answered_and_breaks_the_loop(
+def test_tokens_between_failed_steps_are_a_sign_of_health(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(2 * MAX_FAILED_STEPS):
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineCore, "step", _fail)
+            driver.turn_until_ended(driver.begin(f"a{number}"))
+        driver.turn_until_ended(driver.begin(f"b{number}"))
+    assert driver.loop.is_running
+
+
+def test_a_request_that_cannot_be_aborted_ends_and_breaks_the_loop(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = driver.begin("r", max_tokens=3000)
+    attempt = driver.begin("r", max_tokens=3000)
     driver.loop.turn()
     monkeypatch.setattr(EngineCore, "abort", _fail)
-    driver.loop.withdraw(call, Cancelled("gone"))
+    driver.loop.put(Abort(attempt))
     driver.loop.turn()
-    assert isinstance(driver.error(call), Unavailable)
+    assert isinstance(driver.aborted[attempt], Unavailable)
     assert driver.loop.is_broken
 
 
-def test_stopping_answers_everything(threaded: Driver) -> None:
-    call = threaded.begin("r", max_tokens=3000)
-    threaded.wait_until(lambda: bool(threaded.tokens(call)))
+def test_stopping_ends_everything(threaded: Driver) -> None:
+    attempt = threaded.begin("r", max_tokens=3000)
+    threaded.wait_until(lambda: bool(threaded.tokens(attempt)))
     assert threaded.loop.stop(TIMEOUT_S)
-    assert isinstance(threaded.error(call), Unavailable)
-    with pytest.raises(Unavailable):
-        threaded.loop.ask(EngineCore.check)
+    assert isinstance(threaded.aborted[attempt], Unavailable)
+    assert not threaded.loop.put(CheckBooks(Future()))
     assert not threaded.broken.is_set()
 
 
 def test_what_is_in_the_inbox_at_the_end_is_answered(driver: Driver) -> None:
-    call = driver.begin("r")
-    answer = driver.loop.ask(EngineCore.check)
+    attempt = driver.begin("r")
+    answer: Future[list[str]] = Future()
+    driver.loop.put(CheckBooks(answer))
     driver.loop.abandon()
     driver.loop.start()
     assert driver.loop.stop(TIMEOUT_S)
-    assert isinstance(driver.error(call), Unavailable)
+    (last,) = driver.turns
+    assert ([request.attempt_id for request in last.added], type(last.failure)) == ([attempt], Unavailable)
     assert isinstance(answer.exception(TIMEOUT_S), Unavailable)
 
 
-def test_an_error_of_a_question_is_raised_where_it_is_asked(driver: Driver) -> None:
-    call = driver.begin("r")
-    with pytest.raises(RuntimeError):
-        driver.ask(_fail)
-    driver.turn_until_ended(call)
-    assert (driver.tokens(call), driver.error(call)) == (ORACLE.oracle(PROMPT, 20), None)
+def test_an_error_of_a_check_is_raised_where_it_is_asked(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = driver.begin("r")
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineCore, "check", _fail)
+        with pytest.raises(RuntimeError):
+            driver.check()
+    driver.turn_until_ended(attempt)
+    assert driver.tokens(attempt) == ORACLE.oracle(PROMPT, 20)
 
 
 def _fail(*_: object) -> NoReturn:

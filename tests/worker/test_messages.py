@@ -4,22 +4,17 @@ from typing import Any
 
 import pytest
 
-from engine.events import EngineStats, TierTokens
+from engine.events import EngineStats
 from engine.request import EngineRequest, HandOff
 from kv_store.block_store import StoreStatus
 from tests.harness.one_worker import PROMPT, VOCAB_SIZE, begin_of, greedy
-from wire.convert import tiers_to_pb
 from wire.directory import DirectoryStatus
 from wire.errors import Cancelled, InvalidRequest
 from wire.ids import AttemptId
 from wire.pb import inference_pb2, worker_pb2
-from wire.sampling import FinishReason, Logprobs
 from wire.tier import BlockCounts, ColdStatus, Tier
-from worker.messages import request_from_pb, status_to_pb, update_to_pb
-from worker.stopwatch import Span
-from worker.update import ChoiceTokens, End, Update
+from worker.messages import ended_with, request_from_pb, status_to_pb
 
-ATTEMPT = AttemptId("r/3")
 COUNTS = BlockCounts(free=1, owned=2, published=3, cached=4, draining=5, total=15)
 STATS = EngineStats(
     blocks=COUNTS,
@@ -43,7 +38,6 @@ DIRECTORY = DirectoryStatus(
     evictions=0,
     cold=[ColdStatus(Tier.REDIS, "up", written=5)],
 )
-LOGPROBS = (Logprobs(-0.5, ((7, -0.5), (9, -1.0))), Logprobs(-0.25, ((8, -0.25), (9, -2.0))))
 
 
 def test_a_request_has_the_choices_with_what_was_emitted() -> None:
@@ -131,52 +125,11 @@ def test_every_field_of_an_attempt_has_a_range() -> None:
     assert set(fields) - {"sampling_params"} - booleans == set(OUT_OF_RANGE)
 
 
-def test_tokens_come_with_their_logprobs_and_the_stop_token() -> None:
-    update = Update((ChoiceTokens(1, 4, (7, 8), LOGPROBS, FinishReason.STOP, 8),))
-    message = update_to_pb(ATTEMPT, update, "decode-0")
-    (choice,) = message.choices
-    assert message.id == "r/3"
-    assert (choice.index, choice.first_position, list(choice.token_ids)) == (1, 4, [7, 8])
-    assert [(one.token_id, one.logprob, one.top[1].logprob) for one in choice.logprobs] == [
-        (7, -0.5, -1),
-        (8, -0.25, -2),
-    ]
-    assert (choice.finish_reason, choice.stop_token_id) == (inference_pb2.FINISH_REASON_STOP, 8)
-
-
-def test_what_is_not_new_is_not_set() -> None:
-    message = update_to_pb(ATTEMPT, Update((ChoiceTokens(0, 0, (7,)),)), "decode-0")
-    assert not message.HasField("prompt")
-    assert not message.HasField("end")
-    assert not message.choices[0].HasField("stop_token_id")
-    assert message.choices[0].finish_reason == inference_pb2.FINISH_REASON_UNSPECIFIED
-
-
 def test_the_end_of_an_attempt_has_its_error() -> None:
-    message = update_to_pb(ATTEMPT, Update(end=End(Cancelled("gone", request_id="r"))), "decode-0")
+    message = ended_with(AttemptId("r/3"), Cancelled("gone", request_id="r"))
+    assert (message.id, [field.name for field, _ in message.ListFields()]) == ("r/3", ["id", "end"])
     assert message.end == worker_pb2.End(
         error=worker_pb2.Error(reason="CANCELLED", message="gone", ids={"request_id": "r"})
-    )
-
-
-def test_a_good_end_has_no_error() -> None:
-    message = update_to_pb(ATTEMPT, Update(end=End()), "decode-0")
-    assert message.HasField("end")
-    assert not message.end.HasField("error")
-
-
-def test_an_update_tells_where_the_prompt_came_from_and_where_its_time_went() -> None:
-    spans = (Span("prefill.queue", 0.0, 1.5, {"preemptions": 1}),)
-    tiers = TierTokens({"device": 16, "host": 32, "redis": 48}, computed=4)
-    message = update_to_pb(ATTEMPT, Update(prompt=tiers, num_held=7, end=End(spans=spans)), "prefill-0")
-    span = inference_pb2.Span(name="prefill.queue", worker="prefill-0", duration_ms=1.5, counts={"preemptions": 1})
-    assert message == worker_pb2.Update(
-        id="r/3",
-        prompt=worker_pb2.PromptSource(
-            cached_tokens=tiers_to_pb({"device": 16, "host": 32, "redis": 48}), computed_tokens=4
-        ),
-        num_held_blocks=7,
-        end=worker_pb2.End(spans=[span]),
     )
 
 

@@ -3,6 +3,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from decode_worker.job import DecodeJob
 from engine.model.hash_model import HashModel
 from tests.harness.known_model import LAYOUT
 from tests.harness.node import Node
@@ -37,6 +38,7 @@ from wire.pb import inference_pb2, worker_pb2
 from wire.pools import Role
 from wire.sampling import SamplingParams
 from worker.config import MIN_SILENCE_S
+from worker.job import News
 from worker.line import WorkerLine
 
 ORACLE = HashModel(LAYOUT, VOCAB_SIZE)
@@ -130,7 +132,6 @@ async def test_decode_alone_computes_the_prompt(decode: Worker) -> None:
         "decode.compute",
         "decode.generate",
     ]
-    assert {span.worker for span in updates[-1].end.spans} == {"decode-0"}
 
 
 async def test_attempts_share_a_line_and_each_gets_its_own_tokens(decode: Worker) -> None:
@@ -281,6 +282,47 @@ async def test_one_bad_request_does_not_touch_the_others(decode: Worker) -> None
     with pytest.raises(BatonError, match="not a number"):
         await decode.caller.decode(begin_of(POISON, request_id="bad"))
     assert tokens_of(await good.end()) == ORACLE.oracle(PROMPT, 40)
+    await decode.at_rest()
+
+
+async def test_a_bug_in_a_job_ends_its_attempt_alone(decode: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = DecodeJob.take
+
+    def stumble(job: DecodeJob, news: News, now_s: float) -> worker_pb2.Update | None:
+        if job.request.attempt_id == "bad/1" and isinstance(news, worker_pb2.Update):
+            raise KeyError("a bug")
+        return take(job, news, now_s)
+
+    monkeypatch.setattr(DecodeJob, "take", stumble)
+    good = decode.caller.begin(begin_of(request_id="good"))
+    with pytest.raises(BatonError, match="incident"):
+        await decode.caller.decode(begin_of(request_id="bad"))
+    assert tokens_of(await good.end()) == ORACLE.oracle(PROMPT, 40)
+    await decode.at_rest()
+
+
+async def test_tokens_come_with_log_probabilities(decode: Worker) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=2)
+    updates = await decode.caller.decode(begin_of(sampling=sampling))
+    told = [one for update in updates for choice in update.choices for one in choice.logprobs]
+    assert [one.token_id for one in told] == tokens_of(updates) == ORACLE.oracle(PROMPT, 5)
+    assert [(len(one.top), one.top[0].token_id, one.top[0].logprob) for one in told] == [
+        (2, one.token_id, one.logprob) for one in told
+    ]
+
+
+async def test_a_step_that_runs_gives_nothing_to_a_later_attempt_of_the_same_id(decode: Worker) -> None:
+    """As after a restart of the router, which numbers attempts from 1 again."""
+    another = Caller(decode.service)
+    decode.model.may_go.clear()
+    earlier = another.begin(begin_of(PROMPT[1:], sampling=greedy(3000)))
+    await decode.at_work()
+    later = decode.caller.begin(begin_of())
+    with pytest.raises(Cancelled):
+        await earlier.end()
+    decode.model.may_go.set()
+    assert tokens_of(await later.end()) == ORACLE.oracle(PROMPT, 40)
+    await another.close()
     await decode.at_rest()
 
 
