@@ -16,12 +16,12 @@ from wire.errors import InvalidRequest
 FIELDS = {
     **fields.COMMON,
     "messages": fields.messages,
-    "max_completion_tokens": fields.whole(fields.INT64),
+    "max_completion_tokens": fields.int64,
     "tools": fields.tools,
     "tool_choice": fields.tool_choice,
     "parallel_tool_calls": fields.flag,
     "logprobs": fields.flag,
-    "top_logprobs": fields.whole(fields.INT32),
+    "top_logprobs": fields.int32,
 }
 MAX_CALLS = 128
 

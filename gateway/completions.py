@@ -15,7 +15,7 @@ from wire.errors import InvalidRequest
 FIELDS = {
     **fields.COMMON,
     "prompt": fields.prompts,
-    "logprobs": fields.whole(fields.INT32),
+    "logprobs": fields.int32,
     "echo": fields.flag,
 }
 MAX_ECHOED_LOGPROBS = 5

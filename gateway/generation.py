@@ -13,10 +13,10 @@ from baton import AsyncClient, Chunk, Completion
 from baton.client import AsyncStream
 from baton.request import Options, Prompt
 from baton.results import Choice, PromptPart, TokenLogprobs
-from gateway.fields import Read
 from wire.errors import InvalidRequest
 from wire.limit import Share
 from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN
+from wire.settings import Read
 
 MAX_ENTRIES = 1 << 22
 """Of an answer: echoed tokens, and log-probabilities, of likeliest tokens too."""

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from gateway import fields
-from gateway.fields import Read
+from wire.settings import Read
 
 
 def describe(path_to_fields: Mapping[str, Mapping[str, Read]], paths_to_get: tuple[str, ...]) -> bytes:

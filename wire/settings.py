@@ -1,19 +1,67 @@
-"""Frozen dataclasses to JSON and strictly back: nested, enums by values, `tuple[X, ...]` as lists, dicts by text."""
+"""The typed reader: a declared type becomes a function from parsed JSON, TOML or msgpack to a value of that type.
+
+Settings are frozen dataclasses that are written as JSON, and read strictly back.
+
+Types are bool, int, float, str, bytes and enums, NewTypes and Literals of these, frozen dataclasses, lists, sequences,
+tuples and dicts of one type each, and unions. `Annotated[type, check]` calls `check` with each value. Dataclasses are
+read by a function of the caller's: `by_name` from objects, `by_place` from lists of their fields.
+"""
 
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
-from enum import Enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from enum import EnumMeta
+from functools import cache
 from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from wire.errors import ConfigError
 
 T = TypeVar("T")
+Read = Callable[[Any], Any]
+"""Reads a value. Raises Misfit."""
 MAX_WHOLE_NUMBER = 1 << 64
 """Larger ones are no seconds or shares of anything."""
+MAX_SHOWN_CHARS, MAX_SHOWN_BITS = 64, 1024
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", bytes: "bytes"}
+_KINDS = {dict: "an object", list: "a list", NoneType: "null"}
+
+
+class Misfit(ValueError):
+    """A value that does not fit its type. `path`: its place, from the outermost name or index in.
+
+    expected: the type in words; "" for a field that is unknown or missing.
+    """
+
+    def __init__(self, problem: str, expected: str = "") -> None:
+        super().__init__(problem)
+        self.expected = expected
+        self.path: tuple[str | int, ...] = ()
+
+    def within(self, place: str | int) -> "Misfit":
+        """Puts a name or an index before the path."""
+        self.path = (place, *self.path)
+        return self
+
+    def under(self, name: str) -> str:
+        """Writes the path behind a name, as in `name.sizes[2]`, on one line."""
+        for place in self.path:
+            name += f"[{place}]" if isinstance(place, int) else f".{repr(place[:MAX_SHOWN_CHARS])[1:-1]}"
+        return name.removeprefix(".")
+
+
+@dataclass(frozen=True)
+class Between:
+    """A check of numbers: from `least` to `most`."""
+
+    least: float
+    most: float
+
+    def __call__(self, value: float) -> None:
+        if not self.least <= value <= self.most:
+            raise wrong(f"between {self.least} and {self.most}", value)
 
 
 def to_json(settings: Any) -> str:
@@ -23,55 +71,174 @@ def to_json(settings: Any) -> str:
 def from_json(cls: type[T], text: str, where: str) -> T:
     """Reads settings of that class. Raises ConfigError for a missing, unknown, repeated or wrong key, by its path."""
     try:
-        raw = json.loads(text, object_pairs_hook=_once)
+        raw = json.loads(text, object_pairs_hook=once)
+    except Misfit as misfit:
+        raise ConfigError(f"{misfit.under(where)}: {misfit}") from misfit
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON") from error
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error.message}") from error
     return from_object(cls, raw, where)
 
 
 def from_object(cls: type[T], raw: object, path: str) -> T:
     """Reads the same from nested mappings; `path` is their place, "" at the root."""
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"{path}: must be an object")
-    prefix = f"{path}." if path else ""
-    hints = get_type_hints(cls)
-    required = {one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING}  # type: ignore[arg-type]
-    for problem, names in (("unknown", set(raw) - set(hints)), ("missing", required - set(raw))):
-        if names:
-            raise ConfigError(f"{prefix}{_shown(min(names))}: {problem}")
-    return cls(**{name: _read_value(hints[name], value, f"{prefix}{name}") for name, value in raw.items()})
+    try:
+        settings: T = reader_of(cls)(raw)  # type: ignore[arg-type]  # of classes
+    except Misfit as misfit:
+        raise ConfigError(f"{misfit.under(path)}: {misfit}") from misfit
+    return settings
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Makes an object of its pairs. Raises ConfigError for a name that stands twice."""
-    if pairs and (found := Counter(name for name, _ in pairs).most_common(1)[0])[1] > 1:
-        raise ConfigError(f"{_shown(found[0])}: twice")
-    return dict(pairs)
+def wrong(expected: str, value: object) -> Misfit:
+    """Makes the Misfit of a value that was expected to be something else."""
+    return Misfit(f"must be {expected}, not {shown(value)}", expected)
 
 
-def _shown(key: str) -> str:
-    """Returns the beginning of a key, on one line."""
-    return repr(key[:64])[1:-1]
+def shown(value: object) -> str:
+    """Writes the beginning of a value, on one line; an object or a list by its kind, an endless number in words."""
+    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:  # Python would not write it out
+        return "a number of so many digits"
+    return _KINDS.get(type(value)) or repr(value)[:MAX_SHOWN_CHARS]
 
 
-def _read_value(hint: Any, value: object, path: str) -> object:
-    allowed = [
-        getattr(one, "__supertype__", one) for one in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
-    ]
-    if type(value) in allowed:
-        return value
-    if float in allowed and type(value) is int and abs(value) < MAX_WHOLE_NUMBER:
-        return float(value)
-    for one in allowed:
-        if is_dataclass(one) and isinstance(one, type) and (isinstance(value, Mapping) or len(allowed) == 1):
-            return from_object(one, value, path)
-        if get_origin(one) is tuple and isinstance(value, list):
-            return tuple(_read_value(get_args(one)[0], item, f"{path}.{index}") for index, item in enumerate(value))
-        if get_origin(one) is dict and isinstance(value, Mapping):
-            of_values = get_args(one)[1]
-            return {key: _read_value(of_values, item, f"{path}.{_shown(key)}") for key, item in value.items()}
-        if isinstance(one, type) and issubclass(one, Enum) and value in [member.value for member in one]:
-            return one(value)
-    raise ConfigError(f"{path}: must be {' or '.join(one.__name__ for one in allowed if one is not NoneType)}")
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes an object of a parser's pairs. Raises Misfit for a name that stands twice."""
+    if len(named := dict(pairs)) != len(pairs):
+        raise Misfit("twice").within(Counter(name for name, _ in pairs).most_common(1)[0][0])
+    return named
+
+
+def by_name(kind: Any) -> Read:
+    """Reads a dataclass from an object of its fields, which has all without a default, and no other."""
+    readers = {name: reader_of(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+    required = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
+
+    def read(value: Any) -> Any:
+        given = _object(value).keys()
+        for problem, names in (("unknown", given - readers), ("missing", required - given)):
+            if names:
+                raise Misfit(problem).within(min(names))
+        return kind(**located({name: (readers[name], one) for name, one in value.items()}))
+
+    return read
+
+
+def by_place(kind: Any) -> Read:
+    """Reads a dataclass from the list of its fields."""
+    hints = get_type_hints(kind, include_extras=True)
+    return fields_of([hints[one.name] for one in fields(kind)], kind)
+
+
+@cache
+def reader_of(hint: Any, read_fields: Callable[[Any], Read] = by_name) -> Read:
+    """Makes the function that reads a type. read_fields: makes that of a dataclass."""
+    if isinstance(hint, NewType):
+        return reader_of(hint.__supertype__, read_fields)
+    if is_dataclass(hint):
+        return read_fields(hint)
+    origin, options = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        read_plain = reader_of(options[0], read_fields)
+        return _checked(read_plain, options[1]) if callable(options[1]) else read_plain
+    if origin in (Union, UnionType):
+        readers = [reader_of(option, read_fields) for option in options if option is not NoneType]
+        read_present = _any_of(readers) if len(readers) > 1 else readers[0]
+        return read_present if len(readers) == len(options) else _none_or(read_present)
+    if origin is Literal or isinstance(hint, EnumMeta):
+        return _one_of({option: option for option in options} or {one.value: one for one in hint})
+    if origin is dict:
+        return _dict_of(reader_of(options[1], read_fields))
+    if origin is not None:
+        return list_of(reader_of(options[0], read_fields), tuple if origin is tuple else list)
+    return _plain(hint)
+
+
+def fields_of(hints: Iterable[Any], make: Callable[..., Any]) -> Read:
+    """Reads a list of values, each of its type, and makes something of them."""
+    readers = [reader_of(hint, by_place) for hint in hints]
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, list) or len(value) != len(readers):
+            raise wrong(f"a list of {len(readers)}", value)
+        return make(*(read(one) for read, one in zip(readers, value, strict=True)))
+
+    return read
+
+
+def list_of(read_item: Read, make: Callable[[list[Any]], Any] = list) -> Read:
+    """Reads a list of values of one type."""
+
+    def read(value: Any) -> Any:
+        try:
+            return make([read_item(one) for one in _list(value)])
+        except Misfit:
+            return located({index: (read_item, one) for index, one in enumerate(_list(value))})
+
+    return read
+
+
+def located(parts: Mapping[Any, tuple[Read, Any]]) -> dict[Any, Any]:
+    """Reads values under their names or indices. Raises Misfit, with that place in its path."""
+    values = {}
+    for place, (read, value) in parts.items():
+        try:
+            values[place] = read(value)
+        except Misfit as misfit:
+            raise misfit.within(place) from None
+    return values
+
+
+def _dict_of(read_item: Read) -> Read:
+    return lambda value: located({name: (read_item, one) for name, one in _object(value).items()})
+
+
+def _checked(read_plain: Read, check: Callable[[Any], None]) -> Read:
+    def read(value: Any) -> Any:
+        check(known := read_plain(value))
+        return known
+
+    return read
+
+
+def _none_or(read_present: Read) -> Read:
+    return lambda value: None if value is None else read_present(value)
+
+
+def _any_of(readers: Sequence[Read]) -> Read:
+    """Reads a value as the first type that it fits; the misfit that is farthest in tells why it fits none."""
+
+    def read(value: Any) -> Any:
+        misfits = []
+        for read_one in readers:
+            try:
+                return read_one(value)
+            except Misfit as misfit:
+                misfits.append(misfit)
+        if any(one.path for one in misfits):
+            raise max(misfits, key=lambda one: len(one.path))
+        raise wrong(" or ".join(one.expected for one in misfits), value)
+
+    return read
+
+
+def _one_of(choices: Mapping[Any, Any]) -> Read:
+    def read(value: Any) -> Any:
+        found = [choice for name, choice in choices.items() if type(value) is type(name) and value == name]
+        if not found:
+            raise wrong(f"one of {', '.join(map(str, choices))}", value)
+        return found[0]
+
+    return read
+
+
+def _plain(kind: Any) -> Read:
+    def read(value: Any) -> Any:
+        if type(value) is kind:
+            return value
+        if kind is float and type(value) is int and abs(value) < MAX_WHOLE_NUMBER:
+            return float(value)
+        raise wrong((_WORDS | _KINDS)[kind], value)
+
+    return read
+
+
+_object, _list = _plain(dict), _plain(list)

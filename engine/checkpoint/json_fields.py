@@ -2,30 +2,21 @@
 
 import json
 from collections.abc import Callable, ItemsView, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from wire.errors import ModelError
+from wire.settings import Between, Misfit, reader_of
 
 MAX_COUNT = 1 << 31
 
 
-def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes an object; ValueError if it names a key twice."""
-    named = dict(pairs)
-    if len(named) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return named
-
-
-def parse_object(
-    data: bytes, source: str, make_object: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict
-) -> dict[str, Any]:
+def parse_object(data: bytes, source: str, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
     """Parses an object; `source` names it in errors. Raises ModelError for anything else.
 
-    make_object: `distinct` refuses objects, nested ones included, that name a key twice.
+    parse: with `wire.settings.once` as its hook, objects that name a key twice are refused, nested ones included.
     """
     try:
-        parsed = json.loads(data, object_pairs_hook=make_object)
+        parsed = parse(data)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{source} is not valid JSON") from error
     if not isinstance(parsed, dict):
@@ -57,36 +48,27 @@ class JsonFields:
 
     def count(self, name: str, default: int | None = None, most: int = MAX_COUNT, least: int = 1) -> int:
         """Reads an integer from `least` to `most`; required where there is no default."""
-        value = self._or(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.wrong(name, f"an integer from {least} to {most}")
-        return value
+        expected = f"an integer from {least} to {most}"
+        return int(self._read(name, Annotated[int, Between(least, most)], default, expected))
 
     def number(self, name: str, least: float, most: float, default: float | None = None) -> float:
         """Reads a number from `least` to `most`, as the int or float that it is; required where there is no default."""
-        value = self._or(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise self.wrong(name, f"a number from {least:g} to {most:g}")
-        return value
+        expected = f"a number from {least:g} to {most:g}"
+        found: float = self._read(name, Annotated[int | float, Between(least, most)], default, expected)
+        return found
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._or(name, default)
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
+        return bool(self._read(name, bool, default, "true or false"))
 
     def text(self, name: str, default: str) -> str:
-        value = self._or(name, default)
-        if not isinstance(value, str):
-            raise self.wrong(name, "a string")
-        return value
+        return str(self._read(name, str, default, "a string"))
 
     def section(self, name: str) -> "JsonFields":
         """Reads the object of that name, empty where absent."""
-        value = self._or(name, {})
-        if not isinstance(value, dict):
-            raise self.wrong(name, "an object")
-        return JsonFields(value, f"{self._source}: {name}")
+        return JsonFields(self._read(name, dict, {}, "an object"), f"{self._source}: {name}")
 
-    def _or(self, name: str, default: Any) -> Any:
-        return self._values[name] if name in self else default
+    def _read(self, name: str, kind: Any, default: Any, expected: str) -> Any:
+        try:
+            return reader_of(kind)(self._values[name] if name in self else default)
+        except Misfit as misfit:
+            raise self.wrong(name, expected) from misfit

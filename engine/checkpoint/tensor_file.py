@@ -6,19 +6,22 @@ safetensors repository. Ours is stricter in two things: a header has at most 25 
 """
 
 import hashlib
+import json
 import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.checkpoint.json_fields import distinct, parse_object
+from engine.checkpoint.json_fields import parse_object
 from text.model_file import open_regular
 from wire.errors import ModelError
+from wire.settings import once
 
 MAX_HEADER_BYTES = 25_000_000
 _STEP_BYTES = 4 << 20
@@ -110,7 +113,7 @@ def _read_header(file: FileIO, source: str) -> tuple[dict[str, Any], int]:
     data = file.read(header_bytes)
     if not data.startswith(b"{"):
         raise ModelError(f"{source}: the header is not a JSON object")
-    return parse_object(data, f"the header of {source}", distinct), 8 + header_bytes
+    return parse_object(data, f"the header of {source}", partial(json.loads, object_pairs_hook=once)), 8 + header_bytes
 
 
 def _parse_entry(source: str, name: str, entry: Any) -> TensorEntry:

@@ -5,21 +5,17 @@ dataclass is the list of its fields. Each value that arrives is checked against 
 """
 
 import struct
-from collections import abc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from enum import StrEnum
-from types import NoneType, UnionType
-from typing import Annotated, Any, NewType, Union, get_args, get_origin, get_type_hints
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
 
 import msgpack
 
 from wire.errors import WireError
+from wire.settings import Read, by_place, fields_of, reader_of
 
 MAX_MESSAGE_BYTES = 16 << 20
 LENGTH = struct.Struct(">I")
-
-_Reader = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -41,15 +37,16 @@ class Refused:
 class ServiceCodec:
     """The public methods of a class as calls. Arguments are positional.
 
-    Declared types are int, float, str, bytes, bool, NewTypes and StrEnums of these, frozen dataclasses, and lists,
-    sequences or `None`-unions of all these. `Annotated[type, check]` calls `check` with each value that arrives.
+    `wire.settings` lists the types that may be declared, and checks each value that arrives.
     """
 
     def __init__(self, service: type) -> None:
         public = [name for name, value in vars(service).items() if callable(value) and not name.startswith("_")]
         self._hints = {name: get_type_hints(getattr(service, name), include_extras=True) for name in public}
-        self._answers = {name: _reader_of(hints.pop("return")) for name, hints in self._hints.items()}
-        self._arguments = {name: _fields_reader(list(hints.values()), _listed) for name, hints in self._hints.items()}
+        self._answers = {name: reader_of(hints.pop("return"), by_place) for name, hints in self._hints.items()}
+        self._arguments = {
+            name: fields_of(hints.values(), lambda *values: [*values]) for name, hints in self._hints.items()
+        }
 
     def encode_call(self, method: str, arguments: Sequence[Any]) -> bytes:
         """Encodes a call behind its length. WireError if it is longer than MAX_MESSAGE_BYTES."""
@@ -92,7 +89,7 @@ def _framed(message: list[Any]) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def _checked(body: bytes, read: _Reader) -> Any:
+def _checked(body: bytes, read: Read) -> Any:
     try:
         return read(msgpack.unpackb(body))
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
@@ -104,79 +101,4 @@ def _plain(value: Any) -> list[Any]:
     return list(value) if names is None else [getattr(value, name) for name in names]
 
 
-def _reader_of(hint: Any) -> _Reader:
-    """Makes the function that turns a msgpack value into a value of a type, or raises TypeError or ValueError."""
-    if isinstance(hint, NewType):
-        return _reader_of(hint.__supertype__)
-    if is_dataclass(hint):
-        return _dataclass_reader(hint)
-    origin, options = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _annotated_reader(*options)
-    if origin in (list, abc.Sequence):
-        return _list_reader(*options)
-    if origin in (Union, UnionType):
-        return _optional_reader(*(option for option in options if option is not NoneType))
-    return _scalar_reader(hint)
-
-
-def _scalar_reader(kind: type) -> _Reader:
-    accepted = (int, float) if kind is float else (str,) if issubclass(kind, StrEnum) else (kind,)
-
-    def read(value: Any) -> Any:
-        if type(value) not in accepted:
-            raise TypeError(f"{type(value).__name__} for {kind.__name__}")
-        return kind(value)
-
-    return read
-
-
-def _annotated_reader(hint: Any, *metadata: Any) -> _Reader:
-    read_plain, checks = _reader_of(hint), [check for check in metadata if callable(check)]
-
-    def read(value: Any) -> Any:
-        known = read_plain(value)
-        for check in checks:
-            check(known)
-        return known
-
-    return read
-
-
-def _list_reader(item: Any) -> _Reader:
-    read_item = _reader_of(item)
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, list):
-            raise TypeError("not a list")
-        return [read_item(one) for one in value]
-
-    return read
-
-
-def _optional_reader(hint: Any) -> _Reader:
-    read_present = _reader_of(hint)
-    return lambda value: None if value is None else read_present(value)
-
-
-def _fields_reader(hints: Sequence[Any], make: Callable[..., Any]) -> _Reader:
-    readers = [_reader_of(hint) for hint in hints]
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, list):
-            raise TypeError("not a list of fields")
-        return make(*(read(one) for read, one in zip(readers, value, strict=True)))
-
-    return read
-
-
-def _dataclass_reader(kind: Any) -> _Reader:
-    hints = get_type_hints(kind, include_extras=True)
-    return _fields_reader([hints[field.name] for field in fields(kind)], kind)
-
-
-def _listed(*values: Any) -> list[Any]:
-    return list(values)
-
-
-_read_bool, _read_str = _scalar_reader(bool), _scalar_reader(str)
+_read_bool, _read_str = reader_of(bool, by_place), reader_of(str, by_place)

@@ -199,7 +199,7 @@ def test_numbers_within_texts_have_ascii_digits(arguments: list[str], capsys: py
         pytest.param(b"x = " + b"[" * 3000, "is nested too deeply", id="nested"),
         pytest.param(b"[" + b".".join([b"a"] * 3000) + b"]", "a: unknown", id="tables in each other"),
         (b'"a\\nb" = 1', r"a\nb: unknown"),
-        (b"[pools]\ndecode = '1'", "baton: pools.decode: must be int"),
+        (b"[pools]\ndecode = '1'", "baton: pools.decode: must be a whole number, not '1'"),
         (b"[pools]\ndecode = 65", "baton: pools.decode must be between 1 and 64, not 65"),
         (b"[batch]\nmax_running = 0", "baton: batch.max_running must be positive"),
     ],

@@ -351,8 +351,8 @@ def test_a_broken_state_is_set_aside_by_down(command: list[str], capsys: pytest.
     path.write_text("null")
     for refused in (command, ["up", "--grpc-port", "0", "--redis-url", "off"]):
         assert main(refused) == 78
-        told = f"baton: {path} is not the state of a cluster (state: must be an object): `baton down` sets it aside\n"
-        assert capsys.readouterr().err == told
+        problem = f"{path} is not the state of a cluster (state: must be an object, not null)"
+        assert capsys.readouterr().err == f"baton: {problem}: `baton down` sets it aside\n"
     assert main(["down"]) == 1
     told = capsys.readouterr().err
     assert "It is set aside as default.json.broken; `bash deploy/nothing_left.sh default` shows" in told

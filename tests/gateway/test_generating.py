@@ -449,7 +449,9 @@ async def test_an_answer_has_its_place_until_it_is_sent(gateway: LocalGateway, m
             yield piece
 
     monkeypatch.setattr(exchange, "joined", noted)
-    answer = await gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "logprobs": 0})
+    for worker in gateway.cluster.workers.values():
+        worker.num_logprobs = 1
+    answer = await gateway.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "logprobs": 1})
     assert (answer.status, len(held)) == (200, 1)
     assert held[0] > len(json.dumps(answer.json["choices"][0]["logprobs"])) / 2
     assert gateway.app.answering.num_used == 0
