@@ -17,6 +17,7 @@ from engine.checkpoint.config import ModelConfig, parse_eos
 from engine.checkpoint.gguf.table import TABLE_FILE, GgufPart, read_table
 from engine.checkpoint.json_fields import JsonFields, parse_object
 from engine.checkpoint.tensor_file import TensorFile, is_finite
+from kernels.quantized import Quantized
 from text.model_file import read_regular
 from text.tokenizer import Tokenizer
 from wire.errors import ModelError
@@ -79,6 +80,17 @@ class Checkpoint:
         if not is_finite(tensor):
             raise ModelError(f"tensor {name} has NaN or infinity as {str(dtype).removeprefix('torch.')}")
         return tensor
+
+    def read_codes(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Quantized | None:
+        """Reads a quantized tensor's codes; None for one of floats. Raises ModelError as `read`."""
+        file = self._tensor_to_file.get(name)
+        codes = file.read_codes(name) if isinstance(file, GgufPart) else None
+        if codes is None:
+            return None
+        self.read(name, shape, dtype, torch.device("meta"))
+        if not codes.is_finite(dtype):
+            raise ModelError(f"tensor {name} has NaN or infinity as {str(dtype).removeprefix('torch.')}")
+        return codes
 
     def refuse_unread(self) -> None:
         """Raises ModelError for a tensor of the decoder that was not read; warns of others, such as further heads."""

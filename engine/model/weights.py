@@ -8,6 +8,7 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.config import ModelConfig
 from kernels.backend import Backend, Heads, Weight
+from kernels.quantized import Quantized
 from kernels.torch_backend import TorchBackend
 
 
@@ -95,7 +96,15 @@ class WeightLoader:
         return Linear(weight, bias)
 
     def _packed(self, name_to_shape: dict[str, tuple[int, int]]) -> Weight:
-        return self._backend.pack(self._stacked(name_to_shape))
+        codes = [self._codes(name, shape) for name, shape in name_to_shape.items()]
+        parts = [one.to(self._device) for one in codes if one is not None]
+        if len(parts) < len(codes):
+            return self._backend.pack(self._stacked(name_to_shape))
+        return self._backend.pack_codes(parts, self._dtype)
+
+    def _codes(self, name: str, shape: tuple[int, int]) -> Quantized | None:
+        """Reads the codes of a tensor that has them, unless only its shape is asked for."""
+        return None if self._device.type == "meta" else self._checkpoint.read_codes(name, shape, self._dtype)
 
     def _stacked(self, name_to_shape: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
         return torch.cat([self._tensor(name, *shape) for name, shape in name_to_shape.items()])

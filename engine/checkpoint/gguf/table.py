@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from engine.checkpoint.gguf.blocks import TYPES, BlockType, Bytes, dequantize
+from engine.checkpoint.gguf.codes import quantized
 from engine.checkpoint.json_fields import JsonFields, parse_object
+from kernels.quantized import Quantized
 from text.model_file import open_regular, read_regular
 from wire.errors import ModelError
 
@@ -67,6 +69,11 @@ class GgufPart:
         for start in range(0, len(stored), step):
             values[start : start + step] = dequantize(entry.kind, stored[start : start + step])
         return values.view(entry.shape)
+
+    def read_codes(self, name: str) -> Quantized | None:
+        """Reads a tensor's codes and scales; None for one of floats. ModelError if the file has been cut."""
+        kind = self.entries[name].kind
+        return None if kind.decode is None else quantized(kind, self.read_stored(name))
 
     def read_stored(self, name: str) -> Bytes:
         """Reads a tensor's bytes, uint8 [rows, bytes of a row], with rows in our order; a vector is one row."""

@@ -1,0 +1,112 @@
+"""A model with packed weights gives the logits, bit by bit, of the same file dequantized into a plain checkpoint."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.gguf.blocks import TYPES, unpack
+from engine.checkpoint.gguf.codes import quantized
+from engine.checkpoint.gguf.table import GgufPart, StoredTensor, write_table
+from engine.model.batch import Batch
+from engine.model.decoder import Decoder
+from kernels.backend import KVPages
+from kernels.torch_backend import TorchBackend
+from tests.engine.gguf.files import drawn_blocks
+from tests.harness.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.harness.model_alone import generate
+from wire.errors import ModelError
+
+QUANTIZED = [name for name, kind in TYPES.items() if kind.decode is not None]
+MIXED = "Q4_K with Q6_K and F16"
+CPU = torch.device("cpu")
+PROMPTS = torch.randint(VOCAB_SIZE, (5, 40), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+def kind_of(tensor: str, file: str) -> str:
+    """Chooses types as llama.cpp's mixtures do."""
+    if file != MIXED:
+        return file
+    return "Q6_K" if "v_proj" in tensor or "embed" in tensor else "F16" if "down_proj" in tensor else "Q4_K"
+
+
+@pytest.fixture(params=[*QUANTIZED, MIXED])
+def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """A converted folder with drawn blocks, and a checkpoint with what they mean in float32."""
+    plain, converted = tmp_path / "plain", tmp_path / "converted"
+    make_checkpoint("llama-gqa", plain, hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64)
+    shutil.copytree(plain, converted)
+    (converted / "model.safetensors").unlink()
+    tensors, stored, data = load_file(plain / "model.safetensors"), {}, bytearray()
+    for seed, (name, tensor) in enumerate(tensors.items()):
+        kind = TYPES[kind_of(name, request.param) if tensor.dim() == 2 else "F32"]
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        raw = (
+            drawn_blocks(kind.name, rows.shape[0], rows.shape[1], seed, 0.002)
+            if tensor.dim() == 2
+            else rows.float().numpy()
+        )
+        if kind.decode is not None:
+            tensors[name] = torch.from_numpy(unpack(kind, raw).values()).reshape(tensor.shape)
+        elif kind.name == "F16":
+            tensors[name] = torch.from_numpy(raw.view(np.float16).astype(np.float32))
+        stored[name] = StoredTensor(kind, tuple(tensor.shape), len(data))
+        data += raw.tobytes()
+    save_file({name: tensor.float() for name, tensor in tensors.items()}, plain / "model.safetensors")
+    (tmp_path / "model.gguf").write_bytes(data)
+    write_table(converted, [GgufPart(tmp_path / "model.gguf", stored)])
+    return converted, plain
+
+
+def logits_of(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Collects the logits of chunks of prompts and of steps that decode."""
+    seen, forward = [], model.forward
+
+    def kept(batch: Batch, kv: KVPages) -> torch.Tensor:
+        seen.append(forward(batch, kv).clone())
+        return seen[-1]
+
+    monkeypatch.setattr(model, "forward", kept)
+    generate(model, PROMPTS, 6, 23)
+    return torch.cat(seen)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_have_the_bits_of_the_dequantized_checkpoint(
+    folders: tuple[Path, Path], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, plain = (Decoder.load(folder, dtype, CPU, 16) for folder in folders)
+    assert packed.weights.layers[0].qkv.weight.data.dtype is torch.uint8
+    assert packed.weights.embedding.data.dtype is torch.uint8
+    expected = logits_of(plain, monkeypatch)
+    assert torch.equal(logits_of(packed, monkeypatch), expected)
+    assert expected.std() > 0.01
+
+
+def test_torch_serves_the_dequantized_weights(folders: tuple[Path, Path]) -> None:
+    packed, plain = (Decoder.load(folder, "float32", CPU, 16, TorchBackend()) for folder in folders)
+    assert torch.equal(packed.weights.embedding.data, plain.weights.embedding.data)
+    assert torch.equal(packed.weights.layers[1].qkv.weight.data, plain.weights.layers[1].qkv.weight.data)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_codes_with_their_scales_mean_what_the_blocks_do(name: str) -> None:
+    stored = drawn_blocks(name, 7, 512, 3)
+    stored[2] = 0
+    assert np.array_equal(quantized(TYPES[name], stored).dequantize().numpy(), unpack(TYPES[name], stored).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_that_is_nan_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    make_checkpoint("llama-gqa", tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    raw = drawn_blocks("Q8_0", 64, 64, 0)
+    raw[3, :2] = np.array([np.nan], np.float16).view(np.uint8)
+    (tmp_path / "model.gguf").write_bytes(raw.tobytes())
+    write_table(tmp_path, [GgufPart(tmp_path / "model.gguf", {name: StoredTensor(TYPES["Q8_0"], (64, 64), 0)})])
+    with pytest.raises(ModelError, match="has NaN or infinity as"):
+        Checkpoint(tmp_path).read_codes(name, (64, 64), dtype)
