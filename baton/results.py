@@ -112,7 +112,7 @@ class Model:
     dtype: str
     fingerprint: str
     tool_format: str = ""
-    """Of calls in answers to requests with tools; "" if the model's template knows no tools."""
+    """Format of tool calls in answers; "" if the model's template knows no tools."""
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,13 @@ from wire.trust import key_ring
 from wire.trust.key_ring import KeyRing
 
 SMALL_BYTES = 32 << 10
-"""Of a body that is parsed at once."""
+"""Size up to which a body is parsed at once."""
 PARSED_BYTES_PER_S = 16 << 20
-"""Larger bodies are parsed at this pace, one at a time: streams go on between them."""
+"""Pace at which larger bodies are parsed, one after another: streams go on between them."""
 MAX_READING_BYTES = 64 * MAX_MESSAGE_BYTES
-"""Of all bodies on their way together. What has not come yet counts for nothing."""
+"""Bound on the received bytes of all bodies that are still being read."""
 MAX_ANSWER_BYTES = 512 << 20
-"""Of all whole answers together, until each is sent. One has at most as many as are free beside it."""
+"""Bound on all answers that are not streamed, until each is sent. One may have as many bytes as are free beside it."""
 READY_TIMEOUT_S = 2.0
 OWNER = "baton"
 HEALTH, READY, METRICS = "/health", "/ready", "/metrics"
@@ -83,7 +83,7 @@ class Gateway:
         return {path: method for path, (method, _) in self._routes.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; whatever fails becomes an error that its client can read."""
+        """Answers one request. Each failure becomes an error envelope."""
         request = Request(scope, receive)
         reply = Reply(request, send)
         with self._metrics.open.track_inprogress():
@@ -157,10 +157,10 @@ class Gateway:
             raise InvalidRequest("prompt", "give either a prompt or messages")
         model = await self._find(client, taken.get("model"))
         tokens = await client.tokenize(taken["messages"] if "messages" in taken else taken["prompt"])
-        told = {"count": len(tokens.ids), "max_model_len": model.max_context_len, "tokens": tokens.ids}
+        described = {"count": len(tokens.ids), "max_model_len": model.max_context_len, "tokens": tokens.ids}
         if taken.get("return_token_strs"):
-            told["token_strs"] = [one.decode(errors="replace") for one in tokens.texts]
-        return json.dumps(told).encode()
+            described["token_strs"] = [one.decode(errors="replace") for one in tokens.texts]
+        return json.dumps(described).encode()
 
     async def _detokenize(self, request: Request) -> bytes:
         client, taken = self._client(request), fields.take(request.body, fields.DETOKENIZE)

@@ -58,13 +58,13 @@ class ChatDialect(Dialect):
         return {"content": _logprobs(chunk.logprobs)} if chunk.logprobs else None
 
     def choice(self, choice: Choice, text: str, number: int) -> dict[str, Any]:
-        told = self._calls_of(number)
-        first, last = told.feed(text), told.end()
+        calls = self._calls_of(number)
+        first, last = calls.feed(text), calls.end()
         message = {"role": "assistant", "content": first["content"] + last, "refusal": None}
         if "tool_calls" in first:
-            calls = [{name: one for name, one in call.items() if name != "index"} for call in first["tool_calls"]]
-            message |= {"content": message["content"] or None, "tool_calls": calls}
-        return {"index": number, "message": message, "finish_reason": told.reason_of(choice)}
+            listed = [{name: one for name, one in call.items() if name != "index"} for call in first["tool_calls"]]
+            message |= {"content": message["content"] or None, "tool_calls": listed}
+        return {"index": number, "message": message, "finish_reason": calls.reason_of(choice)}
 
     def event(self, text: str, number: int, logprobs: str) -> str:
         role = "" if number in self._begun else '"role":"assistant",'
@@ -96,7 +96,7 @@ class ChatDialect(Dialect):
 
 
 class _Calls:
-    """The text and the calls of one choice, as OpenAI tells them. Calls beyond `max_calls` are left out."""
+    """Text and tool calls of one choice in OpenAI's form. Calls beyond `max_calls` are left out."""
 
     def __init__(self, parser: CallParser | None, max_calls: int) -> None:
         self._parser = parser
@@ -104,7 +104,7 @@ class _Calls:
         self._num_calls = 0
 
     def feed(self, text: str) -> dict[str, Any]:
-        """Returns what a choice has gained, as the inner part of a delta."""
+        """Returns the delta that new text makes."""
         found = [text] if self._parser is None else self._parser.feed(text)
         calls = [one for one in found if isinstance(one, ToolCall)][: self._max_calls - self._num_calls]
         numbered = [_call(one, index) for index, one in enumerate(calls, self._num_calls)]

@@ -19,7 +19,7 @@ FIELDS = {
     "echo": fields.flag,
 }
 MAX_ECHOED_LOGPROBS = 5
-"""Of each token of a prompt, OpenAI's own bound: the answers to sixteen long prompts are in memory at a time."""
+"""Bound on the likeliest tokens at each token of an echoed prompt: OpenAI's own."""
 
 
 class CompletionsDialect(Dialect):

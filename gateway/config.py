@@ -32,7 +32,7 @@ class GatewayConfig:
     keys: KeyList = field(default_factory=KeyList)
 
     def knows_host(self, host: str) -> bool:
-        """Tells whether a request may ask for a host, in lower case.
+        """Returns whether a request may name a host, in lower case.
 
         On loopback a page of the web, whose name was made to lead here, could else use the model: it shows that name.
         """

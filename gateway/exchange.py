@@ -16,13 +16,13 @@ from wire.rpc import MAX_MESSAGE_BYTES
 from wire.trust.key_ring import bearer
 
 MAX_COMMAS = 1 << 18
-"""In a body: what has more is longer than contexts are, and would keep the event loop for as long as it is parsed."""
+"""Bound on the commas of a body: more are longer than any context, and parsing them would block the event loop."""
 MAX_BODY_S = 10.0
-"""How long a body may take to come."""
+"""Bound on the time in which a body arrives."""
 SENT_BYTES = 64 << 10
-"""Of an answer at a time, about: other streams go on before the next."""
+"""Least size of a piece of an answer; other streams go on between two pieces."""
 MIN_SENT_BYTES_PER_S = 1 << 20
-"""A client takes a whole answer at this pace at least, after GRACE_S."""
+"""Slowest pace at which a client may read a whole answer, after GRACE_S."""
 GRACE_S = 30.0
 _JSON = re.compile(r"application/json\s*(;.*)?", re.IGNORECASE)
 
@@ -31,7 +31,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Events = AsyncGenerator[bytes, None]
 Pieces = list[bytes]
-"""A whole answer, of which one text of JSON may be several pieces."""
+"""A whole answer in pieces; a JSON value may span several."""
 
 
 class ClientGone(Cancelled):
@@ -117,12 +117,12 @@ class Request:
 
     def _require_short(self, num_bytes: int) -> None:
         if num_bytes > MAX_MESSAGE_BYTES:
-            told = f"the body may have at most {MAX_MESSAGE_BYTES} bytes"
-            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, told)
+            problem = f"the body may have at most {MAX_MESSAGE_BYTES} bytes"
+            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, problem)
 
 
 class Reply:
-    """The answer to one request, on its way out. `status` is 499 if its client has gone."""
+    """The answer to one request. `status` is 499 if its client has gone."""
 
     def __init__(self, request: Request, send: Send) -> None:
         self.status = 0
@@ -172,10 +172,10 @@ class Reply:
             await asyncio.sleep(0)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _begin(self, status: int, told: list[tuple[bytes, bytes]]) -> None:
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = int(status)
-        told.append((b"x-request-id", self._request.id.encode()))
-        await self._send({"type": "http.response.start", "status": self.status, "headers": told})
+        headers.append((b"x-request-id", self._request.id.encode()))
+        await self._send({"type": "http.response.start", "status": self.status, "headers": headers})
 
 
 def joined(pieces: Pieces) -> Iterator[bytes]:

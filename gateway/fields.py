@@ -12,7 +12,7 @@ from wire.settings import Between, Misfit, Read, list_of, located, once, reader_
 MAX_PROMPTS = 16
 INT32, INT64 = 1 << 31, 1 << 63
 MAX_NUMBER = 1e9
-"""Larger ones are in no range."""
+"""Bound on each number; all ranges are within it."""
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -36,7 +36,7 @@ def take(body: Mapping[str, Any], known: Mapping[str, Read]) -> dict[str, Any]:
 
 
 def object_of(known: Mapping[str, Read], *required: str) -> Read:
-    """Reads an object of known fields, of which it must have the required ones, and drops ignored ones."""
+    """Reads an object of known fields and drops ignored ones. Raises Misfit for unknown and for missing fields."""
 
     def read(value: Any) -> dict[str, Any]:
         given = {name: one for name, one in _object(value).items() if one is not None and name not in IGNORED}
@@ -118,7 +118,7 @@ def _content(value: Any) -> str:
 
 
 def _call(value: Any) -> str:
-    """Reads a call of an assistant's turn, as the router takes it."""
+    """Reads an assistant's tool call into the JSON that the router takes."""
     taken = _CALL(value)
     taken.pop("index", None)
     return json.dumps({**taken, "type": "function"})

@@ -19,18 +19,18 @@ from wire.sampling import DEFAULT_MAX_TOKENS, MAX_TOLD_PROMPT_LEN
 from wire.settings import Read
 
 MAX_ENTRIES = 1 << 22
-"""Of an answer: echoed tokens, and log-probabilities, of likeliest tokens too."""
+"""Bound on an answer's echoed tokens and log-probabilities, likeliest tokens included."""
 MAX_SLICE_ENTRIES = 512
-"""Of an answer, made at a time: other streams go on between two slices."""
+"""Entries made at once; other streams go on between two slices."""
 ITEM_BYTES = 64
-"""Of memory for each text of JSON that waits in a whole answer, beside the text itself."""
+"""Memory of a piece of JSON in an unsent answer, beside its text."""
 MAX_ID_START = 40
 """Characters of a client's id in the ids of its further prompts."""
 DONE = b"data: [DONE]\n\n"
 
 
 class Dialect(Protocol):
-    """The objects of one endpoint. Of a chunk and of a choice it makes JSON."""
+    """The objects of one endpoint: chunks and choices as JSON."""
 
     fields: Mapping[str, Read]
     object_name: str
@@ -47,7 +47,7 @@ class Dialect(Protocol):
         """Describes a choice with its text, but for log-probabilities, under its number in the answer."""
 
     def event(self, text: str, number: int, logprobs: str) -> str:
-        """Writes the gain of a choice, or a part of its prompt. logprobs: in JSON."""
+        """Writes the event of a choice's new text, or of a part of its prompt. logprobs: JSON."""
 
     def last_event(self, choice: Choice, number: int) -> str:
         """Writes how a choice ended."""
@@ -113,7 +113,7 @@ class ChoiceJson:
 
 
 async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, room: Share) -> list[bytes]:
-    """Returns the whole answer in pieces, whose bytes it takes of `room` as they come.
+    """Returns the whole answer in pieces, and takes their bytes of `room` as they come.
 
     Raises BatonError; a prompt that fails ends the others.
     """
@@ -132,7 +132,7 @@ async def answer(generation: Generation, dialect: Dialect, client: AsyncClient, 
 
 
 async def events(generation: Generation, dialect: Dialect, client: AsyncClient) -> AsyncGenerator[bytes, None]:
-    """Yields events as tokens come. Going through them raises BatonError, before the first event as a rule."""
+    """Yields events as tokens come. Raises BatonError, as a rule before the first event."""
     head = json.dumps(_head(generation, dialect, dialect.event_name))[:-1].encode()
     tail = b'],"usage":null}\n\n' if generation.usage else b"]}\n\n"
     start = b"data: " + head + b',"choices":['
@@ -153,7 +153,7 @@ async def events(generation: Generation, dialect: Dialect, client: AsyncClient) 
 
 
 def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Adds the tokens of all prompts up."""
+    """Sums the tokens of all prompts."""
     num_prompt = sum(one.usage.prompt_tokens for one in completions)
     num_new = sum(one.usage.completion_tokens for one in completions)
     return {
@@ -178,7 +178,7 @@ def _choices(streams: Sequence[AsyncStream]) -> Iterator[Choice]:
 
 
 def _add(text: str, logprobs: dict[str, list[Any]] | None, drafts: Sequence[ChoiceJson]) -> int:
-    """Adds a gain to choices that share it; all of them have one text of its JSON. Returns its bytes."""
+    """Appends text and log-probabilities to choices, which share the JSON. Returns the bytes of memory."""
     items = {name: json.dumps(values)[1:-1].encode() for name, values in (logprobs or {}).items()}
     for draft in drafts:
         draft.text.append(text)
@@ -191,7 +191,7 @@ def _add(text: str, logprobs: dict[str, list[Any]] | None, drafts: Sequence[Choi
 async def _slices(
     generation: Generation, streams: Sequence[AsyncStream]
 ) -> AsyncGenerator[tuple[Sequence[int], Chunk], None]:
-    """Yields chunks in slices, each with the numbers of the choices whose gain it is: all of a prompt's at its parts.
+    """Yields chunks in slices, each with the numbers of its choices; a part of a prompt has all of its prompt's.
 
     The streams forget what came; other streams go on after each MAX_SLICE_ENTRIES. Raises BatonError.
     """

@@ -15,7 +15,7 @@ from wire.rpc import MAX_MESSAGE_BYTES
 
 SHARE_EVERY_S = 1.0
 MAX_AGE_S = 10.0
-"""Of a gateway's file: an older one is of a gateway that died, and was not replaced."""
+"""Bound on the age of a gateway's file: an older one belongs to a gateway that died and was not replaced."""
 ROUTER_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ def describe(path_to_fields: Mapping[str, Mapping[str, Read]], paths_to_get: tup
 
 def _get(path: str) -> dict[str, Any]:
     names = re.findall(r"{(\w+)}", path)
-    told = {"parameters": [{"name": name, "in": "path", "required": True, "schema": _NAME} for name in names]}
-    return told | {"responses": _responses("404") if names else _responses()}
+    described = {"parameters": [{"name": name, "in": "path", "required": True, "schema": _NAME} for name in names]}
+    return described | {"responses": _responses("404") if names else _responses()}
 
 
 def _post(path: str, known: Mapping[str, Read]) -> dict[str, Any]:

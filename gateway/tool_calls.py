@@ -148,7 +148,7 @@ class CallParser:
         return [*calls] if calls else [raw]
 
     def _calls_in(self, text: str) -> Iterator[ToolCall]:
-        """Yields the calls of a JSON text; none if one of them is none, or has arguments that no JSON can tell."""
+        """Yields the calls of a JSON text; none if one of them is invalid, or has arguments that JSON cannot write."""
         try:
             read = json.loads(text)
             if self._name:

@@ -47,7 +47,7 @@ class Answer:
         self._news.set()
 
     async def receive(self) -> Message:
-        """Waits for more of the body, then for the end of the answer. Raises HttpError for a body that is none."""
+        """Waits for more of the body, then for the end of the answer. Raises HttpError for a malformed body."""
         if self.incoming.wants_continue and not self.has_begun:
             self.incoming.wants_continue = False
             await self._write(CONTINUE)
@@ -80,15 +80,15 @@ class Answer:
     def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Writes the head. A connection whose request has not come whole is not used again."""
         self.has_begun = True
-        told = [one for one in headers if one != _CLOSE]
-        self.is_last = self.is_last or not self.incoming.is_whole or len(told) < len(headers)
+        lines = [one for one in headers if one != _CLOSE]
+        self.is_last = self.is_last or not self.incoming.is_whole or len(lines) < len(headers)
         has_len = any(name == b"content-length" for name, _ in headers)
         self._is_chunked = not has_len and self.incoming.scope["http_version"] != "1.0"
         if self._is_chunked:
-            told.append((b"transfer-encoding", b"chunked"))
+            lines.append((b"transfer-encoding", b"chunked"))
         if self.is_last:
-            told.append(_CLOSE)
-        self._head = head_of(status, told)
+            lines.append(_CLOSE)
+        self._head = head_of(status, lines)
 
     def _framed(self, body: bytes, more: bool) -> bytes:
         if self.incoming.scope["method"] == "HEAD":

@@ -12,23 +12,23 @@ from httpd.port import Port
 from httpd.request_reader import Incoming, RequestReader
 
 MAX_HEAD_S = 10.0
-"""How long a connection may take to send the head of a request, the wait for the first one included."""
+"""Bound on the time in which the head of a request arrives, the wait for the first one included."""
 MAX_IDLE_S = 30.0
-"""How long a connection may stay open after an answer."""
+"""Bound on the idle time after an answer."""
 MAX_STALL_S = 30.0
-"""How long a reader may leave a piece of an answer waiting."""
+"""Bound on the time in which a client reads a piece of an answer."""
 PROBE_EVERY_S = 1.0
-"""How often a client whose end would not be read is asked whether it is still there."""
+"""Interval of probes while nothing is read, so that no end of a connection is seen."""
 PIECE_BYTES = 64 << 10
-"""Of an answer, sent at a time."""
+"""Size of a write."""
 MAX_BODY_BYTES = 64 << 10
-"""Of bodies that the application has not taken; what follows waits in the kernel."""
+"""Bound on buffered bodies; further bytes wait in the kernel."""
 
 log = logging.getLogger(__name__)
 
 
 class Connection(asyncio.BufferedProtocol):
-    """A connection of a port. Without a request under way it ends at its deadline, whatever bytes come.
+    """A connection of a port. Without a request under way it ends at its deadline, even if bytes arrive.
 
     Only the beginning of a head moves the deadline. Requests behind one that is under way wait in the reader.
     """
@@ -67,7 +67,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._port.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Reads on; a request that begins waits for a place in a turn, and bytes behind it wait in the kernel."""
+        """Reads bytes. A new request waits for a place in an iteration; bytes behind it wait in the kernel."""
         data = bytes(self._port.buffer[:nbytes])
         if self._answer is not None or self._has_ended or self._port.turns.take():
             self._read(data)
@@ -77,7 +77,7 @@ class Connection(asyncio.BufferedProtocol):
         self._set_reading()
 
     def eof_received(self) -> bool:
-        """Goes on with what came whole, as its client may still read. TLS knows no half of a connection."""
+        """Answers the requests that arrived whole: the client may still read. TLS knows no half-closed connection."""
         if self._has_ended or not self._transport.can_write_eof():
             return False
         self._has_eof = True
@@ -174,7 +174,7 @@ class Connection(asyncio.BufferedProtocol):
         self._set_reading()
 
     async def _write(self, data: bytes) -> None:
-        """Sends in pieces, each once the client has nearly all before it."""
+        """Sends in pieces, each once the buffer of the transport has room."""
         for start in range(0, len(data), PIECE_BYTES):
             if self._has_ended:
                 return
@@ -207,11 +207,11 @@ class Connection(asyncio.BufferedProtocol):
     def _say(self, error: HttpError) -> None:
         """Answers without the application."""
         body = envelope(error)
-        told = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers(error)]
-        self._transport.write(head_of(error.status.http, [*told, (b"connection", b"close")]) + body)
+        lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers(error)]
+        self._transport.write(head_of(error.status.http, [*lines, (b"connection", b"close")]) + body)
 
     def _end(self) -> None:
-        """Says no more, and passes over what comes until the client closes: else it might lose the last answer."""
+        """Closes the writing half, and discards input until the client closes: else it might lose the last answer."""
         self._has_ended = True
         if self._has_eof or not self._transport.can_write_eof():
             self._close()

@@ -19,7 +19,7 @@ from wire.errors import (
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _PARAMS = {"text": "prompt", "token_ids": "prompt"}
-"""Names of OpenAI's for fields that gRPC calls otherwise."""
+"""OpenAI's names of fields that gRPC names differently."""
 _CODES: dict[type[BatonError], str] = {
     ContextLengthExceeded: "context_length_exceeded",
     InvalidRequest: "invalid_value",
@@ -48,11 +48,11 @@ def envelope(error: BatonError) -> bytes:
 
 
 def headers(error: BatonError) -> list[tuple[bytes, bytes]]:
-    """Lists the headers that tell when to try again, or by which method."""
-    told = [(b"allow", error.ids["allow"].encode())] if "allow" in error.ids else []
+    """Lists the headers retry-after, allow and www-authenticate of an error."""
+    lines = [(b"allow", error.ids["allow"].encode())] if "allow" in error.ids else []
     if isinstance(error, Unauthenticated | PermissionDenied):
-        told.append((b"www-authenticate", b"Bearer"))
+        lines.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, Overloaded | Unavailable):
         after_s = error.retry_after_s if isinstance(error, Overloaded) else None
-        told.append((b"retry-after", str(max(RETRY_AFTER_S, ceil(after_s or 0))).encode()))
-    return told
+        lines.append((b"retry-after", str(max(RETRY_AFTER_S, ceil(after_s or 0))).encode()))
+    return lines

@@ -1,4 +1,4 @@
-"""Shared parts of a port's connections: the application, bounds on their number, and turns for what begins."""
+"""Shared parts of a port's connections: the application, bounds on their number, and on new requests per iteration."""
 
 import asyncio
 from collections import Counter, deque
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = 2048
 MAX_CONNECTIONS_AN_ADDRESS = 256
-"""Of one client's address, but for this machine's own: a proxy there speaks for many."""
+"""Bound per address of a client, loopback excepted: a proxy there speaks for many clients."""
 LOOPBACK = ("127.0.0.1", "::1")
 MAX_HEADS_A_TURN = 4
-"""Requests that begin in one turn of the event loop: in a burst of them, streams go on between two turns."""
+"""Bound on requests that begin in one iteration of the event loop: streams go on between two iterations of a burst."""
 READ_BYTES = 16 << 10
-"""At a time, by each connection: asyncio's own 256 KiB would be in memory for each that waits for a turn."""
+"""Size of a read. asyncio's own 256 KiB would stay in memory for each connection that waits."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -29,14 +29,14 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Turns:
-    """Places for new work of a port in each turn of its event loop."""
+    """A bound on the new work of a port in each iteration of its event loop."""
 
     def __init__(self) -> None:
         self._num_left = MAX_HEADS_A_TURN
         self._waiting: deque[Callable[[], None]] = deque()
 
     def take(self) -> bool:
-        """Takes a place in this turn; False without one."""
+        """Takes a place in this iteration; False if none is free."""
         if not self._num_left:
             return False
         if self._num_left == MAX_HEADS_A_TURN:
@@ -45,7 +45,7 @@ class Turns:
         return True
 
     def wait(self, work: Callable[[], None]) -> None:
-        """Does the work in a later turn, behind all that waits. To be called where `take` gave no place."""
+        """Queues work for a later iteration, after `take` returned False."""
         self._waiting.append(work)
 
     def _begin(self) -> None:
@@ -70,7 +70,7 @@ class Port:
         self._by_address: Counter[str] = Counter()
 
     def admit(self, connection: "Connection", address: str) -> None:
-        """Counts a connection. Raises HttpError for one that may not stay, which is counted, too."""
+        """Counts a connection. Raises HttpError if it exceeds a bound; it is counted, too."""
         self.connections.add(connection)
         self._by_address[address] += 1
         if self._by_address[address] > MAX_CONNECTIONS_AN_ADDRESS and address not in LOOPBACK:
@@ -79,14 +79,14 @@ class Port:
             raise _full(MAX_CONNECTIONS, "connections are open")
 
     def discard(self, connection: "Connection", address: str) -> None:
-        """Counts a connection no more."""
+        """Uncounts a connection."""
         self.connections.discard(connection)
         self._by_address[address] -= 1
         if not self._by_address[address]:
             del self._by_address[address]
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a task, which `tasks` has until it is done."""
+        """Starts a task and keeps it in `tasks` until it is done."""
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)

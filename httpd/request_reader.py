@@ -15,7 +15,7 @@ from wire.errors import reached
 MAX_PIPELINED = 16
 """Requests of one connection that wait for the answer to another."""
 MAX_HEAD_BYTES = 16 << 10
-"""Of a head, of trailers, and of any line between chunks."""
+"""Bound on a head, on trailers, and on each line between chunks."""
 MAX_HEADERS = 100
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
 

@@ -52,7 +52,7 @@ class _Pattern:
         self._borders = _borders(text)
 
     def step(self, char: str) -> bool:
-        """Tells whether the string is complete with this character."""
+        """Returns whether the string is complete with this character."""
         while self.num_matched and self.text[self.num_matched] != char:
             self.num_matched = self._borders[self.num_matched - 1]
         self.num_matched += self.text[self.num_matched] == char

@@ -21,7 +21,7 @@ from wire.errors import InvalidRequest, ModelError, Unavailable
 NUM_PROCESSES = 2
 START_TIMEOUT_S = 30.0
 MAX_WAIT_S = 5.0
-"""For a rendering of MAX_CPU_S at most, whose process may be stopped, or have little of an overloaded machine."""
+"""Bound on the wait for a rendering, longer than MAX_CPU_S: its process may be stopped, or starved by others."""
 MEMORY_BYTES = 256 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_CONFIG_BYTES = 8 << 20
@@ -36,7 +36,7 @@ class Template:
 
     @property
     def tool_format(self) -> str:
-        """Tells by what it asks of the model how calls are written, of CALL_MARKS; "" if it knows no tools."""
+        """Returns the format of tool calls that the template asks for, a key of CALL_MARKS; "" if it knows no tools."""
         if not re.search(r"\btools\b", self.source):
             return ""
         asked = {"qwen": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": '"parameters":'}
@@ -65,7 +65,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _named_default(given: object) -> str | None:
-    """Finds the template among several under names, of which `default` is the one."""
+    """Finds the template named `default` among several."""
     if isinstance(given, list):
         given = next((one.get("template") for one in given if one.get("name") == "default"), None)
     return given if isinstance(given, str) else None

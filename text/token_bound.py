@@ -90,7 +90,7 @@ def _drops_nothing(part: dict[str, Any]) -> bool:
 
 
 def _spells_all(definition: dict[str, Any]) -> bool:
-    """Tells whether no byte of a text is lost: none unknown, none taken up by an added token beside its own."""
+    """Returns whether a tokenizer keeps each byte: none is unknown, none is absorbed by an added token."""
     model = definition["model"]
     if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
         return False
@@ -111,7 +111,7 @@ def _longest(tokens: Iterable[bytes]) -> Any:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies spell bytes with (GPT-2): printable ones as such, others from 256."""
+    """The characters for bytes in byte-level vocabularies (GPT-2): printable bytes as themselves, others from 256."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     own = {char: ord(char) for char in alphabet if ord(char) < 256}
     others = sorted(set(range(256)) - set(own.values()))

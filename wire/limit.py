@@ -49,7 +49,7 @@ class Limit:
 
 
 class Share(AbstractContextManager["Share"]):
-    """The units of one holder, taken as it grows, and given back together at the end of the context.
+    """The units of one holder, taken as it grows, and released together at the end of the context.
 
     A share is at most as large as the free rest of its limit: however many large ones there are, small ones find room.
     """
@@ -70,9 +70,9 @@ class Share(AbstractContextManager["Share"]):
 
 
 class Pace:
-    """Turns of work that holds up the event loop by its bytes: one at a time, with time for all else between.
+    """A pace of work that blocks the event loop: one piece after another, with pauses by its bytes.
 
-    free_bytes: work of no more needs no turn. bytes_per_s: turns take, with the time behind them.
+    free_bytes: smaller work begins at once. bytes_per_s: of larger work, its pauses included.
     """
 
     def __init__(self, free_bytes: int, bytes_per_s: int) -> None:
@@ -81,7 +81,7 @@ class Pace:
         self._turn = asyncio.Lock()
 
     async def wait(self, num_bytes: int) -> None:
-        """Waits for a turn, the first come first; the next begins after a time by these bytes. Its caller bounds it."""
+        """Waits in FIFO order; the next piece begins after a pause by these bytes. Its caller bounds the wait."""
         if num_bytes > self._free_bytes:
             await self._turn.acquire()
             asyncio.get_running_loop().call_later(num_bytes / self._bytes_per_s, self._turn.release)

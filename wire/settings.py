@@ -23,7 +23,7 @@ T = TypeVar("T")
 Read = Callable[[Any], Any]
 """Reads a value. Raises Misfit."""
 MAX_WHOLE_NUMBER = 1 << 64
-"""Larger ones are no seconds or shares of anything."""
+"""Bound on whole numbers where a float is expected."""
 MAX_SHOWN_CHARS, MAX_SHOWN_BITS = 64, 1024
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", bytes: "bytes"}
 _KINDS = {dict: "an object", list: "a list", NoneType: "null"}
@@ -153,7 +153,7 @@ def reader_of(hint: Any, read_fields: Callable[[Any], Read] = by_name) -> Read:
 
 
 def fields_of(hints: Iterable[Any], make: Callable[..., Any]) -> Read:
-    """Reads a list of values, each of its type, and makes something of them."""
+    """Reads a list of values, one for each type, and passes them to `make`."""
     readers = [reader_of(hint, by_place) for hint in hints]
 
     def read(value: Any) -> Any:
@@ -204,7 +204,7 @@ def _none_or(read_present: Read) -> Read:
 
 
 def _any_of(readers: Sequence[Read]) -> Read:
-    """Reads a value as the first type that it fits; the misfit that is farthest in tells why it fits none."""
+    """Reads a value as the first type that it fits. Raises the Misfit with the longest path, or one of all types."""
 
     def read(value: Any) -> Any:
         misfits = []
