@@ -31,7 +31,7 @@ class PrefillBatcher:
         return step.plan_admitting(self._by_urgency(waiting), pages, num_slots=num_slots, num_spare=num_spare)
 
     def _by_urgency(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Sorts candidates, of which handles grow with arrival."""
+        """Sorts candidates; their handles grow with arrival."""
         return sorted(candidates, key=lambda one: one.num_missing + one.handle * self.patience_tokens)
 
 

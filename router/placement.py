@@ -41,7 +41,7 @@ L = TypeVar("L", bound=Load)
 class ConditionalPrefill:
     """The pool that would be done first with a prompt, prompts before it included: prefill's, or straight decode's.
 
-    decode_slowdown: a prompt is taken to last so many times as long on a decode worker, which has streams to go on
+    decode_slowdown: how many times as long a prompt takes on a decode worker, by assumption: it has streams to go on
     with. A silent worker counts only where all of both pools are.
     """
 

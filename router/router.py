@@ -13,7 +13,7 @@ from router.requests.dispatch import Dispatcher
 from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
 from router.requests.replay import Quarantine, Suspects
 from router.requests.tokenizing import TokenizerThreads
-from router.requests.validator import Limits
+from router.requests.validator import ServingLimits
 from router.workers.controller_port import ControllerPort
 from router.workers.holds import HoldBudgets
 from router.workers.line import Connect
@@ -81,7 +81,7 @@ class Router:
         self.watch.start()
 
     async def stop(self) -> None:
-        """Ends open requests; their clients are told that the service is unavailable."""
+        """Ends open requests with Unavailable."""
         self.dispatcher.stop()
         await self.watch.stop()
         await self.holds.stop()
@@ -100,13 +100,13 @@ class Router:
         self.holds.resize()
         self._placement.wake()
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> ServingLimits:
         """Bounds as the workers are now; without workers, the bounds of the model."""
         model, layout = self.config.model, self.config.model.layout
         num_blocks = self.members.num_pool_blocks
         if num_blocks is None:
             num_blocks = Window(layout).num_needed(model.max_context_len)
-        return Limits(
+        return ServingLimits(
             model.name,
             model.vocab_size,
             model.max_context_len,

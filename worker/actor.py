@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 TERMINATION_GRACE_S = 30
 BROKEN_EXIT_DELAY_S = 1.0
-"""The time to tell routers of a broken worker."""
+"""The time for the last updates to reach routers."""
 
 
 @dataclass(frozen=True)

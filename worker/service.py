@@ -30,7 +30,7 @@ CHECK_TIMEOUT_S = 30.0
 
 
 @dataclass(eq=False)
-class Attempt:
+class BegunAttempt:
     """An attempt begun on a line. is_added: the engine has it; news before that are of an earlier one of its id."""
 
     line: WorkerLine
@@ -70,7 +70,7 @@ class WorkerService:
         self._behaviour = behaviour
         self._store = AsyncStore(store)
         self._lines: set[WorkerLine] = set()
-        self._attempts: dict[AttemptId, Attempt] = {}
+        self._attempts: dict[AttemptId, BegunAttempt] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._is_draining = False
@@ -128,7 +128,7 @@ class WorkerService:
         if self.state is not WorkerState.READY:
             refusal = WorkerLeaving if self.state is WorkerState.DRAINING else Unavailable
             raise refusal(f"the worker is {self.state.value}", attempt_id=begin.id)
-        attempt = Attempt(line, self._behaviour.new_job(request, self._clock()))
+        attempt = BegunAttempt(line, self._behaviour.new_job(request, self._clock()))
         qualified_id = request_of(attempt.id)
         for earlier in [one for one in self._attempts.values() if request_of(one.id) == qualified_id]:
             if (earlier.id, earlier.line) == (attempt.id, line):
@@ -200,17 +200,17 @@ class WorkerService:
         counts = {"attempts": len(self._attempts), "attempts at the engine": self._loop.num_attempts}
         return [f"{what}: {count}" for what, count in counts.items() if count]
 
-    def _oust(self, earlier: Attempt, attempt: Attempt) -> None:
+    def _oust(self, earlier: BegunAttempt, attempt: BegunAttempt) -> None:
         if earlier.line is attempt.line and number_of(earlier.id) > number_of(attempt.id):
             raise RequestExists("a later attempt at the request is running", attempt_id=attempt.id)
         self._end(earlier, Cancelled("another attempt took its place", attempt_id=earlier.id))
 
-    def _end(self, attempt: Attempt, error: BatonError) -> None:
+    def _end(self, attempt: BegunAttempt, error: BatonError) -> None:
         self._forget(attempt)
         attempt.line.send(attempt.job.withdraw(error))
         self._loop.put(Abort(attempt.id))
 
-    def _forget(self, attempt: Attempt) -> None:
+    def _forget(self, attempt: BegunAttempt) -> None:
         del self._attempts[attempt.id]
         attempt.timer.cancel()
         if not self._attempts:

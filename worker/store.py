@@ -32,7 +32,7 @@ class AsyncStore:
         return await self._call(self._store.check)
 
     def renew_soon(self, names: Sequence[AttemptId], on_ended: Callable[[list[AttemptId]], None]) -> None:
-        """Renews the holds of these attempts, in the background, and tells of attempts that have none.
+        """Renews the holds of these attempts, in the background, and passes on the attempts that have none.
 
         Logs a failure: a later renewal may save them.
         """

@@ -33,7 +33,7 @@ GATES = (
     "decode.wait_pages",
     "decode.wait_turn",
 )
-"""Spans of a timeline in which a request waits for others; docs/timeline.md tells what for."""
+"""Spans of a timeline in which a request waits for others; docs/timeline.md describes each."""
 
 
 @dataclass

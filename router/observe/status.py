@@ -1,4 +1,4 @@
-"""The state of the whole cluster as its workers tell it; the last one read; and what has changed in it."""
+"""The state of the whole cluster, as its workers report it, and the events between two states."""
 
 import asyncio
 from collections import deque

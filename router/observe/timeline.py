@@ -21,7 +21,7 @@ NETWORK = "network"
 
 @dataclass
 class TimedCall:
-    """An attempt at a worker, seen from the router: when it was sent and over, the spans that the worker told."""
+    """A call of a worker as the router sees it: when it was sent and over, and the worker's own spans."""
 
     name: str
     worker: WorkerId
@@ -65,7 +65,7 @@ class Timeline:
             call.spans = spans
 
     def count(self, name: str) -> int:
-        """Adds a count up over the spans of workers, as far as they have told them."""
+        """Sums a count over the spans that workers have sent so far."""
         return sum(span.counts.get(name, 0) for call in self._calls for span in call.spans)
 
     def finish(self, now_s: float) -> pb.Timeline:

@@ -1,4 +1,4 @@
-"""Metrics of workers and tiers, from the last status that the router has read: one scrape tells of the whole cluster.
+"""Metrics of workers and tiers, from the last status that the router has read: one scrape covers the whole cluster.
 
 A worker that is gone is in no status, and so in no metric; nothing here waits for a worker.
 """

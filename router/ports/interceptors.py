@@ -56,7 +56,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 def credentials_of(metadata: Metadata | None) -> list[str]:
-    """Returns the `authorization` fields of a call, of which there should be one."""
+    """Returns the `authorization` fields of a call; a correct one has one."""
     return [str(value) for name, value in metadata or () if name == "authorization"]
 
 

@@ -10,7 +10,7 @@ from wire.pb import worker_pb2
 from wire.sampling import SamplingParams
 
 MAX_PART_TOKENS = 512
-"""Of one part of a prompt that is told without scores."""
+"""Tokens of one part of a prompt without scores."""
 
 
 class ChoiceStream:
@@ -75,45 +75,45 @@ class ChoiceStream:
 
 
 class PromptAnswer:
-    """The prompt as its client is told it: echo, log-probabilities, or neither. Pure.
+    """The prompt's part of an answer: echo, log-probabilities, or neither. Pure.
 
-    num_told: tokens of the prompt that were told. Positions decide which scores are new, as with the answer's tokens.
+    num_sent: tokens of the prompt that the client was sent. Positions decide which scores are new, as with choices.
     """
 
     def __init__(self, prompt_ids: Sequence[int], sampling: SamplingParams, codec: TextCodec, echo: str) -> None:
-        self.num_told = 0
+        self.num_sent = 0
         self._prompt_ids = prompt_ids
         self._is_scored = sampling.prompt_logprobs is not None
-        self._is_told = self._is_scored or sampling.echo
+        self._is_wanted = self._is_scored or sampling.echo
         self._echo = echo
         self._codec = codec
 
     @property
     def num_scored(self) -> int:
         """Tokens that a worker need not score, as Begin has it: 0 if it need not score any."""
-        return self.num_told if self._is_scored and self.num_told < len(self._prompt_ids) else 0
+        return self.num_sent if self._is_scored and self.num_sent < len(self._prompt_ids) else 0
 
     def first_parts(self) -> Iterator[pb.PromptPart]:
         """Yields the parts that need no scores: the text and the first token, or all."""
-        num_known = self._is_told and (1 if self._is_scored else len(self._prompt_ids))
-        while self.num_told < num_known:
-            ids = self._prompt_ids[self.num_told : min(self.num_told + MAX_PART_TOKENS, num_known)]
+        num_known = self._is_wanted and (1 if self._is_scored else len(self._prompt_ids))
+        while self.num_sent < num_known:
+            ids = self._prompt_ids[self.num_sent : min(self.num_sent + MAX_PART_TOKENS, num_known)]
             yield self._part(
-                [pb.TokenLogprobs(token_id=token_id) for token_id in ids], "" if self.num_told else self._echo
+                [pb.TokenLogprobs(token_id=token_id) for token_id in ids], "" if self.num_sent else self._echo
             )
 
     def accept(self, scores: worker_pb2.PromptScores) -> pb.PromptPart | None:
         """Takes the scores that are new. Raises WireError for a gap, and for more than were asked for."""
-        num_repeated = self.num_told - scores.first_position
+        num_repeated = self.num_sent - scores.first_position
         tokens = scores.logprobs[max(num_repeated, 0) :]
-        if num_repeated < 0 or len(tokens) > len(self._prompt_ids) - self.num_told or not self._is_scored:
+        if num_repeated < 0 or len(tokens) > len(self._prompt_ids) - self.num_sent or not self._is_scored:
             raise WireError("a worker sent log-probabilities of the prompt that were not the next ones")
-        for position, one in enumerate(tokens, self.num_told):
+        for position, one in enumerate(tokens, self.num_sent):
             one.token_id = self._prompt_ids[position]
         return self._part(tokens, "") if tokens else None
 
     def _part(self, tokens: Sequence[pb.TokenLogprobs], text: str) -> pb.PromptPart:
-        self.num_told += len(tokens)
+        self.num_sent += len(tokens)
         part = pb.PromptPart(tokens=tokens, text=text)
         name_tokens(part.tokens, self._codec)
         return part
@@ -127,7 +127,7 @@ def name_tokens(logprobs: Iterable[pb.TokenLogprobs], codec: TextCodec) -> None:
             other.token = codec.token_bytes(other.token_id)
 
 
-class Answer:
+class ChoiceStreams:
     """All choices of a request. Pure. `shown`: special tokens that are part of the text."""
 
     def __init__(self, sampling: SamplingParams, codec: TextCodec, shown: Sequence[str] = ()) -> None:
@@ -147,7 +147,7 @@ class Answer:
 
     @property
     def worker_goes_on(self) -> bool:
-        """Whether all choices have ended, one by a stop string: its worker does not know, and must be told to abort."""
+        """Tells whether all choices have ended, one by a stop string: the worker goes on until an abort."""
         return self.has_ended and any(finish.HasField("stop_string") for finish in self.finishes)
 
     def take_stopped(self) -> list[int]:

@@ -12,12 +12,12 @@ from itertools import count
 from router.observe.metrics import RequestMetrics, RequestSummary
 from router.observe.timeline import Timeline
 from router.placement import Placement, Route
-from router.requests.answer import Answer, PromptAnswer
-from router.requests.outbox import Reply
+from router.requests.answer import ChoiceStreams, PromptAnswer
+from router.requests.outbox import ReplyWriter
 from router.requests.public_prefixes import NO_PREFIXES, PublicPrefixes
 from router.requests.replay import Attempts, Quarantine, Suspects
 from router.requests.tokenizing import PieceCache, TokenizerThreads
-from router.requests.validator import Limits, Prepared, ValidPrompt, ValidRequest
+from router.requests.validator import Prepared, ServingLimits, ValidPrompt, ValidRequest
 from router.workers.holds import HoldBudgets
 from router.workers.line import Take
 from router.workers.members import Member
@@ -57,7 +57,7 @@ class Services:
     prefixes: PublicPrefixes = NO_PREFIXES
     attempt_numbers: Iterator[int] = field(default_factory=lambda: (number % MAX_NUMBER + 1 for number in count()))
 
-    async def render(self, prompt: ValidPrompt, limits: Limits) -> ValidPrompt:
+    async def render(self, prompt: ValidPrompt, limits: ServingLimits) -> ValidPrompt:
         """Renders a chat; returns any other prompt as it is. Raises InvalidRequest or Unsupported."""
         if not isinstance(prompt, Chat):
             return prompt
@@ -76,7 +76,7 @@ class AdmittedRequest:
     id: QualifiedId
     client_id: RequestId
     valid: ValidRequest
-    limits: Limits
+    limits: ServingLimits
     root: NamespaceRoot
     arrived_s: float
     life_s: float
@@ -90,9 +90,9 @@ class PreparedRequest:
     admitted: AdmittedRequest
     services: Services
     prepared: Prepared
-    answer: Answer
+    answer: ChoiceStreams
     prompt_answer: PromptAnswer
-    reply: Reply
+    reply: ReplyWriter
     timeline: Timeline
     summary: RequestSummary
 

@@ -13,11 +13,19 @@ from router.observe.metrics import OK, RequestRecord, TokenTiming, outcome_of
 from router.requests.admission import Admission
 from router.requests.attempt import AdmittedRequest, Services
 from router.requests.flow import Flow
-from router.requests.outbox import Outbox, Reply
+from router.requests.outbox import Outbox, ReplyWriter
 from router.requests.public_prefixes import NO_PREFIXES
 from router.requests.quotas import Quotas
 from router.requests.tokenizing import PieceCache
-from router.requests.validator import Limits, ValidPrompt, encode, require_known, require_may_fit, valid_text, validate
+from router.requests.validator import (
+    ServingLimits,
+    ValidPrompt,
+    encode,
+    require_known,
+    require_may_fit,
+    valid_text,
+    validate,
+)
 from text.codec import TextCodec
 from wire import errors
 from wire.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, Unavailable
@@ -29,7 +37,7 @@ from wire.trust.key_ring import ANYONE, Key
 log = logging.getLogger(__name__)
 
 MAX_TOKENIZING = 64
-"""Texts of Tokenize at a time, each of which may have as many bytes as a message."""
+"""Texts of Tokenize at a time; each may have the bytes of a whole message."""
 ROOT_BYTES = 32
 LAST_WORD_S = 0.05
 """How long before its deadline a request ends: its client is to hear why, before its own gRPC gives up."""
@@ -59,7 +67,7 @@ class OpenRequest:
         self._reason: BatonError | None = None
         self._loop = asyncio.get_running_loop()
         self._timing = TokenTiming(services.metrics, request.arrived_s)
-        reply = Reply(request.client_id, outbox, self._timing, lambda: on_first_token(request.id), self.stop)
+        reply = ReplyWriter(request.client_id, outbox, self._timing, lambda: on_first_token(request.id), self.stop)
         self._flow = Flow(request, services, reply)
         self._task: asyncio.Task[pb.Complete] = asyncio.create_task(self._flow.serve())
         self._task.add_done_callback(self._ended)
@@ -127,7 +135,7 @@ class Dispatcher:
         root_of: Callable[[str], NamespaceRoot],
         admission: Admission,
         bounds: StreamBounds,
-        limits: Callable[[], Limits],
+        limits: Callable[[], ServingLimits],
     ) -> None:
         self.root_of = root_of
         self._services = services

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from router.observe.metrics import RequestSummary
 from router.observe.timeline import Timeline
-from router.requests.answer import Answer, PromptAnswer
+from router.requests.answer import ChoiceStreams, PromptAnswer
 from router.requests.attempt import AdmittedRequest, Attempt, AttemptFailed, PreparedRequest, Services
-from router.requests.outbox import Reply
+from router.requests.outbox import ReplyWriter
 from router.requests.replay import MAX_ATTEMPTS, Attempts, NextStep, next_step
 from router.requests.validator import Prepared, prepare
 from text.chat import Chat
@@ -31,7 +31,7 @@ MAX_TINY_LEN = 256
 class Flow:
     """A request from its message to the last of its answer. Belongs to the running event loop."""
 
-    def __init__(self, request: AdmittedRequest, services: Services, reply: Reply) -> None:
+    def __init__(self, request: AdmittedRequest, services: Services, reply: ReplyWriter) -> None:
         self.timeline = Timeline(request.arrived_s)
         self.summary = RequestSummary()
         self.reply = reply
@@ -90,7 +90,7 @@ class Flow:
     def _begin_answer(self, prepared: Prepared) -> PreparedRequest:
         """Sends the parts of the prompt that need no scores."""
         codec = self._services.codec
-        answer = Answer(prepared.sampling, codec, prepared.shown)
+        answer = ChoiceStreams(prepared.sampling, codec, prepared.shown)
         prompt_answer = PromptAnswer(prepared.prompt_ids, prepared.sampling, codec, prepared.echo)
         for part in prompt_answer.first_parts():
             self.reply.send_prompt(part)

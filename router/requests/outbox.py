@@ -91,7 +91,7 @@ class Outbox:
         raise StopAsyncIteration
 
 
-class Reply:
+class ReplyWriter:
     """The messages of an answer on their way to the client.
 
     on_first_token: called before the first chunk is sent. stop: ends the request with an error.

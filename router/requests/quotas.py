@@ -21,7 +21,7 @@ class Budget:
         self._at_s = now_s
 
     def take(self, amount: float, now_s: float) -> None:
-        """Takes an amount, whether so much is left or not."""
+        """Takes an amount; more than what is left is a debt."""
         self._left = self._left_at(now_s) - amount
         self._at_s = now_s
 
@@ -63,14 +63,14 @@ class Quotas:
             raise Overloaded(told, self._retry_after_s)
 
     def enter(self, key: Key, now_s: float) -> None:
-        """A request of the key begins."""
+        """Begins a request of the key."""
         use = self._use(key, now_s)
         use.num_open += 1
         if use.requests is not None:
             use.requests.take(1, now_s)
 
     def leave(self, key: Key, num_tokens: int, now_s: float) -> None:
-        """A request of the key is over, with so many tokens of prompt and answer."""
+        """Ends a request of the key, and charges its tokens of prompt and answer."""
         use = self._use(key, now_s)
         use.num_open -= 1
         if use.tokens is not None:

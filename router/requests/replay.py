@@ -45,11 +45,11 @@ class Attempts:
     reads_cache: bool = True
 
     def is_in_vain(self, num_tokens: int) -> bool:
-        """Whether the attempt under way is, when the client has so many tokens."""
+        """Tells whether the attempt under way is, when the client has `num_tokens` tokens."""
         return num_tokens - self.num_tokens_before < MIN_PROGRESS
 
     def after(self, error: BatonError, num_tokens: int) -> "Attempts":
-        """The next attempt, where this one ended with that error when the client had so many tokens.
+        """Returns the next attempt, where this one ended with `error` when the client had `num_tokens` tokens.
 
         A worker that gives a request back because it leaves has not died of it.
         """

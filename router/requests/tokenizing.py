@@ -71,7 +71,7 @@ class TokenizerThread:
         try:
             return await turn.result
         finally:
-            if turn in self._waiting:  # cancelled: its text is to be let go at once
+            if turn in self._waiting:  # cancelled: drops its text at once
                 self._waiting.remove(turn)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ MAX_TOOL_DEPTH = 64
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServingLimits:
     """The bounds of the served model and its workers. `num_blocks` is the smallest pool that a request may meet.
 
     kv_policies: that a request may have; the first is that of the others.
@@ -52,7 +52,7 @@ ValidPrompt = Chat | Rendered | str | tuple[int, ...]
 
 @dataclass(frozen=True)
 class ValidRequest:
-    """A request whose every field is in range. The prompt is token ids, or is to be rendered or tokenized."""
+    """A request whose every field is in range. The prompt is token ids, or not yet rendered or tokenized."""
 
     request_id: RequestId | None
     prompt: ValidPrompt
@@ -79,7 +79,7 @@ class Prepared:
     public: PublicPart | None = None
 
 
-def validate(message: pb.GenerateRequest, limits: Limits) -> ValidRequest:
+def validate(message: pb.GenerateRequest, limits: ServingLimits) -> ValidRequest:
     """Everything that can be said before tokenizing. Raises InvalidRequest or ModelNotFound."""
     _require_model(message, limits)
     given = message.sampling_params
@@ -99,14 +99,14 @@ def valid_text(message: pb.TokenizeRequest) -> ValidPrompt:
     return valid_chat(message.messages) if message.HasField("messages") else message.text
 
 
-def require_known(token_ids: Sequence[int], limits: Limits) -> None:
+def require_known(token_ids: Sequence[int], limits: ServingLimits) -> None:
     """Raises InvalidRequest for more token ids than the context has, and for ids that no token can have."""
     _require(len(token_ids) <= limits.max_context_len, "token_ids", f"at most {limits.max_context_len}")
     known = max(token_ids, default=0) < limits.vocab_size
     _require(known, "token_ids", f"must be below the vocabulary's size, {limits.vocab_size}")
 
 
-def require_may_fit(prompt: ValidPrompt, codec: TextCodec, limits: Limits) -> None:
+def require_may_fit(prompt: ValidPrompt, codec: TextCodec, limits: ServingLimits) -> None:
     """Raises InvalidRequest for a text that is too long however it is tokenized. Takes milliseconds for megabytes."""
     text = _text_of(prompt)
     if len(text) * MAX_CHARACTER_BYTES >= limits.max_sequence_len:
@@ -116,7 +116,7 @@ def require_may_fit(prompt: ValidPrompt, codec: TextCodec, limits: Limits) -> No
 def prepare(
     valid: ValidRequest,
     codec: TextCodec,
-    limits: Limits,
+    limits: ServingLimits,
     root: NamespaceRoot,
     known: PieceCache,
     prefixes: PublicPrefixes = NO_PREFIXES,
@@ -159,7 +159,7 @@ def _echo(valid: ValidRequest, prompt_ids: Sequence[int], codec: TextCodec) -> s
     return valid.prompt if isinstance(valid.prompt, str) else codec.decode(prompt_ids)
 
 
-def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: Limits, seed: int) -> SamplingParams:
+def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: ServingLimits, seed: int) -> SamplingParams:
     """The settings to run with, once the prompt's tokens are known; `seed` is taken if the client gave none.
 
     Raises InvalidRequest if prompt and output do not fit into the context or into the smallest pool.
@@ -184,7 +184,7 @@ def resolve(valid: ValidRequest, prompt_ids: Sequence[int], limits: Limits, seed
     return sampling if valid.seed_given else replace(sampling, seed=seed)
 
 
-def _room(prompt_ids: Sequence[int], limits: Limits) -> int:
+def _room(prompt_ids: Sequence[int], limits: ServingLimits) -> int:
     """How many output tokens fit after the prompt, at least one."""
     num_tokens = len(prompt_ids)
     _require(num_tokens > 0, "prompt", "has no tokens")
@@ -193,7 +193,7 @@ def _room(prompt_ids: Sequence[int], limits: Limits) -> int:
     return limits.max_sequence_len - num_tokens
 
 
-def _require_room(num_tokens: int, limits: Limits, at_least: str = "") -> None:
+def _require_room(num_tokens: int, limits: ServingLimits, at_least: str = "") -> None:
     _require_length(
         num_tokens < limits.max_context_len,
         "prompt",
@@ -206,12 +206,12 @@ def _require_room(num_tokens: int, limits: Limits, at_least: str = "") -> None:
     )
 
 
-def _require_model(message: pb.GenerateRequest, limits: Limits) -> None:
+def _require_model(message: pb.GenerateRequest, limits: ServingLimits) -> None:
     if message.HasField("model") and message.model not in (limits.model, *limits.aliases):
         raise ModelNotFound("model: no model of that name is served")
 
 
-def _dropping(message: pb.GenerateRequest, limits: Limits) -> Dropping | None:
+def _dropping(message: pb.GenerateRequest, limits: ServingLimits) -> Dropping | None:
     """Returns the policy by which a request drops KV, if it is one that is allowed."""
     text = message.kv_policy if message.HasField("kv_policy") else limits.kv_policies[0]
     _require(text in limits.kv_policies, "kv_policy", f"must be one of {', '.join(limits.kv_policies)}")
@@ -242,7 +242,7 @@ def encode(prompt: ValidPrompt, codec: TextCodec, root: NamespaceRoot, known: Pi
     return codec.encode(prompt) if isinstance(prompt, str) else prompt
 
 
-def _prompt(message: pb.GenerateRequest, limits: Limits) -> ValidPrompt:
+def _prompt(message: pb.GenerateRequest, limits: ServingLimits) -> ValidPrompt:
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("prompt", "missing: give text, token_ids or messages")
@@ -294,14 +294,14 @@ def _is_shallow(value: object, depth: int) -> bool:
     return depth > 0 and all(_is_shallow(one, depth - 1) for one in within)
 
 
-def _token_ids(ids: Sequence[int], limits: Limits) -> tuple[int, ...]:
+def _token_ids(ids: Sequence[int], limits: ServingLimits) -> tuple[int, ...]:
     _require(len(ids) > 0, "token_ids", "must not be empty")
     _require_room(len(ids), limits)
     require_known(ids, limits)
     return tuple(ids)
 
 
-def _sampling(sampling: SamplingParams, given: pb.SamplingParams, limits: Limits) -> SamplingParams:
+def _sampling(sampling: SamplingParams, given: pb.SamplingParams, limits: ServingLimits) -> SamplingParams:
     sampling.require_in_range(limits.vocab_size)
     if given.HasField("max_tokens"):
         _require(

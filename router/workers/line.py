@@ -168,7 +168,7 @@ class Line:
         self._outgoing.renew(attempts)
 
     def take_ended_holds(self) -> list[AttemptId]:
-        """Hands over the renewed attempts whose holds have ended, as the worker has told since the last call."""
+        """Hands over attempts of renewals whose holds had ended, from the worker's answers since the last call."""
         ended, self._ended_holds = self._ended_holds, []
         return ended
 

@@ -95,7 +95,7 @@ class Membership:
         return Line(self._connect(worker.address), lambda _: self.mark_lost(worker.id))
 
     async def _probe(self, member: Member) -> None:
-        """Asks a lost worker until it answers or is no longer listed; tells the controller of it once."""
+        """Asks a lost worker until it answers or is no longer listed; reports it to the controller once."""
         is_reported = False
         while (state := await self._ask_state(member)) is WorkerState.LOST:
             if member.state is WorkerState.LOST:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from router.requests.answer import MAX_PART_TOKENS, Answer, PromptAnswer
+from router.requests.answer import MAX_PART_TOKENS, ChoiceStreams, PromptAnswer
 from tests.harness.scripted_worker import chunk, so_far, tokens
 from text.byte_tokenizer import ByteTokenizer
 from wire.errors import WireError
@@ -16,14 +16,14 @@ LENGTH = pb.FINISH_REASON_LENGTH
 STOP = pb.FINISH_REASON_STOP
 
 
-def answer(*so_far: worker_pb2.ChoiceTokens, **sampling: Any) -> Answer:
+def answer(*so_far: worker_pb2.ChoiceTokens, **sampling: Any) -> ChoiceStreams:
     """An answer that has these tokens."""
-    made = Answer(SamplingParams(**sampling), ByteTokenizer())
+    made = ChoiceStreams(SamplingParams(**sampling), ByteTokenizer())
     accept(made, *so_far)
     return made
 
 
-def accept(answer: Answer, *gained: worker_pb2.ChoiceTokens) -> list[pb.Chunk]:
+def accept(answer: ChoiceStreams, *gained: worker_pb2.ChoiceTokens) -> list[pb.Chunk]:
     return list(answer.accept(gained))
 
 

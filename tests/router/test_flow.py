@@ -12,7 +12,7 @@ import pytest
 
 from router.config import RouterConfig
 from router.requests import attempt, validator
-from router.requests.answer import Answer
+from router.requests.answer import ChoiceStreams
 from router.requests.dispatch import OpenRequest
 from router.requests.flow import MAX_TINY_LEN
 from router.requests.replay import MAX_ATTEMPTS, MIN_PROGRESS
@@ -565,14 +565,14 @@ async def test_a_request_whose_outbox_is_full_ends_alone(ends: bool) -> None:
 async def test_a_bug_in_what_becomes_of_an_update_ends_its_request_alone(
     monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    accept = Answer.accept
+    accept = ChoiceStreams.accept
 
-    def stumble(answer: Answer, gained: Any) -> Any:
+    def stumble(answer: ChoiceStreams, gained: Any) -> Any:
         if gained and gained[0].token_ids[0] == ord("!"):
             raise KeyError("a bug")
         return accept(answer, gained)
 
-    monkeypatch.setattr(Answer, "accept", stumble)
+    monkeypatch.setattr(ChoiceStreams, "accept", stumble)
     async with stage_of("d0") as stage:
         unread, other = await two_on_one_line(stage)
         stage["d0"].say(tokens("!", 0), request_id=request_of(AttemptId(stage["d0"].begins[0].id)), ends=ends)

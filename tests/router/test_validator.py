@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.ports.interceptors import ErrorInterceptor
-from router.requests.validator import Limits, ValidRequest, resolve, validate
+from router.requests.validator import ServingLimits, ValidRequest, resolve, validate
 from wire.errors import BatonError, InvalidRequest, ModelNotFound
 from wire.layout import KVLayout
 from wire.pb import inference_pb2 as pb
@@ -23,7 +23,7 @@ from wire.rpc import SERVER_OPTIONS
 from wire.rpc_status import details_of
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=16, dtype="float32")
-LIMITS = Limits(model="demo", vocab_size=1000, max_context_len=512, num_blocks=16, layout=LAYOUT)
+LIMITS = ServingLimits(model="demo", vocab_size=1000, max_context_len=512, num_blocks=16, layout=LAYOUT)
 SEED = 77
 
 
@@ -35,7 +35,7 @@ def tokens(*ids: int, **sampling: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling_params=pb.SamplingParams(**sampling))
 
 
-def admit(message: pb.GenerateRequest, num_prompt_tokens: int = 2, limits: Limits = LIMITS) -> Any:
+def admit(message: pb.GenerateRequest, num_prompt_tokens: int = 2, limits: ServingLimits = LIMITS) -> Any:
     """Both steps, with as many prompt tokens as the tokenizer would have made."""
     valid = validate(message, limits)
     prompt = valid.prompt if isinstance(valid.prompt, tuple) else [1] * num_prompt_tokens
@@ -139,7 +139,7 @@ def test_refused(row: str) -> None:
 
 @pytest.mark.parametrize("sampling", [{"prompt_logprobs": 0}, {"echo": True}])
 def test_a_prompt_that_is_told_is_bounded(sampling: dict[str, Any]) -> None:
-    large = Limits(model="demo", vocab_size=1000, max_context_len=1 << 17, num_blocks=1 << 14, layout=LAYOUT)
+    large = ServingLimits(model="demo", vocab_size=1000, max_context_len=1 << 17, num_blocks=1 << 14, layout=LAYOUT)
     assert admit(text(**sampling), 1 << 15, large).seed == SEED
     with pytest.raises(InvalidRequest, match=next(iter(sampling))):
         admit(text(**sampling), (1 << 15) + 1, large)
@@ -237,7 +237,7 @@ class TestLengths:
 
     def test_default_is_256_or_what_fits(self) -> None:
         assert admit(text(), num_prompt_tokens=10).max_tokens == 246
-        roomy = Limits("demo", 1000, max_context_len=2048, num_blocks=1000, layout=LAYOUT)
+        roomy = ServingLimits("demo", 1000, max_context_len=2048, num_blocks=1000, layout=LAYOUT)
         assert admit(text(), num_prompt_tokens=10, limits=roomy).max_tokens == 256
         assert admit(text(), num_prompt_tokens=2047, limits=roomy).max_tokens == 1
 
@@ -247,7 +247,7 @@ class TestLengths:
             admit(text(max_tokens=247), num_prompt_tokens=10)
 
     def test_context_binds_where_the_pool_is_larger(self) -> None:
-        small = Limits("demo", 1000, max_context_len=32, num_blocks=16, layout=LAYOUT)
+        small = ServingLimits("demo", 1000, max_context_len=32, num_blocks=16, layout=LAYOUT)
         assert admit(text(max_tokens=22), num_prompt_tokens=10, limits=small).max_tokens == 22
         with pytest.raises(InvalidRequest, match="max_tokens"):
             admit(text(max_tokens=23), num_prompt_tokens=10, limits=small)
