@@ -20,7 +20,7 @@ Subparsers = Any
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that tells wrong usage in one line, and reads `type=int`, `float` and `str` as the functions below.
+    """A parser that prints wrong usage in one line, and reads `type=int`, `float` and `str` as the functions below.
 
     Flags are written out: a beginning of one would mean another when there are more. others: flags of other programs,
     and what stands in their place here.
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_whole(text: str, num_bits: int = 32) -> int:
-    """Reads a whole number that a signed field of so many bits holds. Raises ArgumentTypeError."""
+    """Reads a whole number that a signed field of `num_bits` holds. Raises ArgumentTypeError."""
     bound = 1 << num_bits - 1
     if _WHOLE.fullmatch(text) and -bound <= int(text) < bound:
         return int(text)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Record:
@@ -146,7 +148,7 @@ def rates(summary: ModeSummary) -> dict[str, str]:
 
 
 def reasons(records: Iterable[Record]) -> dict[str, str]:
-    """Returns for each kind of failure the first reason that was told."""
+    """Returns the first reason of each kind of failure."""
     return {record.error: record.reason for record in reversed([*records]) if record.error and record.reason}
 
 
@@ -165,14 +167,5 @@ def without_nan(value: Any) -> Any:
 
 def percentiles_ms(values_s: Iterable[float]) -> Percentiles:
     """Interpolated linearly between the nearest ranks; NaN where there are no values."""
-    ordered = sorted(values_s)
-    return Percentiles(*(_quantile(ordered, share) * 1000 for share in (0.5, 0.9, 0.99)))
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    if not ordered:
-        return float("nan")
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    values_ms = [value_s * 1000 for value_s in values_s] or [math.nan]
+    return Percentiles(*map(float, np.quantile(values_ms, (0.5, 0.9, 0.99))))

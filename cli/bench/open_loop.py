@@ -19,7 +19,7 @@ from cli.bench.schedule import Arrival
 from wire.errors import BatonError, InvalidRequest, Unavailable
 
 NO_CONTEXT_LEN = 1 << 31
-"""Stands for the context of a model whose server does not tell it."""
+"""The context of a model whose server does not name it."""
 MAX_REASON_CHARS = 200
 _READ_BYTES = 64 << 10
 _DATA = b"data: "
@@ -36,7 +36,8 @@ result change morning reason girl moment air teacher force foot boy age policy m
 class Answer:
     """The answer to a request as it comes in. Times in seconds from the start of the round.
 
-    prompt_len: as the service counts it, None until it tells. error, reason: the status of a failure, and its words.
+    prompt_len: as the service counts it, None until its usage arrives. error, reason: status and words of a
+    failure.
     """
 
     def __init__(self, start: float) -> None:
@@ -75,7 +76,7 @@ class OpenLoopClient(AbstractAsyncContextManager["OpenLoopClient"], ABC):
         concurrency: int | None = None,
         tell: Callable[[Record], object] = lambda record: None,
     ) -> list[Record]:
-        """Sends every request at its time and waits for all to end; `tell` hears of each that has.
+        """Sends every request at its time and waits for all to end; calls `tell` with the record of each.
 
         concurrency: of requests under way; one beyond it waits, and is sent late.
         """
@@ -187,7 +188,7 @@ class CompletionsClient(OpenLoopClient):
         self._ignore_eos = {} if ignore_eos is None else {"ignore_eos": ignore_eos}
 
     async def __aenter__(self) -> Self:
-        """Raises Unavailable if the server does not tell its models."""
+        """Raises Unavailable if the server does not list its models."""
         self._model = self._model or str((await self._describe_model())["id"])
         return self
 
@@ -224,7 +225,7 @@ class CompletionsClient(OpenLoopClient):
             model: dict[str, Any] = json.loads(b"\n".join(lines))["data"][0]
         except (ValueError, LookupError, TypeError) as error:
             said = status if isinstance(status, str) else f"HTTP {status}"
-            raise Unavailable(f"{self._host}:{self._port}{self._path}/models does not tell a model: {said}") from error
+            raise Unavailable(f"{self._host}:{self._port}{self._path}/models does not list a model: {said}") from error
         return model
 
     async def _exchange(self, what: str, body: bytes, take: Callable[[bytes], None]) -> int | str:
@@ -330,7 +331,7 @@ class _Events:
 
 
 def _num_tokens(choice: dict[str, Any]) -> int:
-    """Counts an event of a choice as one token, unless it has token ids, or tells only a role or the choice's end."""
+    """Counts an event of a choice as one token, unless it has token ids, or has only a role or the choice's end."""
     delta = choice.get("delta") or {}
     gained = choice.get("text") or delta.get("content")
     is_told_else = choice.get("finish_reason") is not None or "role" in delta

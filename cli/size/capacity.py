@@ -92,7 +92,7 @@ class Fit:
         return "activations" if self.weight_bytes + GPU_RESERVE_BYTES > self.device_bytes else "kv"
 
     def total_bytes(self, num_requests: int) -> int:
-        """Sums weights, reserve and the KV of so many requests."""
+        """Sums weights, reserve and the KV of `num_requests`."""
         return self.weight_bytes + GPU_RESERVE_BYTES + num_requests * self.kv.num_bytes
 
 

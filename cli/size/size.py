@@ -1,4 +1,4 @@
-"""`baton size`: tells the memory that a model takes, and the requests that a GPU holds."""
+"""`baton size`: computes the memory of a model, and the number of requests that a GPU holds."""
 
 import argparse
 import json

@@ -20,7 +20,7 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def parse_any_bytes(text: str, name: str) -> int:
-    """Reads a size as `parse_bytes` does, or in decimal units, in which makers tell the memory of a GPU: `80GB`."""
+    """Reads a size like `parse_bytes`, or in decimal units, as makers give the memory of a GPU: `80GB`."""
     found = _DECIMAL_SIZE.fullmatch(text.strip())
     return int(float(found[1]) * _DECIMAL_UNITS[found[2]]) if found else parse_bytes(text, name)
 

@@ -15,7 +15,7 @@ from wire.errors import ConfigError
 SHARED_MEMORY = Path("/dev/shm")
 CGROUP = Path("/sys/fs/cgroup")
 RAYS_SHARE = 20
-"""Ray ends workers when less than one part in so many of the memory is free."""
+"""Ray ends workers when less than 1/20 of the memory is free."""
 QUERY_TIMEOUT_S = 20.0
 
 

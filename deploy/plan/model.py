@@ -131,7 +131,7 @@ def _require_droppable(settings: ModelSettings, attention: "AttentionConfig") ->
     has_windows = any(window is not None for window in attention.windows)
     for text in settings.kv_policies:
         if has_windows and isinstance(parse_kv_policy(text), Dropping):
-            raise ConfigError(f"kv_policy {text}: the model has windows, whose tokens go by age")
+            raise ConfigError(f"model.kv_policy {text}: the model has windows, which drop KV by age: choose full")
 
 
 def _weight_bytes(checkpoint: "Checkpoint") -> int:

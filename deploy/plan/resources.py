@@ -32,7 +32,7 @@ class Resources:
 class RayNode:
     """A living node of the Ray cluster: its id, its address, all its resources. The head has controller and router.
 
-    is_leaving: Ray was told to drain it, as `ray drain-node` and autoscalers do.
+    is_leaving: Ray drains it, after `ray drain-node` or by an autoscaler.
     """
 
     id: str
@@ -69,7 +69,8 @@ def require_node(resources: Resources, nodes: Sequence[RayNode]) -> None:
     """Raises ConfigError, naming the resources, where no node has them: Ray would wait for ever for one."""
     if not any(node.has(resources) for node in nodes):
         asked = ", ".join(_amount(*one) for one in resources.asked.items())
-        raise ConfigError(f"none of the {len(nodes)} Ray nodes has {asked}, which a worker asks for")
+        problem = f"none of the {len(nodes)} Ray nodes has {asked}, which a worker asks for"
+        raise ConfigError(f"{problem}: add a node, or change [worker]")
 
 
 def num_fitting(node: RayNode, workers: Iterable[Resources]) -> int:

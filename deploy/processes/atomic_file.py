@@ -1,4 +1,4 @@
-"""A small file of which readers never see a part."""
+"""A small file that is replaced atomically: readers see the old content or the new."""
 
 import errno
 import logging

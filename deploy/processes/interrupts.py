@@ -13,7 +13,7 @@ class Interrupts:
     """The first of SIGINT, SIGTERM and SIGHUP as one KeyboardInterrupt, raised within `awaited` only.
 
     Work outside of `awaited` is never broken off, and later signals do nothing. A context of the main thread; a signal
-    that the command was told to ignore (nohup) stays ignored.
+    that the command ignores from its start (nohup) stays ignored.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ def start_logging(process: str) -> None:
 class LineHandler(logging.handlers.QueueHandler):
     """A handler that never blocks: while `max_waiting` lines wait for the stream, it drops and counts further ones.
 
-    A line of its own tells the number of dropped ones as soon as the stream takes lines again.
+    A line with the number of dropped ones follows as soon as the stream takes lines again.
     """
 
     def __init__(self, process: str, stream: TextIO, max_waiting: int = MAX_WAITING) -> None:
@@ -86,7 +86,7 @@ class LineFormatter(logging.Formatter):
 
 
 class _StreamWriter(logging.Handler):
-    """Writes the lines, in the listener's thread, and tells of dropped ones."""
+    """Writes the lines, in the listener's thread, and a notice of dropped ones."""
 
     def __init__(self, lines: LineHandler, stream: TextIO) -> None:
         super().__init__()

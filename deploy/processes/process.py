@@ -1,4 +1,4 @@
-"""Processes that outlive the command that started them, told apart from later ones with the same number."""
+"""References to processes that outlive their command: pid, start time and boot, for pids are used again."""
 
 import os
 import signal
@@ -133,9 +133,9 @@ def end_session(leader: ProcessRef, grace_s: float) -> None:
 
 
 def wait_or_kill(process: ProcessRef, grace_s: float) -> bool:
-    """Waits for a process that heard its end, and kills it after the grace; returns whether it is gone.
+    """Waits for a process that was asked to end, and kills it after the grace; returns whether it is gone.
 
-    A stopped process (SIGSTOP) hears nothing, but does not survive this.
+    Ends a stopped process (SIGSTOP) too.
     """
     if wait_for_end(process.pid, grace_s) or not process.is_alive:
         return True
